@@ -1,0 +1,101 @@
+"""The words that Aqua's processes share: ids, units, errors, state machines, wire messages.
+
+Everything here is pure: no sockets, no clocks, no threads. The coordinator, aqualib, the placer
+and the simulator follow these tables and speak these messages; nothing else connects them.
+
+Modules, from the ground up:
+
+- `errors`, `units`, `ids`, `version`: the vocabulary.
+- `machine`, `lease`, `slab`: who may do what when, as tables.
+- `wire`, `members`, `leases`: REST messages.
+- `channel`, `capability`, `transport`: what a consumer and a producer say to each other.
+- `diagram`: draws the tables for the documents.
+"""
+
+from __future__ import annotations
+
+from aqua_protocol.errors import (
+    AquaError,
+    AuthError,
+    BooksRebuildingError,
+    CapabilityError,
+    CapacityError,
+    ChecksumMismatchError,
+    ConfigError,
+    DataLostError,
+    ErrorBody,
+    ForbiddenError,
+    IdempotencyConflictError,
+    InvalidTransitionError,
+    LeaseLostError,
+    MethodNotAllowedError,
+    ProtocolError,
+    RequestInvalidError,
+    RequestTooLargeError,
+    SocketPathTooLongError,
+    StaleEpochError,
+    StaleRevisionError,
+    StoreFullError,
+    StoreUnavailableError,
+    TransportError,
+    TransportUnavailableError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownResourceError,
+    VersionMismatchError,
+    error_from_body,
+)
+from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
+from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
+from aqua_protocol.transport import TransportKind
+from aqua_protocol.units import DEFAULT_SLAB_BYTES, GIB, KIB, MIB, format_bytes, parse_bytes
+from aqua_protocol.version import PROTOCOL_VERSION, require_protocol_version
+
+__all__ = [
+    "BOOKED_STATES",
+    "DEFAULT_SLAB_BYTES",
+    "GIB",
+    "HELD_STATES",
+    "KIB",
+    "LEASE",
+    "MIB",
+    "PROTOCOL_VERSION",
+    "SLAB",
+    "AquaError",
+    "AuthError",
+    "BooksRebuildingError",
+    "CapabilityError",
+    "CapacityError",
+    "ChecksumMismatchError",
+    "ConfigError",
+    "DataLostError",
+    "ErrorBody",
+    "ForbiddenError",
+    "IdempotencyConflictError",
+    "InvalidTransitionError",
+    "LeaseEvent",
+    "LeaseLostError",
+    "LeaseState",
+    "MethodNotAllowedError",
+    "ProtocolError",
+    "RequestInvalidError",
+    "RequestTooLargeError",
+    "SlabEvent",
+    "SlabState",
+    "SocketPathTooLongError",
+    "StaleEpochError",
+    "StaleRevisionError",
+    "StoreFullError",
+    "StoreUnavailableError",
+    "TransportError",
+    "TransportKind",
+    "TransportUnavailableError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnknownResourceError",
+    "VersionMismatchError",
+    "error_from_body",
+    "format_bytes",
+    "parse_bytes",
+    "require_protocol_version",
+]

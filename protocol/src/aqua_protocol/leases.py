@@ -1,0 +1,180 @@
+"""Wire messages about leases, reclaims, placements and events."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from aqua_protocol.ids import Name
+from aqua_protocol.lease import LeaseState
+from aqua_protocol.transport import TransportKind
+from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, Wire
+
+MAX_PAIRINGS = 65_536
+MAX_PRODUCERS_PER_PAIRING = 64
+
+TtlSeconds = Annotated[float, Field(ge=1, le=3600, strict=True)]
+DeadlineSeconds = Annotated[float, Field(gt=0, le=600, strict=True)]
+
+
+class LeaseRequest(Wire):
+    """Ask for peer memory.
+
+    One lease is one producer. The books grant `bytes` rounded up to whole slabs when a producer
+    has them; otherwise the most one has, if that is at least `min_bytes` (by default all or
+    nothing).
+    """
+
+    consumer_id: Name
+    bytes: PositiveBytes
+    min_bytes: PositiveBytes | None = None
+    ttl_s: TtlSeconds = 30.0
+
+    @model_validator(mode="after")
+    def _min_is_not_above_bytes(self) -> Self:
+        if self.min_bytes is not None and self.min_bytes > self.bytes:
+            message = "min_bytes must not exceed bytes"
+            raise ValueError(message)
+        return self
+
+
+class LeaseView(Wire):
+    """A lease as the books have it."""
+
+    lease_id: Name
+    epoch: EpochField
+    state: LeaseState
+    producer_id: Name
+    consumer_id: Name
+    bytes: ByteCount = Field(description="Bytes booked now.")
+    expires_in_s: float = Field(description="Until it expires unless renewed.")
+
+
+class LeaseGrant(Wire):
+    """A fresh lease and everything needed to attach to its producer."""
+
+    lease: LeaseView
+    token: str = Field(description="Capability for the producer's lease channel; a secret.")
+    endpoint: str = Field(description="Unix socket of the producer's lease channel.")
+    transport: TransportKind
+    slab_bytes: int
+
+
+class LeaseAction(Wire):
+    """Renew, release or revoke under the epoch that the caller knows."""
+
+    epoch: EpochField
+
+
+class LeaseRenewal(LeaseAction):
+    """Renew one lease, outside of a report."""
+
+    ttl_s: TtlSeconds = 30.0
+
+
+class ReclaimRequest(Wire):
+    """An operator asks a producer to take memory back from its consumers.
+
+    A producer under load needs no permission: it reclaims first and reports afterwards.
+    """
+
+    producer_id: Name
+    bytes: PositiveBytes
+    deadline_s: DeadlineSeconds = 5.0
+
+
+class ReclaimOrigin(StrEnum):
+    """Who wanted the memory back."""
+
+    PRODUCER = "producer"
+    OPERATOR = "operator"
+
+
+class ReclaimView(Wire):
+    """A reclaim as the books have it."""
+
+    reclaim_id: Name
+    producer_id: Name
+    origin: ReclaimOrigin
+    requested_bytes: int
+    returned_bytes: int
+    deadline_s: float
+    done: bool
+    escalated: bool
+    first_slab_ms: float | None
+    total_ms: float | None
+
+
+class Pairing(Wire):
+    """The placer's answer for one consumer: these producers, best first, and no others."""
+
+    consumer_id: Name
+    producers: list[Name] = Field(min_length=1, max_length=MAX_PRODUCERS_PER_PAIRING)
+    reason: str = Field(default="", max_length=512)
+
+    @model_validator(mode="after")
+    def _producers_are_distinct(self) -> Self:
+        if len(set(self.producers)) != len(self.producers):
+            message = "a producer may appear only once in a pairing"
+            raise ValueError(message)
+        return self
+
+
+class PlacementPlan(Wire):
+    """A whole set of pairings; replaces the one before. An empty list frees every consumer."""
+
+    plan_hash: Annotated[str, Field(max_length=128)] = ""
+    pairings: list[Pairing] = Field(max_length=MAX_PAIRINGS)
+
+    @model_validator(mode="after")
+    def _consumers_are_distinct(self) -> Self:
+        names = [pairing.consumer_id for pairing in self.pairings]
+        if len(set(names)) != len(names):
+            message = "a consumer may appear only once in a plan"
+            raise ValueError(message)
+        return self
+
+
+class EventKind(StrEnum):
+    """What the event stream tells."""
+
+    PRODUCER_JOINED = "producer_joined"
+    PRODUCER_LOST = "producer_lost"
+    CONSUMER_JOINED = "consumer_joined"
+    CONSUMER_LOST = "consumer_lost"
+    OFFER_CHANGED = "offer_changed"
+    LEASE_CHANGED = "lease_changed"
+    RECLAIM_OPENED = "reclaim_opened"
+    RECLAIM_CLOSED = "reclaim_closed"
+    PLACEMENT_CHANGED = "placement_changed"
+    BOOKS_CREATED = "books_created"
+
+
+class Event(Wire):
+    """One entry of the event stream."""
+
+    event_id: str = Field(description="Position; send it as Last-Event-ID to go on from there.")
+    at_s: Annotated[float, Field(ge=0)] = Field(description="Unix time by Redis, in seconds.")
+    kind: EventKind
+    producer_id: Name | None = None
+    consumer_id: Name | None = None
+    lease_id: Name | None = None
+    state: LeaseState | None = None
+    bytes: ByteCount | None = None
+
+
+class Page(Wire):
+    """Where a listing goes on."""
+
+    next_cursor: str | None = Field(default=None, description="Pass as `cursor`; null at the end.")
+
+
+class Health(Wire):
+    """Liveness and readiness."""
+
+    status: str
+    version: str
+    books_id: str | None = None
+    uptime_s: float = 0.0
