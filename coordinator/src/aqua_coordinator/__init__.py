@@ -1,0 +1,16 @@
+"""Aqua's books: who offers memory, who holds a lease on it, and who is asked to give it back.
+
+From the outside in:
+
+- `cli`, `settings`, `server`: how a coordinator is started, and when it refuses to be.
+- `gate`, `lane`, `app`, `routes`: HTTP, with a fast lane for what members do all the time.
+- `auth`, `tokens`, `mint`: who may call, and what a lease's holder shows the producer.
+- `store`: the books, in Redis, one Lua script for each transition; `sweeper`: their clock.
+- `embedded`: the Valkey that keeps them when no Redis is given.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+__version__ = version("aqua-coordinator")

@@ -1,0 +1,165 @@
+"""The service put together: the books, what works on them, and HTTP in front.
+
+`Service.running()` connects to Redis, opens the books and begins to sweep; at the end event
+streams close first, then the sweep, then the connections. The life of the service is not tied to
+the server's (ASGI lifespan), so that its errors reach the command line as what they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final, Self
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from aqua_coordinator import __version__, routes
+from aqua_coordinator.answers import error_answer, typed
+from aqua_coordinator.auth import Door
+from aqua_coordinator.bell import Bell
+from aqua_coordinator.gate import Gate
+from aqua_coordinator.lane import Lane
+from aqua_coordinator.metrics import Metrics
+from aqua_coordinator.mint import Mint
+from aqua_coordinator.services import Services
+from aqua_coordinator.settings import Settings
+from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.sweeper import sweep_forever
+from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError
+
+MAX_REDIS_CONNECTIONS: Final = 8
+"""Two lanes, the bell, and some to spare while lost ones are being replaced."""
+
+STORE_RETRY_S: Final = 0.1
+"""Between attempts to open the books: an embedded store is back in about that time."""
+
+_DESCRIPTION: Final = """\
+Aqua's books: who offers GPU memory, who holds a lease on it, and who is asked to give it back.
+
+Members report their full state; everything else follows from that. Mutations are safe to repeat:
+reports by their revision, grants and reclaims by their Idempotency-Key, the rest by nature. Every
+error is an `ErrorBody` with a stable `code`.
+"""
+
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    422: {"model": ErrorBody, "description": "The request does not fit its schema or bounds."},
+    "4XX": {"model": ErrorBody, "description": "Refused; `code` says why."},
+    "5XX": {"model": ErrorBody, "description": "Not possible now; `code` says why."},
+}
+
+
+class Service:
+    """A coordinator's inside.
+
+    Args:
+        settings: Checked already.
+        redis_url: Where the books are; nothing is connected before `running`.
+
+    Attributes:
+        gate: The ASGI application to serve.
+        api: FastAPI alone, without gate and fast lane.
+        services: What operations work with.
+
+    Raises:
+        ConfigError: The URL or the tokens file is no good.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str) -> None:
+        metrics = Metrics()
+        pool = open_pool(
+            redis_url,
+            connect_timeout_s=settings.store_timeout_s,
+            max_connections=MAX_REDIS_CONNECTIONS,
+        )
+        self._pipeline = Pipeline(
+            pool, timeout_s=settings.store_timeout_s, observe=metrics.redis_answered
+        )
+        books = Books(self._pipeline)
+        secret = settings.capability_secret
+        self.services = Services(
+            settings=settings,
+            books=books,
+            mint=Mint(books, None if secret is None else secret.get_secret_value().encode()),
+            door=Door(settings.tokens_file),
+            bell=Bell(self._pipeline),
+            metrics=metrics,
+        )
+        metrics.event_streams.set_function(lambda: self.services.bell.listeners)
+        self.api = _api(self.services)
+        every = [route for router in routes.ALL for route in router.routes]
+        lane = Lane([route for route in every if isinstance(route, APIRoute)])
+        self.gate = Gate(self.api, lane, self.services)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Be open for business within the block.
+
+        Raises:
+            ConfigError: Redis is too old.
+            UnavailableError: Redis does not answer, or takes no writes.
+        """
+        services = self.services
+        self._pipeline.start()
+        try:
+            await self._open_books()
+            sweep = sweep_forever(
+                services.books,
+                services.door,
+                services.metrics,
+                silent_s=services.settings.silent_member_s,
+            )
+            chores = [asyncio.create_task(sweep), asyncio.create_task(services.bell.run())]
+            try:
+                yield self
+            finally:
+                services.bell.close()
+                for chore in chores:
+                    chore.cancel()
+                await asyncio.gather(*chores, return_exceptions=True)
+        finally:
+            await services.books.close()
+
+    async def _open_books(self) -> None:
+        """Open the books; a store that is just being restarted gets the time it may take."""
+        give_up_s = time.monotonic() + self.services.settings.store_timeout_s
+        while True:
+            try:
+                await self.services.books.open()
+            except StoreUnavailableError:
+                if time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(STORE_RETRY_S)
+            else:
+                return
+
+
+def _api(services: Services) -> FastAPI:
+    api = FastAPI(
+        title="Aqua coordinator",
+        description=_DESCRIPTION,
+        version=__version__,
+        responses=_ERRORS,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    api.state.services = services
+    for router in routes.ALL:
+        api.include_router(router)
+    for kind in (AquaError, RequestValidationError, HTTPException):
+        api.add_exception_handler(kind, _answer_error)
+    return api
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    status, headers, body = error_answer(typed(error))
+    answer = Response(body, status)
+    answer.raw_headers = [*headers, (b"content-length", b"%d" % len(body))]
+    if isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
+        answer.headers["Allow"] = error.headers["Allow"]
+    return answer

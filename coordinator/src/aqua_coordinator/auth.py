@@ -1,0 +1,131 @@
+"""Who calls, and what they may do.
+
+A request is authenticated once, from its `Authorization` header, into a `Caller`; operations then
+ask the caller, in one line each, whether it may act for the member they touch. Without a tokens
+file everybody is the operator, which is why such a coordinator listens on loopback only
+(`Settings.require_safe_address`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from aqua_coordinator.tokens import (
+    MAX_TOKEN_LENGTH,
+    PREFIX,
+    Role,
+    TokenEntry,
+    digest,
+    read_tokens,
+)
+from aqua_protocol import ConfigError, ForbiddenError, UnauthenticatedError
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The bearer of a token.
+
+    Attributes:
+        roles: What it may do.
+        member: The only member it may speak for; None when it is not bound to one.
+    """
+
+    roles: frozenset[Role]
+    member: str | None = None
+
+    def require(self, role: Role, *, member: str | None = None) -> None:
+        """Refuse unless the caller has `role` (or is an operator) and may speak for `member`.
+
+        Raises:
+            ForbiddenError: It has not, or may not.
+        """
+        if role not in self.roles and Role.OPERATOR not in self.roles:
+            raise ForbiddenError(
+                f"this needs a token with the role {role}",
+                needs=[role, Role.OPERATOR],
+                has=sorted(self.roles),
+            )
+        if member is not None and self.member is not None and member != self.member:
+            raise ForbiddenError(
+                "this token is bound to another member",
+                remedy=f"Use a token bound to {member}, or one that is not bound.",
+                member=member,
+            )
+
+
+EVERYBODY: Final = Caller(frozenset(Role))
+"""Who calls when there are no tokens: somebody on this machine."""
+
+
+class Door:
+    """Turns `Authorization` headers into callers.
+
+    Args:
+        tokens_file: None to let everybody in as operator.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+
+    def __init__(self, tokens_file: Path | None) -> None:
+        self._path = tokens_file
+        self._entries: dict[str, TokenEntry] = {}
+        self._version: tuple[int, int] | None = None
+        if tokens_file is not None:
+            self._read(tokens_file)
+
+    def authenticate(self, header: str | None) -> Caller:
+        """The caller behind an `Authorization` header.
+
+        Raises:
+            UnauthenticatedError: No token, an unknown or revoked one, or one that has expired.
+        """
+        if self._path is None:
+            return EVERYBODY
+        if header is None:
+            raise UnauthenticatedError("this needs a token")
+        scheme, _, token = header.partition(" ")
+        parts = token.split("_", 2)
+        if scheme.lower() != "bearer" or len(parts) != 3 or parts[0] != PREFIX:  # noqa: PLR2004 - `aqua_<id>_<secret>`
+            raise UnauthenticatedError("the Authorization header carries no token of Aqua's")
+        entry = self._entries.get(parts[1])
+        # An unknown id is compared as well, so that time does not tell known ids from unknown.
+        expected = _NOBODY if entry is None else entry.sha256
+        matches = hmac.compare_digest(digest(token[:MAX_TOKEN_LENGTH]), expected)
+        if entry is None or not matches:
+            raise UnauthenticatedError("the token is unknown or has been revoked")
+        if entry.expires_s is not None and entry.expires_s <= time.time():
+            raise UnauthenticatedError("the token has expired", token_id=entry.token_id)
+        return Caller(frozenset(entry.roles), entry.member)
+
+    def refresh(self) -> None:
+        """Read the tokens file again if it has changed; a bad one leaves the tokens as they are."""
+        if self._path is None:
+            return
+        try:
+            if _version_of(self._path) != self._version:
+                self._read(self._path)
+                log.info("tokens read again", tokens=len(self._entries))
+        except (ConfigError, OSError) as error:
+            log.warning("tokens file not usable, keeping the old tokens", error=str(error))
+
+    def _read(self, path: Path) -> None:
+        entries = read_tokens(path).tokens
+        self._version = _version_of(path)
+        self._entries = {entry.token_id: entry for entry in entries}
+
+
+_NOBODY: Final = "0" * 64
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ino

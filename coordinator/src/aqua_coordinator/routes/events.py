@@ -1,0 +1,77 @@
+"""Events: every change of the books, as server-sent events.
+
+A stream begins where `Last-Event-ID` says, or now. The last 65,536 events are kept; a client that
+was away for longer sees a gap and should read the listings anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+from aqua_coordinator.services import CallerDep, Services, ServicesDep
+from aqua_protocol import AquaError, UnavailableError
+
+router = APIRouter(prefix="/v1/events", tags=["events"])
+
+KEEP_ALIVE_S: Final = 15.0
+"""Below the idle timeouts of common proxies."""
+RETRY_MS: Final = 1000
+EVENT_ID_PATTERN: Final = r"^\d{1,15}-\d{1,15}$"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; named so that the OpenAPI document tells their media type."""
+
+    media_type = "text/event-stream"
+
+
+@router.get("", response_class=EventStream)
+async def stream_events(
+    _: CallerDep,
+    services: ServicesDep,
+    last_event_id: Annotated[
+        str | None,
+        Header(
+            alias="Last-Event-ID",
+            pattern=EVENT_ID_PATTERN,
+            description="Go on after this event.",
+        ),
+    ] = None,
+) -> EventStream:
+    """Changes of the books as they happen."""
+    limit = services.settings.max_event_streams
+    if services.bell.listeners >= limit:
+        raise UnavailableError(
+            f"{limit} event streams are being served already", retry_after_s=RETRY_MS / 1e3
+        )
+    position = last_event_id or await services.books.last_event_id()
+    return EventStream(_stream(services, position), headers={"Cache-Control": "no-store"})
+
+
+async def _stream(services: Services, position: str) -> AsyncIterator[str]:
+    services.bell.listeners += 1
+    try:
+        yield f"retry: {RETRY_MS}\n\n"
+        while not services.bell.closed:
+            ring = services.bell.next_ring()
+            events = await services.books.events(after=position)
+            for event in events:
+                position = event.event_id
+                body = event.model_dump_json(exclude_none=True)
+                yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {body}\n\n"
+            if events:
+                continue
+            try:
+                await asyncio.wait_for(asyncio.shield(ring), KEEP_ALIVE_S)
+            except TimeoutError:
+                yield ": still here\n\n"
+    except AquaError as error:
+        # The client comes back with the id of the last event it saw.
+        yield f": {error.code}\n\n"
+    finally:
+        services.bell.listeners -= 1

@@ -1,0 +1,74 @@
+"""Health and metrics: for probes and scrapers, outside of `/v1`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from aqua_coordinator import __version__
+from aqua_coordinator.metrics import CONTENT_TYPE, BooksSnapshot
+from aqua_coordinator.services import Services, ServicesDep
+from aqua_protocol import UnavailableError
+from aqua_protocol.leases import Health
+
+router = APIRouter(tags=["health"])
+
+RowT = TypeVar("RowT")
+
+SNAPSHOT_PAGE: Final = 500
+MAX_SNAPSHOT_MEMBERS: Final = 10_000
+"""Members with gauges of their own; a scrape of more takes longer than its interval."""
+
+
+@router.get("/healthz")
+async def healthz(services: ServicesDep) -> Health:
+    """Whether the process lives. A probe that fails should restart it."""
+    return Health(status="ok", version=__version__, uptime_s=time.monotonic() - services.started_s)
+
+
+@router.get("/readyz")
+async def readyz(services: ServicesDep) -> Health:
+    """Whether Redis answers and takes writes. A probe that fails should send traffic elsewhere."""
+    opened = await services.books.probe()
+    return Health(
+        status="ready",
+        version=__version__,
+        books_id=opened.books_id,
+        uptime_s=time.monotonic() - services.started_s,
+    )
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(services: ServicesDep, request: Request) -> Response:
+    """Prometheus metrics."""
+    if services.settings.metrics_need_token:
+        services.door.authenticate(request.headers.get("authorization"))
+    try:
+        snapshot = await _snapshot(services)
+    except UnavailableError:
+        snapshot = None
+    return Response(services.metrics.render(snapshot), media_type=CONTENT_TYPE)
+
+
+async def _snapshot(services: Services) -> BooksSnapshot:
+    books = services.books
+    return BooksSnapshot(
+        await books.summary(),
+        await _all_pages(books.producers, lambda row: row.view.producer_id),
+        await _all_pages(books.consumers, lambda view: view.consumer_id),
+    )
+
+
+async def _all_pages(
+    read: Callable[..., Awaitable[list[RowT]]], name_of: Callable[[RowT], str]
+) -> list[RowT]:
+    rows: list[RowT] = []
+    while len(rows) < MAX_SNAPSHOT_MEMBERS:
+        page = await read(cursor=name_of(rows[-1]) if rows else "", limit=SNAPSHOT_PAGE)
+        rows += page
+        if len(page) < SNAPSHOT_PAGE:
+            break
+    return rows

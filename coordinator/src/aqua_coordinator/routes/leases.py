@@ -1,0 +1,131 @@
+"""Leases: rights to slabs, granted, renewed, given up and revoked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from aqua_coordinator.lane import hot
+from aqua_coordinator.routes.paging import Limit
+from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
+from aqua_coordinator.tokens import Role
+from aqua_protocol import LeaseState
+from aqua_protocol.ids import Name
+from aqua_protocol.leases import (
+    LeaseAction,
+    LeaseGrant,
+    LeaseRenewal,
+    LeaseRequest,
+    LeaseView,
+    Page,
+)
+
+router = APIRouter(prefix="/v1/leases", tags=["leases"])
+
+
+LeaseCursor = Annotated[
+    str | None,
+    Query(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}@([0-9]{1,16}|\+inf)$",
+        description="`next_cursor` of the page before.",
+    ),
+]
+
+
+class LeasePage(Page):
+    """A page of leases."""
+
+    leases: list[LeaseView]
+
+
+@router.post("", status_code=201)
+@hot()
+async def grant_lease(
+    body: LeaseRequest,
+    caller: CallerDep,
+    services: ServicesDep,
+    idempotency_key: IdempotencyKey,
+) -> LeaseGrant:
+    """Ask for memory of a producer; safe to repeat under the same Idempotency-Key."""
+    caller.require(Role.CONSUMER, member=body.consumer_id)
+    grant = await services.books.grant_lease(
+        body,
+        idempotency_key=idempotency_key,
+        attach_window_s=services.settings.attach_window_s,
+    )
+    return LeaseGrant(
+        lease=grant.lease,
+        token=await services.mint.capability(grant),
+        endpoint=grant.endpoint,
+        transport=grant.transport,
+        slab_bytes=grant.slab_bytes,
+    )
+
+
+@router.get("")
+async def list_leases(
+    _: CallerDep,
+    services: ServicesDep,
+    *,
+    state: Annotated[LeaseState | None, Query(description="Only in this state.")] = None,
+    producer_id: Annotated[Name | None, Query(description="Only of this producer.")] = None,
+    consumer_id: Annotated[Name | None, Query(description="Only of this consumer.")] = None,
+    cursor: LeaseCursor = None,
+    limit: Limit = 100,
+) -> LeasePage:
+    """Booked leases by producer, and in the order of their grants.
+
+    With a filter a page may be short, or empty, and still not be the last: go on until
+    `next_cursor` is null.
+    """
+    views, position = await services.books.leases(
+        cursor=None if cursor is None else _position(cursor),
+        limit=limit,
+        state=state,
+        producer_id=producer_id or "",
+        consumer_id=consumer_id or "",
+    )
+    return LeasePage(leases=views, next_cursor=None if position is None else "@".join(position))
+
+
+@router.get("/{lease_id}")
+async def get_lease(lease_id: Name, _: CallerDep, services: ServicesDep) -> LeaseView:
+    """One lease."""
+    return await services.books.lease(lease_id)
+
+
+@router.post("/{lease_id}/renew")
+@hot()
+async def renew_lease(
+    lease_id: Name, body: LeaseRenewal, caller: CallerDep, services: ServicesDep
+) -> LeaseView:
+    """Start the time to live anew. A report that names the lease does the same."""
+    caller.require(Role.CONSUMER)
+    return await services.books.renew_lease(
+        lease_id, epoch=body.epoch, ttl_s=body.ttl_s, as_consumer=caller.member
+    )
+
+
+@router.post("/{lease_id}/release")
+@hot()
+async def release_lease(
+    lease_id: Name, body: LeaseAction, caller: CallerDep, services: ServicesDep
+) -> LeaseView:
+    """Give up the right. Bytes that were handed out stay booked until the producer has them."""
+    caller.require(Role.CONSUMER)
+    return await services.books.release_lease(lease_id, epoch=body.epoch, as_consumer=caller.member)
+
+
+@router.post("/{lease_id}/revoke")
+async def revoke_lease(
+    lease_id: Name, body: LeaseAction, caller: CallerDep, services: ServicesDep
+) -> LeaseView:
+    """End the right to a lease, as an operator."""
+    caller.require(Role.OPERATOR)
+    return await services.books.revoke_lease(lease_id, epoch=body.epoch)
+
+
+def _position(cursor: str) -> tuple[str, str]:
+    producer_id, _, epoch = cursor.partition("@")
+    return producer_id, epoch

@@ -1,0 +1,153 @@
+"""Runs a coordinator: address, store, service, in this order, and in reverse at the end.
+
+Everything that can be wrong with the configuration is noticed before the first request, as a
+typed error: an address that must not be listened on, a port in use, a store that does not start,
+a Redis that is too old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, Final
+
+import structlog
+import uvicorn
+import uvloop
+
+from aqua_coordinator import __version__
+from aqua_coordinator.app import Service
+from aqua_coordinator.corked import CorkedProtocol
+from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.settings import Settings
+from aqua_protocol import ConfigError
+
+log = structlog.get_logger(__name__)
+
+BACKLOG: Final = 2048
+GRACE_S: Final = 5
+"""Requests under way at a shutdown get this long."""
+KEEP_ALIVE_S: Final = 75
+"""Longer than any heartbeat, so that members keep their connections."""
+
+SERVER_OPTIONS: Final[dict[str, Any]] = {
+    "loop": "uvloop",
+    "ws": "none",
+    "lifespan": "off",
+    "access_log": False,
+    "log_config": None,
+    "server_header": False,
+    "date_header": False,
+    "proxy_headers": False,
+    "backlog": BACKLOG,
+    "timeout_keep_alive": KEEP_ALIVE_S,
+    "timeout_graceful_shutdown": GRACE_S,
+}
+"""For uvicorn; benchmarks give the same to what they compare with."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn as a part of a larger life.
+
+    Signals are ours, since uvicorn raises them again when it is done, which would end the process
+    before the store has been stopped. And event streams end first, instead of holding a shutdown
+    up for the whole grace.
+    """
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(uvicorn.Config(service.gate, **SERVER_OPTIONS, http=CorkedProtocol))
+        self._bell = service.services.bell
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the serving, and nothing else."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve, and say so."""
+        await super().startup(sockets)
+        assert sockets is not None, "the server is given its socket"
+        log.info("listening", url=_url(sockets[0]), version=__version__)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End event streams, then everything."""
+        log.info("stopping")
+        self._bell.close()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> None:
+    """Run until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: See the module.
+        UnavailableError: Redis does not answer at the start.
+    """
+    settings.require_safe_address()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(_listen(settings)))
+        embedded: EmbeddedValkey | None = None
+        if settings.redis_url is None:
+            embedded = EmbeddedValkey(
+                settings.data_dir, fsync=settings.fsync, binary=settings.store_binary
+            )
+            embedded.start()
+            stack.callback(embedded.stop)
+            redis_url = embedded.url
+        else:
+            redis_url = settings.redis_url.get_secret_value()
+        if settings.tokens_file is None:
+            log.warning("no tokens file: everybody on this machine is an operator")
+        service = Service(settings, redis_url)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(service, listener, embedded))
+    log.info("stopped")
+
+
+async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValkey | None) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if embedded is not None:
+            embedded.keep()
+            stack.push_async_callback(embedded.unkeep)
+        await stack.enter_async_context(service.running())
+        await Server(service).serve(sockets=[listener])
+
+
+def _listen(settings: Settings) -> socket.socket:
+    host, port = settings.listen_host, settings.listen_port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}: {error}", remedy="Correct AQUA_LISTEN_HOST."
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            remedy="Stop what listens there, or set AQUA_LISTEN_PORT (0 takes a free port).",
+        ) from error
+    listener.setblocking(False)  # noqa: FBT003 - named by the method
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

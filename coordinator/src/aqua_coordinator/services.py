@@ -1,0 +1,73 @@
+"""What an operation works with, and how FastAPI hands it over.
+
+Operations are plain async functions. Their parameters are path names, a `body`, and whichever of
+the three below they need, so that the fast lane can call the same functions without FastAPI.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import Field
+
+from aqua_coordinator.auth import Caller, Door
+from aqua_coordinator.bell import Bell
+from aqua_coordinator.metrics import Metrics
+from aqua_coordinator.mint import Mint
+from aqua_coordinator.settings import Settings
+from aqua_coordinator.store import Books
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything behind the operations; lives as long as the process."""
+
+    settings: Settings
+    books: Books
+    mint: Mint
+    door: Door
+    bell: Bell
+    metrics: Metrics
+    started_s: float = field(default_factory=time.monotonic)
+
+
+_bearer = HTTPBearer(auto_error=False, description="A token made by `aqua-coordinator token`.")
+
+
+# Coroutines although they wait for nothing: FastAPI runs plain functions in a thread pool.
+
+
+async def _services(request: Request) -> Services:
+    services = request.app.state.services
+    assert isinstance(services, Services), "the application has no services"
+    return services
+
+
+async def _caller(
+    request: Request,
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    # The header itself, as in the fast lane; the dependency is for the OpenAPI document.
+    services = await _services(request)
+    return services.door.authenticate(request.headers.get("authorization"))
+
+
+ServicesDep = Annotated[Services, Depends(_services)]
+CallerDep = Annotated[Caller, Depends(_caller)]
+
+MAX_KEY_LENGTH = 128
+KeyText = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LENGTH, pattern=r"^[!-~]+$")]
+IdempotencyKey = Annotated[
+    str,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=MAX_KEY_LENGTH,
+        pattern=r"^[!-~]+$",
+        description="Fresh and random for every new request; the same when it is retried.",
+    ),
+]

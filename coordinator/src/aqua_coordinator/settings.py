@@ -1,0 +1,164 @@
+"""Settings: from `AQUA_*` environment variables, overridden by command line options.
+
+Everything is bounded and checked before anything starts; a value that does not fit is a
+`ConfigError` that names the variable. Nothing is read leniently: an unknown option of the command
+line is an error, while unknown variables are left alone, because aqualib shares the prefix.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from aqua_coordinator.embedded import Fsync
+from aqua_coordinator.store.scripts import MAX_GAP_S
+from aqua_protocol import ConfigError
+
+MIN_SECRET_LENGTH = 32
+DEFAULT_PORT = 7700
+
+
+def default_data_dir() -> Path:
+    """`$XDG_STATE_HOME/aqua`, by default `~/.local/state/aqua`: state, not cache."""
+    state_home = os.environ.get("XDG_STATE_HOME")
+    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "aqua"
+
+
+class Settings(BaseSettings):
+    """What a coordinator needs to know before it starts."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="AQUA_", extra="ignore", frozen=True, env_ignore_empty=True
+    )
+
+    listen_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=253,
+        description="Address to listen on. Anything but loopback needs a tokens file.",
+    )
+    listen_port: int = Field(
+        DEFAULT_PORT, ge=0, le=65_535, description="Port to listen on; 0 takes a free one."
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description=(
+            "Redis or Valkey that keeps the books: redis://, rediss://, unix:// or "
+            "redis+sentinel://host:port,host:port/service/db. Unset: an embedded Valkey."
+        ),
+    )
+    data_dir: Path = Field(
+        default_factory=default_data_dir,
+        description="Directory of the embedded Valkey: its data, socket and log.",
+    )
+    fsync: Fsync = Field(
+        Fsync.EVERYSEC,
+        description="When the embedded Valkey forces writes to the disk: everysec or always.",
+    )
+    store_binary: Path | None = Field(
+        None, description="Server program to embed instead of the bundled Valkey."
+    )
+    store_timeout_s: float = Field(
+        5.0, ge=0.1, le=60, description="How long Redis may take to answer."
+    )
+    tokens_file: Path | None = Field(
+        None,
+        description="Bearer tokens, made by `aqua-coordinator token`. Unset: no authentication.",
+    )
+    metrics_need_token: bool = Field(
+        default=False, description="Whether /metrics wants a token, as everything under /v1 does."
+    )
+    capability_secret: SecretStr | None = Field(
+        None,
+        description=(
+            "Signs lease tokens; the same for all coordinators of one Redis. "
+            "Unset: made with the books and kept in Redis."
+        ),
+    )
+    heartbeat_s: float = Field(
+        1.0, ge=0.05, le=60, description="How often members are told to report."
+    )
+    silent_member_s: float = Field(
+        10.0,
+        ge=MAX_GAP_S + 1,
+        le=3600,
+        description="A member that has not reported for this long leaves the books.",
+    )
+    attach_window_s: float = Field(
+        10.0, ge=0.2, le=300, description="Time to attach to a granted lease before it expires."
+    )
+    max_concurrent_requests: int = Field(
+        2048, ge=1, le=65_536, description="Requests served at once; more are told to retry."
+    )
+    max_event_streams: int = Field(
+        128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
+    )
+    log_level: Annotated[str, Field(pattern=r"^(debug|info|warning|error)$")] = Field(
+        "info", description="debug, info, warning or error."
+    )
+
+    @model_validator(mode="after")
+    def _heartbeats_fit_into_silence(self) -> Self:
+        if self.silent_member_s < 3 * self.heartbeat_s:
+            message = "silent_member_s must be at least three heartbeats"
+            raise ValueError(message)
+        secret = self.capability_secret
+        if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
+            message = f"capability_secret must have at least {MIN_SECRET_LENGTH} characters"
+            raise ValueError(message)
+        return self
+
+    def require_safe_address(self) -> None:
+        """Refuse to be reachable from elsewhere without authentication.
+
+        Raises:
+            ConfigError: No tokens file, and `listen_host` is not loopback.
+        """
+        if self.tokens_file is None and not is_loopback(self.listen_host):
+            raise ConfigError(
+                f"refusing to listen on {self.listen_host} without authentication",
+                remedy=(
+                    "Make a token with `aqua-coordinator token --file tokens.json --role operator` "
+                    "and set AQUA_TOKENS_FILE, or listen on 127.0.0.1."
+                ),
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; a name counts only if it is `localhost`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - whatever a field takes
+    """Read the environment; keyword arguments that are not None take precedence.
+
+    Raises:
+        ConfigError: A value does not fit; the message names its variable, not its content.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        faults = []
+        for fault in error.errors(include_input=False, include_url=False):
+            name = "_".join(str(part) for part in fault["loc"])
+            faults.append(f"AQUA_{name.upper()}: {fault['msg']}" if name else fault["msg"])
+        raise ConfigError(
+            "; ".join(faults), remedy="`aqua-coordinator serve --help` lists every setting."
+        ) from error
+
+
+def new_secret() -> str:
+    """A secret for `AQUA_CAPABILITY_SECRET`."""
+    return secrets.token_hex(MIN_SECRET_LENGTH)

@@ -1,0 +1,113 @@
+"""Where Redis is: URLs of every kind become one redis-py connection pool.
+
+    redis://[user:password@]host:port/db          plain TCP
+    rediss://...?ssl_ca_certs=...                 TLS
+    unix:///path/to/socket?db=0                   Unix socket
+    redis+sentinel://[user:password@]host:port,host:port/service/db
+    rediss+sentinel://...                         the same, TLS to the master
+
+redis-py does what is hard about connections (TLS, authentication, Sentinel discovery); what is
+sent over them is `pipeline`'s business. Options after `?` are redis-py's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+
+from aqua_protocol import ConfigError
+
+SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+DEFAULT_SENTINEL_PORT: Final = 26_379
+
+
+def open_pool(url: str, *, connect_timeout_s: float, max_connections: int) -> ConnectionPool:
+    """A pool of connections to the Redis that `url` names; nothing is connected yet.
+
+    Raises:
+        ConfigError: Not a URL of the kinds above.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"AQUA_REDIS_URL has the unknown scheme {scheme!r}",
+            remedy=f"Use one of {', '.join(f'{name}://' for name in SCHEMES)}.",
+        )
+    # Retries are the pipeline's: only it knows which commands are safe to repeat. Timeouts as
+    # well: one timer for a batch instead of one for every answer.
+    options: dict[str, Any] = {
+        "socket_connect_timeout": connect_timeout_s,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+        "protocol": 2,
+        "max_connections": max_connections,
+    }
+    try:
+        if scheme.endswith("+sentinel"):
+            return _sentinel_pool(url, options)
+        return ConnectionPool.from_url(url, **options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"AQUA_REDIS_URL is not a Redis URL: {error}",
+            remedy="For example redis://user:password@host:6379/0, percent-encoding the password.",
+        ) from error
+
+
+async def close_pool(pool: ConnectionPool) -> None:
+    """Close every connection of the pool, and those to its Sentinels."""
+    await pool.aclose()
+    if isinstance(pool, SentinelConnectionPool):
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def _sentinel_pool(url: str, options: dict[str, Any]) -> SentinelConnectionPool:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = credentials.partition(":")
+    sentinels = [_host_and_port(host) for host in hosts.split(",")]
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        message = "a Sentinel URL needs the service name as its path"
+        raise ValueError(message)
+    timeout_s = options["socket_connect_timeout"]
+    # The Sentinels' own credentials, where they have any: `sentinel_username`, `sentinel_password`.
+    own, redis_options = {}, {}
+    for name, value in parse_qsl(parts.query):
+        if name.startswith("sentinel_"):
+            own[name.removeprefix("sentinel_")] = value
+        else:
+            redis_options[name] = value
+    manager = Sentinel(  # type: ignore[no-untyped-call] # redis-py types Sentinel in part
+        sentinels,
+        sentinel_kwargs={
+            "socket_connect_timeout": timeout_s,
+            "socket_timeout": timeout_s,
+            "protocol": 2,
+            **own,
+        },
+    )
+    return SentinelConnectionPool(  # type: ignore[no-untyped-call] # as above
+        service,
+        manager,
+        ssl=parts.scheme.startswith("rediss"),
+        db=int(database or 0),
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        **redis_options,
+        **options,
+    )
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        message = f"{text!r} is not host:port"
+        raise ValueError(message)
+    return parts.hostname, parts.port or DEFAULT_SENTINEL_PORT

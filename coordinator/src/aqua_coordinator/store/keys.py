@@ -1,0 +1,69 @@
+"""Every key of the books, by name: what it holds, and why it may stay for ever.
+
+All keys share one hash tag, so the books fit on one slot of a cluster, and one Redis database can
+hold other things beside them. Scripts get these names from here as text (`KEY.leases`), never by
+spelling them out.
+
+A key ends in one of two ways. Either it expires by itself, or it is named in `PERMANENT` with who
+removes it; a fixture of the test suite looks for keys of neither kind after every test.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+TAG: Final = "{aqua}:"
+
+KEYS: Final[dict[str, str]] = {
+    # Names in full.
+    "books": f"{TAG}books",
+    "events": f"{TAG}events",
+    "producers": f"{TAG}producers",
+    "producers_seen": f"{TAG}producers_seen",
+    "consumers": f"{TAG}consumers",
+    "consumers_seen": f"{TAG}consumers_seen",
+    "lease_counts": f"{TAG}lease_counts",
+    "deadlines": f"{TAG}deadlines",
+    "reclaims": f"{TAG}reclaims",
+    "ended_reclaims": f"{TAG}ended_reclaims",
+    "placements": f"{TAG}placements",
+    "placement_reasons": f"{TAG}placement_reasons",
+    "probe": f"{TAG}probe",
+    # Beginnings of names; an id follows.
+    "producer": f"{TAG}producer:",
+    "producer_leases": f"{TAG}producer_leases:",
+    "producer_reclaims": f"{TAG}producer_reclaims:",
+    "consumer": f"{TAG}consumer:",
+    "consumer_leases": f"{TAG}consumer_leases:",
+    "free": f"{TAG}free:",
+    "unconfirmed": f"{TAG}unconfirmed:",
+    "lease": f"{TAG}lease:",
+    "reclaim": f"{TAG}reclaim:",
+    "claim": f"{TAG}claim:",
+    "idempotency": f"{TAG}idempotency:",
+}
+
+PERMANENT: Final[dict[str, str]] = {
+    "books": "one hash for the life of the books",
+    "events": "one stream, trimmed to a length by every entry",
+    "producers": "an index; a producer leaves it when it is removed or silent for too long",
+    "producers_seen": "as `producers`, ordered by the last report",
+    "consumers": "an index; a consumer leaves it when it is removed or silent for too long",
+    "consumers_seen": "as `consumers`, ordered by the last report",
+    "lease_counts": "one hash with a field for each state",
+    "deadlines": "leases whose right a clock can end; they leave it when it has ended",
+    "reclaims": "an index; the sweep takes closed reclaims out once their records have expired",
+    "ended_reclaims": "reclaims whose records are about to expire; the sweep empties it",
+    "placements": "the placer's plan, replaced as a whole",
+    "placement_reasons": "the placer's plan, replaced as a whole",
+    "producer": "deleted when the producer is removed or silent for too long",
+    "producer_leases": "booked leases of a producer; empty, and thus gone, when all have ended",
+    "producer_reclaims": "open reclaims of a producer; gone when all are closed",
+    "consumer": "deleted when the consumer is removed or silent for too long",
+    "consumer_leases": "booked leases of a consumer; empty, and thus gone, when all have ended",
+    "free": "producers with free bytes, by domain; gone when there are none",
+    "unconfirmed": "producers that have yet to confirm the books, by domain; gone when none are",
+    "lease": "while booked; from its end on the record expires",
+    "reclaim": "while open; once closed the record expires",
+}
+"""Names of `KEYS` without an expiry, and who removes them. The others always carry one."""

@@ -1,0 +1,21 @@
+-- Open the books in an empty Redis, or read whose they are.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  name of the new books
+-- ARGV[2]  secret for capability tokens, hexadecimal
+-- Result   {'ok', books_id, secret, created (1 or 0)}
+--
+-- The first epoch is the Redis time in microseconds, so epochs grow across a loss of the books.
+-- @use answer
+
+local present = redis.call('HMGET', KEYS[1], 'books_id', 'secret')
+if present[1] then
+  return {'ok', present[1], present[2], 0}
+end
+local time = redis.call('TIME')
+local now = integer(tonumber(time[1]) * 1000000 + tonumber(time[2]))
+redis.call('HSET', KEYS[1], 'books_id', ARGV[1], 'secret', ARGV[2], 'min_epoch', now, 'epoch', now,
+  'paused_us', '0', 'swept_us', now)
+redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event',
+  KIND.books_created .. '     ')
+return {'ok', ARGV[1], ARGV[2], 1}

@@ -1,0 +1,18 @@
+-- One step of the sweep: the clock goes on, and leases past their deadline expire.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  how many leases at most
+-- Result   {'ok', expired}
+-- @use answer books writes lease
+
+redis.call('HSET', KEYS[1], 'swept_us', integer(now_us))
+local overdue = redis.call('ZRANGEBYSCORE', KEY.deadlines, '-inf', integer(clock_us),
+  'LIMIT', 0, tonumber(ARGV[1]))
+for _, lease_id in ipairs(overdue) do
+  local lease = lease_of(lease_id)
+  local expired = step(lease, EVENT.expire, 'expired')
+  assert(expired, 'a deadline on a lease that is ' .. lease.state)
+  save(lease)
+end
+settle()
+return {'ok', #overdue}

@@ -1,0 +1,15 @@
+-- One step of the sweep: the listing lets go of reclaims whose records have expired.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  how many at most
+-- Result   {'ok', forgotten}
+-- @use answer books writes
+
+local horizon = integer(now_us - CONST.ended_retention_ms * 1000)
+local names = redis.call('ZRANGEBYSCORE', KEY.ended_reclaims, '-inf', horizon,
+  'LIMIT', 0, tonumber(ARGV[1]))
+for _, name in ipairs(names) do
+  redis.call('ZREM', KEY.ended_reclaims, name)
+  redis.call('ZREM', KEY.reclaims, name)
+end
+return {'ok', #names}

@@ -1,0 +1,20 @@
+-- A producer leaves the books. Its leases must have been unbooked before.
+
+local function forget_producer(producer_id, domain)
+  for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. producer_id, 0, -1)) do
+    close_reclaim(reclaim_id, producer_id, 'producer_lost')
+  end
+  redis.call('DEL', KEY.producer .. producer_id)
+  redis.call('ZREM', KEY.producers, producer_id)
+  redis.call('ZREM', KEY.producers_seen, producer_id)
+  redis.call('ZREM', KEY.free .. domain, producer_id)
+  redis.call('SREM', KEY.unconfirmed .. domain, producer_id)
+  emit(KIND.producer_lost, producer_id)
+end
+
+local function forget_consumer(consumer_id)
+  redis.call('DEL', KEY.consumer .. consumer_id)
+  redis.call('ZREM', KEY.consumers, consumer_id)
+  redis.call('ZREM', KEY.consumers_seen, consumer_id)
+  emit(KIND.consumer_lost, nil, consumer_id)
+end

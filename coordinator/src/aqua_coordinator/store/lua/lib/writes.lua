@@ -1,0 +1,29 @@
+-- What every script that changes the books needs: a clock that goes on, fresh epochs, events.
+
+if stood_still then
+  redis.call('HSET', KEYS[1], 'paused_us', integer(paused_us), 'swept_us', integer(now_us))
+end
+
+-- Fencing tokens grow by counter and by Redis time, whichever is further: books that fell back to
+-- an older copy (a failover, a torn log) still issue epochs above all that they issued before.
+-- `write_epoch` records, once, what a script has issued.
+local issued = false
+local function next_epoch()
+  epoch = math.max(epoch + 1, now_us)
+  issued = true
+  return epoch
+end
+
+local function write_epoch()
+  if issued then
+    redis.call('HSET', KEYS[1], 'epoch', integer(epoch))
+  end
+end
+
+-- One field instead of one for each fact: an entry costs by its words. `rows.event` takes the
+-- facts apart, in this order; '' stands for none.
+local function emit(kind, producer_id, consumer_id, lease_id, state, bytes)
+  redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event',
+    table.concat({kind, producer_id or '', consumer_id or '', lease_id or '', state or '',
+      bytes and integer(bytes) or ''}, ' '))
+end

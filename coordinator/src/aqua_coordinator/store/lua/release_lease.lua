@@ -1,0 +1,20 @@
+-- The consumer gives up its right. Harmless when repeated, under any epoch the lease has had.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  lease_id
+-- ARGV[2]  epoch
+-- ARGV[3]  consumer that the caller's token is bound to, or ''
+-- Result   {'ok', row}, see lease_row
+-- Refuses  unknown_resource, forbidden, stale_epoch
+-- @use answer books writes lease fencing
+
+local lease = lease_of(ARGV[1])
+local refusal = why_not_act(lease, ARGV[1], ARGV[3], tonumber(ARGV[2]))
+if refusal then
+  return refusal
+end
+local released = step(lease, EVENT.release, 'released')
+assert(released, 'a lease that cannot be released: ' .. lease.state)
+save(lease)
+settle()
+return {'ok', lease_row(lease)}

@@ -1,0 +1,27 @@
+-- A consumer takes its leave and gives up whatever right it still has.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  consumer_id
+-- ARGV[2]  incarnation
+-- Result   {'ok'}
+-- Refuses  unknown_resource, stale_revision
+-- @use answer books writes lease member removal
+
+local consumer_id, incarnation = ARGV[1], ARGV[2]
+local known = member_of(KEY.consumer .. consumer_id)
+if not known.incarnation then
+  return refuse('unknown_resource', 'there is no consumer ' .. consumer_id,
+    'consumer_id', consumer_id)
+end
+if known.incarnation ~= incarnation then
+  return refuse('stale_revision', 'another life of this consumer is in the books',
+    'consumer_id', consumer_id, 'incarnation', incarnation)
+end
+for _, lease_id in ipairs(redis.call('ZRANGE', KEY.consumer_leases .. consumer_id, 0, -1)) do
+  local lease = lease_of(lease_id)
+  step(lease, EVENT.release, 'released')
+  save(lease)
+end
+settle()
+forget_consumer(consumer_id)
+return {'ok'}

@@ -1,0 +1,35 @@
+-- A producer takes its leave. Refused while slabs are out: they would be lost to the books.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  producer_id
+-- ARGV[2]  incarnation
+-- Result   {'ok'}
+-- Refuses  unknown_resource, stale_revision, invalid_transition
+-- @use answer books writes lease member reclaim removal
+
+local producer_id, incarnation = ARGV[1], ARGV[2]
+local known = member_of(KEY.producer .. producer_id)
+if not known.incarnation then
+  return refuse('unknown_resource', 'there is no producer ' .. producer_id,
+    'producer_id', producer_id)
+end
+if known.incarnation ~= incarnation then
+  return refuse('stale_revision', 'another life of this producer is in the books',
+    'producer_id', producer_id, 'incarnation', incarnation)
+end
+local booked = redis.call('ZRANGE', KEY.producer_leases .. producer_id, 0, -1)
+for _, lease_id in ipairs(booked) do
+  local lease = lease_of(lease_id)
+  if lease.state ~= STATE.granted then
+    return refuse('invalid_transition', 'consumers still hold slabs of this producer',
+      'producer_id', producer_id, 'lease_id', lease_id, 'state', lease.state)
+  end
+end
+for _, lease_id in ipairs(booked) do
+  local lease = lease_of(lease_id)
+  step(lease, EVENT.reclaim, 'withdrawn')
+  save(lease)
+end
+settle()
+forget_producer(producer_id, known.domain)
+return {'ok'}

@@ -1,0 +1,35 @@
+-- Start a lease's time to live anew.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  lease_id
+-- ARGV[2]  epoch
+-- ARGV[3]  time to live, in microseconds
+-- ARGV[4]  consumer that the caller's token is bound to, or ''
+-- Result   {'ok', row}, see lease_row
+-- Refuses  unknown_resource, forbidden, stale_epoch, lease_lost, invalid_transition
+-- @use answer books writes lease fencing
+
+local lease = lease_of(ARGV[1])
+local named_epoch = tonumber(ARGV[2])
+local refusal = why_not_act(lease, ARGV[1], ARGV[4], named_epoch)
+if refusal then
+  return refusal
+end
+if named_epoch ~= lease.epoch then
+  return refuse('stale_epoch', 'the right to the lease has ended: ' .. lease.reason,
+    'lease_id', ARGV[1], 'state', lease.state)
+end
+if not BOOKED[lease.state] then
+  return refuse('lease_lost', 'the lease has ended: ' .. lease.reason,
+    'lease_id', ARGV[1], 'state', lease.state)
+end
+if not step(lease, EVENT.renew) then
+  return refuse('invalid_transition', 'a lease that is ' .. lease.state .. ' cannot be renewed',
+    'lease_id', ARGV[1], 'state', lease.state)
+end
+lease.ttl_us = tonumber(ARGV[3])
+redis.call('HSET', KEY.lease .. lease.lease_id, 'ttl_us', integer(lease.ttl_us))
+if lease.state ~= STATE.granted then
+  set_deadline(lease, clock_us + lease.ttl_us)
+end
+return {'ok', lease_row(lease)}

@@ -1,0 +1,69 @@
+-- Book a consumer's full state; every lease it names is renewed.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  ConsumerReport as JSON, without nulls
+-- ARGV[2]  fingerprint of the report
+-- Result   {'ok', books_id, available_bytes, ended}
+--            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
+-- Refuses  stale_revision, protocol_violation
+--
+-- A lease that is GRANTED is not prolonged: the time for attaching runs from the grant. A lease
+-- that the books do not know may be one of lost books, whose producer has not reported yet, so it
+-- is called ended only when the consumer has named it for a while.
+-- @use answer books writes lease member matching
+
+local report = cjson.decode(ARGV[1])
+local consumer_id = report.consumer_id
+local key = KEY.consumer .. consumer_id
+local known = member_of(key)
+
+local refusal = why_stale(known, consumer_id, report.incarnation, report.revision, ARGV[2])
+if refusal then
+  return refusal
+end
+for _, used in ipairs(report.leases) do
+  local lease = lease_of(used.lease_id)
+  if lease and lease.consumer_id ~= consumer_id then
+    return refuse('protocol_violation', 'the lease belongs to another consumer',
+      'lease_id', used.lease_id)
+  end
+end
+
+local reborn = known.incarnation and known.incarnation ~= report.incarnation
+redis.call('HSET', key,
+  'incarnation', report.incarnation, 'revision', integer(report.revision), 'fingerprint', ARGV[2],
+  'retired', reborn and retire(known) or known.retired,
+  'node', report.node, 'domain', report.domain, 'gpu_uuid', report.gpu_uuid,
+  'model', report.model or '', 'wanted_bytes', integer(report.wanted_bytes),
+  'spilled_bytes', integer(report.spilled_bytes))
+redis.call('ZADD', KEY.consumers_seen, integer(clock_us), consumer_id)
+if not known.incarnation then
+  redis.call('ZADD', KEY.consumers, 0, consumer_id)
+  emit(KIND.consumer_joined, nil, consumer_id)
+end
+
+local ended = {}
+for _, used in ipairs(report.leases) do
+  local lease = lease_of(used.lease_id)
+  if not lease then
+    local claim_key = KEY.claim .. used.lease_id
+    local since_us = redis.call('GET', claim_key)
+    if not since_us then
+      redis.call('SET', claim_key, integer(clock_us), 'PX', 2 * CONST.claim_patience_us / 1000)
+    elseif clock_us - tonumber(since_us) > CONST.claim_patience_us then
+      ended[#ended + 1] = {used.lease_id, used.epoch, 'unknown'}
+    end
+  elseif not RIGHTFUL[lease.state] or used.epoch ~= lease.epoch then
+    local reason = RIGHTFUL[lease.state] and 'stale_epoch' or lease.reason
+    ended[#ended + 1] = {used.lease_id, lease.epoch, reason}
+  else
+    local renewed = step(lease, EVENT.renew)
+    assert(renewed, 'a rightful lease that cannot be renewed: ' .. lease.state)
+    if lease.state ~= STATE.granted then
+      set_deadline(lease, clock_us + lease.ttl_us)
+    end
+  end
+end
+
+local _, available = largest(report.domain, pairing_of(consumer_id))
+return {'ok', books_id, available, ended}

@@ -1,0 +1,210 @@
+-- Book a producer's full state: registration, heartbeat and every change of its leases.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  ProducerReport as JSON, without nulls
+-- ARGV[2]  fingerprint of the report
+-- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
+--            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
+--            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' wishes, not yet taken up
+--            attached_us {us, ...}: time from grant to attachment, for leases attached now
+--            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
+-- Refuses  stale_revision, stale_epoch, protocol_violation
+--
+-- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
+-- older than the grant. Any other lease that is not mentioned is back. A lease that the books do
+-- not know, or hold ended, is adopted. If the offer no longer covers everything, grants that
+-- nobody has attached to yet go, newest first; what is held always fits, the schema sees to it.
+-- @use answer books writes lease member reclaim
+
+local report = cjson.decode(ARGV[1])
+local producer_id = report.producer_id
+local key = KEY.producer .. producer_id
+local known = member_of(key)
+
+-- Everything is checked before anything is written.
+local refusal = why_stale(known, producer_id, report.incarnation, report.revision, ARGV[2])
+if refusal then
+  return refusal
+end
+local reborn = known.incarnation and known.incarnation ~= report.incarnation
+if known.incarnation and not reborn and known.slab_bytes ~= report.slab_bytes then
+  return refuse('protocol_violation', 'slab_bytes is fixed for the life of a producer',
+    'producer_id', producer_id)
+end
+for _, held in ipairs(report.leases) do
+  local lease = lease_of(held.lease_id)
+  if not lease and held.epoch > math.max(epoch, now_us) then
+    return refuse('stale_epoch', 'no books have issued this epoch yet', 'lease_id', held.lease_id,
+      'epoch', integer(held.epoch))
+  end
+  if lease then
+    if lease.producer_id ~= producer_id or lease.consumer_id ~= held.consumer_id then
+      return refuse('protocol_violation', 'the lease belongs to others', 'lease_id', held.lease_id)
+    end
+    if held.epoch < lease.granted_epoch or held.epoch > lease.epoch then
+      return refuse('stale_epoch', 'the lease never had this epoch', 'lease_id', held.lease_id,
+        'epoch', integer(held.epoch))
+    end
+  end
+end
+for _, reclaim in ipairs(report.reclaims) do
+  local owner = redis.call('HGET', KEY.reclaim .. reclaim.reclaim_id, 'producer_id')
+  if owner and owner ~= producer_id then
+    return refuse('protocol_violation', 'the reclaim belongs to another producer',
+      'reclaim_id', reclaim.reclaim_id)
+  end
+end
+
+-- A new life of the process: nothing of the old one is left to hold.
+if reborn then
+  for _, lease_id in ipairs(redis.call('ZRANGE', KEY.producer_leases .. producer_id, 0, -1)) do
+    local lease = lease_of(lease_id)
+    step(lease, EVENT.producer_lost, 'producer_restarted')
+    save(lease)
+  end
+end
+if known.domain and known.domain ~= report.domain then
+  redis.call('ZREM', KEY.free .. known.domain, producer_id)
+  redis.call('SREM', KEY.unconfirmed .. known.domain, producer_id)
+end
+
+local grantable = report.books_id == books_id
+local offer = offer_of(producer_id)
+offer.domain, offer.grantable = report.domain, grantable
+-- What grants read comes first: a small hash is searched from its beginning.
+redis.call('HSET', key,
+  'offered_bytes', integer(report.offered_bytes), 'leased_bytes', integer(offer.leased),
+  'domain', report.domain, 'grantable', grantable and '1' or '0',
+  'slab_bytes', integer(report.slab_bytes), 'endpoint', report.endpoint,
+  'transport', report.transport, 'incarnation', report.incarnation,
+  'revision', integer(report.revision), 'fingerprint', ARGV[2],
+  'retired', reborn and retire(known) or known.retired,
+  'node', report.node, 'gpu_uuid', report.gpu_uuid, 'model', report.model or '',
+  'queue_length', report.load and integer(report.load.queue_length) or '')
+redis.call('ZADD', KEY.producers_seen, integer(clock_us), producer_id)
+if grantable then
+  redis.call('SREM', KEY.unconfirmed .. report.domain, producer_id)
+else
+  redis.call('SADD', KEY.unconfirmed .. report.domain, producer_id)
+end
+
+if not known.incarnation then
+  redis.call('ZADD', KEY.producers, 0, producer_id)
+  emit(KIND.producer_joined, producer_id, nil, nil, nil, report.offered_bytes)
+elseif offer.offered ~= report.offered_bytes then
+  emit(KIND.offer_changed, producer_id, nil, nil, nil, report.offered_bytes)
+end
+offer.offered = report.offered_bytes
+offer.changed = true
+
+-- What is held.
+local named, ended, attached_us = {}, {}, {}
+for _, held in ipairs(report.leases) do
+  named[held.lease_id] = true
+  local lease = lease_of(held.lease_id)
+  if not lease then
+    -- Granted by books that are lost: the same as a lease of a producer that was lost.
+    lease = open_lease({
+      lease_id = held.lease_id, state = STATE.lost, epoch = held.epoch, granted_epoch = held.epoch,
+      producer_id = producer_id, consumer_id = held.consumer_id, ttl_us = CONST.adopted_ttl_us,
+    })
+  end
+  if not BOOKED[lease.state] then
+    step(lease, EVENT.adopt)
+  elseif lease.state == STATE.granted then
+    step(lease, EVENT.attach)
+    set_deadline(lease, clock_us + lease.ttl_us)
+    attached_us[#attached_us + 1] = clock_us - lease.granted_us
+  end
+  if held.held_bytes < lease.bytes then
+    step(lease, EVENT.return_some)
+  end
+  book(lease, held.held_bytes)
+  if held.consumer_lost then
+    step(lease, EVENT.consumer_lost, 'consumer_lost')
+  end
+  if held.reclaiming_bytes > 0 then
+    step(lease, EVENT.reclaim)
+  else
+    step(lease, EVENT.reclaim_done)
+  end
+  if not RIGHTFUL[lease.state] then
+    ended[#ended + 1] = {lease.lease_id, lease.epoch, lease.reason}
+  end
+  save(lease)
+end
+
+-- What is back.
+local booked = redis.call('ZREVRANGE', KEY.producer_leases .. producer_id, 0, -1)
+for _, lease_id in ipairs(booked) do
+  if not named[lease_id] then
+    local lease = lease_of(lease_id)
+    if lease.state ~= STATE.granted then
+      step(lease, EVENT.return_all, 'returned')
+      save(lease)
+    end
+  end
+end
+
+-- What no longer fits; `booked` is newest first.
+for _, lease_id in ipairs(booked) do
+  if offer.leased <= offer.offered then
+    break
+  end
+  local lease = lease_of(lease_id)
+  if lease.state == STATE.granted then
+    step(lease, EVENT.reclaim, 'withdrawn')
+    save(lease)
+  end
+end
+
+-- Reclaims: those of the report, then those that it has stopped naming, then orders not taken up.
+local reclaimed, running = {}, {}
+for _, reclaim in ipairs(report.reclaims) do
+  local reclaim_id = reclaim.reclaim_id
+  local reclaim_key = KEY.reclaim .. reclaim_id
+  local present = redis.call('HMGET', reclaim_key, 'origin', 'done')
+  running[reclaim_id] = true
+  if not present[1] then
+    local order = integer(next_epoch())
+    redis.call('HSET', reclaim_key, 'producer_id', producer_id, 'origin', 'producer',
+      'order', order, 'done', '0')
+    redis.call('ZADD', KEY.reclaims, order, reclaim_id)
+    redis.call('ZADD', KEY.producer_reclaims .. producer_id, order, reclaim_id)
+    emit(KIND.reclaim_opened, producer_id, nil, nil, nil, reclaim.requested_bytes)
+  end
+  if present[2] ~= '1' then
+    redis.call('HSET', reclaim_key, 'taken_up', '1',
+      'requested_bytes', integer(reclaim.requested_bytes),
+      'returned_bytes', integer(reclaim.returned_bytes), 'deadline_s', tostring(reclaim.deadline_s),
+      'escalated', reclaim.escalated and '1' or '0',
+      'first_slab_ms', reclaim.first_slab_ms and tostring(reclaim.first_slab_ms) or '',
+      'total_ms', reclaim.total_ms and tostring(reclaim.total_ms) or '')
+    if reclaim.total_ms then
+      local outcome = reclaim.escalated and 'escalated' or 'returned'
+      close_reclaim(reclaim_id, producer_id, outcome)
+      reclaimed[#reclaimed + 1] = {outcome, tostring(reclaim.total_ms)}
+    end
+  else
+    -- Still named, so its record must outlive the naming, or it would be counted anew.
+    redis.call('PEXPIRE', reclaim_key, CONST.ended_retention_ms)
+    redis.call('ZADD', KEY.ended_reclaims, integer(now_us), reclaim_id)
+  end
+end
+local orders = {}
+for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. producer_id, 0, -1)) do
+  if not running[reclaim_id] then
+    local field = redis.call('HMGET', KEY.reclaim .. reclaim_id,
+      'taken_up', 'requested_bytes', 'deadline_s')
+    if field[1] == '1' then
+      close_reclaim(reclaim_id, producer_id, 'dropped')
+      reclaimed[#reclaimed + 1] = {'dropped', ''}
+    else
+      orders[#orders + 1] = {reclaim_id, tonumber(field[2]), field[3]}
+    end
+  end
+end
+
+settle()
+assert(offer.leased <= offer.offered, 'leased ' .. offer.leased .. ' of ' .. offer.offered)
+return {'ok', books_id, min_epoch, grantable and 1 or 0, ended, orders, attached_us, reclaimed}

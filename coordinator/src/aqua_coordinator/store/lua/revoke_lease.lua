@@ -1,0 +1,21 @@
+-- An operator ends the right to a lease. Its bytes stay booked until the producer has them back.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  lease_id
+-- ARGV[2]  epoch
+-- Result   {'ok', row}, see lease_row
+-- Refuses  unknown_resource, stale_epoch, invalid_transition
+-- @use answer books writes lease fencing
+
+local lease = lease_of(ARGV[1])
+local refusal = why_not_act(lease, ARGV[1], '', tonumber(ARGV[2]))
+if refusal then
+  return refusal
+end
+if not step(lease, EVENT.revoke, 'revoked') then
+  return refuse('invalid_transition', 'a lease that is ' .. lease.state .. ' cannot be revoked',
+    'lease_id', ARGV[1], 'state', lease.state)
+end
+save(lease)
+settle()
+return {'ok', lease_row(lease)}

@@ -1,0 +1,62 @@
+-- Change a producer's offer between two reports; ordered by the same revision.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  producer_id
+-- ARGV[2]  incarnation
+-- ARGV[3]  revision
+-- ARGV[4]  offered_bytes
+-- Result   {'ok', producer_id, domain, offered_bytes, leased_bytes, grantable (1 or 0)}
+-- Refuses  unknown_resource, stale_revision, request_invalid
+-- @use answer books writes lease member
+
+local producer_id, incarnation = ARGV[1], ARGV[2]
+local revision, offered = tonumber(ARGV[3]), tonumber(ARGV[4])
+local key = KEY.producer .. producer_id
+local known = member_of(key)
+local fingerprint = 'offer ' .. ARGV[4]
+if not known.incarnation then
+  return refuse('unknown_resource', 'there is no producer ' .. producer_id,
+    'producer_id', producer_id)
+end
+if known.incarnation ~= incarnation then
+  return refuse('stale_revision', 'the offer is of another life of this producer',
+    'producer_id', producer_id, 'incarnation', incarnation)
+end
+local refusal = why_stale(known, producer_id, incarnation, revision, fingerprint)
+if refusal then
+  return refusal
+end
+if offered % known.slab_bytes ~= 0 then
+  return refuse('request_invalid', 'offered_bytes must be a multiple of slab_bytes',
+    'slab_bytes', integer(known.slab_bytes))
+end
+
+local offer = offer_of(producer_id)
+local granted, held = {}, 0
+for _, lease_id in ipairs(redis.call('ZREVRANGE', KEY.producer_leases .. producer_id, 0, -1)) do
+  local lease = lease_of(lease_id)
+  if lease.state == STATE.granted then
+    granted[#granted + 1] = lease
+  else
+    held = held + lease.bytes
+  end
+end
+if held > offered then
+  return refuse('request_invalid', 'slabs that are lent stay under the offer until they are back',
+    'held_bytes', integer(held))
+end
+
+redis.call('HSET', key, 'revision', integer(revision), 'fingerprint', fingerprint)
+if offer.offered ~= offered then
+  emit(KIND.offer_changed, producer_id, nil, nil, nil, offered)
+end
+offer.offered = offered
+offer.changed = true
+for _, lease in ipairs(granted) do
+  if offer.leased > offered then
+    step(lease, EVENT.reclaim, 'withdrawn')
+    save(lease)
+  end
+end
+settle()
+return {'ok', producer_id, offer.domain, offer.offered, offer.leased, offer.grantable and 1 or 0}

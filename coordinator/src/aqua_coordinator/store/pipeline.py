@@ -1,0 +1,288 @@
+"""Commands to Redis, coalesced: what requests submit in one turn of the loop travels together.
+
+A coordinator has one thread, and most of what a Redis command costs it is waking up: a write, a
+read and a task switch each. So commands are not sent when they are submitted. A *lane* (one
+connection, one task) takes everything that has gathered, sends it in one write and reads the
+answers; what is submitted meanwhile is the next batch. Batches grow with the load by themselves,
+and an idle coordinator sends a lone command at once.
+
+Promises: every submitted command is answered or fails within twice `timeout_s`, at most
+`MAX_WAITING` wait, and an answer never goes to the wrong command (a connection that
+failed or was late is dropped, never reused). Commands of different lanes are not ordered.
+
+Not promised: that a command that failed was not carried out. After a lost connection a batch is
+sent once more, which is sound because every script may be repeated: reports by their revision,
+grants and reclaims by their idempotency key, the rest by nature.
+
+redis-py provides connections (TLS, Sentinel, authentication) and the parser. Its pipelines do not
+serve here: each checks out a connection and builds a stack of futures of its own, which costs
+about as much as sending the commands one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import (
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from aqua_coordinator.store.connection import close_pool
+from aqua_coordinator.store.keys import KEYS
+from aqua_coordinator.store.scripts import ScriptName, load_scripts
+from aqua_protocol import AquaError, StoreFullError, StoreUnavailableError, UnavailableError
+
+Argument: TypeAlias = str | bytes | int
+Answer: TypeAlias = Any
+"""What Redis says: bytes, int, None, or a list of these."""
+Observer: TypeAlias = Callable[[str, float], None]
+"""Called with a command's name and the seconds from its submission to its answer."""
+
+MAX_WAITING: Final = 8192
+"""Commands that wait for a lane. At 50,000 scripts a second Redis clears them in a sixth of one."""
+MAX_BATCH: Final = 256
+"""Commands in one write: keeps a batch below some ten milliseconds of Redis time."""
+RETRY_AFTER_S: Final = 1.0
+"""What callers are told while Redis is away; about the time an embedded one takes to restart."""
+
+_BOOKS_KEY: Final = KEYS["books"].encode()
+_NOT_NOW: Final = (
+    *("BUSY", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"),
+    *("NOAUTH", "NOPERM", "WRONGPASS", "READONLY", "UNBLOCKED"),
+)
+"""First words of Redis errors that speak of its state or of our rights, not of the command."""
+_BROKEN: Final = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)
+
+
+class Pipeline:
+    """Sends commands over a few connections of a pool.
+
+    Args:
+        pool: Where to take connections from; closed with the pipeline.
+        lanes: Connections, each with one batch under way. Two keep Redis busy while the answers
+            of the other are handed out.
+        timeout_s: How long Redis may take over one batch, connecting included.
+        observe: Told of every answer, for metrics.
+    """
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        *,
+        lanes: int = 2,
+        timeout_s: float = 5.0,
+        observe: Observer | None = None,
+    ) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._observe = observe
+        self._scripts = load_scripts()
+        self._queue: deque[_Command] = deque()
+        self._idle: list[asyncio.Future[None]] = []
+        self._lane_count = lanes
+        self._lanes: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the lanes on the running loop."""
+        assert not self._lanes, "started twice"
+        self._lanes = [asyncio.create_task(self._run_lane()) for _ in range(self._lane_count)]
+
+    async def close(self) -> None:
+        """Stop the lanes and close their connections; what is still pending fails."""
+        for lane in self._lanes:
+            lane.cancel()
+        await asyncio.gather(*self._lanes, return_exceptions=True)
+        self._lanes = []
+        _fail(self._queue, StoreUnavailableError("the coordinator is shutting down"))
+        await close_pool(self._pool)
+
+    def script(self, name: ScriptName, *arguments: Argument) -> asyncio.Future[Answer]:
+        """Run a script over the books; the future raises what `store_error` makes of errors."""
+        sha = self._scripts[name].sha
+        return self._submit(name, ("EVALSHA", sha, "1", _BOOKS_KEY, *arguments))
+
+    def command(self, *words: Argument) -> asyncio.Future[Answer]:
+        """Run a plain command; the future raises what `store_error` makes of errors."""
+        return self._submit(str(words[0]).lower(), words)
+
+    async def listen(self) -> AbstractConnection:
+        """A connection of its own, for a command that blocks. `hang_up` takes it back.
+
+        Raises:
+            UnavailableError: As by `store_error`.
+        """
+        try:
+            connection = await self._take_connection()
+        except (RedisError, OSError) as error:
+            raise store_error(error) from error
+        return connection
+
+    async def hang_up(self, connection: AbstractConnection) -> None:
+        """Close a connection of `listen`: it may be in the middle of an answer."""
+        await connection.disconnect(nowait=True)
+        await self._pool.release(connection)
+
+    async def _take_connection(self) -> AbstractConnection:
+        connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
+        return connection
+
+    def _submit(self, name: str, words: tuple[Argument, ...]) -> asyncio.Future[Answer]:
+        if not self._lanes:
+            raise StoreUnavailableError("the coordinator is not connected to Redis")
+        if len(self._queue) >= MAX_WAITING:
+            raise UnavailableError(
+                f"{len(self._queue)} commands are waiting for Redis already",
+                remedy="Retry later, or run more coordinators.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Command(name, _pack(words), future))
+        if self._idle:
+            waiter = self._idle.pop()
+            if not waiter.done():
+                waiter.set_result(None)
+        return future
+
+    async def _run_lane(self) -> None:
+        connection: AbstractConnection | None = None
+        try:
+            while True:
+                if not self._queue:
+                    # Everything submitted in this turn of the loop is in the queue by the time
+                    # that the lane runs again.
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._idle.append(waiter)
+                    await waiter
+                size = min(len(self._queue), MAX_BATCH)
+                batch = deque(self._queue.popleft() for _ in range(size))
+                connection = await self._carry(batch, connection)
+        finally:
+            if connection is not None:
+                await self.hang_up(connection)
+
+    async def _carry(
+        self, batch: deque[_Command], connection: AbstractConnection | None
+    ) -> AbstractConnection | None:
+        """See a batch through; gives back the connection to go on with, None when it is lost."""
+        for last_try in (False, True):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    if connection is None or not connection.is_connected:
+                        connection = await self._connect(connection)
+                    await self._exchange(connection, batch)
+            except _BROKEN as error:
+                # A command that Redis is slow at would be slow again: only a lost connection is
+                # worth another try. It is what remains of one after a restart or a failover.
+                if last_try or isinstance(error, TimeoutError):
+                    _fail(batch, store_error(error))
+                if connection is not None:
+                    await self.hang_up(connection)
+                    connection = None
+            except RedisError as error:
+                _fail(batch, store_error(error))
+            except asyncio.CancelledError:
+                _fail(batch, StoreUnavailableError("the coordinator is shutting down"))
+                raise
+            if not batch:
+                return connection
+        return connection
+
+    async def _connect(self, connection: AbstractConnection | None) -> AbstractConnection:
+        """Connect and load every script, so that `EVALSHA` finds them."""
+        if connection is None:
+            connection = await self._take_connection()
+        await connection.connect()  # type: ignore[no-untyped-call] # as above
+        await self._load(connection)
+        return connection
+
+    async def _load(self, connection: AbstractConnection) -> None:
+        scripts = self._scripts.values()
+        packed = [_pack(("SCRIPT", "LOAD", script.source)) for script in scripts]
+        await connection.send_packed_command(packed, check_health=False)
+        for script in scripts:
+            sha = await connection.read_response()
+            assert sha == script.sha, f"{script.name} loaded as {sha!r}"
+
+    async def _exchange(
+        self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
+    ) -> None:
+        """Send every command of the batch, and take each out of it as its answer comes."""
+        packed = b"".join([command.packed for command in batch])
+        await connection.send_packed_command(packed, check_health=False)
+        unknown: list[_Command] = []
+        while batch:
+            try:
+                answer = await connection.read_response()
+            except NoScriptError as error:
+                command = batch.popleft()
+                if reloaded:
+                    command.fail(store_error(error))
+                else:
+                    unknown.append(command)
+                continue
+            except ReadOnlyError as error:
+                # A master that became a replica: the next connection finds the new one.
+                raise RedisConnectionError(str(error)) from error
+            except ResponseError as error:
+                batch.popleft().fail(store_error(error))
+                continue
+            command = batch.popleft()
+            if self._observe is not None:
+                self._observe(command.name, time.perf_counter() - command.submitted_s)
+            if not command.future.done():
+                command.future.set_result(answer)
+        if unknown:
+            # Somebody flushed the scripts.
+            await self._load(connection)
+            batch.extend(unknown)
+            await self._exchange(connection, batch, reloaded=True)
+
+
+class _Command:
+    """One command on its way."""
+
+    __slots__ = ("future", "name", "packed", "submitted_s")
+
+    def __init__(self, name: str, packed: bytes, future: asyncio.Future[Answer]) -> None:
+        self.name = name
+        self.packed = packed
+        self.future = future
+        self.submitted_s = time.perf_counter()
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def _pack(words: tuple[Argument, ...]) -> bytes:
+    # Its stub says a tuple of one.
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    return packed
+
+
+def _fail(commands: deque[_Command], error: Exception) -> None:
+    while commands:
+        commands.popleft().fail(error)
+
+
+def store_error(error: Exception) -> AquaError | AssertionError:
+    """What a failure of Redis means to callers; an error inside a script is a mistake of ours."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError) or text.startswith(("OOM", "MISCONF")):
+        return StoreFullError(f"Redis refuses writes: {text}", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, ResponseError) and not text.startswith(_NOT_NOW):
+        return AssertionError(f"Redis refused a command of ours: {text}")
+    reason = text or type(error).__name__
+    return StoreUnavailableError(f"Redis does not answer: {reason}", retry_after_s=RETRY_AFTER_S)

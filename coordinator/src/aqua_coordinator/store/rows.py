@@ -1,0 +1,284 @@
+"""What scripts answer, as wire models and small records.
+
+Redis speaks bytes and integers; everything above this module speaks the models of
+`aqua_protocol`. Field by field, in the order that each script's header names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aqua_protocol import BooksRebuildingError, TransportKind
+from aqua_protocol.errors import ERRORS_BY_CODE, AquaError
+from aqua_protocol.lease import LEASE, LeaseState
+from aqua_protocol.leases import Event, EventKind, LeaseView, ReclaimOrigin, ReclaimView
+from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
+
+MICROSECONDS: Final = 1e6
+_COUNTS: Final = ("_bytes", "epoch", "revision")
+"""Ends of the names of details that are numbers; an id may consist of digits and is none."""
+REBUILDING_RETRY_S: Final = 1.0
+"""A heartbeat by default: then members have confirmed the books."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease as granted, and what its capability token is made of.
+
+    Attributes:
+        lease: As the books had it at the moment of the grant.
+        books_id: Books that granted it; their secret signs the token.
+        incarnation: Life of the producer that will check the token.
+        not_after_s: Unix time by Redis, in seconds, after which nobody attaches.
+        endpoint, transport, slab_bytes: Of the producer.
+    """
+
+    lease: LeaseView
+    books_id: str
+    incarnation: str
+    not_after_s: float
+    endpoint: str
+    transport: TransportKind
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerBooked:
+    """What a producer's report did to the books.
+
+    Attributes:
+        books_id, min_epoch, grantable, ended, orders: For the answer to the producer.
+        attached_s: Seconds from grant to attachment, for leases attached just now.
+        reclaimed: (outcome, seconds or None) of reclaims closed just now.
+    """
+
+    books_id: str
+    min_epoch: int
+    grantable: bool
+    ended: list[LeaseNotice]
+    orders: list[ReclaimOrder]
+    attached_s: list[float]
+    reclaimed: list[tuple[str, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerBooked:
+    """What a consumer's report did to the books."""
+
+    books_id: str
+    available_bytes: int
+    ended: list[LeaseNotice]
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerRow:
+    """A producer and what its engine says of its load."""
+
+    view: ProducerView
+    queue_length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BooksSummary:
+    """The books as a whole."""
+
+    books_id: str
+    plan_hash: str
+    leases_by_state: dict[LeaseState, int]
+    producer_count: int
+    consumer_count: int
+    open_reclaim_count: int
+
+
+def refusal(answer: Sequence[Any]) -> AquaError:
+    """The typed error of `{'refused', code, message, name, value, ...}`."""
+    code, message, *rest = (_text(part) for part in answer[1:])
+    error = ERRORS_BY_CODE[code](message)
+    error.details = {
+        name: int(value) if name.endswith(_COUNTS) else value
+        for name, value in zip(rest[::2], rest[1::2], strict=True)
+    }
+    if isinstance(error, BooksRebuildingError):
+        error.retry_after_s = REBUILDING_RETRY_S
+    return error
+
+
+def lease_view(row: Sequence[Any]) -> LeaseView:
+    """Of a `lease_row`."""
+    return LeaseView(
+        lease_id=_text(row[0]),
+        epoch=row[1],
+        state=LeaseState(_text(row[2])),
+        producer_id=_text(row[3]),
+        consumer_id=_text(row[4]),
+        bytes=row[5],
+        expires_in_s=row[6] / MICROSECONDS,
+    )
+
+
+def grant(books_id: str, answer: str) -> Grant:
+    """Of a `grant_lease` answer."""
+    fields = answer.split("\n", 10)
+    return Grant(
+        lease=LeaseView(
+            lease_id=fields[0],
+            epoch=int(fields[1]),
+            state=LeaseState.GRANTED,
+            producer_id=fields[2],
+            consumer_id=fields[4],
+            bytes=int(fields[5]),
+            expires_in_s=int(fields[6]) / MICROSECONDS,
+        ),
+        books_id=books_id,
+        incarnation=fields[3],
+        not_after_s=int(fields[7]) / MICROSECONDS,
+        transport=TransportKind(fields[8]),
+        slab_bytes=int(fields[9]),
+        endpoint=fields[10],
+    )
+
+
+def producer_booked(answer: Sequence[Any]) -> ProducerBooked:
+    """Of a `report_producer` answer."""
+    _, books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed = answer
+    return ProducerBooked(
+        books_id=_text(books_id),
+        min_epoch=min_epoch,
+        grantable=bool(grantable),
+        ended=[_notice(row) for row in ended],
+        orders=[
+            ReclaimOrder(reclaim_id=_text(name), bytes=size, deadline_s=float(deadline))
+            for name, size, deadline in orders
+        ],
+        attached_s=[wait / MICROSECONDS for wait in attached_us],
+        reclaimed=[
+            (_text(outcome), float(total_ms) / 1e3 if total_ms else None)
+            for outcome, total_ms in reclaimed
+        ],
+    )
+
+
+def consumer_booked(answer: Sequence[Any]) -> ConsumerBooked:
+    """Of a `report_consumer` answer."""
+    _, books_id, available, ended = answer
+    return ConsumerBooked(_text(books_id), available, [_notice(row) for row in ended])
+
+
+def producer_row(row: Sequence[Any]) -> ProducerRow:
+    """Of a `read_producers` row."""
+    (name, silent_us, node, domain, gpu_uuid, model, endpoint, transport) = row[:8]
+    slab, offered, leased, grantable, queue_length = row[8:]
+    return ProducerRow(
+        view=ProducerView(
+            producer_id=_text(name),
+            node=_text(node),
+            domain=_text(domain),
+            gpu_uuid=_text(gpu_uuid),
+            model=_text(model) or None,
+            endpoint=_text(endpoint),
+            transport=TransportKind(_text(transport)),
+            slab_bytes=int(slab),
+            offered_bytes=int(offered),
+            leased_bytes=int(leased),
+            free_bytes=int(offered) - int(leased),
+            grantable=grantable == b"1",
+            silent_s=silent_us / MICROSECONDS,
+        ),
+        queue_length=int(queue_length) if queue_length else None,
+    )
+
+
+def offer_of(view: ProducerView) -> OfferView:
+    """The part of a producer that it volunteers."""
+    return OfferView(
+        producer_id=view.producer_id,
+        domain=view.domain,
+        offered_bytes=view.offered_bytes,
+        leased_bytes=view.leased_bytes,
+        free_bytes=view.free_bytes,
+        grantable=view.grantable,
+    )
+
+
+def offer_view(answer: Sequence[Any]) -> OfferView:
+    """Of an `update_offer` answer."""
+    _, producer_id, domain, offered, leased, grantable = answer
+    return OfferView(
+        producer_id=_text(producer_id),
+        domain=_text(domain),
+        offered_bytes=offered,
+        leased_bytes=leased,
+        free_bytes=offered - leased,
+        grantable=bool(grantable),
+    )
+
+
+def consumer_view(row: Sequence[Any]) -> ConsumerView:
+    """Of a `read_consumers` row."""
+    name, silent_us, leased, node, domain, gpu_uuid, model, wanted, spilled = row
+    return ConsumerView(
+        consumer_id=_text(name),
+        node=_text(node),
+        domain=_text(domain),
+        gpu_uuid=_text(gpu_uuid),
+        model=_text(model) or None,
+        leased_bytes=leased,
+        wanted_bytes=int(wanted),
+        spilled_bytes=int(spilled),
+        silent_s=silent_us / MICROSECONDS,
+    )
+
+
+def reclaim_view(row: Sequence[Any]) -> ReclaimView:
+    """Of a `read_reclaims` row."""
+    (name, producer_id, origin, requested, returned) = row[:5]
+    deadline, done, escalated, first_slab_ms, total_ms = row[5:]
+    return ReclaimView(
+        reclaim_id=_text(name),
+        producer_id=_text(producer_id),
+        origin=ReclaimOrigin(_text(origin)),
+        requested_bytes=int(requested),
+        returned_bytes=int(returned),
+        deadline_s=float(deadline),
+        done=done == b"1",
+        escalated=escalated == b"1",
+        first_slab_ms=float(first_slab_ms) if first_slab_ms else None,
+        total_ms=float(total_ms) if total_ms else None,
+    )
+
+
+def summary(answer: Sequence[Any]) -> BooksSummary:
+    """Of a `read_books` answer."""
+    _, books_id, plan_hash, booked, counts, producers, consumers, open_reclaims = answer
+    by_state = dict.fromkeys(LeaseState, 0)
+    for state, count in zip(counts[::2], counts[1::2], strict=True):
+        by_state[LeaseState(_text(state))] = int(count)
+    by_state[LEASE.initial] = booked - sum(by_state.values())
+    return BooksSummary(
+        _text(books_id), _text(plan_hash), by_state, producers, consumers, open_reclaims
+    )
+
+
+def event(event_id: bytes, text: bytes) -> Event:
+    """Of an entry of the event stream, see `emit` in `writes.lua`."""
+    kind, producer_id, consumer_id, lease_id, state, size = text.decode().split(" ")
+    return Event(
+        event_id=event_id.decode(),
+        at_s=int(event_id.partition(b"-")[0]) / 1e3,
+        kind=EventKind(kind),
+        producer_id=producer_id or None,
+        consumer_id=consumer_id or None,
+        lease_id=lease_id or None,
+        state=LeaseState(state) if state else None,
+        bytes=int(size) if size else None,
+    )
+
+
+def _notice(row: Sequence[Any]) -> LeaseNotice:
+    return LeaseNotice(lease_id=_text(row[0]), epoch=row[1], reason=_text(row[2]) or "ended")
+
+
+def _text(raw: bytes | None) -> str:
+    return raw.decode() if raw else ""

@@ -1,0 +1,160 @@
+"""The Lua scripts: one file for each atomic step, put together with what they share.
+
+A script file says in its header which shared parts it uses (`-- @use answer books`) and its Redis
+flags. Names are checked when it is put together, not when it runs: `KEY.x` becomes a key of
+`keys.KEYS`, `STATE.x` and `EVENT.x` must be words of the lease machine, `KIND.x` an event kind,
+`CONST.x` a number below. The lease's transition table is written into the scripts from
+`aqua_protocol.LEASE`, so Lua follows the same table as everybody else and cannot disagree with it.
+
+The `#!lua` line makes Redis 7 refuse a whole script when memory or disk is full. Without it, a
+script would fail at its first write that needs memory, with earlier deletions already done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from typing import Final
+
+from aqua_coordinator.store.keys import KEYS
+from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
+from aqua_protocol.leases import EventKind
+from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT
+
+SWEEP_PERIOD_S: Final = 0.5
+"""How often a coordinator sweeps. Far below any time to live, so expiry is late by little."""
+MAX_GAP_S: Final = 6 * SWEEP_PERIOD_S
+"""Without a sweep for this long, nobody was there to take reports, and the books' clock stops."""
+
+CONSTANTS: Final[Mapping[str, int | str]] = {
+    "initial_state": f"'{LEASE.initial}'",
+    "max_gap_us": int(MAX_GAP_S * 1e6),
+    # A minute of one change a millisecond; an SSE client that fell further behind starts anew.
+    "max_events": 65_536,
+    # How long an ended lease still answers a late release, renewal or `GET`, and a report that
+    # crossed its end. At a thousand leases a second it is 120,000 records of 300 bytes.
+    "ended_retention_ms": 120_000,
+    # Clients retry within seconds.
+    "idempotency_ttl_ms": 60_000,
+    # The default time to live of a lease request: an adopted lease's own is lost with the books.
+    "adopted_ttl_us": 30_000_000,
+    # How long a consumer may name an unknown lease: its producer reports within a heartbeat, and
+    # is given up after the silence that settings allow.
+    "claim_patience_us": 30_000_000,
+    "max_leases_per_member": MAX_LEASES_PER_MEMBER,
+    "max_open_reclaims": MAX_RECLAIMS_PER_REPORT,
+    "max_retired_incarnations": 8,
+    # Records that one listing call looks at, so that a narrow filter does not stall Redis.
+    "max_scan": 1000,
+}
+
+RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, LeaseEvent.RENEW))
+"""States in which a lease's holder has a right that a clock can end."""
+
+_NAME: Final = re.compile(r"\b(KEY|STATE|EVENT|KIND|CONST)\.(\w+)")
+_HEADER: Final = re.compile(r"^-- @(use|flags) (.+)$", re.MULTILINE)
+
+
+class ScriptName(StrEnum):
+    """The scripts, by the name of their file."""
+
+    CREATE_BOOKS = "create_books"
+    REPORT_PRODUCER = "report_producer"
+    REPORT_CONSUMER = "report_consumer"
+    UPDATE_OFFER = "update_offer"
+    GRANT_LEASE = "grant_lease"
+    RENEW_LEASE = "renew_lease"
+    RELEASE_LEASE = "release_lease"
+    REVOKE_LEASE = "revoke_lease"
+    EXPIRE_LEASES = "expire_leases"
+    LOSE_SILENT_MEMBERS = "lose_silent_members"
+    FORGET_RECLAIMS = "forget_reclaims"
+    OPEN_RECLAIM = "open_reclaim"
+    PUT_PLACEMENTS = "put_placements"
+    REMOVE_PRODUCER = "remove_producer"
+    REMOVE_CONSUMER = "remove_consumer"
+    READ_BOOKS = "read_books"
+    READ_PRODUCERS = "read_producers"
+    READ_CONSUMERS = "read_consumers"
+    READ_LEASES = "read_leases"
+    READ_RECLAIMS = "read_reclaims"
+    READ_PLACEMENTS = "read_placements"
+    AUDIT_BOOKS = "audit_books"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script as Redis gets it.
+
+    Attributes:
+        name: What it does.
+        source: Complete Lua text.
+        sha: SHA-1 of the text in hexadecimal: its name in `EVALSHA`.
+    """
+
+    name: ScriptName
+    source: str
+    sha: bytes
+
+
+@cache
+def load_scripts() -> Mapping[ScriptName, Script]:
+    """Put all scripts together from the package's files."""
+    scripts = {}
+    for name in ScriptName:
+        source = assemble(_read(f"{name}.lua"))
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        scripts[name] = Script(name, source, digest.encode())
+    return scripts
+
+
+def assemble(text: str) -> str:
+    """The complete Lua text of one script file: flags, shared parts, body, names filled in."""
+    header = dict(_HEADER.findall(text))
+    flags = f" flags={header['flags']}" if "flags" in header else ""
+    parts = [_read(f"lib/{part}.lua") for part in header["use"].split()]
+    body = "\n".join([*parts, text])
+    # A script builds the table anew at every call, so it gets the rows of its own events only.
+    events = {LeaseEvent(name) for kind, name in _NAME.findall(body) if kind == "EVENT"}
+    body = body.replace("LEASE_TRANSITIONS", lua_transitions(events))
+    body = body.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
+    body = body.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
+    return f"#!lua{flags}\n{_NAME.sub(_fill_in, body)}"
+
+
+def lua_transitions(events: Collection[LeaseEvent]) -> str:
+    """The lease's transition table as a Lua table: `'state event'` to the next state."""
+    rows = (
+        f"['{state} {event}']='{after}'"
+        for (state, event), after in LEASE.transitions.items()
+        if event in events
+    )
+    return f"{{{','.join(rows)}}}"
+
+
+def _lua_set(states: frozenset[LeaseState]) -> str:
+    return f"{{{','.join(f'{state}=true' for state in sorted(states))}}}"
+
+
+def _fill_in(match: re.Match[str]) -> str:
+    kind, name = match.groups()
+    match kind:
+        case "KEY":
+            return f"'{KEYS[name]}'"
+        case "CONST":
+            return str(CONSTANTS[name])
+        case "STATE":
+            return f"'{LeaseState(name)}'"
+        case "EVENT":
+            return f"'{LeaseEvent(name)}'"
+        case _:
+            return f"'{EventKind(name)}'"
+
+
+def _read(path: str) -> str:
+    return resources.files("aqua_coordinator.store").joinpath("lua", path).read_text("utf-8")
