@@ -1,0 +1,132 @@
+"""Aqua: idle memory of other GPUs for the state of your engine, taken back whenever they need it.
+
+    import aqualib
+
+    with aqualib.connect(coordinator_url="http://127.0.0.1:7700") as aqua:
+        kv = aqualib.offload(tensor)                      # on a peer if one lends, else in DRAM
+        kv.load(out=tensor)
+
+        blocks = aqualib.block_store(block_bytes=2 << 20, capacity_blocks=1024)
+        slots, transfer = blocks.page_out(kv_cache, index)
+        transfer.wait()
+
+        aqualib.step()                                    # once per iteration; under 1 us
+
+    with aqualib.open_producer() as producer:             # the other side, in another process
+        producer.offer(8 << 30)
+
+`connect` gives an independent instance; the first one is also the default that the functions here
+use (see `aqualib.consumer.default`). Errors are those of `aqua_protocol`, each with a next step.
+
+Importing this package loads none of it: names are resolved when they are first used, so a program
+that only might use Aqua pays nothing, and one without torch is told which extra to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from aqua_protocol import (
+        AquaError,
+        CapacityError,
+        ChecksumMismatchError,
+        ConfigError,
+        DataLostError,
+        LeaseLostError,
+        TransportError,
+        TransportKind,
+    )
+    from aqualib.blocks import BlockStore, PagedOut
+    from aqualib.consumer.aqua import Aqua, Happenings
+    from aqualib.consumer.default import block_store, connect, default, empty, offload, step
+    from aqualib.consumer.lane import Transfer
+    from aqualib.metrics import Stats
+    from aqualib.producer.escalation import Escalation
+    from aqualib.producer.lender import Producer
+    from aqualib.producer.opening import open_producer
+    from aqualib.tensor import AquaTensor, Location
+
+    __version__: str
+
+__all__ = [
+    "Aqua",
+    "AquaError",
+    "AquaTensor",
+    "BlockStore",
+    "CapacityError",
+    "ChecksumMismatchError",
+    "ConfigError",
+    "DataLostError",
+    "Escalation",
+    "Happenings",
+    "LeaseLostError",
+    "Location",
+    "PagedOut",
+    "Producer",
+    "Stats",
+    "Transfer",
+    "TransportError",
+    "TransportKind",
+    "__version__",
+    "block_store",
+    "connect",
+    "default",
+    "empty",
+    "offload",
+    "open_producer",
+    "step",
+]
+
+_HOMES: Final = {
+    "aqua_protocol": (
+        "AquaError",
+        "CapacityError",
+        "ChecksumMismatchError",
+        "ConfigError",
+        "DataLostError",
+        "LeaseLostError",
+        "TransportError",
+        "TransportKind",
+    ),
+    "aqualib.blocks": ("BlockStore", "PagedOut"),
+    "aqualib.consumer.aqua": ("Aqua", "Happenings"),
+    "aqualib.consumer.default": ("block_store", "connect", "default", "empty", "offload", "step"),
+    "aqualib.consumer.lane": ("Transfer",),
+    "aqualib.metrics": ("Stats",),
+    "aqualib.producer.escalation": ("Escalation",),
+    "aqualib.producer.lender": ("Producer",),
+    "aqualib.producer.opening": ("open_producer",),
+    "aqualib.tensor": ("AquaTensor", "Location"),
+    "aqualib.version": ("__version__",),
+}
+_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+_ALIASES: Final = {"__version__": "AQUALIB_VERSION"}
+_WITHOUT_TORCH: Final = {"aqua_protocol", "aqualib.version", "aqualib.metrics"}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home not in _WITHOUT_TORCH:
+        _require_torch()
+    value = getattr(importlib.import_module(home), _ALIASES.get(name, name))
+    globals()[name] = value  # From now on an ordinary attribute: `step` is on a hot path.
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        from aqua_protocol import ConfigError
+
+        raise ConfigError(
+            "aqualib moves torch tensors, and torch is not installed",
+            remedy="Install the build of torch that fits this machine, or `aqualib[torch]`.",
+        )

@@ -1,0 +1,245 @@
+"""Packets and descriptors over a Unix socket: the lease channel's lowest layer.
+
+Owns framing, descriptor passing and peer identity; knows no protocol state. SOCK_SEQPACKET keeps
+message boundaries and keeps descriptors with the message that names them, and a packet is sent
+whole or not at all, so several threads may send on one channel.
+
+Received descriptors are closed on exec and belong to the caller. A packet that carries more
+descriptors than its message accounts for is a protocol violation and closes them all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from aqua_protocol import ProtocolError, SocketPathTooLongError, TransportError
+from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET
+from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
+from aqua_protocol.wire import Wire
+
+SO_PEERPIDFD: Final = 77
+"""Linux 6.5: a pidfd of the peer as of connect time, immune to pid reuse and pid namespaces."""
+
+_UCRED: Final = struct.Struct("3i")
+
+MessageT = TypeVar("MessageT")
+
+
+class ChannelClosedError(TransportError):
+    """The peer closed the channel or died. This says nothing about its mappings."""
+
+    code = "channel_closed"
+    default_remedy = "Fence on the peer's pidfd before you assume that it is gone."
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCredentials:
+    """Identity of the process at the other end, vouched for by the kernel."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class Channel(Generic[MessageT]):
+    """One end of a lease channel.
+
+    Args:
+        sock: A connected SOCK_SEQPACKET socket, owned by the channel from now on.
+        incoming: Parser of the messages that the other side may send.
+        send_timeout_s: A peer that does not drain its socket for this long is treated as gone.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: TypeAdapter[MessageT],
+        *,
+        send_timeout_s: float = 5.0,
+    ) -> None:
+        self._socket = sock
+        self._incoming = incoming
+        sock.settimeout(None)
+        # Only sends are bounded here: a receiver decides per call how long it waits.
+        seconds, fraction = divmod(send_timeout_s, 1)
+        sock.setsockopt(
+            socket.SOL_SOCKET,
+            socket.SO_SNDTIMEO,
+            struct.pack("ll", int(seconds), int(fraction * 1e6)),
+        )
+
+    def fileno(self) -> int:
+        """For selectors; -1 once closed."""
+        return self._socket.fileno()
+
+    def send(self, message: Wire, fds: Sequence[int] = ()) -> None:
+        """Send one message; `fds` stay owned by the caller.
+
+        Raises:
+            ChannelClosedError: The peer is gone, or has not read for `send_timeout_s`.
+        """
+        packet = message.model_dump_json().encode()
+        assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
+        try:
+            if fds:
+                socket.send_fds(self._socket, [packet], list(fds))
+            else:
+                self._socket.send(packet)
+        except OSError as error:
+            raise ChannelClosedError(f"cannot send on the lease channel: {error}") from error
+
+    def try_send(self, message: Wire) -> bool:
+        """Send one message without waiting; False when the peer's queue is full now.
+
+        Raises:
+            ChannelClosedError: The peer is gone.
+        """
+        packet = message.model_dump_json().encode()
+        assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
+        try:
+            self._socket.send(packet, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelClosedError(f"cannot send on the lease channel: {error}") from error
+        return True
+
+    def receive(self) -> tuple[MessageT, list[int]]:
+        """Wait for the next message; the descriptors returned are owned by the caller.
+
+        Raises:
+            ChannelClosedError: The peer closed or died.
+            ProtocolError: Not a message of this channel; its descriptors have been closed.
+        """
+        try:
+            try:
+                packet, fds, flags = self._receive_packet()
+            except ConnectionResetError:
+                # A peer that closes before it has read everything resets the connection, and
+                # Linux reports that once, ahead of the packets that the peer had sent before.
+                # They still count: a Released dropped here would quarantine a slab for nothing.
+                packet, fds, flags = self._receive_packet()
+        except OSError as error:
+            raise ChannelClosedError(f"cannot receive on the lease channel: {error}") from error
+        if not packet and not fds:
+            raise ChannelClosedError("the peer closed the lease channel")
+        message: MessageT | None = None
+        fault = "larger than the protocol allows"
+        if not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            try:
+                message = self._incoming.validate_json(packet)
+            except ValidationError as error:
+                fault = f"not a message: {error}"
+        if message is None:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"a lease channel packet is {fault}")
+        return message, fds
+
+    def _receive_packet(self) -> tuple[bytes, list[int], int]:
+        packet, fds, flags, _ = socket.recv_fds(
+            self._socket, MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET, socket.MSG_CMSG_CLOEXEC
+        )
+        return packet, fds, flags
+
+    def peer_credentials(self) -> PeerCredentials:
+        """Who is at the other end, as of connect time."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return PeerCredentials(*_UCRED.unpack(raw))
+
+    def peer_pidfd(self) -> int:
+        """A descriptor that becomes readable when the peer's process is gone; owned by the caller.
+
+        Raises:
+            TransportError: The peer died before it could be pinned down.
+        """
+        try:
+            return self._socket.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        except OSError:
+            # Before Linux 6.5. The window for pid reuse is the time since connect.
+            try:
+                return os.pidfd_open(self.peer_credentials().pid)
+            except OSError as error:
+                raise TransportError(f"cannot watch the peer process: {error}") from error
+
+    def shutdown(self) -> None:
+        """Wake a thread that waits in `receive`; it sees `ChannelClosedError`."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # Not connected any more: there is nobody to wake.
+
+    def close(self) -> None:
+        """Close this end. Harmless when repeated."""
+        self._socket.close()
+
+
+def listen(path: Path, *, backlog: int = 128) -> socket.socket:
+    """Listen for lease channels on `path`, readable and writable by this user only.
+
+    A socket file left behind by a dead process is replaced; one that still answers is not.
+
+    Raises:
+        SocketPathTooLongError: `path` does not fit into a Unix address.
+        TransportError: The directory is not writable, or another process listens there.
+    """
+    require_short_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        sock.bind(str(path))
+        path.chmod(0o600)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        raise TransportError(
+            f"cannot listen on {path}: {error}",
+            remedy="Choose a writable directory that no other producer uses.",
+        ) from error
+    return sock
+
+
+def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
+    """Connect to a producer's lease channel.
+
+    Raises:
+        SocketPathTooLongError: `path` does not fit into a Unix address.
+        ChannelClosedError: Nobody listens there.
+    """
+    require_short_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise ChannelClosedError(f"no producer answers on {path}: {error}") from error
+    return sock
+
+
+def require_short_path(path: Path) -> None:
+    """Refuse a path that no socket can have.
+
+    Raises:
+        SocketPathTooLongError: `path` does not fit into a Unix address.
+    """
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise SocketPathTooLongError(
+            f"socket path {path} has {size} bytes, the kernel takes {MAX_SOCKET_PATH_BYTES}",
+            path=str(path),
+        )
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+        return probe.connect_ex(str(path)) == 0

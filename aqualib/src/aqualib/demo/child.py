@@ -1,0 +1,71 @@
+"""The child's side of a pipe to the demo: samples and news out, commands in.
+
+Standard output belongs to the pipe, so whatever a library prints goes to standard error instead,
+which the parent keeps as the child's log. When the parent is gone, its end of the pipe closes and
+the child is told to finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from aqua_protocol import AquaError
+from aqualib.demo import leash
+from aqualib.demo.messages import COMMANDS, Command, Failure, Finish, Message, News
+
+
+class Parent:
+    """The other end of the pipe.
+
+    Args:
+        parent_pid: Whose child this is.
+        on_command: Called on the pipe's own thread; `Finish` also when the parent is gone.
+    """
+
+    def __init__(self, parent_pid: int, on_command: Callable[[Command], None]) -> None:
+        leash.put_on(parent_pid)
+        self._on_command = on_command
+        self._lock = threading.Lock()
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._reader = threading.Thread(target=self._read, name="demo-commands", daemon=True)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+        )
+
+    def tell(self, message: Message) -> None:
+        """Send one message; silently nowhere when the parent is gone."""
+        with self._lock:
+            try:
+                self._out.write(message.model_dump_json() + "\n")
+                self._out.flush()
+            except BrokenPipeError:
+                return  # The reader sees the end of its pipe and finishes the program.
+
+    def news(self, text: str) -> None:
+        """Say something to people."""
+        self.tell(News(text=text))
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, AquaError):
+            self.tell(Failure(error=error.to_body()))
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._on_command(COMMANDS.validate_json(line))
+        self._on_command(Finish())

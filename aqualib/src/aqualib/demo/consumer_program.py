@@ -1,0 +1,241 @@
+"""The consumer: a Llama that reads a long text within a budget its keys and values exceed.
+
+Run by the demo as `python -m aqualib.demo.consumer_program <parent pid> <settings>`. With a
+coordinator in its settings it borrows memory through `AquaCache`; without one it is the reference:
+the same generation with a plain `DynamicCache`, all on its own device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from typing import Final
+
+import torch
+from transformers import DynamicCache
+
+import aqualib
+from aqua_protocol import CapacityError, TransportKind, format_bytes
+from aqualib.consumer.extents import Run
+from aqualib.demo.child import Parent
+from aqualib.demo.coordinator import CONSUMER_ID
+from aqualib.demo.generation import Generation
+from aqualib.demo.messages import (
+    Command,
+    ConsumerResult,
+    ConsumerSample,
+    CorruptOneByte,
+    Finish,
+    Message,
+    Progress,
+)
+from aqualib.demo.scale import SCALES
+from aqualib.engines.transformers import AquaCache
+from aqualib.transports import select
+
+SAMPLE_INTERVAL_S: Final = 0.1
+LEASE_WAIT_S: Final = 30.0
+
+SIGN_BYTE: Final = 3
+SIGN_BIT: Final = 0x80
+"""Of a little-endian float32. Another exponent could make it infinite, and fail too loudly."""
+
+
+class ConsumerSettings(Message):
+    """What the consumer program needs to know; the reference has no coordinator.
+
+    Attributes:
+        answer_lengths: Tokens to generate for each request; None to go on until told to finish.
+    """
+
+    scale: str
+    seed: int
+    transport: TransportKind | None
+    device: str | None
+    threads: int
+    answer_lengths: list[int] | None = None
+    coordinator_url: str | None = None
+    token: str | None = None
+    checksum: bool = False
+
+
+class ConsumerProgram:
+    """One generation and what goes with it."""
+
+    def __init__(self, settings: ConsumerSettings) -> None:
+        self._settings = settings
+        self._scale = SCALES[settings.scale]
+        self._finished = threading.Event()
+        self._generation: Generation | None = None
+        self._must_corrupt = threading.Event()
+
+    def on_command(self, command: Command) -> None:
+        """The parent wants something; on the pipe's thread."""
+        match command:
+            case Finish():
+                self._finished.set()
+                if self._generation is not None:
+                    self._generation.end()
+            case CorruptOneByte():
+                self._must_corrupt.set()
+            case _:
+                raise AssertionError(f"not a command for the consumer: {command!r}")
+
+    def run(self, parent: Parent) -> None:
+        """Generate, and report the result."""
+        settings = self._settings
+        torch.set_num_threads(settings.threads)
+        device = select(settings.transport, settings.device).device
+        generation = Generation(self._scale, device, settings.seed)
+        self._generation = generation
+        if self._finished.is_set():
+            return
+        if settings.coordinator_url is None:
+            parent.tell(self._refer(parent, generation))
+            return
+        scale = self._scale
+        with (
+            aqualib.connect(
+                CONSUMER_ID,
+                coordinator_url=settings.coordinator_url,
+                token=settings.token,
+                transport=settings.transport,
+                device=settings.device,
+                host_bytes=scale.offer_bytes,
+                wanted_bytes=scale.offer_bytes,
+                slab_bytes=scale.slab_bytes,
+                checksum=settings.checksum,
+                model="llama",
+            ) as aqua,
+            AquaCache(
+                generation.config,
+                max_tokens=scale.max_tokens,
+                budget_bytes=scale.budget_bytes,
+                aqua=aqua,
+            ) as cache,
+        ):
+            self._wait_for_memory(parent, aqua)
+            parent.tell(self._harvest(parent, generation, cache, aqua))
+
+    def _answer_lengths(self) -> Iterable[int]:
+        lengths = self._settings.answer_lengths
+        return repeat(self._scale.answer_tokens) if lengths is None else lengths
+
+    def _wait_for_memory(self, parent: Parent, aqua: aqualib.Aqua) -> None:
+        """Wait until memory is lent, so that the first page goes there.
+
+        Raises:
+            CapacityError: None was lent in time.
+        """
+        until_s = time.monotonic() + LEASE_WAIT_S
+        while aqua.stats().leased_bytes < self._scale.offer_bytes:
+            if time.monotonic() > until_s:
+                raise CapacityError(
+                    f"only {format_bytes(aqua.stats().leased_bytes)} of"
+                    f" {format_bytes(self._scale.offer_bytes)} were lent within"
+                    f" {LEASE_WAIT_S:.0f} s; the coordinator says:"
+                    f" {aqua.coordinator_error or 'nothing wrong'}"
+                )
+            if self._finished.wait(SAMPLE_INTERVAL_S):
+                return
+        stats = aqua.stats()
+        slowest = min(stats.links, key=lambda link: link.read_bytes_per_s)
+        parent.news(
+            f"borrows {format_bytes(stats.leased_bytes)} over {slowest.transport.value}, measured"
+            f" at {slowest.write_bytes_per_s / 1e9:.1f} GB/s out and"
+            f" {slowest.read_bytes_per_s / 1e9:.1f} GB/s in"
+        )
+
+    def _refer(self, parent: Parent, generation: Generation) -> ConsumerResult:
+        """Generate without interruption, everything on the own device."""
+        cache = DynamicCache(config=generation.config)
+        with watching(lambda: parent.tell(Progress(tokens=generation.tokens))):
+            return generation.run(cache, self._answer_lengths())
+
+    def _harvest(
+        self, parent: Parent, generation: Generation, cache: AquaCache, aqua: aqualib.Aqua
+    ) -> ConsumerResult:
+        """Generate on borrowed memory, and report how it goes."""
+        links = aqua.stats().links
+
+        def watch() -> None:
+            parent.tell(sample(generation, cache, aqua))
+            if self._must_corrupt.is_set():
+                self._must_corrupt.clear()
+                corrupt_one_byte(aqua)
+                parent.news("one stored byte has been changed, as asked")
+
+        with watching(watch):
+            result = generation.run(cache, self._answer_lengths())
+        parent.tell(sample(generation, cache, aqua))
+        return result.model_copy(
+            update={
+                "peak_resident_bytes": cache.statistics.peak_resident_bytes,
+                "budget_bytes": self._scale.budget_bytes,
+                "transport": aqua.transport.kind.value,
+                "link_bytes_per_s": min((link.read_bytes_per_s for link in links), default=None),
+            }
+        )
+
+
+@contextmanager
+def watching(look: Callable[[], None]) -> Iterator[None]:
+    """Look ten times a second, on a thread of its own, until the block ends."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_INTERVAL_S):
+            look()
+
+    watcher = threading.Thread(target=watch, name="demo-watch")
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def sample(generation: Generation, cache: AquaCache, aqua: aqualib.Aqua) -> ConsumerSample:
+    """State of this moment."""
+    stats, statistics = aqua.stats(), cache.statistics
+    return ConsumerSample(
+        at_s=time.monotonic(),
+        tokens=generation.tokens,
+        device_bytes=statistics.resident_bytes,
+        peer_bytes=stats.used_bytes - stats.spilled_bytes - stats.lost_bytes,
+        host_bytes=stats.spilled_bytes,
+        paged_out_bytes=statistics.paged_out_bytes,
+        paged_in_bytes=statistics.paged_in_bytes,
+        spilled_bytes_peak=stats.spilled_bytes_peak,
+        returned_bytes=stats.promoted_bytes,
+        stall_s=statistics.stall_s,
+    )
+
+
+def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
+    """Give a stored number the opposite sign, behind the store's back."""
+    store = aqua._store  # noqa: SLF001 - a fault comes from outside every interface
+    frames = store._books.frames.values()  # noqa: SLF001 - as above
+    frame = next(frame for frame in frames if frame.used_bytes)
+    at = frame.used_runs()[0].start + SIGN_BYTE
+    memory = store.pin(frame, Run(at, 1))
+    try:
+        memory.tensor[at] ^= SIGN_BIT
+    finally:
+        store.unpin(frame)
+
+
+def main() -> None:
+    """Run until the generation has ended, or the parent is gone."""
+    program = ConsumerProgram(ConsumerSettings.model_validate_json(sys.argv[2]))
+    with Parent(int(sys.argv[1]), program.on_command) as parent:
+        program.run(parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The image service: requests arrive, wait, and are denoised together, as many as memory allows.
+
+A U-Net's step costs little more for several images than for one, so throughput is a matter of how
+many fit: each image in flight takes its workspace from the device's memory, the same memory that
+the producer lends from. That is what makes the service want its memory back when requests pile up,
+and what it gains when it gets it.
+
+Clients send at random, independent of each other (a Poisson process), and do not wait for answers.
+Time comes from outside, in seconds, so that a test can run a minute in a moment.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Final
+
+import torch
+
+from aqualib.demo.models import NoiseSchedule, build_unet
+from aqualib.demo.scale import Scale
+from aqualib.engines.torch_loop import CountedAllowance
+
+MAX_WAITING: Final = 10_000
+"""Requests beyond are turned away."""
+
+MAX_BATCH: Final = 8
+"""A wider batch gains nothing on a CPU core."""
+
+WARM_UP_STEPS: Final = 10
+CALIBRATION_S: Final = 0.4
+"""Long enough that a moment on a busy machine does not look like its speed."""
+
+
+class Arrivals:
+    """When requests arrive.
+
+    Args:
+        per_s: Mean rate; may be set at any time and holds for all later arrivals.
+        seed: The same seed gives the same gaps, in units of their mean.
+        now_s: When the process starts.
+    """
+
+    def __init__(self, per_s: float, *, seed: int, now_s: float) -> None:
+        self.per_s = per_s
+        self._random = random.Random(seed)
+        self._next_s = now_s + self._gap_s()
+
+    def due(self, now_s: float) -> int:
+        """Requests that have arrived since the last call."""
+        count = 0
+        while self._next_s <= now_s:
+            count += 1
+            self._next_s += self._gap_s()
+        return count
+
+    def next_in_s(self, now_s: float) -> float:
+        """Time until the next request."""
+        return max(0.0, self._next_s - now_s)
+
+    def _gap_s(self) -> float:
+        return self._random.expovariate(self.per_s)
+
+
+class ImageService:
+    """The service's loop, one denoising step at a time.
+
+    Args:
+        scale: Sizes of the model, of an image's workspace and of its steps.
+        memory: Where weights and workspaces come from.
+        device: Where the model runs.
+        seed: Of weights and noise.
+
+    Attributes:
+        images: Finished so far.
+        turned_away: Requests refused because too many were waiting.
+    """
+
+    def __init__(
+        self, scale: Scale, memory: CountedAllowance, device: torch.device, *, seed: int
+    ) -> None:
+        self._scale = scale
+        self._memory = memory
+        self._model = build_unet(scale.unet_channels, seed).to(device)
+        self._schedule = NoiseSchedule(scale.image_steps, device)
+        self._noise = torch.Generator(device).manual_seed(seed)
+        self._shape = (3, scale.image_side, scale.image_side)
+        self._latents = torch.empty((0, *self._shape), device=device)
+        self._at = torch.empty(0, dtype=torch.long, device=device)
+        self._waiting: deque[float] = deque()
+        self.images = 0
+        self.turned_away = 0
+        self.weight_bytes: Final = sum(p.nbytes for p in self._model.parameters())
+        assert memory.try_take(self.weight_bytes), f"{self.weight_bytes} bytes of weights"
+
+    @property
+    def queue_length(self) -> int:
+        """Requests that wait for memory."""
+        return len(self._waiting)
+
+    @property
+    def batch(self) -> int:
+        """Images being denoised."""
+        return len(self._at)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do until a request arrives."""
+        return not self._waiting and not self.batch
+
+    def request(self, count: int, now_s: float) -> None:
+        """Requests have arrived."""
+        accepted = min(count, MAX_WAITING - len(self._waiting))
+        self._waiting.extend([now_s] * accepted)
+        self.turned_away += count - accepted
+
+    def step(self) -> None:
+        """Take up what fits, and denoise all images in flight by one step."""
+        self._take_up()
+        if not self.batch:
+            return
+        with torch.inference_mode():
+            self._latents = self._denoise(self._latents, self._at)
+        self._at = self._at + 1
+        going_on = self._at < self._scale.image_steps
+        finished = self.batch - int(going_on.sum())
+        if finished:
+            self._latents, self._at = self._latents[going_on], self._at[going_on]
+            self._memory.give_back(finished * self._scale.image_bytes)
+            self.images += finished
+
+    def images_per_s(self, batch: int) -> float:
+        """Measured capacity with `batch` images at once; leaves no trace."""
+        latents = torch.randn(
+            (batch, *self._shape), device=self._latents.device, generator=self._noise
+        )
+        at = torch.zeros(batch, dtype=torch.long, device=latents.device)
+        with torch.inference_mode():
+            for _ in range(WARM_UP_STEPS):
+                self._denoise(latents, at)
+            step_count = 0
+            started_s = time.perf_counter()
+            while (elapsed_s := time.perf_counter() - started_s) < CALIBRATION_S:
+                float(self._denoise(latents, at).sum())  # On a GPU: wait for the step.
+                step_count += 1
+        return batch * step_count / (self._scale.image_steps * elapsed_s)
+
+    def _denoise(self, latents: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        noise = self._model(latents, self._schedule.steps[at])
+        return self._schedule.denoise(latents, noise, at)
+
+    def _take_up(self) -> None:
+        new = 0
+        while self._waiting and self.batch + new < MAX_BATCH:
+            if not self._memory.try_take(self._scale.image_bytes):
+                break  # Lent or in use: the request waits.
+            self._waiting.popleft()
+            new += 1
+        if new:
+            device = self._latents.device
+            fresh = torch.randn((new, *self._shape), device=device, generator=self._noise)
+            self._latents = torch.cat([self._latents, fresh])
+            self._at = torch.cat([self._at, torch.zeros(new, dtype=torch.long, device=device)])

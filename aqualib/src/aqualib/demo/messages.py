@@ -1,0 +1,136 @@
+"""What the demo's processes tell each other: one JSON object a line, on pipes.
+
+Children report *samples* (their full state, ten times a second), *news* (one line for people) and
+one *result*; the parent sends commands. A pipe that ends means that the other side is gone. Times
+are CLOCK_MONOTONIC in seconds, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from aqua_protocol import ErrorBody
+
+
+class Message(BaseModel):
+    """The base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ReclaimMeasure(Message):
+    """A finished reclaim, as the producer measured it."""
+
+    bytes: int
+    first_slab_ms: float
+    total_ms: float
+
+
+class ProducerSample(Message):
+    """State of the image service and of its offer."""
+
+    type: Literal["producer"] = "producer"
+    at_s: float
+    arrivals_per_s: float = Field(description="Mean rate at which requests arrive now.")
+    queue_length: int = Field(description="Requests that wait.")
+    batch: int = Field(description="Images being denoised.")
+    images: int = Field(description="Images finished so far.")
+    memory_total_bytes: int
+    memory_used_bytes: int = Field(description="By the service itself.")
+    offered_bytes: int
+    leased_bytes: int
+    reclaims: list[ReclaimMeasure] = Field(default_factory=list)
+
+
+class ConsumerSample(Message):
+    """State of the generation and of the cache."""
+
+    type: Literal["consumer"] = "consumer"
+    at_s: float
+    tokens: int = Field(description="New tokens so far, of all requests.")
+    device_bytes: int = Field(description="Keys and values on the own device.")
+    peer_bytes: int
+    host_bytes: int
+    paged_out_bytes: int
+    paged_in_bytes: int
+    spilled_bytes_peak: int
+    returned_bytes: int = Field(description="Moved from host memory back to a peer so far.")
+    stall_s: float = Field(description="Time that the model waited for its cache so far.")
+
+
+class Progress(Message):
+    """How far the uninterrupted run has come."""
+
+    type: Literal["progress"] = "progress"
+    tokens: int
+
+
+class News(Message):
+    """One line for people."""
+
+    type: Literal["news"] = "news"
+    text: str
+
+
+class ConsumerResult(Message):
+    """What came out of a generation, interrupted or not."""
+
+    type: Literal["result"] = "result"
+    answers: list[list[int]] = Field(description="New tokens, request by request.")
+    logits_sha256: str = Field(description="Over the logits of every new token, bit by bit.")
+    prefill_s: float = Field(description="Until the first new token.")
+    decode_s: float = Field(description="For all others.")
+    peak_resident_bytes: int = 0
+    budget_bytes: int = 0
+    transport: str = ""
+    link_bytes_per_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests."""
+        return sum(map(len, self.answers))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens a second, without the prefill."""
+        return max(0, self.tokens - 1) / max(self.decode_s, 1e-9)
+
+
+class Failure(Message):
+    """The child gives up."""
+
+    type: Literal["failure"] = "failure"
+    error: ErrorBody
+
+
+class SetLoad(Message):
+    """The producer's clients send this many times the usual number of requests from now on."""
+
+    type: Literal["set_load"] = "set_load"
+    factor: float
+
+
+class CorruptOneByte(Message):
+    """Flip one bit of what the cache has stored (negative control)."""
+
+    type: Literal["corrupt_one_byte"] = "corrupt_one_byte"
+
+
+class Finish(Message):
+    """Bring the work to an end and report the result."""
+
+    type: Literal["finish"] = "finish"
+
+
+Report = Annotated[
+    ProducerSample | ConsumerSample | Progress | News | ConsumerResult | Failure,
+    Field(discriminator="type"),
+]
+Command = Annotated[SetLoad | CorruptOneByte | Finish, Field(discriminator="type")]
+
+REPORTS: Final[TypeAdapter[Report]] = TypeAdapter(Report)
+"""Parses what the parent receives."""
+COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Command)
+"""Parses what a child receives."""

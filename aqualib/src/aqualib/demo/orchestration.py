@@ -1,0 +1,293 @@
+"""Runs the story: starts the processes, drives the load, listens, and judges what happened.
+
+The parent does no work of its own and is on nobody's data path. It owns the order of things: the
+coordinator, then the producer, then (when memory is on offer) the consumer; load doubled and halved
+at the turns of the story; then an uninterrupted run of the same generation in a process of its own,
+and the comparison.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from aqua_protocol import TransportKind, error_from_body, format_bytes
+from aqualib.demo.consumer_program import ConsumerSettings
+from aqualib.demo.coordinator import Coordinator
+from aqualib.demo.machine import Devices, choose_devices, compute_threads
+from aqualib.demo.messages import (
+    ConsumerResult,
+    ConsumerSample,
+    CorruptOneByte,
+    Failure,
+    Finish,
+    News,
+    ProducerSample,
+    Progress,
+    Report,
+    SetLoad,
+)
+from aqualib.demo.phases import TITLES, Observation, Phase, goals, next_phase
+from aqualib.demo.processes import Child, Crew, DemoError
+from aqualib.demo.producer_program import ProducerSettings
+from aqualib.demo.report import DemoReport, Run, make_report
+from aqualib.demo.scale import SCALES
+from aqualib.demo.timeline import Timeline
+from aqualib.demo.view import View
+
+PHASE_LIMIT_S: Final = 180.0
+"""A phase that lasts longer is stuck: on two busy cores each takes 10 to 20 seconds."""
+
+LISTEN_S: Final = 0.1
+BURST_FACTOR: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose.
+
+    Attributes:
+        scale: A name in `SCALES`.
+        transport: None for the best that works here.
+        seed: Of weights, sampling, noise and arrivals.
+        checksum: Check every block that comes back.
+        corrupt_one_byte: Negative control: change a stored byte, which must not go unnoticed.
+        logs: Directory for the children's logs.
+    """
+
+    scale: str
+    transport: TransportKind | None
+    seed: int
+    checksum: bool
+    corrupt_one_byte: bool
+    logs: Path
+
+
+class Story:
+    """One run of the demo.
+
+    Args:
+        options: What the user chose.
+        view: Shows it.
+    """
+
+    def __init__(self, options: Options, view: View) -> None:
+        self._options = options
+        self._scale = SCALES[options.scale]
+        self._view = view
+        self._timeline = Timeline(time.monotonic())
+        self._phase = Phase.START
+        self._entered: ConsumerSample | None = None
+        self._reclaims_before = 0
+        self._phase_since_s = time.monotonic()
+        self._compared = 0
+        self._devices = Devices(None, None)
+        self._results: dict[str, ConsumerResult] = {}
+
+    @property
+    def timeline(self) -> Timeline:
+        """The record so far."""
+        return self._timeline
+
+    def run(self) -> DemoReport:
+        """Tell the story from beginning to end, and judge it.
+
+        Raises:
+            AquaError: A process failed, or a phase did not come to its end; the reason is in it.
+        """
+        # What cannot work is said before anything is started.
+        self._devices = choose_devices(self._options.transport)
+        with (
+            # Sockets are in a short path: a Unix address holds 107 bytes.
+            tempfile.TemporaryDirectory(prefix="aqua-demo-") as scratch,
+            Crew(self._options.logs) as crew,
+        ):
+            self._enter(Phase.START)
+            coordinator = Coordinator.start(crew, Path(scratch))
+            self._note("coordinator", f"listens on {coordinator.url}")
+            producer = crew.start_program(
+                "producer",
+                "producer_program",
+                ProducerSettings(
+                    scale=self._options.scale,
+                    seed=self._options.seed,
+                    transport=self._options.transport,
+                    device=self._devices.producer,
+                    threads=compute_threads(),
+                    coordinator_url=coordinator.url,
+                    token=coordinator.producer_token,
+                    socket=Path(scratch) / "image-service.sock",
+                ),
+            )
+            self._until(crew, Phase.PREFILL)
+            consumer = self._start_consumer(crew, coordinator)
+            self._until(crew, Phase.BURST)
+            producer.send(SetLoad(factor=BURST_FACTOR))
+            if self._options.corrupt_one_byte:
+                consumer.send(CorruptOneByte())
+            self._until(crew, Phase.CALM)
+            producer.send(SetLoad(factor=1.0))
+            self._until(crew, Phase.VERIFY)
+            consumer.send(Finish())
+            harvested = self._result(crew, "consumer")
+            consumer.finish()
+            producer.finish()
+            self._start_reference(crew, [len(answer) for answer in harvested.answers])
+            compared = self._result(crew, "reference")
+            self._timeline.close(time.monotonic())
+        return make_report(
+            Run(
+                timeline=self._timeline,
+                harvested=harvested,
+                reference=compared,
+                kv_bytes=self._scale.kv_bytes,
+                settings={
+                    "scale": self._options.scale,
+                    "seed": self._options.seed,
+                    "checksum": self._options.checksum,
+                    "prompt_tokens": self._scale.prompt_tokens,
+                },
+            )
+        )
+
+    # --- The children ------------------------------------------------------------------
+
+    def _start_consumer(self, crew: Crew, coordinator: Coordinator) -> Child:
+        return crew.start_program(
+            "consumer",
+            "consumer_program",
+            ConsumerSettings(
+                scale=self._options.scale,
+                seed=self._options.seed,
+                transport=self._options.transport,
+                device=self._devices.consumer,
+                threads=compute_threads(),
+                coordinator_url=coordinator.url,
+                token=coordinator.consumer_token,
+                checksum=self._options.checksum,
+            ),
+        )
+
+    def _start_reference(self, crew: Crew, answer_lengths: list[int]) -> Child:
+        return crew.start_program(
+            "reference",
+            "consumer_program",
+            ConsumerSettings(
+                scale=self._options.scale,
+                seed=self._options.seed,
+                transport=self._options.transport,
+                device=self._devices.consumer,
+                threads=compute_threads(),
+                answer_lengths=answer_lengths,
+            ),
+        )
+
+    # --- Listening ---------------------------------------------------------------------
+
+    def _until(self, crew: Crew, phase: Phase) -> None:
+        """Listen until the story has come to `phase`."""
+        self._listen_until(crew, lambda: self._phase is phase)
+
+    def _result(self, crew: Crew, name: str) -> ConsumerResult:
+        """Listen until the named child has reported its result."""
+        self._listen_until(crew, lambda: name in self._results)
+        return self._results[name]
+
+    def _listen_until(self, crew: Crew, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            try:
+                heard = crew.heard.get(timeout=LISTEN_S)
+            except queue.Empty:
+                pass
+            else:
+                if heard.report is None:
+                    self._require_done(crew, heard.name)
+                else:
+                    self._take(heard.name, heard.report)
+            self._advance()
+            self._view.show(self._timeline, goals(self._phase, self._seen(), self._scale))
+            crew.require_services()
+            self._require_progress()
+
+    def _take(self, name: str, report: Report) -> None:
+        match report:
+            case ProducerSample():
+                before = self._timeline.producer[-1] if self._timeline.producer else None
+                self._timeline.producer.append(report)
+                self._note_producer(before, report)
+            case ConsumerSample():
+                if name == "consumer":
+                    self._timeline.consumer.append(report)
+            case Progress(tokens=tokens):
+                self._compared = tokens
+            case News(text=text):
+                self._note(name, text)
+            case ConsumerResult():
+                self._results[name] = report
+            case Failure(error=error):
+                raise error_from_body(error)
+
+    def _note_producer(self, before: ProducerSample | None, now: ProducerSample) -> None:
+        offered_before = before.offered_bytes if before is not None else 0
+        reclaims_before = len(before.reclaims) if before is not None else 0
+        if now.offered_bytes >= self._scale.offer_bytes > offered_before:
+            self._note("producer", f"offers {format_bytes(now.offered_bytes)}")
+        for measure in now.reclaims[reclaims_before:]:
+            self._note(
+                "producer",
+                f"took back {format_bytes(measure.bytes)} in {measure.total_ms:.0f} ms, the first"
+                f" slab after {measure.first_slab_ms:.1f} ms",
+            )
+
+    def _require_done(self, crew: Crew, name: str) -> None:
+        """A child's pipe has ended: fine after its result, otherwise a failure."""
+        if name not in self._results and not (name == "producer" and self._phase is Phase.VERIFY):
+            raise crew.died(name)
+
+    # --- The story ---------------------------------------------------------------------
+
+    def _seen(self) -> Observation:
+        timeline = self._timeline
+        return Observation(
+            producer=timeline.producer[-1] if timeline.producer else None,
+            consumer=timeline.consumer[-1] if timeline.consumer else None,
+            entered=self._entered,
+            reclaims_before=self._reclaims_before,
+            compared=self._compared,
+        )
+
+    def _advance(self) -> None:
+        phase = next_phase(self._phase, self._seen(), self._scale)
+        if phase is not self._phase:
+            self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_since_s = time.monotonic()
+        self._entered = self._timeline.consumer[-1] if self._timeline.consumer else None
+        producer = self._timeline.producer[-1] if self._timeline.producer else None
+        self._reclaims_before = len(producer.reclaims) if producer is not None else 0
+        self._timeline.enter(phase, self._phase_since_s)
+        self._note(phase.value, TITLES[phase])
+
+    def _require_progress(self) -> None:
+        if time.monotonic() - self._phase_since_s > PHASE_LIMIT_S:
+            missing = [
+                goal.text
+                for goal in goals(self._phase, self._seen(), self._scale)
+                if not goal.is_met
+            ]
+            raise DemoError(
+                f"phase {self._phase.value} has not ended within {PHASE_LIMIT_S:.0f} s; still"
+                f" missing: {', '.join(missing)}",
+                remedy="Give the machine two idle cores, or try --quick; the logs in"
+                f" {self._options.logs} say what each process did.",
+            )
+
+    def _note(self, source: str, text: str) -> None:
+        self._view.tell(self._timeline.note(source, text, time.monotonic()))

@@ -1,0 +1,233 @@
+"""Starts the demo's processes, listens to them, and leaves none behind.
+
+Every child is leashed to this process (see `leash`) and leads a session of its own: Ctrl-C reaches
+the demo alone, which then stops its children in order, and a child that does not stop is killed
+with everything it has started. Children are started by the main thread, because the kernel ties the
+leash to the thread that forked.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from pydantic import ValidationError
+
+from aqua_protocol import AquaError
+from aqualib.demo.messages import REPORTS, Failure, Finish, Message, Report
+
+STOP_WAIT_S: Final = 10.0
+LOG_TAIL_LINES: Final = 15
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without the user's Aqua settings: a demo is the same everywhere."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("AQUA_")}
+
+
+class DemoError(AquaError):
+    """The demo could not show what it is meant to show."""
+
+    code = "demo_failed"
+    default_remedy = "Look at the logs in the output directory."
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Something that a child said, or its end."""
+
+    name: str
+    report: Report | None
+
+
+class Child:
+    """One process of the demo.
+
+    Args:
+        name: For people, and for its log file.
+        command: Program and arguments.
+        log: Where its standard error goes.
+        environment: Added to this process's own, without its Aqua settings.
+        heard: Receives what it says on standard output, if it speaks the demo's language.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        heard: queue.Queue[Heard] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._heard = heard
+        with log.open("wb") as log_file:
+            self._process = subprocess.Popen(  # noqa: S603 - our own programs, without a shell
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if heard is not None else log_file,
+                stderr=log_file,
+                env={**clean_environment(), **environment},
+                start_new_session=True,
+            )
+        if heard is not None:
+            threading.Thread(target=self._listen, name=f"demo-{name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return self._process.poll()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it speaks the demo's language."""
+        return self._heard is not None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status; None when it still runs after `timeout_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.exit_status
+
+    def send(self, command: Message) -> None:
+        """Send a command; nowhere when the child is gone, which is heard of otherwise."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(command.model_dump_json().encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def log_tail(self) -> str:
+        """The last lines that it logged."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM; harmless when it is gone."""
+        if self.exit_status is None:
+            self._process.terminate()
+
+    def finish(self, patience_s: float = STOP_WAIT_S) -> None:
+        """Ask it to come to its own end, and see to it that it does."""
+        self.send(Finish())
+        self.wait(patience_s)
+        self.stop(patience_s)
+
+    def stop(self, patience_s: float = STOP_WAIT_S) -> None:
+        """End it, with force after a while, and whatever else is left in its session."""
+        self.ask_to_stop()
+        self.wait(patience_s)
+        with suppress(ProcessLookupError):  # The usual case: it took its own children along.
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _listen(self) -> None:
+        assert self._heard is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                report = REPORTS.validate_json(line)
+            except ValidationError as error:
+                body = DemoError(f"{self.name} said something unintelligible: {error}").to_body()
+                report = Failure(error=body)
+            self._heard.put(Heard(self.name, report))
+        self._heard.put(Heard(self.name, None))
+
+
+class Crew:
+    """The children of one run; leaving the context stops them all, the youngest first.
+
+    Args:
+        directory: Where their logs go.
+        patience_s: How long a child may take to stop before it is killed.
+    """
+
+    def __init__(self, directory: Path, *, patience_s: float = STOP_WAIT_S) -> None:
+        self.heard: queue.Queue[Heard] = queue.Queue(maxsize=10_000)
+        self._directory = directory
+        self._patience_s = patience_s
+        self._children: list[Child] = []
+
+    def start_program(self, name: str, module: str, settings: Message) -> Child:
+        """Start one of the demo's own programs, which speaks its language.
+
+        Args:
+            module: Within `aqualib.demo`.
+            settings: Handed over as JSON, in the one argument.
+        """
+        command = [
+            sys.executable,
+            "-m",
+            f"aqualib.demo.{module}",
+            str(os.getpid()),
+            settings.model_dump_json(),
+        ]
+        return self._keep(
+            Child(name, command, log=self._log(name), environment={}, heard=self.heard)
+        )
+
+    def start_service(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> Child:
+        """Start somebody else's program, on a leash."""
+        leashed = [sys.executable, "-m", "aqualib.demo.leash", str(os.getpid()), *command]
+        return self._keep(Child(name, leashed, log=self._log(name), environment=environment))
+
+    def require_services(self) -> None:
+        """Refuse to go on without a service that has ended.
+
+        Raises:
+            DemoError: One has; the end of its log is in the message.
+        """
+        for child in self._children:
+            if not child.speaks and child.exit_status is not None:
+                raise self.died(child.name)
+
+    def died(self, name: str) -> DemoError:
+        """What to say about a child that ended before its time."""
+        child = next(child for child in self._children if child.name == name)
+        status = child.wait(STOP_WAIT_S)
+        return DemoError(
+            f"the {name} ended early (exit status {status}):\n{child.log_tail()}",
+            remedy=f"The whole log is {child.log}.",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The coordinator is the oldest and goes last, so that members can say goodbye to it.
+        for child in reversed(self._children):
+            child.stop(self._patience_s)
+
+    def _keep(self, child: Child) -> Child:
+        self._children.append(child)
+        return child
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}.log"

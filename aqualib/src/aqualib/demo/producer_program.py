@@ -1,0 +1,234 @@
+"""The producer: an image service that lends what it does not need, and takes it back under load.
+
+Run by the demo as `python -m aqualib.demo.producer_program <parent pid> <settings>`. One thread
+denoises; the informer watches its queue and its rate of requests and decides about the memory. The
+service itself knows nothing of lending: it asks its allowance before it takes up an image, and
+waits when the answer is no.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from aqua_protocol import TransportKind
+from aqualib.coordinator_link import CoordinatorLink
+from aqualib.demo.child import Parent
+from aqualib.demo.coordinator import PRODUCER_ID
+from aqualib.demo.images import Arrivals, ImageService
+from aqualib.demo.messages import (
+    Command,
+    Finish,
+    Message,
+    ProducerSample,
+    ReclaimMeasure,
+    SetLoad,
+)
+from aqualib.demo.scale import SCALES, Scale
+from aqualib.engines.torch_loop import CountedAllowance, TorchLoop
+from aqualib.producer.device import EmulatedMemory
+from aqualib.producer.informer import Informer, Profile
+from aqualib.producer.lender import Producer
+from aqualib.producer.reclaims import Reclaim
+from aqualib.reporter import Identity
+from aqualib.topology import place
+from aqualib.transports import select
+
+SAMPLE_INTERVAL_S: Final = 0.1
+RATE_WINDOW_S: Final = 2.0
+RATE_WINDOW_REQUESTS: Final = 60
+"""A rate is taken over a time in which that many are expected, at least: it then varies by an
+eighth, and twice the mean stands out."""
+IDLE_WAIT_S: Final = 0.02
+
+STEADY_MARGIN: Final = 1.35
+"""What counts as steady, in terms of the mean rate: random arrivals stay below it nearly always,
+and twice the mean is far above it, and above what the informer takes for pressure."""
+
+STEADY_QUEUE_S: Final = 1.0
+QUEUE_MARGIN_S: Final = 2.0
+"""Waiting requests, in terms of the time in which so many arrive: a machine that is busy for a
+moment is not a burst."""
+
+CALM_S: Final = 2.0
+
+
+class ProducerSettings(Message):
+    """What the producer program needs to know."""
+
+    scale: str
+    seed: int
+    transport: TransportKind | None
+    device: str | None
+    threads: int
+    coordinator_url: str
+    token: str
+    socket: Path
+
+
+class RecordingProducer(Producer):
+    """A producer that keeps the tickets of its reclaims, for the report."""
+
+    tickets: list[Reclaim]
+
+    def reclaim(self, nbytes: int, deadline_s: float | None = None) -> Reclaim:
+        """Take memory back, and remember it."""
+        ticket = super().reclaim(nbytes, deadline_s)
+        self.tickets.append(ticket)
+        return ticket
+
+
+class RateMeter:
+    """Requests a second over the last seconds; written by one thread, read by another.
+
+    Args:
+        expected_per_s: The usual rate, which sets the window.
+    """
+
+    def __init__(self, expected_per_s: float) -> None:
+        self._window_s = max(RATE_WINDOW_S, RATE_WINDOW_REQUESTS / expected_per_s)
+        self._counts: deque[tuple[float, int]] = deque()
+        self.per_s = 0.0
+
+    def count(self, requests: int, now_s: float) -> None:
+        """Requests have arrived; call it also when there were none."""
+        self._counts.append((now_s, requests))
+        while self._counts[0][0] < now_s - self._window_s:
+            self._counts.popleft()
+        # A rate over a shorter time than the window says little: until then it starts from zero.
+        self.per_s = sum(count for _, count in self._counts) / self._window_s
+
+
+class ProducerProgram:
+    """The service's loop and what goes with it."""
+
+    def __init__(self, settings: ProducerSettings) -> None:
+        self._settings = settings
+        self._scale: Scale = SCALES[settings.scale]
+        self._finished = threading.Event()
+        self._load_factor = 1.0
+
+    def on_command(self, command: Command) -> None:
+        """The parent wants something; on the pipe's thread."""
+        match command:
+            case SetLoad(factor=factor):
+                self._load_factor = factor
+            case Finish():
+                self._finished.set()
+            case _:
+                raise AssertionError(f"not a command for the producer: {command!r}")
+
+    def run(self, parent: Parent) -> None:
+        """Serve images and lend memory until told to finish."""
+        settings, scale = self._settings, self._scale
+        torch.set_num_threads(settings.threads)
+        transport = select(settings.transport, settings.device)
+        memory = EmulatedMemory(scale.memory_bytes)
+        allowance = CountedAllowance(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
+        service = ImageService(scale, allowance, transport.device, seed=settings.seed)
+        capacity_per_s = service.images_per_s(scale.spare_images)
+        base_per_s = scale.quiet_load * capacity_per_s
+        parent.news(
+            f"a U-Net serves {capacity_per_s:.0f} images/s, {scale.spare_images} at a time, and"
+            f" {service.images_per_s(8):.0f} images/s, 8 at a time; {base_per_s:.0f}/s are asked"
+        )
+        meter = RateMeter(base_per_s)
+        loop = TorchLoop(
+            allowance,
+            queue_length=lambda: service.queue_length,
+            requests_per_s=lambda: meter.per_s,
+        )
+        profile = Profile(
+            slab_bytes=scale.slab_bytes,
+            spare_bytes=scale.offer_bytes,
+            steady_requests_per_s=STEADY_MARGIN * base_per_s,
+            steady_queue_length=round(STEADY_QUEUE_S * base_per_s),
+            queue_margin=round(QUEUE_MARGIN_S * base_per_s),
+            least_offer_bytes=scale.slab_bytes,
+            calm_s=CALM_S,
+        )
+        with (
+            CoordinatorLink(settings.coordinator_url, settings.token) as link,
+            RecordingProducer(
+                PRODUCER_ID,
+                transport=transport,
+                link=link,
+                endpoint=settings.socket,
+                identity=Identity(**place(transport.device).model_dump(), model="unet"),
+                slab_bytes=scale.slab_bytes,
+                device=memory,
+            ) as producer,
+        ):
+            producer.tickets = []
+            with Informer(producer, loop, profile, poll_s=0.1):
+                self._serve(parent, service, base_per_s, meter, loop, producer, allowance)
+
+    def _serve(
+        self,
+        parent: Parent,
+        service: ImageService,
+        base_per_s: float,
+        meter: RateMeter,
+        loop: TorchLoop,
+        producer: RecordingProducer,
+        allowance: CountedAllowance,
+    ) -> None:
+        arrivals = Arrivals(base_per_s, seed=self._settings.seed, now_s=time.monotonic())
+        next_sample_s = 0.0
+        while not self._finished.is_set():
+            now_s = time.monotonic()
+            arrivals.per_s = self._load_factor * base_per_s
+            due = arrivals.due(now_s)
+            meter.count(due, now_s)
+            service.request(due, now_s)
+            if now_s >= next_sample_s:
+                next_sample_s = now_s + SAMPLE_INTERVAL_S
+                parent.tell(
+                    ProducerSample(
+                        at_s=now_s,
+                        arrivals_per_s=arrivals.per_s,
+                        queue_length=service.queue_length,
+                        batch=service.batch,
+                        images=service.images,
+                        memory_total_bytes=allowance.total_bytes,
+                        memory_used_bytes=allowance.own_bytes,
+                        offered_bytes=producer.offered_bytes,
+                        leased_bytes=producer.leased_bytes,
+                        reclaims=measures(producer.tickets),
+                    )
+                )
+            if service.is_idle:
+                self._finished.wait(min(arrivals.next_in_s(now_s), IDLE_WAIT_S))
+            else:
+                service.step()
+                loop.step_ended()
+
+
+def measures(tickets: list[Reclaim]) -> list[ReclaimMeasure]:
+    """What the finished reclaims took."""
+    return [
+        ReclaimMeasure(
+            bytes=ticket.returned_bytes,
+            first_slab_ms=ticket.first_slab_ms,
+            total_ms=ticket.total_ms,
+        )
+        for ticket in tickets
+        if ticket.first_slab_ms is not None and ticket.total_ms is not None
+    ]
+
+
+def main() -> None:
+    """Run until told to finish, or until the parent is gone."""
+    program = ProducerProgram(ProducerSettings.model_validate_json(sys.argv[2]))
+    with Parent(int(sys.argv[1]), program.on_command) as parent:
+        program.run(parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""How large the demo is, in two sizes: one to watch, one to test with.
+
+The full size takes about a minute and a half on two cores. What is fixed here are the proportions
+that make the story true on any machine: the keys and values exceed the budget several times, the
+offer holds all that does not fit, and one image's workspace is what an idle image service spares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from aqua_protocol import MIB
+from aqualib.demo.models import LlamaSize
+
+WEIGHT_BYTES: Final = 1 * MIB
+"""Room for the image model's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of one run.
+
+    Attributes:
+        llama: The language model.
+        prompt_tokens: Tokens of text that every request is about.
+        answer_tokens: New tokens for each request.
+        budget_bytes: What keys and values may occupy on the model's own device.
+        slab_bytes: Unit of lending and of reclaim; GPUs map memory in multiples of 2 MiB.
+        memory_bytes: The image service's device, emulated where there is no GPU.
+        image_bytes: Workspace of one image in flight on that device.
+        spare_images: Images for which the service keeps room while it lends the rest.
+        unet_channels: Width of the image model.
+        image_side: Pixels.
+        image_steps: Denoising steps of one image.
+        quiet_load: Share of its capacity, with the memory lent, that the service is asked for at
+            first; the burst doubles it.
+        harvest_tokens: New tokens to see with the spare memory in use, before the burst.
+        burst_tokens: New tokens to see in host memory.
+        again_tokens: New tokens to see after the memory is back.
+    """
+
+    llama: LlamaSize
+    prompt_tokens: int
+    answer_tokens: int
+    budget_bytes: int
+    slab_bytes: int
+    memory_bytes: int
+    image_bytes: int
+    spare_images: int
+    unet_channels: int
+    image_side: int
+    image_steps: int
+    quiet_load: float
+    harvest_tokens: int
+    burst_tokens: int
+    again_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Text and answer together."""
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values at the end of an answer."""
+        return self.max_tokens * self.llama.kv_bytes_per_token
+
+    @property
+    def offer_bytes(self) -> int:
+        """What the image service can lend: all but its weights and room for `spare_images`."""
+        spare = self.memory_bytes - WEIGHT_BYTES - self.spare_images * self.image_bytes
+        return spare // self.slab_bytes * self.slab_bytes
+
+
+FULL: Final = Scale(
+    llama=LlamaSize(layers=8, heads=8, head_dim=64, feed_forward=1024),
+    prompt_tokens=4000,
+    answer_tokens=500,
+    budget_bytes=40 * MIB,
+    slab_bytes=8 * MIB,
+    memory_bytes=168 * MIB,
+    image_bytes=20 * MIB,
+    spare_images=1,
+    unet_channels=8,
+    image_side=16,
+    image_steps=12,
+    quiet_load=0.4,
+    harvest_tokens=100,
+    burst_tokens=80,
+    again_tokens=80,
+)
+
+QUICK: Final = Scale(
+    llama=LlamaSize(layers=6, heads=4, head_dim=32, feed_forward=256),
+    prompt_tokens=1500,
+    answer_tokens=300,
+    budget_bytes=5 * MIB,
+    slab_bytes=2 * MIB,
+    memory_bytes=16 * MIB,
+    image_bytes=2 * MIB,
+    spare_images=1,
+    unet_channels=8,
+    image_side=16,
+    image_steps=12,
+    quiet_load=0.4,
+    harvest_tokens=60,
+    burst_tokens=60,
+    again_tokens=60,
+)
+
+SCALES: Final = {"full": FULL, "quick": QUICK}
+"""By name, as it travels to the programs."""

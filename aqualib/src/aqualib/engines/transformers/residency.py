@@ -1,0 +1,151 @@
+"""Which layers of a KV cache stay on the device, and which are paged.
+
+Owns the arithmetic of `AquaCache`, and nothing else: no tensors, no threads.
+
+A decoder visits its layers in the same order, over and over. For that pattern least-recently-used
+is the worst policy there is: with room for all layers but one it evicts, every time, exactly the
+layer that comes next. So the plan is fixed. Some layers are *pinned* and never move; the others
+are *streamed* through two buffers, one being read by the attention of the present layer while the
+next one fills. What moves per step is then the least that any policy can move, less one buffer.
+
+Pinned layers are spread evenly between the streamed ones: while a pinned layer computes, both
+buffers can be filling, so the link keeps working.
+
+Source: Aqua section 9.1, the FlexGen workload ("preempting the previous layer's context and loading
+the next one"), which streams every layer; pinning is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from aqua_protocol import ConfigError, format_bytes
+
+STREAM_BUFFERS: Final = 2
+"""One that attention reads, one that fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The keys and values of one layer, at full length.
+
+    Attributes:
+        batch: Sequences, beams included.
+        heads: Key/value heads.
+        head_dim: Elements of one head; the same for keys and values.
+        element_bytes: Size of one element.
+        block_tokens: Tokens in one block, the unit of paging.
+        max_blocks: Blocks per sequence at full length.
+    """
+
+    batch: int
+    heads: int
+    head_dim: int
+    element_bytes: int
+    block_tokens: int
+    max_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Independent runs of tokens in one layer: keys and values of each head and sequence."""
+        return 2 * self.batch * self.heads
+
+    @property
+    def max_tokens(self) -> int:
+        """Capacity in tokens per sequence."""
+        return self.max_blocks * self.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """One block: `block_tokens` tokens of one head of the keys or values of one sequence."""
+        return self.block_tokens * self.head_dim * self.element_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer-sized buffer."""
+        return self.rows * self.max_blocks * self.block_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Room for the last, unfinished block of one streamed layer."""
+        return self.rows * self.block_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What reordering beams needs for a moment: one head of the keys or values."""
+        return self.layer_bytes // (2 * self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """A division of the layers, and what it costs on the device."""
+
+    pinned: tuple[int, ...]
+    streamed: tuple[int, ...]
+    resident_bytes: int
+
+    def upcoming(self, layer: int) -> Iterator[int]:
+        """Streamed layers in the order they are needed after `layer`, once around."""
+        later = [other for other in self.streamed if other > layer]
+        return iter(later + [other for other in self.streamed if other <= layer])
+
+
+def plan_residency(
+    layer_count: int,
+    shape: LayerShape,
+    *,
+    budget_bytes: int | None = None,
+    resident_layers: int | None = None,
+) -> Residency:
+    """Pin as many layers as the limit allows.
+
+    Args:
+        layer_count: Layers of the model.
+        shape: Of every layer.
+        budget_bytes: Bytes that keys and values may occupy on the device.
+        resident_layers: Layer-sized buffers that may exist, the two for streaming included.
+
+    Raises:
+        ConfigError: Not exactly one limit, or one too small to stream at all; the message says
+            how much is needed.
+    """
+    if (budget_bytes is None) == (resident_layers is None):
+        raise ConfigError(
+            "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
+        )
+    full = _resident_bytes(layer_count, 0, shape)
+    least = _resident_bytes(STREAM_BUFFERS, layer_count, shape)
+    if resident_layers is not None:
+        if resident_layers < min(STREAM_BUFFERS, layer_count):
+            raise ConfigError(
+                f"resident_layers is {resident_layers}, streaming needs {STREAM_BUFFERS} buffers",
+                remedy=f"Pass resident_layers={STREAM_BUFFERS} or more.",
+            )
+        fits = resident_layers >= layer_count
+        pinned_count = layer_count if fits else resident_layers - STREAM_BUFFERS
+    else:
+        assert budget_bytes is not None
+        if budget_bytes < min(full, least):
+            raise ConfigError(
+                f"{format_bytes(budget_bytes)} cannot hold two layers of {shape.max_tokens} tokens"
+                f" ({format_bytes(shape.layer_bytes)} each) and {layer_count} unfinished blocks",
+                remedy=f"Pass budget_bytes={min(full, least)} or more, or lower max_tokens.",
+                needed_bytes=min(full, least),
+                budget_bytes=budget_bytes,
+            )
+        # Pinning a layer costs its bytes and saves its tail; below `full` there is room for at
+        # most all layers but three, so two buffers always have at least three layers to carry.
+        per_pinned = shape.layer_bytes - shape.tail_bytes
+        fits = budget_bytes >= full
+        pinned_count = layer_count if fits else (budget_bytes - least) // per_pinned
+    streamed_count = layer_count - pinned_count
+    streamed = tuple(index * layer_count // streamed_count for index in range(streamed_count))
+    pinned = tuple(layer for layer in range(layer_count) if layer not in set(streamed))
+    buffers = pinned_count if not streamed else pinned_count + STREAM_BUFFERS
+    return Residency(pinned, streamed, _resident_bytes(buffers, streamed_count, shape))
+
+
+def _resident_bytes(buffers: int, tails: int, shape: LayerShape) -> int:
+    return buffers * shape.layer_bytes + tails * shape.tail_bytes + shape.scratch_bytes

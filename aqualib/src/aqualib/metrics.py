@@ -1,0 +1,250 @@
+"""What a consumer counts: for Prometheus, and as a snapshot that costs nothing to take.
+
+Transfers are counted as they happen; everything else is read from the store and the leases when
+somebody looks. The metrics live on a registry of the host's choice, or on a private one, because a
+library that fills the default registry by itself collides with the engine it lives in.
+
+    aqua_transfer_bytes_total{direction, transport}          paged between engine and store
+    aqua_transfer_duration_seconds{direction, transport}     from the call to the last byte
+    aqua_transfer_failures_total{reason}                     by error code
+    aqua_consumer_leased_bytes{node, gpu_uuid, model}        slabs of peers mapped here
+    aqua_consumer_spilled_host_bytes{node, gpu_uuid, model}  in host memory for want of them
+    aqua_consumer_used_bytes, aqua_consumer_lost_bytes       wherever they are; unreadable
+    aqua_consumer_promoted_bytes_total, aqua_consumer_drained_bytes_total
+    aqua_consumer_reclaims_total, aqua_consumer_pins_overdue_total
+    aqua_ipc_transport_info{transport}                       really in use, as measured
+    aqua_ipc_link_bytes_per_second{transport, direction}     the slowest path in use
+
+No lease, tensor or producer names as labels: they come and go, and time series do not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from aqua_protocol import ConfigError
+
+if TYPE_CHECKING:
+    from aqua_protocol import AquaError, TransportKind
+    from aqualib.consumer.attachment import ReclaimRecord
+    from aqualib.reporter import Identity
+
+DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))
+"""10 us, a small page over NVLink, to 2.6 s, tens of gigabytes from host memory."""
+
+
+class Direction(StrEnum):
+    """Which way bytes go, as the engine sees it."""
+
+    OUT = "out"
+    IN = "in"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """The path to one producer, as measured when its lease began.
+
+    Attributes:
+        producer_id: Whose slabs.
+        transport: The one really used.
+        write_bytes_per_s: Paging out.
+        read_bytes_per_s: Paging in.
+    """
+
+    producer_id: str
+    transport: TransportKind
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """One consumer at one instant; sizes in bytes.
+
+    Attributes:
+        paged_out_bytes: From the engine into the store so far.
+        paged_in_bytes: Back so far.
+        used_bytes: In the store now.
+        spilled_bytes: Part of it in host memory.
+        spilled_bytes_peak: The most that ever was.
+        lost_bytes: Part of it that nobody can read any more.
+        leased_bytes: Slabs of peers that are mapped, used or not.
+        promoted_bytes: Moved from host memory to peers so far.
+        drained_bytes: Moved away from peers so far, because slabs were asked back or lost.
+        drain_copied_bytes: Part of that which had to be copied; host memory had the rest.
+        returned_bytes: Slabs given back to their producers so far.
+        pins_overdue: Slabs that were late because something kept them pinned.
+        moves_abandoned: Moves given up, to be tried again, because of pins or surviving views.
+        reclaims: The latest ones, oldest first.
+        links: Paths in use.
+    """
+
+    paged_out_bytes: int
+    paged_in_bytes: int
+    used_bytes: int
+    spilled_bytes: int
+    spilled_bytes_peak: int
+    lost_bytes: int
+    leased_bytes: int
+    promoted_bytes: int
+    drained_bytes: int
+    drain_copied_bytes: int
+    returned_bytes: int
+    pins_overdue: int
+    moves_abandoned: int
+    reclaims: tuple[ReclaimRecord, ...]
+    links: tuple[LinkRate, ...]
+
+
+class ConsumerMetrics(Collector):
+    """The metrics of one consumer.
+
+    Args:
+        transport: For labels.
+        identity: For labels.
+        registry: Where to register; None makes a registry of its own.
+
+    Attributes:
+        registry: Where they are.
+
+    Raises:
+        ConfigError: The registry has an Aqua consumer already.
+    """
+
+    def __init__(
+        self,
+        transport: TransportKind,
+        identity: Identity,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.registry: Final = registry or CollectorRegistry()
+        self._transport = transport
+        self._place = [identity.node, identity.gpu_uuid, identity.model or ""]
+        self._read: Callable[[], Stats] | None = None
+        self._lock = threading.Lock()
+        self._bytes = dict.fromkeys(Direction, 0)
+        self._durations = Histogram(
+            "aqua_transfer_duration_seconds",
+            "Time from the call to the last byte.",
+            ["direction", "transport"],
+            buckets=DURATION_BUCKETS_S,
+            registry=None,
+        )
+        # Children are looked up once: `labels` costs more than the observation.
+        self._duration_of = {
+            direction: self._durations.labels(direction.value, transport.value)
+            for direction in Direction
+        }
+        self._failures = Counter(
+            "aqua_transfer_failures",
+            "Transfers that raised, by error code.",
+            ["reason"],
+            registry=None,
+        )
+        try:
+            self.registry.register(self)
+        except ValueError as error:
+            raise ConfigError(
+                f"this registry has the metrics of another Aqua consumer: {error}",
+                remedy="Give each Aqua instance its own registry.",
+            ) from error
+
+    @property
+    def paged_bytes(self) -> dict[Direction, int]:
+        """Bytes transferred so far."""
+        with self._lock:
+            return dict(self._bytes)
+
+    def read_from(self, read: Callable[[], Stats]) -> None:
+        """Where everything but transfers is read when somebody looks."""
+        self._read = read
+
+    def note_transfer(self, direction: Direction, nbytes: int, seconds: float) -> None:
+        """A transfer is complete."""
+        with self._lock:
+            self._bytes[direction] += nbytes
+        self._duration_of[direction].observe(seconds)
+
+    def note_failure(self, error: AquaError) -> None:
+        """A transfer has raised."""
+        self._failures.labels(error.code).inc()
+
+    def close(self) -> None:
+        """Leave the registry."""
+        self.registry.unregister(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """Names only: nothing is read while registering."""
+        return self._families(None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as of now."""
+        return self._families(None if self._read is None else self._read())
+
+    def _families(self, stats: Stats | None) -> Iterator[Metric]:
+        yield from self._durations.collect()
+        yield from self._failures.collect()
+        moved = CounterMetricFamily(
+            "aqua_transfer_bytes",
+            "Bytes paged between the engine and its store.",
+            labels=["direction", "transport"],
+        )
+        for direction, nbytes in self.paged_bytes.items():
+            moved.add_metric([direction.value, self._transport.value], nbytes)
+        yield moved
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield from self._paths(stats)
+
+    def _gauges(self, stats: Stats | None) -> Iterator[Metric]:
+        for name, text, value in (
+            ("leased_bytes", "Slabs of peers mapped here.", stats and stats.leased_bytes),
+            ("used_bytes", "Bytes stored, wherever they are.", stats and stats.used_bytes),
+            ("spilled_host_bytes", "Stored in host memory.", stats and stats.spilled_bytes),
+            ("lost_bytes", "Stored and not readable any more.", stats and stats.lost_bytes),
+        ):
+            family = GaugeMetricFamily(
+                f"aqua_consumer_{name}", text, labels=["node", "gpu_uuid", "model"]
+            )
+            family.add_metric(self._place, value or 0)
+            yield family
+
+    def _counters(self, stats: Stats | None) -> Iterator[Metric]:
+        for name, text, value in (
+            ("promoted_bytes", "Moved from host memory to peers.", stats and stats.promoted_bytes),
+            ("drained_bytes", "Moved away from peers.", stats and stats.drained_bytes),
+            ("returned_bytes", "Slabs given back to producers.", stats and stats.returned_bytes),
+            ("pins_overdue", "Slabs kept too long by a pin.", stats and stats.pins_overdue),
+        ):
+            yield CounterMetricFamily(f"aqua_consumer_{name}", text, value=value or 0)
+
+    def _paths(self, stats: Stats | None) -> Iterator[Metric]:
+        links = stats.links if stats is not None else ()
+        info = InfoMetricFamily("aqua_ipc_transport", "Ways of sharing memory in use.")
+        rate = GaugeMetricFamily(
+            "aqua_ipc_link_bytes_per_second",
+            "Measured rate of the slowest path in use.",
+            labels=["transport", "direction"],
+        )
+        for transport in sorted({link.transport for link in links}):
+            info.add_metric([], {"transport": transport.value})
+            used = [link for link in links if link.transport is transport]
+            slowest_out = min(link.write_bytes_per_s for link in used)
+            slowest_in = min(link.read_bytes_per_s for link in used)
+            rate.add_metric([transport.value, Direction.OUT.value], slowest_out)
+            rate.add_metric([transport.value, Direction.IN.value], slowest_in)
+        yield info
+        yield rate

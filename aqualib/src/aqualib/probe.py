@@ -1,0 +1,109 @@
+"""What a link really carries: measured when a slab is connected, never assumed.
+
+A copy that quietly goes through host memory, a PCIe link where NVLink was expected, a GPU that was
+moved: all of them work, at a tenth of the speed. So a borrower measures the first slab it maps and
+logs and exports the transport it got and the rate it saw.
+
+The slab keeps its contents: what is written is what was read from there. The probe is short, so it
+is a floor: a busy link or host shows as a slow one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aqua_protocol import MIB, TransportKind
+
+if TYPE_CHECKING:
+    from aqualib.transports.base import Copier, MappedSlab, Transport
+
+PROBE_BYTES: Final = 8 * MIB
+"""Larger than the caches close to a core; a sixteenth of a millisecond on NVLink."""
+
+MIN_ROUND_S: Final = 0.5e-3
+"""A round lasts this long, so that launching and fencing (20 us on a GPU) hardly count."""
+
+ROUNDS: Final = 3
+"""The best one counts: whatever disturbs a copy only makes it slower."""
+
+MAX_COPIES_PER_ROUND: Final = 64
+"""Ends the search for a long enough round on a link without a cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasurement:
+    """One link, as seen from the side that measured.
+
+    Attributes:
+        transport: The one really used.
+        write_bytes_per_s: Into the slab: paging out.
+        read_bytes_per_s: Out of the slab: paging in.
+    """
+
+    transport: TransportKind
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transport.value}: {self.write_bytes_per_s / 1e9:.1f} GB/s out, "
+            f"{self.read_bytes_per_s / 1e9:.1f} GB/s in"
+        )
+
+
+def measure(
+    transport: Transport,
+    mapped: MappedSlab,
+    host: MappedSlab | None = None,
+    *,
+    copier: Copier | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LinkMeasurement:
+    """Measure the link to `mapped` from this side's device; takes a few milliseconds.
+
+    Args:
+        mapped: A slab that nobody writes to meanwhile; its contents are preserved.
+        host: Landing memory to copy to and from where this side's device is the CPU; its first
+            bytes are overwritten. Without it, and on GPUs, a buffer is allocated for the time.
+        copier: The lane to use, or None for a new one.
+        clock: Seconds, monotonic.
+    """
+    lane = transport.copier() if copier is None else copier
+    size = min(mapped.nbytes, PROBE_BYTES)
+    if host is not None and transport.device.type == "cpu":
+        size = min(size, host.nbytes)
+        local = host.tensor[:size]
+    else:
+        local = torch.zeros(size, dtype=torch.uint8, device=transport.device)
+    remote = mapped.tensor[:size]
+    read = _rate(lane, local, remote, clock)
+    write = _rate(lane, remote, local, clock)
+    return LinkMeasurement(transport.kind, write_bytes_per_s=write, read_bytes_per_s=read)
+
+
+def _rate(
+    copier: Copier, dst: torch.Tensor, src: torch.Tensor, clock: Callable[[], float]
+) -> float:
+    """Bytes per second of the best round."""
+    count = 1
+    while (seconds := _time(copier, dst, src, count, clock)) < MIN_ROUND_S and (
+        count < MAX_COPIES_PER_ROUND
+    ):
+        count *= 2
+    best = min([seconds, *(_time(copier, dst, src, count, clock) for _ in range(ROUNDS - 1))])
+    return count * src.nbytes / max(best, 1e-9)
+
+
+def _time(
+    copier: Copier, dst: torch.Tensor, src: torch.Tensor, count: int, clock: Callable[[], float]
+) -> float:
+    begin = clock()
+    for _ in range(count):
+        copier.copy(dst, src)
+    copier.fence()
+    return clock() - begin

@@ -1,0 +1,169 @@
+"""Handing slabs out: the slow part of an attach, on a thread of its own.
+
+Zeroing a slab that another consumer had takes milliseconds, and so does a peer that reads slowly;
+neither may delay the answers of other consumers. Meanwhile nobody reads what the new consumer
+sends: an answer for a slab could otherwise arrive before the slab has been sent, free it for
+somebody else, and the handle would still go out. For the same reason whatever the kernel says
+about the peer (end of file, death) waits until the handout is over.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aqua_protocol import MIB, AquaError, TransportError
+from aqua_protocol.channel import (
+    MAX_SLABS_PER_PACKET,
+    ConsumerMessage,
+    SlabHandle,
+    Slabs,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aqualib.channel import Channel
+    from aqualib.producer.pool import Loan
+    from aqualib.producer.server import Peer
+    from aqualib.transports.base import Copier, Handle, Transport
+
+ZEROS_BYTES: Final = MIB
+"""Source of zeros: small enough to stay in a cache, large enough to copy at full speed."""
+
+
+class Handout:
+    """The slabs of one lease on their way to its consumer.
+
+    Args:
+        transport: Of the slabs.
+        welcome: Sent first.
+        loans: What to send, in order.
+
+    Attributes:
+        welcome: What is sent first.
+        sent_count: Loans whose handle may have reached the peer.
+    """
+
+    def __init__(self, transport: Transport, welcome: Welcome, loans: Sequence[Loan]) -> None:
+        self.sent_count = 0
+        self._transport = transport
+        self.welcome = welcome
+        self._loans = loans
+
+    def unsent(self) -> Sequence[Loan]:
+        """Loans whose handle has never left this process."""
+        return self._loans[self.sent_count :]
+
+    def run(self, channel: Channel[ConsumerMessage]) -> None:
+        """Send everything.
+
+        Raises:
+            ChannelClosedError: The peer is gone, or does not read.
+            TransportError: A slab could not be zeroed or exported.
+        """
+        channel.send(self.welcome)
+        scrubber: Scrubber | None = None
+        for start in range(0, len(self._loans), MAX_SLABS_PER_PACKET):
+            batch = self._loans[start : start + MAX_SLABS_PER_PACKET]
+            for loan in batch:
+                if loan.scrub:
+                    scrubber = scrubber or Scrubber(self._transport)
+                    scrubber.scrub(loan.slab.memory.tensor)
+            last = start + len(batch) == len(self._loans)
+            with ExitStack() as exports:
+                handles = [exports.enter_context(loan.slab.memory.export()) for loan in batch]
+                self.sent_count = start + len(batch)
+                channel.send(_packet(batch, handles, last=last), _descriptors(handles))
+
+
+class Handouts:
+    """The handouts under way, each on a thread of its own.
+
+    As many as there are peers, so their number is bounded where peers are.
+
+    Args:
+        lock: The producer's.
+        broke_off: Called under the lock when a handout failed, with the reason.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, broke_off: Callable[[Peer, Handout, AquaError], None]
+    ) -> None:
+        self._lock = lock
+        self._broke_off = broke_off
+        self._threads: dict[Peer, threading.Thread] = {}
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self, peer: Peer, handout: Handout) -> None:
+        """Begin; under the lock."""
+        name = f"aqua-handout-{handout.welcome.lease_id}"
+        thread = threading.Thread(target=self._run, args=(peer, handout), name=name, daemon=True)
+        self._threads[peer] = thread
+        thread.start()
+
+    def stop(self) -> None:
+        """End what is under way: a channel must not be closed under a thread that sends on it."""
+        with self._lock:
+            threads = list(self._threads.values())
+            for peer in self._threads:
+                peer.drop()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, peer: Peer, handout: Handout) -> None:
+        # Whatever else goes wrong, an engine's CUDA context for one, ends this thread with its
+        # own error; the peer must not stay half served for that.
+        failure: AquaError | None = TransportError("the producer could not hand out its slabs")
+        try:
+            handout.run(peer.channel)
+            failure = None
+        except AquaError as error:
+            failure = error
+        finally:
+            with self._lock:
+                del self._threads[peer]
+                peer.handed_out()
+                if failure is not None:
+                    self._broke_off(peer, handout, failure)
+
+
+class Scrubber:
+    """Zeroes slabs, on the lane of the calling thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._copier: Copier = transport.copier()
+        self._zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8, device=transport.device)
+
+    def scrub(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor`, uint8 of shape (nbytes,), with zeros; done on return."""
+        for start in range(0, len(tensor), ZEROS_BYTES):
+            piece = tensor[start : start + ZEROS_BYTES]
+            self._copier.copy(piece, self._zeros[: len(piece)])
+        self._copier.fence()
+
+
+def _packet(batch: Sequence[Loan], handles: Sequence[Handle], *, last: bool) -> Slabs:
+    return Slabs(
+        slabs=[
+            SlabHandle(
+                slab_id=loan.slab.slab_id,
+                generation=loan.generation,
+                payload=base64.b64encode(handle.payload).decode(),
+                fd_count=0 if handle.fd is None else 1,
+            )
+            for loan, handle in zip(batch, handles, strict=True)
+        ],
+        last=last,
+    )
+
+
+def _descriptors(handles: Sequence[Handle]) -> list[int]:
+    return [handle.fd for handle in handles if handle.fd is not None]

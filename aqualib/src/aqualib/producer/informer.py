@@ -1,0 +1,317 @@
+"""The informer: watches the engine's load and decides when to offer memory and when to reclaim it.
+
+`observe` and `decide` are pure; the `Informer` is the thread that asks the engine, acts, and hands
+memory that came back to the engine again.
+
+The rule is the paper's. An LLM's profile says which request rate it sustains and how much memory
+that leaves. At or below that steady state the profiled memory is offered; when the rate or the
+queue rises above it, all of it is taken back at once, for latency is lost by the second. A batch
+engine (images, audio) uses the same memory at any load, so it offers what it does not use, once,
+and takes something back only when its own need grows.
+
+Three things keep an offer from flapping. There are two thresholds for everything, and between them
+nothing happens. Calm must last before memory is offered; pressure need not. And nothing moves by
+less than a slab.
+
+Source: Aqua sections 4.1, 6 and 9.4. Ours: the dwell time, the two thresholds and the reserve,
+which the paper does not describe; and reclaims go to the consumers, not to the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+from aqua_protocol import TransportError, UnavailableError, format_bytes
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from aqua_protocol.members import LoadReport
+    from aqualib.producer.lender import Producer
+
+logger: Final = logging.getLogger("aqualib")
+
+PRODUCER_THRESHOLD_BYTES: Final = 10 * 10**9
+"""A model with less to spare is no producer (section 4: "above a threshold (e.g., 10 GB)")."""
+
+RECLAIM_RATE_RATIO: Final = 1.2
+"""Figure 4: a model that sustains 2.5 requests/s misses its objective at 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What profiling found out about an engine, and how cautious to be.
+
+    Attributes:
+        slab_bytes: Unit of every decision.
+        spare_bytes: Memory to offer in the steady state, for engines that reserve all memory for
+            themselves and give it up on request (LLMs). None: whatever is not in use (batch).
+        steady_requests_per_s: Highest rate within the objective; None where rate says nothing.
+        steady_queue_length: Waiting requests that are normal at that rate.
+        queue_margin: Waiting requests beyond it that mean pressure.
+        reserve_bytes: Device memory that stays unused after an offer. When less than half of it
+            is left, memory is taken back.
+        least_offer_bytes: Do not begin to offer less than this.
+        calm_s: How long the load must stay at or below the steady state before an offer.
+        pressure_s: How long it must stay above before a reclaim.
+    """
+
+    slab_bytes: int
+    spare_bytes: int | None = None
+    steady_requests_per_s: float | None = None
+    steady_queue_length: int = 0
+    queue_margin: int = 2
+    reserve_bytes: int = 0
+    least_offer_bytes: int = PRODUCER_THRESHOLD_BYTES
+    calm_s: float = 5.0
+    pressure_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.slab_bytes > 0, self
+        assert self.steady_requests_per_s is None or self.steady_requests_per_s > 0, self
+        assert min(self.reserve_bytes, self.queue_margin, self.calm_s, self.pressure_s) >= 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What the informer remembers between two looks.
+
+    Attributes:
+        offered_bytes: Offered now, without what open reclaims are taking back.
+        returning_bytes: What open reclaims are taking back.
+        calm_since_s: Since when the load has been at or below the steady state.
+        pressed_since_s: Since when it has been above the upper threshold.
+    """
+
+    offered_bytes: int = 0
+    returning_bytes: int = 0
+    calm_since_s: float | None = None
+    pressed_since_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfferMore:
+    """Have the engine give up `nbytes`, whole slabs, and offer them."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Reclaim `nbytes`, whole slabs."""
+
+    nbytes: int
+
+
+Decision = OfferMore | TakeBack
+
+
+def observe(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> Watch:
+    """Note since when the load has been calm, or pressed; between the two it is neither."""
+    return replace(
+        watch,
+        calm_since_s=_since(_is_calm(profile, load), watch.calm_since_s, now_s),
+        pressed_since_s=_since(_is_pressed(profile, load), watch.pressed_since_s, now_s),
+    )
+
+
+def _is_calm(profile: Profile, load: LoadReport) -> bool:
+    if profile.spare_bytes is None:
+        # A batch engine's queue may be long for ever; only its memory says anything.
+        return _unused(load) >= profile.reserve_bytes + profile.slab_bytes
+    return _rate_ratio(profile, load) <= 1 and load.queue_length <= profile.steady_queue_length
+
+
+def _is_pressed(profile: Profile, load: LoadReport) -> bool:
+    if profile.spare_bytes is None:
+        return False
+    waiting = load.queue_length - profile.steady_queue_length
+    return waiting > profile.queue_margin or _rate_ratio(profile, load) > RECLAIM_RATE_RATIO
+
+
+def _rate_ratio(profile: Profile, load: LoadReport) -> float:
+    """The rate in terms of the steady one; 0 where either is not known."""
+    if load.requests_per_s is None or profile.steady_requests_per_s is None:
+        return 0.0
+    return load.requests_per_s / profile.steady_requests_per_s
+
+
+def _unused(load: LoadReport) -> int:
+    return load.memory_total_bytes - load.memory_used_bytes
+
+
+def decide(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> Decision | None:
+    """What to do about this load, if anything.
+
+    Args:
+        profile: The engine's.
+        load: Of this moment; `memory_used_bytes` counts slabs as used.
+        watch: As `observe` returned it for this load.
+        now_s: Monotonic seconds.
+    """
+    unused = _unused(load)
+    if shortage := _shortage(profile, unused, watch):
+        return TakeBack(min(shortage, watch.offered_bytes))
+    if _lasted(watch.pressed_since_s, profile.pressure_s, now_s):
+        return TakeBack(watch.offered_bytes) if watch.offered_bytes else None
+    if watch.returning_bytes or not _lasted(watch.calm_since_s, profile.calm_s, now_s):
+        return None
+    return _offer(profile, unused, watch)
+
+
+def _offer(profile: Profile, unused: int, watch: Watch) -> OfferMore | None:
+    if profile.spare_bytes is None:
+        more = unused - profile.reserve_bytes
+    else:
+        more = profile.spare_bytes - profile.reserve_bytes - watch.offered_bytes
+    more -= more % profile.slab_bytes
+    if more <= 0 or watch.offered_bytes + more < profile.least_offer_bytes:
+        return None
+    return OfferMore(more)
+
+
+def _shortage(profile: Profile, unused: int, watch: Watch) -> int:
+    """Whole slabs that restore the reserve, once half of it is gone; 0 while it is not."""
+    soon_unused = unused + watch.returning_bytes
+    if soon_unused * 2 >= profile.reserve_bytes or not watch.offered_bytes:
+        return 0
+    missing = profile.reserve_bytes - soon_unused
+    return -(-missing // profile.slab_bytes) * profile.slab_bytes
+
+
+def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:  # noqa: FBT001 - the condition itself
+    if not holds:
+        return None
+    return now_s if since_s is None else since_s
+
+
+def _lasted(since_s: float | None, duration_s: float, now_s: float) -> bool:
+    return since_s is not None and now_s - since_s >= duration_s
+
+
+class LoadSource(Protocol):
+    """An engine, as the informer sees it. Called on the informer's thread only."""
+
+    def load(self) -> LoadReport:
+        """The engine's load now; slabs count as used memory."""
+
+    def shrink(self, nbytes: int) -> int:
+        """Give up to `nbytes` of memory to the device, and say how much it was.
+
+        Less, or nothing, is a fine answer: the informer asks again at its next look.
+        """
+
+    def grow(self, nbytes: int) -> None:
+        """`nbytes` given up before are free on the device again: the engine may take them."""
+
+
+class Informer:
+    """Runs one producer by its engine's load; a context manager.
+
+    Args:
+        producer: What offers and reclaims; from now on only the informer calls its `offer`.
+        source: The engine.
+        profile: Its profile.
+        poll_s: Between two looks; memory that comes back is handed on at once.
+    """
+
+    def __init__(
+        self, producer: Producer, source: LoadSource, profile: Profile, *, poll_s: float = 0.25
+    ) -> None:
+        self._producer = producer
+        self._source = source
+        self._profile = profile
+        self._poll_s = poll_s
+        self._watch = Watch()
+        # What the engine gave up and has not been told to take back. An offer made before counts.
+        self._surrendered_bytes = producer.committed_bytes
+        self._closing = False
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aqua-informer", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def surrendered_bytes(self) -> int:
+        """What the engine gave up and has not got back."""
+        return self._surrendered_bytes
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._producer.on_returned = self._woken.set
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; the offer stays as it is. Harmless when repeated."""
+        self._closing = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._producer.on_returned = None
+
+    def look(self, now_s: float) -> Decision | None:
+        """One look: hand memory on, ask the engine, decide, act; returns the decision."""
+        self._hand_on()
+        load = self._source.load()
+        self._producer.load = load
+        returning = self._producer.open_reclaim_bytes
+        offered = self._producer.offered_bytes - returning
+        watch = replace(self._watch, offered_bytes=offered, returning_bytes=returning)
+        self._watch = observe(self._profile, load, watch, now_s)
+        decision = decide(self._profile, load, self._watch, now_s)
+        match decision:
+            case OfferMore(nbytes):
+                self._offer(nbytes)
+            case TakeBack(nbytes):
+                logger.info("load rises: reclaiming %s", format_bytes(nbytes))
+                self._producer.reclaim(nbytes)
+        return decision
+
+    def _run(self) -> None:
+        while not self._closing:
+            self.look(time.monotonic())
+            self._woken.wait(self._poll_s)
+            self._woken.clear()
+
+    def _offer(self, nbytes: int) -> None:
+        # A shrink may free less than a slab; the rest of it counts towards the next one.
+        spare = self._surrendered_bytes - self._producer.committed_bytes
+        if spare < nbytes:
+            given = self._source.shrink(nbytes - spare)
+            assert given >= 0, given
+            self._surrendered_bytes += given
+        room = self._surrendered_bytes - self._producer.committed_bytes
+        if room < self._profile.slab_bytes:
+            return
+        goal = self._producer.offered_bytes + room
+        try:
+            offered = self._producer.offer(goal)
+        except TransportError as error:
+            logger.warning("could not offer %s: %s", format_bytes(nbytes), error)
+            self._hand_on()
+        except UnavailableError:
+            return  # The producer is closing.
+        else:
+            logger.info("load is steady: offering %s", format_bytes(offered))
+
+    def _hand_on(self) -> None:
+        """Tell the engine about memory that no slab has any more."""
+        back = self._surrendered_bytes - self._producer.committed_bytes
+        back -= back % self._profile.slab_bytes
+        if back > 0:
+            self._surrendered_bytes -= back
+            self._source.grow(back)

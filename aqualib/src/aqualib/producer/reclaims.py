@@ -1,0 +1,142 @@
+"""Reclaims: the tickets for memory that the producer wants back, and whom it asks.
+
+A reclaim counts slabs, it does not name them. Free slabs serve it at once; for the rest, holders
+are asked, and whatever slab comes back first, asked or not, serves the oldest open reclaim. So a
+consumer that gives up memory by itself shortens somebody's wait, and no reclaim is stuck behind
+one particular holder while other memory lies free.
+
+Whom to ask: the *newest* lease first, and all of it before the next one. A rising load reclaims
+again and again; taking from the same end each time touches the fewest leases, and the consumers
+that have built up the most in peer memory are the last to be disturbed.
+
+Memory counts as returned when the physical slab has been closed, not when a consumer says so: that
+is the moment at which the engine can allocate it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from aqua_protocol.members import ReclaimReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqua_protocol.ids import ReclaimId
+    from aqualib.producer.pool import Slab
+
+
+class Reclaim:
+    """A ticket for memory; completes in the background.
+
+    Progress is written by the producer's threads and may be read by anyone at any time.
+
+    Args:
+        reclaim_id: Name, for reports and packets.
+        requested_bytes: What was asked for.
+        slab_count: What it comes to: whole slabs, and no more than are offered.
+        slab_bytes: Size of a slab.
+        deadline_s: Time that holders get.
+        began_at_s: Monotonic time of the request.
+    """
+
+    def __init__(
+        self,
+        reclaim_id: ReclaimId,
+        *,
+        requested_bytes: int,
+        slab_count: int,
+        slab_bytes: int,
+        deadline_s: float,
+        began_at_s: float,
+    ) -> None:
+        self.reclaim_id = reclaim_id
+        self.requested_bytes = requested_bytes
+        self.deadline_s = deadline_s
+        self.escalated = False
+        self.first_slab_ms: float | None = None
+        self.total_ms: float | None = None
+        self._slab_bytes = slab_bytes
+        self._slab_count = slab_count
+        self._assigned = 0
+        self._returned = 0
+        self._began_at_s = began_at_s
+        self._done = threading.Event()
+        if slab_count == 0:
+            self._finish(began_at_s)
+
+    def __repr__(self) -> str:
+        return (
+            f"Reclaim({self.reclaim_id}, {self.returned_bytes}/{self.requested_bytes} bytes, "
+            f"done={self.done}, escalated={self.escalated})"
+        )
+
+    @property
+    def returned_bytes(self) -> int:
+        """Physical memory that is back so far, in whole slabs."""
+        return self._returned * self._slab_bytes
+
+    @property
+    def missing_count(self) -> int:
+        """Slabs that still have to be found for it."""
+        return self._slab_count - self._assigned
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is back."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything is back; False when `timeout_s` passed first.
+
+        A consumer that hangs makes this wait for ever under the `wait` policy, so give a timeout
+        unless something else ends the wait.
+        """
+        return self._done.wait(timeout_s)
+
+    def assign(self) -> None:
+        """Count one slab as found: it has left the offer and is about to be closed."""
+        self._assigned += 1
+        assert self._assigned <= self._slab_count, self
+
+    def slab_closed(self, now_s: float) -> None:
+        """Count one slab as physically back."""
+        self._returned += 1
+        assert self._returned <= self._assigned, self
+        if self.first_slab_ms is None:
+            self.first_slab_ms = (now_s - self._began_at_s) * 1e3
+        if self._returned == self._slab_count:
+            self._finish(now_s)
+
+    def report(self, now_s: float) -> ReclaimReport:
+        """The wire form, for the coordinator."""
+        return ReclaimReport(
+            reclaim_id=self.reclaim_id,
+            requested_bytes=self.requested_bytes,
+            returned_bytes=self.returned_bytes,
+            deadline_s=self.deadline_s,
+            age_s=now_s - self._began_at_s,
+            first_slab_ms=self.first_slab_ms,
+            total_ms=self.total_ms,
+            escalated=self.escalated,
+        )
+
+    def _finish(self, now_s: float) -> None:
+        self.total_ms = (now_s - self._began_at_s) * 1e3
+        self._done.set()
+
+
+def choose(leases: Sequence[Sequence[Slab]], count: int) -> list[Slab]:
+    """Up to `count` slabs to ask back.
+
+    Args:
+        leases: Slabs that can be asked for, by lease, oldest lease first, each in the order in
+            which they were handed out.
+        count: How many are wanted.
+
+    Returns:
+        Newest lease first, and within a lease the slab handed out last first.
+    """
+    newest_first = (slab for slabs in reversed(leases) for slab in reversed(slabs))
+    return [slab for slab, _ in zip(newest_first, range(count), strict=False)]

@@ -1,0 +1,168 @@
+"""Settings of a member, from `AQUA_*` environment variables.
+
+Everything has a default that works on one machine, a bound, and a sentence. A wrong value is a
+`ConfigError` that names the variable; nothing is parsed leniently and nothing is started before all
+of it is right. Code that embeds Aqua may override any field by name.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
+from aqua_protocol.ids import Name
+from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
+from aqualib.producer.escalation import Escalation
+
+PREFIX: Final = "AQUA_"
+
+
+def _bytes_from(value: object) -> object:
+    """Accept `64MiB` as well as a plain count."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(error.message) from error
+
+
+def _uids_from(value: object) -> object:
+    """Accept `1000,1001` as well as a collection of numbers."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(_bytes_from)]
+Uid = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class Settings(BaseSettings):
+    """What a member needs to know; immutable. Read it with `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid"
+    )
+
+    coordinator_url: str = Field(
+        default="http://127.0.0.1:7700", max_length=2048, description="Where the coordinator is."
+    )
+    token: SecretStr | None = Field(default=None, description="Bearer token for the coordinator.")
+    ca_file: Path | None = Field(
+        default=None, description="Certificates to trust for an https coordinator."
+    )
+    request_timeout_s: float = Field(
+        default=2.0, gt=0, le=60, description="Bound of one call to the coordinator."
+    )
+    heartbeat_s: float = Field(
+        default=1.0, ge=0.05, le=60, description="Longest silence towards the coordinator."
+    )
+    lease_ttl_s: float = Field(
+        default=30.0, ge=1, le=3600, description="Life of a lease without renewal."
+    )
+
+    node: Name | None = Field(default=None, description="Name of this host; found out if unset.")
+    domain: Name | None = Field(
+        default=None, description="Scale-up domain of the GPU; found out if unset."
+    )
+    gpu_uuid: Name | None = Field(default=None, description="The GPU; found out if unset.")
+
+    transport: TransportKind | None = Field(
+        default=None, description="How slabs are shared; the best that works if unset."
+    )
+    slab_bytes: Size = Field(
+        default=DEFAULT_SLAB_BYTES,
+        ge=MIN_SLAB_BYTES,
+        le=1 << 40,
+        description="Unit of offers and reclaims.",
+    )
+    emulated_hbm_bytes: Size | None = Field(
+        default=None,
+        ge=MIN_SLAB_BYTES,
+        le=MAX_BYTES,
+        description="Device memory to pretend on a machine without a GPU.",
+    )
+    checksum: bool = Field(
+        default=False, description="Check every restored block against its checksum."
+    )
+    host_bytes: Size | None = Field(
+        default=None, ge=0, le=MAX_BYTES, description="Host memory for spilled data."
+    )
+    wanted_bytes: Size | None = Field(
+        default=None, ge=0, le=MAX_BYTES, description="Peer memory a consumer asks for."
+    )
+
+    socket_dir: Path | None = Field(
+        default=None,
+        description="Directory of lease channel sockets; /run/aqua, the user's runtime directory "
+        "or the temporary directory if unset.",
+    )
+    allowed_uids: Annotated[frozenset[Uid], NoDecode, BeforeValidator(_uids_from)] | None = Field(
+        default=None, description="Users that may attach, separated by commas; our own if unset."
+    )
+    reclaim_deadline_s: float = Field(
+        default=5.0, ge=0.001, le=600, description="Time for consumers to give memory back."
+    )
+    reclaim_grace_s: float = Field(
+        default=5.0, ge=0, le=600, description="Time between a passed deadline and a kill."
+    )
+    escalation: Escalation = Field(
+        default=Escalation.WAIT, description="What to do about consumers that overrun a deadline."
+    )
+
+
+def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - checked field by field
+    """Read the environment; `overrides` win over it, by field name, and None counts as unset.
+
+    Raises:
+        ConfigError: Names every variable that is wrong and what is wrong with it.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        faults = [
+            f"{PREFIX}{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors()
+        ]
+        raise ConfigError(
+            "; ".join(faults), remedy="Correct the variables, or unset them for the defaults."
+        ) from error
+
+
+def socket_directory(configured: Path | None = None) -> Path:
+    """A directory for lease channel sockets that only this user can write to; made if missing.
+
+    Raises:
+        ConfigError: The directory cannot be made, or others could put their sockets there.
+    """
+    directory = configured or _default_directory()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {directory} for sockets: {error}",
+            remedy="Point AQUA_SOCKET_DIR at a directory of this user.",
+        ) from error
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others_write and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"others can replace sockets in {directory}",
+            remedy=f"chmod go-w {directory}, or point AQUA_SOCKET_DIR elsewhere.",
+        )
+    return directory
+
+
+def _default_directory() -> Path:
+    system = Path("/run/aqua")
+    if os.access(system, os.W_OK | os.X_OK):
+        return system
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "aqua"
+    return Path(tempfile.gettempdir()) / f"aqua-{os.getuid()}"

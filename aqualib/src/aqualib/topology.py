@@ -1,0 +1,300 @@
+"""Where this process is: the node, its GPUs, and which of them can lend to each other.
+
+Owns discovery by NVML and its stand-in, a JSON file named by `AQUA_TOPOLOGY_FILE` for machines
+without a GPU and for tests. Says what the hardware claims; `cuDeviceCanAccessPeer` when a slab is
+opened and the bandwidth probe have the last word.
+
+A *domain* is a set of GPUs whose owners may lend to each other. It never spans hosts, because
+lease channels are Unix sockets: on a rack-scale NVLink fabric it is the part of the fabric that
+one operating system sees. GPUs are named by UUID: indexes change with CUDA_VISIBLE_DEVICES.
+
+A machine without a GPU has one emulated GPU per process, all in one domain, so that the memfd
+transport lends between processes as a GPU's transport lends between GPUs.
+
+Source: NVML API, "Device Queries" (P2P status) and "Fabric Manager" (fabric information).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from ctypes import byref
+from enum import StrEnum
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from uuid import UUID
+
+from pydantic import Field, ValidationError, model_validator
+
+from aqua_protocol import ConfigError
+from aqua_protocol.ids import Name
+from aqua_protocol.wire import ByteCount, Wire
+
+if TYPE_CHECKING:
+    import torch
+
+_log: Final = logging.getLogger("aqualib")
+
+TOPOLOGY_FILE_VARIABLE: Final = "AQUA_TOPOLOGY_FILE"
+MAX_GPUS: Final = 256
+P2P_READ: Final = 0
+"""NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py 13.615 defines it as the tuple `(0,)`."""
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+EMULATED_FABRIC: Final = "host-memory"
+"""Joins the emulated GPUs of one host, and keeps them apart from real ones."""
+
+
+class LinkKind(StrEnum):
+    """What joins two GPUs."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+
+
+class Gpu(Wire):
+    """One GPU, real or emulated."""
+
+    uuid: Name
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    memory_bytes: ByteCount
+    fabric: Name | None = Field(
+        default=None, description="NVLink fabric and clique; GPUs of one reach each other."
+    )
+
+
+class Link(Wire):
+    """Two GPUs that read and write each other's memory."""
+
+    a: Name
+    b: Name
+    kind: LinkKind
+
+    @model_validator(mode="after")
+    def _joins_two(self) -> Self:
+        if self.a == self.b:
+            message = f"a link joins two GPUs, not {self.a} with itself"
+            raise ValueError(message)
+        return self
+
+
+class Place(Wire):
+    """Where a member is, in the words of its reports."""
+
+    node: Name
+    domain: Name
+    gpu_uuid: Name
+
+
+class Topology(Wire):
+    """The GPUs of one host and the links between them."""
+
+    node: Name
+    boot_id: Name = Field(description="Life of the host's kernel; containers on it share it.")
+    gpus: list[Gpu] = Field(min_length=1, max_length=MAX_GPUS)
+    links: list[Link] = Field(default_factory=list, max_length=MAX_GPUS * MAX_GPUS)
+
+    @model_validator(mode="after")
+    def _links_join_known_gpus(self) -> Self:
+        known = {gpu.uuid for gpu in self.gpus}
+        if len(known) != len(self.gpus):
+            message = "a GPU may appear only once"
+            raise ValueError(message)
+        unknown = {end for link in self.links for end in (link.a, link.b)} - known
+        if unknown:
+            message = f"links name GPUs that are not listed: {', '.join(sorted(unknown))}"
+            raise ValueError(message)
+        return self
+
+    def gpu(self, uuid: str) -> Gpu:
+        """The GPU with this UUID.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise ConfigError(
+            f"{self.node} has no GPU {uuid}",
+            remedy=f"Name one of {', '.join(gpu.uuid for gpu in self.gpus)}.",
+        )
+
+    def domain_of(self, uuid: str) -> str:
+        """Key of the set of GPUs that may lend to this one; equal for all of them.
+
+        The fabric's own name where there is one, otherwise the connected component of links, named
+        by its first GPU. In a component of a mesh that is not complete, some pairs do not reach
+        each other; opening a slab then fails by name.
+
+        Raises:
+            ConfigError: There is no such GPU.
+        """
+        fabric = self.gpu(uuid).fabric
+        return f"{self.boot_id}.{min(self._reach(uuid)) if fabric is None else fabric}"
+
+    def link_between(self, a: str, b: str) -> LinkKind | None:
+        """What joins two GPUs directly, or None; a fabric counts as NVLink.
+
+        Raises:
+            ConfigError: One of them is not here.
+        """
+        first, second = self.gpu(a), self.gpu(b)
+        if first.fabric is not None and first.fabric == second.fabric:
+            return LinkKind.NVLINK
+        kinds = {link.kind for link in self.links if {link.a, link.b} == {a, b}}
+        return LinkKind.NVLINK if LinkKind.NVLINK in kinds else next(iter(kinds), None)
+
+    def _reach(self, uuid: str) -> set[str]:
+        reached, frontier = {uuid}, [uuid]
+        while frontier:
+            here = frontier.pop()
+            for link in self.links:
+                there = {link.a: link.b, link.b: link.a}.get(here)
+                if there is not None and there not in reached:
+                    reached.add(there)
+                    frontier.append(there)
+        return reached
+
+
+def discover() -> Topology:
+    """The topology of this host: the file if one is named, else NVML, else one emulated GPU.
+
+    Raises:
+        ConfigError: The named file cannot be read, or is not a topology.
+    """
+    named = os.environ.get(TOPOLOGY_FILE_VARIABLE)
+    if named:
+        return load(Path(named))
+    return _from_nvml() or emulated()
+
+
+def load(path: Path) -> Topology:
+    """Read a topology from JSON.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a topology; names the field.
+    """
+    try:
+        return Topology.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"{TOPOLOGY_FILE_VARIABLE}={path} is not a topology: {error}",
+            remedy="Correct the file, or unset the variable to ask the hardware.",
+        ) from error
+
+
+def emulated() -> Topology:
+    """A host without GPUs: one emulated GPU that is this process's own."""
+    boot_id = _boot_id()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    gpu = Gpu(
+        uuid=f"CPU-{boot_id}-{os.getpid()}",
+        model="emulated in host memory",
+        memory_bytes=memory,
+        fabric=EMULATED_FABRIC,
+    )
+    return Topology(node=_node(), boot_id=boot_id, gpus=[gpu])
+
+
+def place(device: torch.device, *, gpu_uuid: str | None = None) -> Place:
+    """Where this process is when its slabs are on `device`; what a member reports about itself.
+
+    A GPU that is not listed (NVML absent, a MIG slice) is a domain of its own.
+
+    Args:
+        gpu_uuid: Which GPU of a topology file an emulated process plays; the first if None.
+
+    Raises:
+        ConfigError: The topology file is wrong, or does not list `gpu_uuid`.
+        TransportError: The driver cannot name the GPU.
+    """
+    if device.type == "cpu":
+        topology = discover() if os.environ.get(TOPOLOGY_FILE_VARIABLE) else emulated()
+        uuid = topology.gpu(gpu_uuid or topology.gpus[0].uuid).uuid
+        return Place(node=topology.node, domain=topology.domain_of(uuid), gpu_uuid=uuid)
+    from aqualib.transports.cuda_driver import load_driver
+
+    topology = discover()
+    uuid = load_driver().device(device.index or 0).uuid
+    listed = any(gpu.uuid == uuid for gpu in topology.gpus)
+    domain = topology.domain_of(uuid) if listed else f"{topology.boot_id}.{uuid}"
+    return Place(node=topology.node, domain=domain, gpu_uuid=uuid)
+
+
+def _node() -> str:
+    """The host name, with what no name may contain replaced."""
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname()).strip("._:-") or "localhost"
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def _from_nvml() -> Topology | None:
+    """Ask the driver; None where there is no NVML or no GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None  # No driver, or none that this container may talk to.
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        if not handles:
+            return None
+        gpus = [_read_gpu(pynvml, handle) for handle in handles]
+        links = [
+            Link(a=a.uuid, b=b.uuid, kind=kind)
+            for (a, a_handle), (b, b_handle) in combinations(zip(gpus, handles, strict=True), 2)
+            if (kind := _read_link(pynvml, a_handle, b_handle)) is not None
+        ]
+    except pynvml.NVMLError as error:
+        _log.warning("NVML does not describe this host's GPUs: %s", error)
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return Topology(node=_node(), boot_id=_boot_id(), gpus=gpus, links=links)
+
+
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:  # noqa: ANN401 - pynvml has no types
+    return Gpu(
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        model=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        fabric=_read_fabric(nvml, handle),
+    )
+
+
+def _read_fabric(nvml: Any, handle: Any) -> str | None:  # noqa: ANN401 - as above
+    """Fabric and clique, where the fabric manager has finished and names the fabric."""
+    info = nvml.c_nvmlGpuFabricInfoV_t()
+    try:
+        nvml.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+    except nvml.NVMLError:
+        return None  # Older drivers, and GPUs without NVSwitch.
+    cluster = bytes(info.clusterUuid)
+    if info.state != nvml.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
+        return None  # A single NVSwitch host reports a completed fabric without a name.
+    return f"{UUID(bytes=cluster)}.{info.cliqueId}"
+
+
+def _read_link(nvml: Any, a: Any, b: Any) -> LinkKind | None:  # noqa: ANN401 - as above
+    def capable(capability: int) -> bool:
+        try:
+            status = nvml.nvmlDeviceGetP2PStatus(a, b, capability)
+        except nvml.NVMLError:
+            return False
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+
+    if not (capable(P2P_READ) and capable(nvml.NVML_P2P_CAPS_INDEX_WRITE)):
+        return None
+    return LinkKind.NVLINK if capable(nvml.NVML_P2P_CAPS_INDEX_NVLINK) else LinkKind.PCIE

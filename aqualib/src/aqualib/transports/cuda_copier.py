@@ -1,0 +1,209 @@
+"""Copies on a stream of their own, so that paging overlaps with the engine's kernels.
+
+Order: a copy sees everything that the calling thread's current stream was given before it. The
+engine's stream does not wait for the copier's; `fence` does, on the host.
+
+Rows go by their size:
+
+- Long runs (256 KiB and more on average) are copied where they lie, by the copy engines, in one
+  batched submission of about 3 us. Drivers before CUDA 12.8 get one call per run.
+- Short rows are packed first: `index_select` gathers them into a staging buffer in local memory
+  and one large copy carries that to the slab; scattering is the mirror image. The gather kernel
+  runs at the speed of local HBM for microseconds and leaves the link to the copy engines. A kernel
+  that stores straight to the peer saves the buffer, but is slower than the copy engines (337-359
+  against 371-380 GB/s on NVLink 4) and holds SMs for as long as the link takes.
+
+The staging buffer is reused in stream order, so no wait is needed between its uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from aqua_protocol import KIB, MIB, TransportError
+from aqualib.transports.host import HostCopier
+from aqualib.transports.rows import (
+    Runs,
+    as_words,
+    checked_rows,
+    has_dense_rows,
+    require_alike,
+    widest_word,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from aqualib.transports.cuda_driver import CudaDevice, Words
+
+LONG_RUN_BYTES: Final = 256 * KIB
+"""From here on a copy engine is as fast on pieces as on the whole (benchmarks/gpu_transport.py)."""
+
+STAGING_BYTES: Final = 32 * MIB
+"""Amortises three launches over 90 us of NVLink time, and is small beside any model."""
+
+MAX_IN_FLIGHT: Final = 4096
+"""Tensors kept alive before the copier fences by itself."""
+
+
+class CudaCopier:
+    """A lane for copies between this GPU, its peers' slabs and host memory.
+
+    Tensors handed in are kept alive until `fence`. One copier belongs to one thread. Host memory
+    should be pinned (`create_host`); pageable memory works, and waits.
+
+    Args:
+        device: The GPU whose copy engines do the work.
+        gpu: The same GPU in the driver's terms.
+
+    Raises:
+        TransportError: No room for the staging buffer. It is taken now, since a reclaim must not
+            wait for memory on a GPU that is full.
+    """
+
+    def __init__(self, device: torch.device, gpu: CudaDevice) -> None:
+        self._device = device
+        self._gpu = gpu
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        self._in_flight: list[torch.Tensor] = []
+        self._host = HostCopier()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise TransportError(
+                f"no room for a {STAGING_BYTES >> 20} MiB staging buffer on {device}",
+                remedy="Leave the library some memory: lower the engine's memory fraction.",
+            ) from error
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy `src` into `dst` (same shape and dtype); may still be under way on return."""
+        require_alike(dst, src)
+        if dst.is_cpu and src.is_cpu:
+            self._host.copy(dst, src)
+            return
+        self._begin(dst, src)
+        with torch.cuda.stream(self._stream):
+            dst.copy_(src, non_blocking=True)
+
+    def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        """`dst[i] = src[index[i]]`; see `Copier.gather`.
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
+        if dst.is_cpu and src.is_cpu:
+            self._host.gather(dst, src, index)
+            return
+        rows = checked_rows(index, packed=dst, table=src)
+        if not dst.nbytes:
+            return
+        self._begin(dst, src)
+        runs = Runs.of(rows, src)
+        if not _goes_by_staging(dst, src, runs):
+            self._copy_runs(runs, packed=dst, table=src, into_table=False)
+            return
+        with torch.cuda.stream(self._stream):
+            table, packed = _as_tables(src, dst)
+            where = index.to(self._device)
+            for rows_of_stage, stage in self._stages(packed):
+                torch.index_select(table, 0, where[rows_of_stage], out=stage)
+                packed[rows_of_stage].copy_(stage, non_blocking=True)
+
+    def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        """`dst[index[i]] = src[i]`; see `Copier.scatter`.
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
+        if dst.is_cpu and src.is_cpu:
+            self._host.scatter(dst, src, index)
+            return
+        rows = checked_rows(index, packed=src, table=dst)
+        if not src.nbytes:
+            return
+        self._begin(dst, src)
+        runs = Runs.of(rows, dst)
+        if not _goes_by_staging(src, dst, runs):
+            self._copy_runs(runs, packed=src, table=dst, into_table=True)
+            return
+        with torch.cuda.stream(self._stream):
+            table, packed = _as_tables(dst, src)
+            where = index.to(self._device)
+            for rows_of_stage, stage in self._stages(packed):
+                stage.copy_(packed[rows_of_stage], non_blocking=True)
+                table.index_copy_(0, where[rows_of_stage], stage)
+
+    def fence(self) -> None:
+        """Wait until every copy submitted so far is complete and visible to the other side."""
+        self._stream.synchronize()
+        self._in_flight.clear()
+
+    def _begin(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Order what follows after the caller's work, and keep the tensors until the fence."""
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self.fence()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._in_flight += (dst, src)
+
+    def _stages(self, packed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Cut `packed` into stretches of rows that fit the staging buffer, each with its view."""
+        row = packed[0]
+        count = STAGING_BYTES // row.nbytes
+        for start in range(0, len(packed), count):
+            rows = slice(start, min(start + count, len(packed)))
+            shape = (rows.stop - start, *row.shape)
+            nbytes = shape[0] * row.nbytes
+            yield rows, self._staging[:nbytes].view(packed.dtype).view(shape)
+
+    def _copy_runs(
+        self, runs: Runs, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
+    ) -> None:
+        if has_dense_rows(table) and all(_is_reachable(side) for side in (packed, table)):
+            row_bytes = packed[0].nbytes
+            in_packed = _addresses(packed, runs.packed_rows, row_bytes)
+            in_table = _addresses(table, runs.table_rows, table.stride(0) * table.element_size())
+            sizes = (runs.counts * row_bytes).astype(np.uint64)
+            dsts, srcs = (in_table, in_packed) if into_table else (in_packed, in_table)
+            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.cuda_stream)
+            return
+        # Pageable memory and rows that are not one stretch of bytes: torch knows how.
+        with torch.cuda.stream(self._stream):
+            for at, of, count in zip(
+                runs.table_rows.tolist(),
+                runs.packed_rows.tolist(),
+                runs.counts.tolist(),
+                strict=True,
+            ):
+                there, here = table[at : at + count], packed[of : of + count]
+                dst, src = (there, here) if into_table else (here, there)
+                dst.copy_(src, non_blocking=True)
+
+
+def _goes_by_staging(packed: torch.Tensor, table: torch.Tensor, runs: Runs) -> bool:
+    """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
+    return (
+        table.is_cuda
+        and packed.nbytes < LONG_RUN_BYTES * len(runs)
+        and packed[0].nbytes <= STAGING_BYTES
+    )
+
+
+def _as_tables(table: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides as rows of wide words, so that kernels move eight bytes per thread."""
+    if not has_dense_rows(table):
+        return table, packed
+    word = widest_word(table, packed)
+    return as_words(table, word), as_words(packed, word)
+
+
+def _is_reachable(side: torch.Tensor) -> bool:
+    return side.is_cuda or side.is_pinned()
+
+
+def _addresses(table: torch.Tensor, rows: npt.NDArray[np.int64], stride_bytes: int) -> Words:
+    return (table.data_ptr() + rows * stride_bytes).astype(np.uint64)

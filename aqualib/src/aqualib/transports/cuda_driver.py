@@ -1,0 +1,468 @@
+"""The CUDA driver calls that lending device memory needs, over ctypes.
+
+Owns the binding: structures, prototypes, error names, and one `CudaDevice` per GPU that makes the
+primary context current around every call, so that any thread may use it and no thread's own
+context changes. It decides nothing about slabs; see `cuda_vmm` and `cuda_copier`.
+
+Why ctypes: torch builds disagree on which cuda-bindings they tolerate (2.10 pins 12.9, 2.11 wants
+13), CuPy has no virtual memory calls, and a dozen prototypes are less than either dependency. The
+layouts are those of cuda.h, equal in CUDA 12.8 and 13.0; a test compares them with the compiler's.
+
+Source: CUDA Driver API, "Virtual Memory Management" and "Driver Entry Point Access".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_ulonglong,
+    c_void_p,
+)
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from aqua_protocol import TransportError, TransportUnavailableError, format_bytes
+
+Words = npt.NDArray[np.uint64]
+"""Addresses or sizes, laid out as the driver reads them."""
+
+LIBRARY: Final = "libcuda.so.1"
+
+SUCCESS: Final = 0
+
+ALLOCATION_TYPE_PINNED: Final = 1
+LOCATION_TYPE_DEVICE: Final = 1
+HANDLE_TYPE_POSIX_FD: Final = 1
+ACCESS_READ_WRITE: Final = 3
+GRANULARITY_MINIMUM: Final = 0
+ATTRIBUTE_VIRTUAL_MEMORY: Final = 102
+ATTRIBUTE_POSIX_FD_HANDLES: Final = 103
+STREAM_NON_BLOCKING: Final = 1
+HOST_REGISTER_PORTABLE: Final = 1
+COPY_IN_STREAM_ORDER: Final = 1
+
+_BATCH_SYMBOL: Final = b"cuMemcpyBatchAsync"
+_BATCH_WITH_FAIL_INDEX: Final = 12080
+"""The ABI of CUDA 12.8, which later drivers still serve when asked for this version."""
+_BATCH_WITHOUT_FAIL_INDEX: Final = 13000
+
+
+class MemLocation(ctypes.Structure):
+    """`CUmemLocation`: where memory is, or who may access it."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class MemAllocationFlags(ctypes.Structure):
+    """The unnamed structure at the end of `CUmemAllocationProp`; all zero for us."""
+
+    _fields_ = (
+        ("compression_type", ctypes.c_ubyte),
+        ("gpu_direct_rdma_capable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class MemAllocationProp(ctypes.Structure):
+    """`CUmemAllocationProp`: what kind of memory to allocate."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("requested_handle_types", c_int),
+        ("location", MemLocation),
+        ("win32_handle_meta_data", c_void_p),
+        ("alloc_flags", MemAllocationFlags),
+    )
+
+
+class MemAccessDesc(ctypes.Structure):
+    """`CUmemAccessDesc`: who may do what with a mapping."""
+
+    _fields_ = (("location", MemLocation), ("flags", c_int))
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """`CUmemcpyAttributes`: how the copies of a batch may be ordered."""
+
+    _fields_ = (
+        ("src_access_order", c_int),
+        ("src_loc_hint", MemLocation),
+        ("dst_loc_hint", MemLocation),
+        ("flags", c_uint),
+    )
+
+
+class Uuid(ctypes.Structure):
+    """`CUuuid`: 16 raw bytes."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 16),)
+
+
+_PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int)),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(MemAllocationProp), c_int),
+    "cuMemGetAllocationPropertiesFromHandle": (POINTER(MemAllocationProp), c_ulonglong),
+    "cuMemCreate": (POINTER(c_ulonglong), c_size_t, POINTER(MemAllocationProp), c_ulonglong),
+    "cuMemRelease": (c_ulonglong,),
+    "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
+    "cuMemImportFromShareableHandle": (POINTER(c_ulonglong), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_ulonglong), c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+    "cuMemAddressFree": (c_ulonglong, c_size_t),
+    "cuMemMap": (c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+    "cuMemUnmap": (c_ulonglong, c_size_t),
+    "cuMemSetAccess": (c_ulonglong, c_size_t, POINTER(MemAccessDesc), c_size_t),
+    "cuMemcpyAsync": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+    "cuMemsetD8Async": (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+}
+
+
+class CudaError(TransportError):
+    """A driver call failed; `details` name the call and the driver's word for it."""
+
+    code = "cuda_failed"
+
+
+class CudaDriver:
+    """The loaded and initialised driver library.
+
+    Args:
+        library: Path or soname to load.
+
+    Raises:
+        TransportUnavailableError: No driver, no device, or a driver that lacks a call we need.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, arguments in _PROTOTYPES.items():
+                call = getattr(self._library, name)
+                call.argtypes = arguments
+                call.restype = c_int
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"the CUDA driver cannot be loaded: {error}",
+                remedy="Install the NVIDIA driver; in a container, run with GPU access "
+                "(`--gpus all`, or the NVIDIA runtime class).",
+            ) from error
+        except AttributeError as error:
+            raise TransportUnavailableError(
+                f"the CUDA driver is too old: {error}",
+                remedy="Install driver 525 (CUDA 12.0) or newer.",
+            ) from error
+        try:
+            self.call("cuInit", 0)
+            self.device_count = self.read_int("cuDeviceGetCount")
+        except CudaError as error:
+            raise TransportUnavailableError(
+                f"CUDA does not start: {error.message}",
+                remedy="Check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES "
+                "does not hide it.",
+            ) from error
+        self._batch = self._resolve_batch()
+        self._devices: dict[int, CudaDevice] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """CUDA version of the driver, as 1000 * major + 10 * minor."""
+        return self.read_int("cuDriverGetVersion")
+
+    def device(self, ordinal: int) -> CudaDevice:
+        """The GPU with this ordinal among the visible ones; one object per GPU.
+
+        Raises:
+            TransportUnavailableError: No such GPU.
+            CudaError: Its context cannot be made.
+        """
+        if not 0 <= ordinal < self.device_count:
+            raise TransportUnavailableError(
+                f"there is no cuda:{ordinal} among {self.device_count} visible devices",
+                remedy="Choose a smaller device number, or widen CUDA_VISIBLE_DEVICES.",
+            )
+        with self._lock:
+            if ordinal not in self._devices:
+                self._devices[ordinal] = CudaDevice(self, ordinal)
+            return self._devices[ordinal]
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the driver, without the GIL.
+
+        Raises:
+            CudaError: The result was not success.
+        """
+        self.require(name, getattr(self._library, name)(*arguments))
+
+    def read_int(self, name: str, *arguments: object) -> int:
+        """Call a function whose first argument is an `int *` for its result."""
+        value = c_int()
+        self.call(name, byref(value), *arguments)
+        return value.value
+
+    def require(self, name: str, result: int) -> None:
+        """Raise `CudaError` unless `result` is success."""
+        if result != SUCCESS:
+            text = c_char_p()
+            known = self._library.cuGetErrorName(result, byref(text)) == SUCCESS and text.value
+            word = known.decode() if known else f"CUresult {result}"
+            raise CudaError(f"{name} failed: {word}", call=name, result=word, result_code=result)
+
+    def copy_batch(self, dsts: Words, srcs: Words, sizes: Words, stream: int) -> None:
+        """Enqueue copies; see `CudaDevice.copy_batch`, which calls this."""
+        if self._batch is None:
+            for dst, src, size in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
+                self.call("cuMemcpyAsync", dst, src, size, stream)
+            return
+        attributes = MemcpyAttributes(src_access_order=COPY_IN_STREAM_ORDER)
+        first_copy = c_size_t(0)
+        result = self._batch(
+            dsts.ctypes.data,
+            srcs.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            byref(attributes),
+            byref(first_copy),
+            stream,
+        )
+        self.require("cuMemcpyBatchAsync", result)
+
+    def _resolve_batch(self) -> Callable[..., int] | None:
+        """Find `cuMemcpyBatchAsync`, which lost its `failIdx` argument in CUDA 13."""
+        before = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
+        if address := self._proc_address(_BATCH_SYMBOL, _BATCH_WITH_FAIL_INDEX):
+            old = ctypes.CFUNCTYPE(c_int, *before, c_void_p, c_void_p)(address)
+
+            def with_fail_index(*arguments: object) -> int:
+                *rest, stream = arguments
+                failed = c_size_t()
+                return int(old(*rest, 1, byref(failed), stream))
+
+            return with_fail_index
+        if address := self._proc_address(_BATCH_SYMBOL, _BATCH_WITHOUT_FAIL_INDEX):
+            new = ctypes.CFUNCTYPE(c_int, *before, c_void_p)(address)
+
+            def without_fail_index(*arguments: object) -> int:
+                *rest, stream = arguments
+                return int(new(*rest, 1, stream))
+
+            return without_fail_index
+        return None
+
+    def _proc_address(self, symbol: bytes, version: int) -> int | None:
+        address, status = c_void_p(), c_int()
+        result = self._library.cuGetProcAddress_v2(
+            symbol, byref(address), version, 0, byref(status)
+        )
+        # A driver without the symbol answers with success and no address, or with not found.
+        return address.value if result == SUCCESS else None
+
+
+@functools.cache
+def load_driver() -> CudaDriver:
+    """The system's driver, loaded once.
+
+    Raises:
+        TransportUnavailableError: See `CudaDriver`; asked again, it tries again.
+    """
+    return CudaDriver()
+
+
+class CudaDevice:
+    """One GPU, by the primary context that torch uses too.
+
+    The context is retained for the life of the process: torch keeps it anyway, and releasing it
+    under live mappings would be a crash.
+    """
+
+    def __init__(self, driver: CudaDriver, ordinal: int) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self._device = driver.read_int("cuDeviceGet", ordinal)
+        context = c_void_p()
+        driver.call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        self._context = context
+        self._prop = MemAllocationProp(
+            type=ALLOCATION_TYPE_PINNED,
+            requested_handle_types=HANDLE_TYPE_POSIX_FD,
+            location=MemLocation(LOCATION_TYPE_DEVICE, ordinal),
+        )
+        raw = Uuid()
+        driver.call("cuDeviceGetUuid_v2", byref(raw), self._device)
+        self.uuid = f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
+        with self._current():
+            # Not the default stream: that one would wait for the engine's.
+            self._stream = c_void_p()
+            driver.call("cuStreamCreate", byref(self._stream), STREAM_NON_BLOCKING)
+
+    @property
+    def shares_by_descriptor(self) -> bool:
+        """Whether memory can be mapped by hand and exported as a POSIX descriptor."""
+        return all(
+            self.driver.read_int("cuDeviceGetAttribute", attribute, self._device)
+            for attribute in (ATTRIBUTE_VIRTUAL_MEMORY, ATTRIBUTE_POSIX_FD_HANDLES)
+        )
+
+    @property
+    def granularity(self) -> int:
+        """Every allocation and mapping is a multiple of this many bytes: 2 MiB so far."""
+        size = c_size_t()
+        self.driver.call(
+            "cuMemGetAllocationGranularity", byref(size), byref(self._prop), GRANULARITY_MINIMUM
+        )
+        return size.value
+
+    def can_access(self, peer_ordinal: int) -> bool:
+        """Whether this GPU reaches the memory of that one, over NVLink or PCIe."""
+        if peer_ordinal == self.ordinal:
+            return True
+        return bool(self.driver.read_int("cuDeviceCanAccessPeer", self._device, peer_ordinal))
+
+    def allocate(self, nbytes: int) -> int:
+        """Physical memory on this GPU, in no address space yet; a handle to `release`.
+
+        Raises:
+            CudaError: Out of memory, or not a multiple of the granularity.
+        """
+        handle = c_ulonglong()
+        with self._current():
+            self.driver.call("cuMemCreate", byref(handle), nbytes, byref(self._prop), 0)
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """Drop a handle. Mappings and exported descriptors keep the memory."""
+        with self._current():
+            self.driver.call("cuMemRelease", handle)
+
+    def export_fd(self, handle: int) -> int:
+        """A descriptor of the memory behind `handle`, closed on exec, owned by the caller."""
+        fd = c_int(-1)
+        with self._current():
+            self.driver.call(
+                "cuMemExportToShareableHandle", byref(fd), handle, HANDLE_TYPE_POSIX_FD, 0
+            )
+        fcntl.fcntl(fd.value, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        return fd.value
+
+    def import_fd(self, fd: int) -> int:
+        """A handle to the memory behind a descriptor, which stays the caller's."""
+        handle = c_ulonglong()
+        with self._current():
+            # The interface passes the descriptor itself in the pointer.
+            self.driver.call(
+                "cuMemImportFromShareableHandle", byref(handle), fd, HANDLE_TYPE_POSIX_FD
+            )
+        return handle.value
+
+    def home_of(self, handle: int) -> int:
+        """Ordinal, among the GPUs visible here, of the GPU that holds the memory."""
+        prop = MemAllocationProp()
+        self.driver.call("cuMemGetAllocationPropertiesFromHandle", byref(prop), handle)
+        return int(prop.location.id)
+
+    def map(self, handle: int, nbytes: int) -> int:
+        """Map memory where this GPU can read and write it; the address, to `unmap`.
+
+        The mapping keeps the memory; the handle may be released.
+
+        Raises:
+            CudaError: The memory has another size, or this GPU cannot reach it.
+        """
+        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self.ordinal), ACCESS_READ_WRITE)
+        address = c_ulonglong()
+        with self._current(), contextlib.ExitStack() as undo:
+            self.driver.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+            undo.callback(self.driver.call, "cuMemAddressFree", address.value, nbytes)
+            self.driver.call("cuMemMap", address.value, nbytes, 0, handle, 0)
+            undo.callback(self.driver.call, "cuMemUnmap", address.value, nbytes)
+            self.driver.call("cuMemSetAccess", address.value, nbytes, byref(access), 1)
+            undo.pop_all()
+        return address.value
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take a mapping out of the address space; no copy or kernel may be using it."""
+        with self._current():
+            self.driver.call("cuMemUnmap", address, nbytes)
+            self.driver.call("cuMemAddressFree", address, nbytes)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill with zeros and wait. The driver does not promise clean memory."""
+        with self._current():
+            self.driver.call("cuMemsetD8Async", address, 0, nbytes, self._stream)
+            self.driver.call("cuStreamSynchronize", self._stream)
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Page-lock host memory for every GPU of the process; returns how to undo it.
+
+        Raises:
+            TransportError: The kernel or the driver refuses to lock that much.
+        """
+        with self._current():
+            try:
+                self.driver.call("cuMemHostRegister_v2", address, nbytes, HOST_REGISTER_PORTABLE)
+            except CudaError as error:
+                raise TransportError(
+                    f"cannot pin {format_bytes(nbytes)} of host memory: {error.message}",
+                    remedy="Raise the locked-memory limit (`ulimit -l unlimited`) or reserve less "
+                    "host memory.",
+                    **error.details,
+                ) from error
+
+        def unpin() -> None:
+            with self._current():
+                self.driver.call("cuMemHostUnregister", address)
+
+        return unpin
+
+    def copy_batch(self, dsts: Words, srcs: Words, sizes: Words, stream: int) -> None:
+        """Enqueue many copies on a stream: in one submission with drivers of CUDA 12.8 and newer.
+
+        Args:
+            dsts: Addresses, shape (n,), dense.
+            srcs: Addresses, shape (n,), dense.
+            sizes: Bytes of each copy, shape (n,), dense.
+            stream: Handle of a real stream: the driver refuses the legacy default stream here.
+
+        Raises:
+            CudaError: Refused; none or some of the copies may have been enqueued.
+        """
+        with self._current():
+            self.driver.copy_batch(dsts, srcs, sizes, stream)
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        self.driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))

@@ -1,0 +1,229 @@
+"""Slabs in device memory, shared by CUDA virtual memory management: the primary way on GPUs.
+
+The exporter allocates physical memory, maps it for itself and exports it once per importer as a
+POSIX descriptor; the importer maps it for *its* GPU. The driver counts references over processes:
+memory is freed when every mapping, handle and descriptor is gone, whoever died. That count is the
+fence that lets a producer drop a slab without asking the consumer that still has it mapped.
+
+The descriptor travels by SCM_RIGHTS, so no shared pid, ipc or user namespace is needed. It pins
+the memory while open, so none is kept: `export` makes a fresh one each time, `open` closes it.
+
+The payload names the size and the GPU that holds the memory: the driver cannot be asked for the
+size of an import, and an import that this GPU cannot reach should fail by name, not in a copy.
+
+Source: CUDA Driver API, "Virtual Memory Management"; Aqua section 6, where the consumer allocates
+on the producer's GPU itself and the producer can neither account for that memory nor fence it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Final
+
+import torch
+
+from aqua_protocol import (
+    TransportError,
+    TransportKind,
+    TransportUnavailableError,
+    format_bytes,
+)
+from aqualib.transports.base import Copier, Handle
+from aqualib.transports.borrowed import BorrowedSlab
+from aqualib.transports.cuda_copier import CudaCopier
+from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, CudaError, load_driver
+from aqualib.transports.host import HostSlab
+
+PAYLOAD: Final = struct.Struct("<Q40s")
+"""Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""
+
+
+class VmmSlab(BorrowedSlab):
+    """A slab of another process, mapped for this side's GPU; use `CudaVmmTransport.open`."""
+
+    def __init__(self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device) -> None:
+        super().__init__(address, nbytes, device)
+        self._gpu = gpu
+
+    def _let_go(self) -> None:
+        self._gpu.unmap(self._address, self._nbytes)
+
+
+class OwnedVmmSlab(VmmSlab):
+    """A slab that this process made and may lend; use `CudaVmmTransport.create`."""
+
+    def __init__(
+        self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device, memory: int
+    ) -> None:
+        super().__init__(gpu, address, nbytes, device)
+        self._memory: int | None = memory
+
+    def export(self) -> Handle:
+        """A fresh handle for one importer.
+
+        Raises:
+            TransportError: The slab is closed, or the driver refuses.
+        """
+        with self._lock:
+            if self._memory is None:
+                raise TransportError("a closed slab cannot be lent")
+            payload = PAYLOAD.pack(self._nbytes, self._gpu.uuid.encode())
+            return Handle(payload=payload, fd=self._gpu.export_fd(self._memory))
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        memory, self._memory = self._memory, None
+        assert memory is not None, "let go once"
+        self._gpu.release(memory)
+
+
+class CudaVmmTransport:
+    """Slabs in the memory of a GPU, shared by descriptor. See the module docstring.
+
+    Args:
+        device: Where this side's tensors live; importers need not use the exporter's GPU.
+        driver: The driver library; loaded when first needed.
+    """
+
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
+        self._device = device
+        self._driver = driver
+
+    @property
+    def kind(self) -> TransportKind:
+        """Name on the wire."""
+        return TransportKind.CUDA_VMM
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this side's tensors."""
+        return self._device
+
+    def check(self) -> None:
+        """Lend a piece of memory to ourselves, from allocation to unmapping.
+
+        Attributes of the device say what the hardware can do; sandboxes that filter the driver's
+        requests still refuse. So it is tried.
+
+        Raises:
+            TransportUnavailableError: With what is missing and what to do about it.
+        """
+        gpu = self._gpu
+        if not gpu.shares_by_descriptor:
+            raise TransportUnavailableError(
+                f"cuda:{gpu.ordinal} cannot export memory as a POSIX descriptor",
+                remedy="Use the cuda_ipc transport, or a GPU and driver with virtual memory "
+                "management (Pascal and newer, on bare metal or with it enabled for the guest).",
+            )
+        try:
+            self._lend_to_ourselves(gpu)
+        except TransportError as error:
+            raise TransportUnavailableError(
+                f"cuda:{gpu.ordinal} does not share memory by descriptor: {error.message}",
+                remedy="Free a few MiB on the GPU if it is full; in a container, allow the "
+                "driver's memory export, or use the cuda_ipc transport.",
+                **error.details,
+            ) from error
+
+    def create(self, nbytes: int) -> OwnedVmmSlab:
+        """Allocate a zeroed slab on this GPU.
+
+        Raises:
+            TransportError: Out of memory, or not a multiple of the driver's granularity (2 MiB).
+        """
+        gpu = self._gpu
+        _require_granules(nbytes, gpu)
+        with contextlib.ExitStack() as undo:
+            memory = gpu.allocate(nbytes)
+            undo.callback(gpu.release, memory)
+            address = gpu.map(memory, nbytes)
+            undo.callback(gpu.unmap, address, nbytes)
+            gpu.zero(address, nbytes)
+            slab = OwnedVmmSlab(gpu, address, nbytes, self._device, memory)
+            undo.pop_all()
+        return slab
+
+    def open(self, handle: Handle, nbytes: int) -> VmmSlab:
+        """Map a slab of another process for this GPU; consumes the handle, also on failure.
+
+        Raises:
+            TransportError: Not a slab of `nbytes`, or out of this GPU's reach.
+        """
+        gpu = self._gpu
+        with handle:
+            if handle.fd is None:
+                raise TransportError("a VMM slab came without its descriptor")
+            home_uuid = _read_payload(handle.payload, nbytes)
+            try:
+                memory = gpu.import_fd(handle.fd)
+            except CudaError as error:
+                raise TransportError(
+                    f"the descriptor of a slab on {home_uuid} cannot be imported: {error.message}",
+                    remedy="Make the lender's GPU visible to this process (CUDA_VISIBLE_DEVICES, "
+                    "the container's device list).",
+                    **error.details,
+                ) from error
+        try:
+            _require_reach(gpu, memory, home_uuid)
+            address = gpu.map(memory, nbytes)
+        finally:
+            gpu.release(memory)  # The mapping keeps it.
+        return VmmSlab(gpu, address, nbytes, self._device)
+
+    def create_host(self, nbytes: int) -> HostSlab:
+        """Host memory to spill to, faulted in and page-locked.
+
+        Raises:
+            TransportError: Memory or the locked-memory limit ran out.
+        """
+        return HostSlab(nbytes, pin=self._gpu.pin)
+
+    def copier(self) -> Copier:
+        """A stream of its own on this GPU."""
+        return CudaCopier(self._device, self._gpu)
+
+    @property
+    def _gpu(self) -> CudaDevice:
+        if self._driver is None:
+            self._driver = load_driver()
+        return self._driver.device(self._device.index or 0)
+
+    def _lend_to_ourselves(self, gpu: CudaDevice) -> None:
+        slab = self.create(gpu.granularity)
+        try:
+            mapped = self.open(slab.export(), slab.nbytes)
+            mapped.close()
+        finally:
+            slab.close()
+
+
+def _require_granules(nbytes: int, gpu: CudaDevice) -> None:
+    granularity = gpu.granularity
+    if nbytes <= 0 or nbytes % granularity:
+        raise TransportError(
+            f"{nbytes} bytes cannot be mapped on cuda:{gpu.ordinal}",
+            remedy=f"Choose a positive multiple of {format_bytes(granularity)}.",
+        )
+
+
+def _read_payload(payload: bytes, nbytes: int) -> str:
+    """The UUID of the GPU that holds the slab, once its size is the announced one."""
+    if len(payload) != PAYLOAD.size:
+        raise TransportError(f"not the payload of a VMM slab: {len(payload)} bytes")
+    size, raw = PAYLOAD.unpack(payload)
+    if size != nbytes:
+        raise TransportError(
+            f"the slab has {size} bytes, {nbytes} were announced", size=size, announced=nbytes
+        )
+    return str(raw.decode("ascii", "replace"))
+
+
+def _require_reach(gpu: CudaDevice, memory: int, home_uuid: str) -> None:
+    home = gpu.home_of(memory)
+    if not gpu.can_access(home):
+        raise TransportError(
+            f"cuda:{gpu.ordinal} cannot reach the memory of {home_uuid} (cuda:{home})",
+            remedy="Lend only between GPUs joined by NVLink or with PCIe peer access; "
+            "`nvidia-smi topo -p2p r` shows which are.",
+        )

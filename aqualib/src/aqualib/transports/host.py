@@ -1,0 +1,124 @@
+"""Host DRAM: the landing place of a spill, and copies between tensors that the CPU can see.
+
+A landing area is private memory, huge-paged where possible, faulted in before anyone needs it and
+pinned when a GPU will copy into it: first touch of fresh memory runs at a tenth of memcpy, and a
+reclaim must not pay for that.
+
+`HostCopier` moves bytes by one plain memcpy on the calling thread. It avoids torch's copy kernels
+on purpose: from a background thread they would start a second OpenMP team beside the engine's and
+compete with it for cores, and `index_copy_` runs at a seventh of memcpy. NumPy's `take` and indexed
+assignment move whole rows with memcpy, release the GIL, and reach memcpy speed from 16 KiB rows on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aqualib.transports.borrowed import BorrowedSlab
+from aqualib.transports.mapping import HostMapping
+from aqualib.transports.rows import Runs, as_words, checked_rows, has_dense_rows, require_alike
+
+CPU: Final = torch.device("cpu")
+
+
+class HostSlab(BorrowedSlab):
+    """Private host memory, faulted in and ready for memcpy speed.
+
+    Args:
+        nbytes: Size, a positive multiple of the page size.
+        pin: Registers the range with a GPU driver and returns how to undo that.
+
+    Raises:
+        TransportError: Memory ran out, or the driver refused to pin it.
+    """
+
+    def __init__(
+        self, nbytes: int, *, pin: Callable[[int, int], Callable[[], None]] | None = None
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            mapping = HostMapping(nbytes)
+            undo.callback(mapping.unmap)
+            mapping.populate()
+            if pin is not None:
+                undo.callback(pin(mapping.address, nbytes))
+            super().__init__(mapping.address, nbytes, CPU)
+            self._undo = undo.pop_all()
+
+    def _let_go(self) -> None:
+        self._undo.close()
+
+
+class HostCopier:
+    """Copies on the calling thread; each is complete when the call returns."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy `src` into `dst`, of the same shape and dtype; one memcpy if both are dense."""
+        require_alike(dst, src)
+        if _is_dense(dst) and _is_dense(src):
+            ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+        else:
+            dst.copy_(src)
+
+    def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        """`dst[i] = src[index[i]]`; see `Copier.gather`.
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
+        rows = checked_rows(index, packed=dst, table=src)
+        if not dst.nbytes:
+            return
+        if not has_dense_rows(src):
+            torch.index_select(src, 0, index, out=dst)
+        elif len(runs := Runs.of(rows, src)) == 1:
+            self.copy(dst, src[rows[0] : rows[-1] + 1])
+        elif src.is_contiguous():
+            # `clip` because `raise` would buffer the whole output; the rows are checked already.
+            np.take(_bytes_of(src), rows, axis=0, out=_bytes_of(dst), mode="clip")
+        else:
+            # Rows at a stride: `take` would first make a dense copy of all of `src`.
+            stride, row_bytes = src.stride(0) * src.element_size(), dst[0].nbytes
+            base, to = src.data_ptr(), dst.data_ptr()
+            for row in runs.table_rows.tolist():
+                ctypes.memmove(to, base + row * stride, row_bytes)
+                to += row_bytes
+
+    def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        """`dst[index[i]] = src[i]`; see `Copier.scatter`.
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
+        rows = checked_rows(index, packed=src, table=dst)
+        if not src.nbytes:
+            return
+        if not has_dense_rows(dst):
+            dst.index_copy_(0, index, src)
+        elif len(Runs.of(rows, dst)) == 1:
+            self.copy(dst[rows[0] : rows[-1] + 1], src)
+        else:
+            _bytes_of(dst)[rows] = _bytes_of(src)
+
+    def fence(self) -> None:
+        """Nothing to wait for: copies are done when they return.
+
+        The other process learns of them by a message, and the system call that carries it comes
+        after these stores.
+        """
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes, in order, are its value."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(table: torch.Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = as_words(table, torch.uint8).numpy()
+    return array
