@@ -1,0 +1,1 @@
+"""Put memory producers next to the consumers that need them."""

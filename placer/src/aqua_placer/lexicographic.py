@@ -1,0 +1,317 @@
+"""The default objective: cover the most demand first, then balance, then move little.
+
+1. Bound: the layer cake over all groups, and with few types the fractional program over contents.
+2. The min-max optimum (`portfolio`) tells how well balanced a placement can be at all.
+3. The smallest thresholds (H x C + M) at which contents still cover everything coverable, by
+   bisection over fractional programs. Mostly these are the min-max thresholds themselves: the best
+   coverage is rarely at odds with the paper's objective, but most placements that are optimal by
+   the paper's objective cover far less.
+4. Whole servers at those thresholds, then exchanges judged by exact coverage (`pursuit`).
+
+Coverage within `COVERAGE_TOLERANCE` of the best counts as equal, so that rounding noise of one
+part in a thousand does not cost balance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from aqua_placer.budget import Budget
+from aqua_placer.columns import Bools, Floats, Ints
+from aqua_placer.contents import ContentSpace, content_space, has_few_types
+from aqua_placer.covering import coverage_gb, covered_gb, layer_bound_gb, roster
+from aqua_placer.dealing import deal_contents, worst
+from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, balance
+from aqua_placer.instance import GRAIN_GB, Instance
+from aqua_placer.portfolio import (
+    Incumbent,
+    from_fraction,
+    solve_minmax,
+)
+from aqua_placer.pursuit import judge_for, pursue
+from aqua_placer.thresholds import Mode, contents_by_server, cover, whole_servers
+from aqua_placer.units import form_units, of_units
+
+COVERAGE_TOLERANCE: Final = 3e-4
+"""Coverage given up at most for balance, relative to the bound."""
+
+MAX_WIDENINGS: Final = 3
+"""Steps by which the memory threshold may grow when whole servers fall short of the bound."""
+
+COARSE_QUANTUM_GB: Final = 1.0
+"""Where all sizes differ there is no grid; memory within this of the optimum is as good."""
+
+POLISHED: Final = 2e-4
+"""Relative distance to the bound at which all-distinct sizes are done."""
+
+UNIT_ROUNDS: Final = 60
+"""Rounds of exchanging whole units; where they are too coarse for the bound, more do not help."""
+
+SINGLE_ROUNDS: Final = 40
+
+PAIR_ROUNDS: Final = 8_000
+"""Servers x rounds of two-group exchanges per threshold: about a second."""
+
+MAX_TIGHTENINGS: Final = 3
+
+TINY_CLUSTER: Final = 40
+RESTARTS: Final = 2
+RESTART_TOLERANCE_GB: Final = 3.0
+"""Servers up to which the search starts again from its best, and how far each start may stray."""
+
+POLISH_TOLERANCE_GB: Final = 0.2
+
+LARGE_CLUSTER: Final = 600
+
+
+@dataclass
+class Harvest:
+    """Best placement so far by (coverage, balance), and what bounds it."""
+
+    instance: Instance
+    budget: Budget
+    bound_gb: float
+    balance: Incumbent
+    placement: Ints
+    covered_gb: float = 0.0
+    goal: float = np.inf
+
+    def offer(self, placement: Ints, stage: str) -> None:
+        """Take the placement if it covers more, or as much and is better balanced."""
+        layout = Layout(self.instance, placement)
+        covered = float(coverage_gb(self.instance, layout.slots, layout.class_of).sum())
+        if self._better(covered, placement):
+            self.placement, self.covered_gb = placement, covered
+        self.budget.report(stage, self.covered_gb, self.bound_gb)
+
+    def _better(self, covered: float, placement: Ints) -> bool:
+        slack = COVERAGE_TOLERANCE * self.bound_gb + GRAIN_GB
+        if abs(covered - self.covered_gb) > slack:
+            return covered > self.covered_gb
+        mine, theirs = self._value(self.placement), self._value(placement)
+        if abs(mine - theirs) > GRAIN_GB:
+            return theirs < mine
+        return covered > self.covered_gb + GRAIN_GB
+
+    def _value(self, placement: Ints) -> float:
+        cnt, mem = worst(self.instance, placement, Mode.ABS)
+        return self.instance.hbm_gb * cnt + mem
+
+    @property
+    def done(self) -> bool:
+        """Whether everything coverable is covered, as well balanced as hoped for."""
+        covered = self.covered_gb >= self.bound_gb - GRAIN_GB
+        return covered and self._value(self.placement) <= self.goal + GRAIN_GB
+
+
+def content_worth(space: ContentSpace) -> Floats:
+    """Exact coverage of each content, shape (num_contents,)."""
+    types = space.types
+    result = np.zeros(len(space.rows))
+    for kind, gpus in enumerate(space.servers.gpus.tolist()):
+        here = np.nonzero(space.kind == kind)[0]
+        rows = space.rows[here]
+        counts = rows.sum(axis=1)
+        slots = np.full((len(rows), max(gpus, 1)), -1, dtype=np.int64)
+        flat = np.repeat(np.tile(np.arange(rows.shape[1]), len(rows)), rows.reshape(-1))
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        slots[np.repeat(np.arange(len(rows)), counts), np.arange(len(flat)) - first] = flat
+        table = roster(types.tp, types.r_gb[:, kind], types.weight)
+        result[here] = covered_gb(table, slots, gpus // 2)
+    return result
+
+
+def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
+    """Maximise coverage, then balance; always returns a placement."""
+    even = solve_minmax(instance, Mode.ABS, budget, seed)
+    assert even.placement is not None, "the min-max portfolio always places everything"
+    best = Harvest(instance, budget, layer_bound_gb(instance), even, even.placement)
+    best.offer(even.placement, "balance")
+    cnt, mem = worst(instance, even.placement, Mode.ABS)
+    best.goal = even.value
+    if best.done or budget.expired():
+        return best
+    rng = np.random.default_rng(seed)
+    space = (
+        content_space(instance.servers, instance.types, full=instance.is_full)
+        if has_few_types(instance)
+        else None
+    )
+    step = max(instance.quantum_gb, COARSE_QUANTUM_GB)
+    aim = Aim(cnt, mem, Mode.ABS, instance.hbm_gb)
+    if space is None:
+        _by_units(best, rng, seed)
+        return best
+    worth = content_worth(space)
+    everything: Bools = np.ones(len(space.rows), dtype=bool)
+    _, _, most, _ = cover(space, everything, budget, worth)
+    if np.isfinite(most):
+        best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
+    found = _least_thresholds(best, space, worth, aim, most, step)
+    if found is None:
+        _by_units(best, rng, seed)
+        return best
+    aim, allowed, servers_of = found
+    best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
+    _whole(best, space, worth, aim, (allowed, servers_of), rng, seed)
+    if best.covered_gb < best.bound_gb * (1 - COVERAGE_TOLERANCE) and not budget.expired():
+        _by_units(best, rng, seed)
+    return best
+
+
+def _least_thresholds(
+    best: Harvest, space: ContentSpace, worth: Floats, aim: Aim, most: float, step: float
+) -> tuple[Aim, Bools, Floats] | None:
+    """The thresholds of least H x C + M at which contents still reach `most`."""
+    goal = most * (1 - COVERAGE_TOLERANCE)
+    cnt_key, mem_key = np.abs(space.cnt), np.abs(space.mem_gb)
+    chosen = None
+    value = np.inf
+
+    def attempt(cnt: int, mem: float) -> tuple[Bools, Floats] | None:
+        allowed = (cnt_key <= cnt) & (mem_key <= mem + GRAIN_GB / 2)
+        _, servers_of, reached, _ = cover(space, allowed, best.budget, worth)
+        return (allowed, servers_of) if servers_of is not None and reached >= goal else None
+
+    for cnt in np.unique(cnt_key[cnt_key >= aim.cnt]).tolist():
+        if best.budget.expired() or aim.hbm_gb * cnt + aim.mem_gb >= value - GRAIN_GB:
+            break
+        low, high = -1, int(np.ceil((float(mem_key.max()) - aim.mem_gb) / step)) + 1
+        if chosen is not None:
+            high = int((value - aim.hbm_gb * cnt - aim.mem_gb) / step) + 1
+        width = 1
+        probe = 0
+        while low + 1 < high and not best.budget.expired():
+            found = attempt(cnt, aim.mem_gb + probe * step)
+            if found is None:
+                low = probe
+                probe = min(low + width, high - 1)
+                width *= 3
+            else:
+                high = probe
+                width = 1
+                mem = aim.mem_gb + probe * step
+                if aim.hbm_gb * cnt + mem < value - GRAIN_GB:
+                    value = aim.hbm_gb * cnt + mem
+                    chosen = (Aim(cnt, mem, aim.mode, aim.hbm_gb), *found)
+                probe = (low + high) // 2
+    return chosen
+
+
+def _whole(
+    best: Harvest,
+    space: ContentSpace,
+    worth: Floats,
+    aim: Aim,
+    fraction: tuple[Bools, Floats],
+    rng: np.random.Generator,
+    seed: int,
+) -> None:
+    """Few types: the floor with the rest dealt, then the integer program, at rising thresholds."""
+    instance, budget = best.instance, best.budget
+    allowed, servers_of = fraction
+    for _ in range(MAX_WIDENINGS + 1):
+        start = from_fraction(instance, space, servers_of, Mode.ABS, budget)
+        if start is not None:
+            _pursue(best, start, aim, rng)
+        if best.done or budget.expired():
+            return
+        chosen, _, _ = whole_servers(
+            space, allowed, servers_of, budget, worth=worth, limit_s=1.0, gap=1e-4, seed=seed
+        )
+        if chosen is not None:
+            start = deal_contents(instance, space.types, contents_by_server(space, chosen))
+            _pursue(best, start, aim, rng)
+        if best.covered_gb >= best.bound_gb * (1 - COVERAGE_TOLERANCE) or budget.expired():
+            return
+        # Whole servers need more room than fractional ones: one quantum at a time.
+        aim = Aim(aim.cnt, aim.mem_gb + instance.quantum_gb, aim.mode, aim.hbm_gb)
+        best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
+        allowed = (np.abs(space.cnt) <= aim.cnt) & (np.abs(space.mem_gb) <= aim.mem_gb + GRAIN_GB)
+        _, widened, _, _ = cover(space, allowed, budget, worth)
+        if widened is None:
+            return
+        servers_of = widened
+
+
+def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
+    """Place consumers with their producers as blocks, then let single groups change places.
+
+    The blocks cover nearly everything; exchanges within their balance make up for lockstep, then
+    tighter thresholds are tried by halves for as long as the coverage holds.
+    """
+    instance, budget = best.instance, best.budget
+    unit_of = form_units(instance)
+    blocks = solve_minmax(of_units(instance, unit_of), Mode.ABS, budget, seed, rounds=UNIT_ROUNDS)
+    assert blocks.placement is not None, "the min-max portfolio always places everything"
+    placement = blocks.placement[unit_of]
+    best.offer(placement, "units")
+    assert best.balance.placement is not None, "as above"
+    even_cnt, even_mem = worst(instance, best.balance.placement, Mode.ABS)
+    cnt, mem = worst(instance, placement, Mode.ABS)
+    layout = Layout(instance, placement)
+    servers = instance.servers.count
+    small = servers <= LARGE_CLUSTER and instance.servers.gpus.max() <= WINDOW
+    pair_rounds = min(300, PAIR_ROUNDS // servers) if small else 0
+    enough = best.bound_gb * (1 - POLISHED)
+    if servers <= TINY_CLUSTER and best.covered_gb < enough:
+        # Few blocks to choose from: look beyond their balance first, several times.
+        for _ in range(RESTARTS):
+            aim = Aim(cnt, mem + instance.hbm_gb / 4, Mode.ABS, instance.hbm_gb)
+            trial = Layout(instance, best.placement)
+            for order, rounds in ((1, 2 * SINGLE_ROUNDS), (2, pair_rounds)):
+                pursue(
+                    trial,
+                    judge_for(trial, aim),
+                    rng,
+                    budget,
+                    Effort(rounds, order, 80, RESTART_TOLERANCE_GB),
+                    target_gb=enough,
+                )
+            best.offer(trial.placement(), "coverage")
+            if best.covered_gb >= enough or budget.expired():
+                break
+        layout = Layout(instance, best.placement)
+        cnt, mem = worst(instance, best.placement, Mode.ABS)
+    for attempt in range(1 + (MAX_TIGHTENINGS if small else 0)):
+        aim = Aim(cnt, mem, Mode.ABS, instance.hbm_gb)
+        for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds)):
+            if best.covered_gb < enough or attempt:
+                pursue(
+                    layout,
+                    judge_for(layout, aim),
+                    rng,
+                    budget,
+                    Effort(rounds, order, 40, POLISH_TOLERANCE_GB),
+                    target_gb=enough,
+                )
+                best.offer(layout.placement(), "coverage")
+        if budget.expired() or mem <= even_mem + COARSE_QUANTUM_GB:
+            return
+        mem = (mem + even_mem) / 2
+        cnt = max(even_cnt, cnt - 1) if attempt else cnt
+
+
+def _pursue(best: Harvest, start: Ints, aim: Aim, rng: np.random.Generator) -> None:
+    """Exchanges from `start`: balance within types first, then coverage."""
+    instance, budget = best.instance, best.budget
+    best.offer(start, "start")
+    layout = Layout(instance, start)
+    large = instance.servers.count > LARGE_CLUSTER
+    balance(layout, aim, rng, budget, Effort(40, 1, 10))
+    best.offer(layout.placement(), "balance")
+    for order, rounds, tolerance in ((1, 40 if large else 80, 1.0), (2, 20 if large else 150, 2.0)):
+        if best.done or budget.expired():
+            return
+        pursue(
+            layout,
+            judge_for(layout, aim),
+            rng,
+            budget,
+            Effort(rounds, order, 40, tolerance),
+            target_gb=best.bound_gb,
+        )
+        best.offer(layout.placement(), "coverage")

@@ -1,0 +1,192 @@
+"""The placer over HTTP: the same solve, replan and check, for coordinators and dashboards.
+
+    POST /v1/plans          {problem, objective?, matching?, time_limit_s?, seed?}  -> Plan
+    POST /v1/replacements   {problem, current?, epsilon?, max_moves?, ...}          -> Plan
+    POST /v1/checks         {problem, plan}                                         -> verdict
+    GET  /healthz, /readyz
+
+Stateless; bounded in body size, time and concurrent solves (a full house answers 503 with
+`retry_after_s`). A client that goes away interrupts its solve. With a token every /v1 call needs
+`Authorization: Bearer`; without one only loopback addresses may be bound (`cli.serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from aqua_placer.budget import Budget
+from aqua_placer.checking import check_plan
+from aqua_placer.plans import plan_from
+from aqua_placer.reading import instance_from
+from aqua_placer.replacing import Relocation, relocate
+from aqua_placer.solving import Request as SolveRequest
+from aqua_placer.solving import place
+from aqua_protocol import AquaError, RequestInvalidError, UnauthenticatedError, UnavailableError
+from aqua_protocol.plan import MatchingMode, Objective, Plan
+from aqua_protocol.wire import Wire
+
+MAX_BODY_BYTES: Final = 64 << 20
+"""A million groups as columns take some 40 MB."""
+
+MAX_TIME_LIMIT_S: Final = 600.0
+MAX_CONCURRENT: Final = 2
+DISCONNECT_POLL_S: Final = 0.25
+
+
+class PlanRequest(Wire):
+    """Solve a problem; `problem` is either form of a problem file."""
+
+    problem: dict[str, Any]
+    objective: Objective = Objective.COVERAGE
+    matching: MatchingMode = MatchingMode.STABLE
+    time_limit_s: Annotated[float, Field(gt=0, le=MAX_TIME_LIMIT_S)] = 30.0
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+
+
+class ReplacementRequest(PlanRequest):
+    """Re-place: `current` is today's plan, or the problem says where groups are."""
+
+    current: dict[str, Any] | None = None
+    epsilon: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    max_moves: Annotated[int, Field(ge=0)] | None = None
+
+
+class CheckRequest(Wire):
+    """Verify a plan."""
+
+    problem: dict[str, Any]
+    plan: dict[str, Any]
+
+
+class CheckAnswer(Wire):
+    """What `aqua-place check` says."""
+
+    passed: bool
+    problems: list[str]
+    facts: dict[str, float]
+    blocking_pairs: int
+
+
+class Health(Wire):
+    """Liveness."""
+
+    status: str
+
+
+def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes close over the token
+    """The service; `token` is what callers must bear, None for open."""
+    app = FastAPI(title="Aqua placer", version="1")
+    seats = asyncio.Semaphore(MAX_CONCURRENT)
+
+    def authorised(authorization: Annotated[str, Header()] = "") -> None:
+        expected = f"Bearer {token}"
+        if token is not None and not hmac.compare_digest(authorization.encode(), expected.encode()):
+            raise UnauthenticatedError("this placer wants a bearer token")
+
+    guarded = [Depends(authorised)]
+
+    async def solving(request: Request, limit_s: float, work: Any) -> Any:  # noqa: ANN401 - as given
+        """Run `work(budget)` in a thread; interrupt it when the client goes away."""
+        if seats.locked():
+            raise UnavailableError(
+                f"{MAX_CONCURRENT} solves are running", remedy="Retry.", retry_after_s=1.0
+            )
+        async with seats:
+            budget = Budget(limit_s, interrupt=threading.Event())
+            job = asyncio.ensure_future(run_in_threadpool(work, budget))
+            try:
+                while not job.done():
+                    await asyncio.wait({job}, timeout=DISCONNECT_POLL_S)
+                    if not job.done() and await request.is_disconnected():
+                        budget.interrupt.set()
+            finally:
+                budget.interrupt.set()
+            return await job
+
+    @app.middleware("http")
+    async def bounded(request: Request, following: Any) -> Any:  # noqa: ANN401 - Starlette's
+        length = request.headers.get("content-length")
+        chunked = request.method == "POST" and length is None
+        if chunked or (length is not None and int(length) > MAX_BODY_BYTES):
+            return _failure(
+                RequestInvalidError(
+                    f"the body must state a length of up to {MAX_BODY_BYTES} bytes",
+                    remedy="Send Content-Length; split larger clusters.",
+                )
+            )
+        return await following(request)
+
+    @app.exception_handler(AquaError)
+    async def typed(_: Request, error: AquaError) -> JSONResponse:
+        return _failure(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place_ = ".".join(str(part) for part in first["loc"])
+        return _failure(RequestInvalidError(f"{place_}: {first['msg']}"))
+
+    @app.post("/v1/plans", dependencies=guarded)
+    async def plans(body: PlanRequest, request: Request) -> Plan:
+        """Solve."""
+
+        def work(budget: Budget) -> Plan:
+            return place(instance_from(body.problem), _request(body), budget)
+
+        answer: Plan = await solving(request, body.time_limit_s, work)
+        return answer
+
+    @app.post("/v1/replacements", dependencies=guarded)
+    async def replacements(body: ReplacementRequest, request: Request) -> Plan:
+        """Re-place with few migrations."""
+
+        def work(budget: Budget) -> Plan:
+            today = None if body.current is None else plan_from(body.current, "current")
+            relocation = Relocation(body.epsilon, body.max_moves)
+            return relocate(instance_from(body.problem), today, _request(body), relocation, budget)[
+                0
+            ]
+
+        answer: Plan = await solving(request, body.time_limit_s, work)
+        return answer
+
+    @app.post("/v1/checks", dependencies=guarded)
+    def checks(body: CheckRequest) -> CheckAnswer:
+        """Verify a plan independently of the solvers."""
+        verdicts = check_plan(instance_from(body.problem), plan_from(body.plan, "plan"))
+        return CheckAnswer(
+            passed=verdicts.passed,
+            problems=verdicts.problems,
+            facts=verdicts.facts,
+            blocking_pairs=verdicts.blocking_pairs,
+        )
+
+    @app.get("/healthz")
+    @app.get("/readyz")
+    def health() -> Health:
+        """Always well while it answers: there is nothing else it needs."""
+        return Health(status="ok")
+
+    return app
+
+
+def _request(body: PlanRequest) -> SolveRequest:
+    return SolveRequest(objective=body.objective, matching=body.matching, seed=body.seed)
+
+
+def _failure(error: AquaError) -> JSONResponse:
+    headers = (
+        {} if error.retry_after_s is None else {"Retry-After": f"{max(1, error.retry_after_s):.0f}"}
+    )
+    return JSONResponse(
+        error.to_body().model_dump(mode="json"), status_code=error.http_status, headers=headers
+    )
