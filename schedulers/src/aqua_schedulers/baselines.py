@@ -1,0 +1,133 @@
+"""The orders that blending is measured against, behind the same interface.
+
+`fcfs_order` is the file's; `dfs_order` shares every prefix; `random_order` is NanoFlow-Balance of
+the paper; `balanced_order` spreads compute- and memory-bound requests evenly without looking at
+prefixes. `OrderedAdmission` feeds any of them as engines do: in sequence, as memory allows, at
+one token budget.
+
+Source: BlendServe section 2.4, Table 1; section 5.1, "Baseline frameworks".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqua_schedulers.admission import BatchView, StepPlan
+from aqua_schedulers.blendserve.tree import PrefixTree
+from aqua_schedulers.compiled import compiled
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+LONGEST_ADMISSION: Final = 4096
+"""Requests that one step may admit; a bound for the buffer, far above any step's need."""
+
+
+def fcfs_order(request_count: int) -> Int32s:
+    """As they came."""
+    return np.arange(request_count, dtype=np.int32)
+
+
+def dfs_order(tree: PrefixTree) -> Int32s:
+    """Depth-first: the upper bound of prefix sharing."""
+    return tree.depth_first()
+
+
+def random_order(request_count: int, *, seed: int) -> Int32s:
+    """Shuffled."""
+    return np.random.default_rng(seed).permutation(request_count).astype(np.int32)
+
+
+def balanced_order(density: Floats) -> Int32s:
+    """Every stretch of the order holds the same mix of densities.
+
+    Requests sorted by density are dealt by the golden ratio: a low-discrepancy sequence, where a
+    shuffle clumps.
+
+    Args:
+        density: Compute density of each request, shape (num_requests,).
+    """
+    rank = np.argsort(-density, kind="stable")
+    place = np.modf(np.arange(len(rank)) * ((np.sqrt(5.0) - 1.0) / 2.0))[0]
+    return rank[np.argsort(place, kind="stable")].astype(np.int32)
+
+
+class OrderedAdmission:
+    """Admits in one given order while the predicted peak memory fits.
+
+    Args:
+        order: Every request once, shape (num_requests,).
+        reserved_tokens: KV tokens to keep for each request, prompt and expected output; 0 admits
+            whatever has physical room, as vLLM does, and leaves the rest to retraction.
+        fresh_tokens: Prompt tokens that each request computes anew, shape (num_requests,); the
+            step is full when these fill it.
+        token_budget: Tokens per step.
+    """
+
+    def __init__(
+        self, order: Int32s, reserved_tokens: Int64s, fresh_tokens: Int64s, *, token_budget: int
+    ) -> None:
+        self._order = order.astype(np.int32)
+        self._reserved = reserved_tokens.astype(np.int64)
+        self._fresh = fresh_tokens.astype(np.int64)
+        self._budget = token_budget
+        self._retry: list[int] = []
+        self._next = 0
+        self._held = 0
+        self._out = np.empty(LONGEST_ADMISSION, np.int32)
+        self._nothing = np.empty(0, np.int32)
+
+    def plan(self, view: BatchView) -> StepPlan:
+        """The next requests in order."""
+        if len(view.finished):
+            self._held -= int(self._reserved[view.finished].sum())
+        for returned in (view.refused, view.retracted):
+            if len(returned):
+                self._held -= int(self._reserved[returned].sum())
+                self._retry[:0] = returned.tolist()
+        running = view.decoding_count + view.prefilling_count
+        room = view.capacity_tokens - self._held
+        if self._retry:
+            # One at a time: they were handed back because memory is short.
+            request = self._retry[0]
+            if running and (self._reserved[request] > room or len(view.refused)):
+                return StepPlan(self._nothing, self._budget)
+            del self._retry[0]
+            self._held += int(self._reserved[request])
+            return StepPlan(np.array([request], np.int32), self._budget)
+        wanted = self._budget - view.decoding_count - view.pending_prefill_tokens
+        count = _in_order(
+            self._order, self._reserved, self._fresh, self._next, room, wanted, self._out
+        )
+        if count == 0 and running == 0 and self._next < len(self._order):
+            self._out[0], count = self._order[self._next], 1
+        admitted = self._out[:count].copy()
+        self._next += count
+        self._held += int(self._reserved[admitted].sum()) if count else 0
+        return StepPlan(admitted, self._budget)
+
+
+@compiled
+def _in_order(
+    order: Int32s,
+    reserved: Int64s,
+    fresh: Int64s,
+    place: int,
+    room: int,
+    wanted: int,
+    out: Int32s,
+) -> int:
+    count = 0
+    while place + count < len(order) and count < len(out) and wanted > 0:
+        request = order[place + count]
+        if reserved[request] > room:
+            break
+        room -= reserved[request]
+        wanted -= fresh[request] + 1
+        out[count] = request
+        count += 1
+    return count

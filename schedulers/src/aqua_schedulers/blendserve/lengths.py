@@ -1,0 +1,137 @@
+"""How long requests will generate: known, sampled, or taken from the requests most like them.
+
+Output length decides whether a request is compute- or memory-bound, and nobody knows it before.
+Requests with a common prefix tend to have a common purpose, so the lengths of a small sample are
+spread over the prefix tree: a request takes the mean of the nearest subtree around it that holds
+a sample. For a subtree without a sample of its own that is its siblings' mean, as in the paper.
+Media generation states its length in the request; such lengths are used as they are.
+
+Beyond the paper we keep the second moment too: memory time grows with the square of the length,
+and the square of a mean is far below the mean of squares where lengths scatter (a lognormal with
+sigma 1 has a ratio of 2.7). The paper's mode ignores it.
+
+Source: BlendServe section 3.2, "Output length sampling for compute density".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.blendserve.tree import ROOT, PrefixTree
+from aqua_schedulers.compiled import compiled
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+UNKNOWN: Final = -1
+"""In an array of lengths: nobody knows this one."""
+
+DEFAULT_OUTPUT_TOKENS: Final = 256.0
+"""Where there is neither a sample nor a limit: the mean that the paper gives chat requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class LengthEstimate:
+    """Output lengths as far as anybody knows them before the run.
+
+    Attributes:
+        mean: Expected output tokens, at least 1, shape (num_requests,).
+        square: Expected square of the output tokens, at least mean^2, shape (num_requests,).
+        exact: Whether `mean` is the length itself, shape (num_requests,).
+        group: Tree node whose sample a request relies on, shape (num_requests,); what the run
+            observes about one of a group holds for the others.
+    """
+
+    mean: Floats
+    square: Floats
+    exact: NDArray[np.bool_]
+    group: Int32s
+
+    def take(self, requests: Int64s) -> LengthEstimate:
+        """The estimates of some requests, as a pool of their own."""
+        return LengthEstimate(
+            self.mean[requests], self.square[requests], self.exact[requests], self.group[requests]
+        )
+
+
+def choose_sample(
+    tree: PrefixTree, known_tokens: Int32s, *, probability: float, seed: int
+) -> Int32s:
+    """Requests whose length is worth finding out before the run, in ascending order.
+
+    Requests of known length are never chosen. At least one is chosen where any is unknown.
+
+    Raises:
+        ConfigError: `probability` is not in (0, 1].
+    """
+    if not 0.0 < probability <= 1.0:
+        raise ConfigError(f"sampling probability {probability} is not in (0, 1]")
+    unknown = np.flatnonzero(known_tokens == UNKNOWN)
+    if len(unknown) == 0:
+        return np.empty(0, np.int32)
+    count = max(1, round(probability * len(unknown)))
+    # Every k-th in depth-first order from a random start: each subtree is sampled in proportion
+    # to its size, where independent draws would leave small ones out by bad luck.
+    order = tree.depth_first()
+    order = order[known_tokens[order] == UNKNOWN]
+    start = np.random.default_rng(seed).random()
+    picks = ((np.arange(count) + start) * len(order) / count).astype(np.int64)
+    return np.sort(order[picks]).astype(np.int32)
+
+
+def estimate_lengths(
+    tree: PrefixTree,
+    known_tokens: Int32s,
+    sampled_tokens: Int32s,
+    *,
+    limit_tokens: Int32s | None = None,
+) -> LengthEstimate:
+    """Estimate every request's output length.
+
+    Args:
+        known_tokens: Lengths stated by the requests, UNKNOWN elsewhere, shape (num_requests,).
+        sampled_tokens: Lengths found out by sampling, UNKNOWN elsewhere, shape (num_requests,).
+        limit_tokens: Most that each request may generate (`max_tokens`), shape (num_requests,).
+    """
+    count = tree.request_count
+    given = np.where(known_tokens != UNKNOWN, known_tokens, sampled_tokens)
+    exact = given != UNKNOWN
+    sampled = (sampled_tokens != UNKNOWN) & (known_tokens == UNKNOWN)
+    nodes = np.zeros(len(tree.parent))
+    leaves = nodes[tree.inner_count :]
+    leaves[sampled] = 1.0
+    number = tree.subtree_sums(nodes)
+    leaves[sampled] = sampled_tokens[sampled]
+    total = tree.subtree_sums(nodes)
+    leaves[sampled] = sampled_tokens[sampled].astype(np.float64) ** 2
+    squares = tree.subtree_sums(nodes)
+    group = _nearest_sampled(tree.parent, number, tree.inner_count)
+    if number[ROOT] > 0:
+        mean, square = total[group] / number[group], squares[group] / number[group]
+    else:
+        mean = np.full(count, DEFAULT_OUTPUT_TOKENS)
+        square = mean**2
+    if limit_tokens is not None:
+        scale = np.minimum(1.0, limit_tokens / mean)
+        mean, square = mean * scale, square * scale**2
+    mean = np.maximum(1.0, np.where(exact, given, mean))
+    square = np.where(exact, mean**2, np.maximum(square, mean**2))
+    return LengthEstimate(mean, square, exact, group)
+
+
+@compiled
+def _nearest_sampled(parent: Int32s, number: Floats, inner_count: int) -> Int32s:
+    """The lowest ancestor of each request that holds a sample; the root where none does."""
+    holder = np.zeros(inner_count, np.int32)
+    for node in range(1, inner_count):
+        holder[node] = node if number[node] > 0 else holder[parent[node]]
+    group = np.empty(len(parent) - inner_count, np.int32)
+    for request in range(len(group)):
+        group[request] = holder[parent[inner_count + request]]
+    return group

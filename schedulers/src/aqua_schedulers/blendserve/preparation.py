@@ -1,0 +1,136 @@
+"""Everything that is decided before the run: tree, lengths, densities, order.
+
+One call prepares a pool for either policy; the data-parallel split and the batch tool's report
+read the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqua_schedulers.blendserve.cost import ResourceCost
+from aqua_schedulers.blendserve.foresight import ForesightBlend
+from aqua_schedulers.blendserve.lengths import LengthEstimate
+from aqua_schedulers.blendserve.order import (
+    SPLIT_SHARE,
+    BlendOrder,
+    TreeResources,
+    blend_order,
+    charged,
+    weigh,
+)
+from aqua_schedulers.blendserve.paper import PaperBlend
+from aqua_schedulers.blendserve.pool import RequestPool
+from aqua_schedulers.blendserve.tree import PrefixTree
+
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MAX_STEP_TOKENS = 2048
+"""Tokens per step where nobody says otherwise: vLLM's offline default is of this size."""
+
+
+class Mode(StrEnum):
+    """Which policy runs a prepared pool."""
+
+    FORESIGHT = "foresight"
+    """The default: beyond the paper."""
+    PAPER = "paper"
+    """As published."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPool:
+    """A pool in blended order, with what was used to find it.
+
+    Attributes:
+        lengths: Estimated output lengths.
+        resources: Compute and memory time over the tree.
+        order: Requests from compute-bound to memory-bound.
+        fresh_tokens: Prompt tokens that no earlier request of the order computes, by request.
+        compute_s: Compute of each request, shared prefixes charged to the first in order.
+    """
+
+    pool: RequestPool
+    cost: ResourceCost
+    lengths: LengthEstimate
+    resources: TreeResources
+    order: BlendOrder
+    fresh_tokens: Int64s
+    compute_s: Floats
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The prefix tree of the pool."""
+        return self.pool.tree
+
+    @property
+    def reserved_tokens(self) -> Int64s:
+        """KV tokens of each request at its expected peak."""
+        return self.tree.prompt_tokens + np.ceil(self.lengths.mean).astype(np.int64)
+
+    @property
+    def optimal_s(self) -> float:
+        """T_o with perfect overlap: max((1 - s_o) T_comp, T_mem), section 2.4."""
+        return max(self.resources.compute_s, self.resources.memory_s)
+
+    def policy(
+        self,
+        *,
+        capacity_tokens: int,
+        mode: Mode = Mode.FORESIGHT,
+        max_step_tokens: int = MAX_STEP_TOKENS,
+    ) -> PaperBlend | ForesightBlend:
+        """A policy that runs this pool once.
+
+        Args:
+            capacity_tokens: KV tokens that fit in the engine's memory.
+        """
+        if mode is Mode.PAPER:
+            return PaperBlend(
+                self.order,
+                self.reserved_tokens,
+                self.fresh_tokens,
+                self.cost,
+                max_step_tokens=max_step_tokens,
+            )
+        return ForesightBlend(
+            self.order,
+            self.lengths,
+            tree=self.tree,
+            fresh_tokens=self.fresh_tokens,
+            compute_s=self.compute_s,
+            memory_s=self.resources.leaf_memory_s,
+            cost=self.cost,
+            capacity_tokens=capacity_tokens,
+            max_step_tokens=max_step_tokens,
+        )
+
+
+def prepare(
+    pool: RequestPool,
+    cost: ResourceCost,
+    *,
+    lengths: LengthEstimate | None = None,
+    split_share: float = SPLIT_SHARE,
+) -> PreparedPool:
+    """Estimate lengths, weigh the tree and order the pool.
+
+    Args:
+        lengths: Estimates from a larger pool that this one is part of; None to estimate here.
+    """
+    if lengths is None:
+        lengths = pool.estimate()
+    resources = weigh(pool.tree, lengths, cost)
+    order = blend_order(pool.tree, resources, split_share=split_share)
+    count = pool.request_count
+    fresh, compute = np.empty(count, np.int64), np.empty(count)
+    fresh[order.requests] = charged(
+        pool.tree, pool.tree.edge_tokens.astype(np.float64), order.requests
+    )
+    compute[order.requests] = charged(pool.tree, resources.fresh_compute_s, order.requests)
+    return PreparedPool(pool, cost, lengths, resources, order, fresh, compute)
