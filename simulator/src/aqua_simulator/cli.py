@@ -1,0 +1,490 @@
+"""`aqua-sim`: fit iteration times, check them, run engines on them, reproduce the papers.
+
+Every command prints a table for people and, with `--json`, one JSON document for programs; plots
+are PNG files. Heavy imports happen inside the commands, so that `--help` is quick. Expected
+failures end with one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aqua_protocol.errors import AquaError, ConfigError
+from aqua_simulator.showing import show_json, show_reproduction, show_summary, show_table, status
+
+if TYPE_CHECKING:
+    from aqua_simulator.papers.report import Reproduction
+
+app = typer.Typer(
+    name="aqua-sim",
+    help="Simulate engines and clusters under Aqua's own policies.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")]
+
+
+class Process(StrEnum):
+    """Arrival processes of `run`."""
+
+    TRACE = "trace"
+    POISSON = "poisson"
+    GAMMA = "gamma"
+    ON_OFF = "on-off"
+    BURST = "burst"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except AquaError as error:
+        typer.echo(f"aqua-sim: {error}", err=True)
+        sys.exit(2)
+
+
+@app.command()
+def fit(
+    profiles: Annotated[Path, typer.Argument(help="Folder with profile tables.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Fit file; .gz compresses.")],
+    hold_out: Annotated[
+        int, typer.Option(help="Leave every k-th row aside for `evaluate`; 0 uses all.", min=0)
+    ] = 0,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Fit iteration times on a folder of profile tables."""
+    from aqua_simulator.timing.fit import fit_samples
+    from aqua_simulator.timing.profiles import read_folder
+
+    if hold_out == 1:
+        raise ConfigError("--hold-out 1 leaves no row to fit on", remedy="Use 2 or more.")
+    samples = read_folder(profiles)
+    result = fit_samples(samples, hold_out=hold_out)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result.save(output)
+    if plot is not None:
+        from aqua_simulator.plots import draw_fit
+
+        draw_fit(result, plot)
+    files: dict[str, list[int]] = {}
+    for function in result.functions.values():
+        entry = files.setdefault(function.file, [0, 0])
+        entry[0] += 1
+        entry[1] += function.row_count
+    if as_json:
+        show_json(
+            {
+                "fit": str(output),
+                "hold_out": hold_out,
+                "functions": {
+                    key: {"kind": one.kind, "file": one.file, "row_count": one.row_count}
+                    for key, one in result.functions.items()
+                },
+            }
+        )
+        return
+    show_table(
+        f"Fitted {len(result.functions)} functions into {output}",
+        ("file", "functions", "rows"),
+        [(name, str(count), str(rows)) for name, (count, rows) in sorted(files.items())],
+    )
+
+
+@app.command()
+def evaluate(
+    fit_path: Annotated[Path, typer.Option("--fit", help="Fit file of `aqua-sim fit`.")],
+    profiles: Annotated[Path, typer.Option("--profiles", help="Folder with other rows.")],
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Report the error on rows that the fit has not seen (MAPE by operator and composite)."""
+    from aqua_simulator.timing.evaluation import evaluate as score
+    from aqua_simulator.timing.evaluation import overall
+    from aqua_simulator.timing.fit import Fit
+    from aqua_simulator.timing.profiles import read_folder
+
+    scores = score(Fit.load(fit_path), read_folder(profiles))
+    if not scores:
+        raise ConfigError(
+            "the fit has seen every row of the folder",
+            remedy="Give other rows, or fit with --hold-out.",
+        )
+    levels = {
+        level: overall(scores, level)
+        for level in ("operator", "linear", "composite")
+        if any(one.level == level for one in scores)
+    }
+    if plot is not None:
+        from aqua_simulator.plots import draw_scores
+
+        draw_scores(scores, plot)
+    if as_json:
+        show_json(
+            {
+                "overall_mape_percent": levels,
+                "scores": [
+                    {
+                        "level": one.level,
+                        "name": one.name,
+                        "mape_percent": one.mape,
+                        "row_count": one.row_count,
+                    }
+                    for one in scores
+                ],
+            }
+        )
+        return
+    show_table(
+        "Mean absolute percentage error on unseen rows",
+        ("level", "name", "MAPE, %", "rows"),
+        [(one.level, one.name, f"{one.mape:.2f}", str(one.row_count)) for one in scores],
+    )
+    for level, value in levels.items():
+        typer.echo(f"{level}: {value:.2f} % over all rows")
+
+
+@app.command()
+def run(  # noqa: PLR0917 - Typer hands options over by name
+    lengths: Annotated[Path, typer.Option("--trace", help="Trace or length file (CSV).")],
+    fit_path: Annotated[
+        Path | None,
+        typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model name or Hugging Face config.")] = "Llama-3-8B",
+    gpu: Annotated[str, typer.Option(help="GPU name.")] = "A100-80GB",
+    width: Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)] = 1,
+    engines: Annotated[int, typer.Option(help="Engines behind one router.", min=1)] = 1,
+    process: Annotated[
+        Process, typer.Option(help="Arrivals: the trace's own, or generated.")
+    ] = Process.TRACE,
+    rate_per_s: Annotated[float, typer.Option("--rate", help="Requests per second.")] = 1.0,
+    count: Annotated[int, typer.Option("--requests", help="Generated requests.", min=1)] = 1000,
+    variation: Annotated[float, typer.Option(help="Gap variation of `gamma`.")] = 2.0,
+    on_s: Annotated[float, typer.Option(help="ON phase of `on-off`, seconds.")] = 60.0,
+    off_s: Annotated[float, typer.Option(help="OFF phase of `on-off`, seconds.")] = 60.0,
+    burst_factor: Annotated[float, typer.Option(help="Rate factor of `burst`.")] = 2.0,
+    burst_start_s: Annotated[float, typer.Option(help="Start of the burst, seconds.")] = 60.0,
+    burst_length_s: Annotated[float, typer.Option(help="Length of the burst, seconds.")] = 60.0,
+    memory_share: Annotated[
+        float, typer.Option(help="Share of HBM for weights and KV cache.", min=0.1, max=1.0)
+    ] = 0.9,
+    overhead_s: Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)] = 0.0,
+    page_to: Annotated[
+        str, typer.Option(help="Where preempted requests go: none, dram or peer.")
+    ] = "none",
+    page_gb: Annotated[float, typer.Option(help="Size of the page store, GB.", min=0.0)] = 64.0,
+    seed: Annotated[int, typer.Option(help="Of generated arrivals.")] = 0,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Serve a trace on simulated engines with vLLM's rules."""
+    from aqua_simulator.serving.cluster import Cluster
+    from aqua_simulator.serving.request import summary
+    from aqua_simulator.serving.setup import EngineSpec
+    from aqua_simulator.timing.fit import Fit
+    from aqua_simulator.workloads.traces import read_trace
+
+    spec = EngineSpec(
+        model=model,
+        gpu=gpu,
+        width=width,
+        memory_share=memory_share,
+        overhead_s=overhead_s,
+        page_to=page_to,
+        page_bytes=int(page_gb * 1e9),
+    )
+    times = _times(
+        process,
+        count,
+        rate_per_s,
+        seed,
+        variation=variation,
+        on_off_s=(on_s, off_s),
+        burst=(burst_factor, burst_start_s, burst_length_s),
+    )
+    arrivals = read_trace(lengths, times_s=times)
+    table = Fit.load(fit_path) if fit_path else None
+    if table is None:
+        typer.echo("No fit given: times are a roofline of the data sheet, a rough guess.", err=True)
+    cluster = Cluster([spec.engine(table, name=f"engine-{index}") for index in range(engines)])
+    with status(f"Serving {len(arrivals):,} requests", quiet=as_json):
+        served = cluster.run(arrivals)
+    if plot is not None:
+        from aqua_simulator.plots import draw_served
+
+        draw_served(served, plot)
+    result = summary(served)
+    result["engines"] = [
+        {
+            "name": engine.name,
+            "steps": engine.step_count,
+            "busy_s": engine.busy_s,
+            "preemptions": engine.preemption_count,
+            "prefix_hit_share": engine.memory.hit_tokens / max(1, engine.memory.asked_tokens),
+        }
+        for engine in cluster.engines
+    ]
+    show_summary(result, spec.describe(), as_json=as_json)
+
+
+def _times(
+    process: Process,
+    count: int,
+    rate_per_s: float,
+    seed: int,
+    *,
+    variation: float,
+    on_off_s: tuple[float, float],
+    burst: tuple[float, float, float],
+) -> Any:  # noqa: ANN401 - numpy is imported where it is needed
+    """Arrival times of a generated process; None for the trace's own."""
+    from aqua_simulator.workloads import arrivals
+
+    makers: dict[Process, Callable[[], Any]] = {
+        Process.TRACE: lambda: None,
+        Process.POISSON: lambda: arrivals.poisson(count, rate_per_s=rate_per_s, seed=seed),
+        Process.GAMMA: lambda: arrivals.gamma(
+            count, rate_per_s=rate_per_s, variation=variation, seed=seed
+        ),
+        Process.ON_OFF: lambda: arrivals.on_off(
+            count, rate_per_s=rate_per_s, on_s=on_off_s[0], off_s=on_off_s[1], seed=seed
+        ),
+        Process.BURST: lambda: arrivals.burst(
+            count,
+            rate_per_s=rate_per_s,
+            factor=burst[0],
+            start_s=burst[1],
+            length_s=burst[2],
+            seed=seed,
+        ),
+    }
+    return makers[process]()
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="Folder with vllm_real_* and kernel tables.")],
+    fit_path: Annotated[
+        Path | None, typer.Option("--fit", help="Fit file; default: the folder's own tables.")
+    ] = None,
+    calibrate_on: Annotated[
+        float,
+        typer.Option(
+            "--calibrate",
+            help="Share of the run, from its start, to choose the host overhead on; 0 for none.",
+            min=0.0,
+            max=0.5,
+        ),
+    ] = 0.2,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Compare against recorded runs of a real engine."""
+    from aqua_simulator.serving.replay import (
+        calibrate,
+        compare,
+        iteration_time,
+        read_recordings,
+        simulate,
+    )
+    from aqua_simulator.timing.fit import Fit
+
+    table = Fit.load(fit_path) if fit_path else None
+    document = []
+    for recording in read_recordings(folder):
+        time_of = iteration_time(folder, recording, table)
+        if calibrate_on > 0.0:
+            time_of = calibrate(recording, time_of, first=calibrate_on)
+        served, engine = simulate(recording, time_of)
+        rows = compare(recording, served)
+        document.append(
+            {
+                "gpu": recording.gpu,
+                "model": recording.model_key,
+                "request_count": len(recording.served),
+                "calibrated_on_first": calibrate_on,
+                "host_overhead_s": time_of.overhead_s,
+                "steps": engine.step_count,
+                "preemptions": engine.preemption_count,
+                "rows": rows,
+            }
+        )
+        if plot is not None:
+            from aqua_simulator.plots import draw_replay
+
+            draw_replay(recording.served, served, plot)
+        if not as_json:
+            show_table(
+                f"{recording.gpu}, {recording.model_key}: {len(recording.served)} requests, host "
+                f"overhead {time_of.overhead_s * 1e3:.2f} ms from the first {calibrate_on:.0%}",
+                ("", "recorded", "simulated", "difference, %"),
+                [
+                    (
+                        row["name"],
+                        f"{row['recorded']:.4g}",
+                        f"{row['simulated']:.4g}",
+                        f"{row['difference_percent']:+.2f}",
+                    )
+                    for row in rows
+                ],
+            )
+    if as_json:
+        show_json({"recordings": document})
+
+
+@app.command()
+def paper(
+    name: Annotated[
+        str, typer.Argument(help="table3, figure3, figure5 .. figure12, beyond, or all.")
+    ],
+    request_count: Annotated[
+        int, typer.Option("--requests", help="Requests per trace.", min=1000)
+    ] = 400_000,
+    seed: Annotated[int, typer.Option(help="Of workloads and samples.")] = 1,
+    interference: Annotated[
+        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
+    ] = 0.4,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the sections as Markdown here.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option("--plots", help="Folder for PNG files.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps finished figures; what it holds is not run again."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reproduce a table or figure of BlendServe and print ours beside the published numbers."""
+    from aqua_simulator.papers.blendserve import Laboratory
+    from aqua_simulator.papers.figures import FIGURES
+    from aqua_simulator.papers.report import Reproduction
+
+    names = list(FIGURES) if name == "all" else [name]
+    if name not in FIGURES and name != "all":
+        raise ConfigError(f"no figure named {name!r}", remedy=f"Known: {', '.join(FIGURES)}, all.")
+    made: list[Reproduction] = []
+    with status("Simulating", quiet=as_json) as tell:
+        laboratory = Laboratory(
+            request_count=request_count, seed=seed, interference=interference, progress=tell
+        )
+        for key in names:
+            kept = None
+            if resume is not None:
+                kept = resume / f"{key}-{request_count}-{seed}-{interference:g}.json"
+            if kept is not None and kept.is_file():
+                made.append(Reproduction.from_json(json.loads(kept.read_text())))
+                continue
+            figure = FIGURES[key](laboratory)
+            made.append(figure)
+            if plots is not None:
+                figure.save_plot(_image(plots, key))
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(figure.to_json(), indent=1))
+    if output is not None:
+        _write_page(output, made, plots)
+    if as_json:
+        figures = [figure.to_json() for figure in made]
+        show_json({"request_count": request_count, "seed": seed, "figures": figures})
+        return
+    for figure in made:
+        show_reproduction(figure)
+
+
+@app.command()
+def blend(  # noqa: PLR0917 - Typer hands options over by name
+    policy: Annotated[
+        str, typer.Option(help="dfs, fcfs, random, balanced, blendserve or foresight.")
+    ] = "foresight",
+    source: Annotated[str, typer.Option(help="Compute-bound source of the blend.")] = "BurstGPT",
+    density: Annotated[float, typer.Option(help="Compute density of the blend.", min=0.01)] = 0.9,
+    sharing: Annotated[float, typer.Option(help="Prefix sharing.", min=0.0, max=1.0)] = 0.35,
+    request_count: Annotated[
+        int, typer.Option("--requests", help="Requests of the blend.", min=100)
+    ] = 400_000,
+    sample: Annotated[
+        float, typer.Option(help="Share of output lengths known from a sample.", min=1e-4, max=1.0)
+    ] = 0.01,
+    media_known: Annotated[
+        bool, typer.Option("--media-known/--media-unknown", help="Media state their length.")
+    ] = True,
+    interference: Annotated[
+        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
+    ] = 0.4,
+    seed: Annotated[int, typer.Option(help="Of workload and sample.")] = 1,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Run an offline blend of BlendServe's sources under one policy."""
+    import time
+
+    from aqua_simulator.offline.planned import PlanSettings, PolicyName
+    from aqua_simulator.papers.blendserve import Laboratory, Trace, source_named
+
+    known = [name.value for name in PolicyName]
+    if policy not in known:
+        raise ConfigError(f"no policy named {policy!r}", remedy=f"Known: {', '.join(known)}.")
+    laboratory = Laboratory(request_count=request_count, seed=seed, interference=interference)
+    trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, source_named(source))
+    settings = PlanSettings(
+        laboratory.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
+    )
+    started = time.perf_counter()
+    with status(f"Running {request_count:,} requests", quiet=as_json):
+        made = laboratory.run(trace, PolicyName(policy), settings=settings)
+    if plot is not None:
+        from aqua_simulator.plots import draw_usage
+
+        draw_usage(made.result.usage, plot)
+    result = {
+        "policy": policy,
+        "request_count": request_count,
+        "makespan_s": made.result.makespan_s,
+        "tokens_per_s": made.result.tokens_per_s,
+        "optimal_s": made.bound.optimal_s,
+        "share_of_optimum": made.optimal_share,
+        "density": made.bound.density,
+        "sharing": made.result.sharing,
+        "sharing_of_optimum": made.sharing_share if made.optimal_sharing else 1.0,
+        "steps": made.result.step_count,
+        "retractions": made.result.retraction_count,
+        "recomputed_tokens": made.result.recomputed_tokens,
+        "peak_kv_tokens": made.result.peak_kv_tokens,
+        "capacity_tokens": laboratory.capacity_tokens,
+    }
+    if as_json:
+        show_json(result)
+        return
+    rows = [
+        (key, f"{value:.4g}" if isinstance(value, float) else str(value))
+        for key, value in result.items()
+    ]
+    show_table(f"{trace.name} under {policy}", ("", "value"), rows)
+    typer.echo(f"Simulated in {time.perf_counter() - started:.1f} s.")
+
+
+def _image(plots: Path, key: str) -> Path:
+    return plots / f"blendserve-{key}.png"
+
+
+def _write_page(output: Path, made: list[Reproduction], plots: Path | None) -> None:
+    from aqua_simulator.papers.page import page
+
+    images = {
+        each.key: os.path.relpath(_image(plots, each.key), output.parent)
+        for each in made
+        if plots is not None and _image(plots, each.key).is_file()
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(made, images))

@@ -1,0 +1,248 @@
+"""Runs an offline workload under an admission policy on a virtual clock.
+
+Owns the loop between policy and kernel and the result's arithmetic. Promises: every request ends
+exactly once, memory never exceeds the capacity, the same inputs give the same result bit by bit.
+Does not measure the policy unless given a clock: virtual and real time never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqua_protocol.errors import CapacityError, ConfigError
+from aqua_schedulers.admission import AdmissionPolicy, BatchView
+from aqua_simulator.offline import kernel
+from aqua_simulator.offline import state as slots
+from aqua_simulator.offline.cost import StepCost
+from aqua_simulator.offline.workload import OfflineWorkload
+
+
+@dataclass(frozen=True, eq=False)
+class OfflineResult:
+    """What a run took and did.
+
+    Attributes:
+        makespan_s: Virtual time until the last request ended.
+        compute_s: Sum over steps of compute-bound operators.
+        memory_s: Sum over steps of memory-bound operators.
+        step_count: Steps taken.
+        total_tokens: Prompt and output tokens of the workload.
+        shared_tokens: Prompt tokens found in memory at first admission.
+        computed_tokens: All tokens that passed the linear layers.
+        retraction_count: Requests thrown out of memory.
+        peak_kv_tokens: Highest physical occupation, cached prefixes included.
+        finish_s: When each request ended, shape (num_requests,).
+        usage: Sums over `usage_stride` steps, shape (bins, slots.USAGE_COLUMNS).
+        policy_s: Real seconds of each call of the policy; empty unless it was measured.
+    """
+
+    makespan_s: float
+    compute_s: float
+    memory_s: float
+    step_count: int
+    total_tokens: int
+    shared_tokens: int
+    computed_tokens: int
+    retraction_count: int
+    peak_kv_tokens: int
+    finish_s: NDArray[np.float64]
+    usage: NDArray[np.float64]
+    usage_stride: int
+    policy_s: NDArray[np.float64]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The paper's throughput: prompt and output tokens over the makespan."""
+        return self.total_tokens / self.makespan_s
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again because their request was retracted."""
+        return self.computed_tokens - (self.total_tokens - self.shared_tokens)
+
+    @property
+    def sharing(self) -> float:
+        """Share of all tokens that prefix sharing saved; retracted requests do not count."""
+        return self.shared_tokens / self.total_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no order can beat: perfect sharing, perfect overlap.
+
+    Attributes:
+        compute_s: (1 - s_o) T_comp.
+        memory_s: T_mem.
+        optimal_s: `overlapped(compute_s, memory_s)`: T_o with the engine's own interference.
+    """
+
+    compute_s: float
+    memory_s: float
+    optimal_s: float
+
+    @property
+    def density(self) -> float:
+        """Compute density of the whole workload, rho(root)."""
+        return self.compute_s / self.memory_s
+
+
+def optimal(workload: OfflineWorkload, cost: StepCost) -> Bound:
+    """T_o of the workload under a cost without floors.
+
+    Source: BlendServe sections 2.4 and 5.2: the paper too puts the measured interference into T_o.
+    """
+    prompt, output = workload.prompt_tokens, workload.output_tokens
+    tokens = workload.distinct_prompt_tokens + int(output.sum())
+    # Attention of a prompt tail after a shared head of h tokens: p^2 - h^2, node by node.
+    end = workload.node_depth_tokens
+    start = end - workload.node_tokens
+    used = _nodes_used(workload)
+    squares = float(((end.astype(float) ** 2 - start.astype(float) ** 2) * used).sum())
+    compute_s = cost.linear_s_per_token * tokens + cost.prefill_s_per_square_token * squares
+    reads = float((prompt * output + output * (output + 1) / 2).sum())
+    memory_s = cost.decode_s_per_kv_token * reads + cost.decode_s_per_sequence * float(output.sum())
+    return Bound(compute_s, memory_s, cost.overlapped(compute_s, memory_s))
+
+
+def _nodes_used(workload: OfflineWorkload) -> NDArray[np.bool_]:
+    used = np.zeros(len(workload.node_parent), dtype=bool)
+    used[workload.leaf] = True
+    for node in range(len(used) - 1, -1, -1):
+        if used[node] and workload.node_parent[node] >= 0:
+            used[workload.node_parent[node]] = True
+    return used
+
+
+def run(
+    workload: OfflineWorkload,
+    policy: AdmissionPolicy,
+    cost: StepCost,
+    *,
+    capacity_tokens: int,
+    usage_stride: int = 100,
+    clock: Callable[[], float] | None = None,
+) -> OfflineResult:
+    """Run every request of `workload` to its end.
+
+    Args:
+        capacity_tokens: KV tokens that fit in memory.
+        usage_stride: Steps per row of `OfflineResult.usage`.
+        clock: Real clock in seconds to measure the policy with.
+
+    Raises:
+        CapacityError: A request does not fit in memory even alone.
+        ConfigError: The policy stalled: nothing runs and it admits nothing.
+    """
+    largest = int((workload.prompt_tokens + workload.output_tokens).max())
+    if largest > capacity_tokens:
+        raise CapacityError(
+            f"a request needs {largest} KV tokens, memory holds {capacity_tokens}",
+            remedy="Use a larger GPU, more tensor parallelism, or drop the request.",
+        )
+    state = _fresh(workload, capacity_tokens)
+    handle, vector = slots.handle(state), cost.vector()
+    nothing = np.empty(0, dtype=np.int32)
+    view = BatchView(0, 0.0, 0, 0, 0, 0, 0, capacity_tokens, nothing, nothing, nothing)
+    policy_s: list[float] = []
+    left = workload.request_count
+    while left:
+        started = clock() if clock else 0.0
+        plan = policy.plan(view)
+        if clock:
+            policy_s.append(clock() - started)
+        admit = np.asarray(plan.admit, dtype=np.int32)
+        after = kernel.advance(
+            handle, admit, plan.token_budget, plan.until_event, vector, usage_stride
+        )
+        left = workload.request_count - after.done_count
+        if after.is_stuck:
+            raise ConfigError(
+                f"the policy stalled with {after.done_count} of {workload.request_count} done",
+                remedy="An idle engine must be given a request that fits.",
+            )
+        view.step_index = after.step_index
+        view.now_s = after.now_s
+        view.decoding_count = after.decoding_count
+        view.prefilling_count = after.prefilling_count
+        view.pending_prefill_tokens = after.pending_prefill_tokens
+        view.logical_kv_tokens = after.logical_kv_tokens
+        view.physical_kv_tokens = after.physical_kv_tokens
+        # Slices only where there is something: most steps end nothing.
+        view.finished = view.finished_tokens = view.retracted = view.refused = nothing
+        if after.finished_count:
+            view.finished = state.finished[: after.finished_count]
+            view.finished_tokens = state.output[view.finished].astype(np.int32)
+        if after.retracted_count:
+            view.retracted = state.retracted[: after.retracted_count]
+        if after.admitted_count < len(admit):
+            view.refused = admit[after.admitted_count :]
+    count = state.number
+    return OfflineResult(
+        makespan_s=float(state.time[slots.NOW]),
+        compute_s=float(state.time[slots.COMPUTE]),
+        memory_s=float(state.time[slots.MEMORY]),
+        step_count=int(count[slots.STEP]),
+        total_tokens=workload.total_tokens,
+        shared_tokens=int(count[slots.SHARED]),
+        computed_tokens=int(count[slots.COMPUTED]),
+        retraction_count=int(count[slots.RETRACTIONS]),
+        peak_kv_tokens=int(count[slots.PEAK_RESIDENT]),
+        finish_s=state.finish_s,
+        usage=state.usage[state.usage[:, slots.USAGE_STEPS] > 0],
+        usage_stride=usage_stride,
+        policy_s=np.asarray(policy_s),
+    )
+
+
+USAGE_BINS: Final = 8192
+"""Rows of the usage series; a longer run ends in one long last row."""
+
+
+def _fresh(workload: OfflineWorkload, capacity_tokens: int) -> slots.EngineState:
+    requests, nodes = workload.request_count, len(workload.node_parent)
+
+    count = np.zeros(slots.COUNT_SLOTS, dtype=np.int64)
+    count[slots.CAPACITY] = capacity_tokens
+    for slot in (
+        slots.LATEST,
+        slots.CACHE_OLDEST,
+        slots.CACHE_NEWEST,
+        slots.PREFILL_HEAD,
+        slots.PREFILL_TAIL,
+    ):
+        count[slot] = slots.NONE
+    return slots.EngineState(
+        prompt=workload.prompt_tokens.astype(np.int64),
+        output=workload.output_tokens.astype(np.int64),
+        leaf=workload.leaf.astype(np.int64),
+        status=np.zeros(requests, np.int32),
+        generated=np.zeros(requests, np.int64),
+        left=np.zeros(requests, np.int64),
+        position=np.zeros(requests, np.int64),
+        began=np.zeros(requests, np.int64),
+        was_retracted=np.zeros(requests, np.int32),
+        ring_head=np.full(int(workload.output_tokens.max()) + 2, slots.NONE, np.int32),
+        ring_next=np.full(requests, slots.NONE, np.int32),
+        ring_prev=np.full(requests, slots.NONE, np.int32),
+        admitted_prev=np.full(requests, slots.NONE, np.int32),
+        admitted_next=np.full(requests, slots.NONE, np.int32),
+        prefill_next=np.full(requests, slots.NONE, np.int32),
+        prefill_prev=np.full(requests, slots.NONE, np.int32),
+        parent=workload.node_parent.astype(np.int64),
+        tokens=workload.node_tokens.astype(np.int64),
+        users=np.zeros(nodes, np.int32),
+        present=np.zeros(nodes, np.int32),
+        cache_prev=np.full(nodes, slots.NONE, np.int32),
+        cache_next=np.full(nodes, slots.NONE, np.int32),
+        finished=np.zeros(requests, np.int32),
+        retracted=np.zeros(requests, np.int32),
+        finish_s=np.zeros(requests, np.float64),
+        usage=np.zeros((USAGE_BINS, slots.USAGE_COLUMNS), np.float64),
+        number=count,
+        time=np.zeros(slots.TIME_SLOTS, np.float64),
+    )

@@ -1,0 +1,210 @@
+"""BlendServe: Table 3 and Figures 3 and 5 to 12.
+
+One `Laboratory` runs everything: it makes the blends, knows the cost and the memory of the paper's
+machine (Llama-3.1-8B on an A100 80GB, 20 GB for weights and buffers), and remembers its runs, so
+that figures of the same traces share them.
+
+What the paper leaves open, and what we chose: interference alpha 0.4 (with it DFS stands where the
+paper's numbers put it, at 0.72 to 0.74 of T_o); 400,000 requests; NanoFlow's dense batch of 2,048
+tokens for the baselines; sampling probability 0.01 (given); Algorithm 2's threshold 1 % of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from aqua_protocol.errors import ConfigError
+from aqua_simulator.catalogue import GPUS, MODELS, Gpu, Model, as_group
+from aqua_simulator.offline.cost import StepCost
+from aqua_simulator.offline.engine import Bound, OfflineResult, optimal, run
+from aqua_simulator.offline.planned import PlanSettings, PolicyName, policy_for
+from aqua_simulator.offline.workload import OfflineWorkload
+from aqua_simulator.workloads.blended import blend_counts, draw
+from aqua_simulator.workloads.sources import BURSTGPT, MMLU, SOURCES, Source
+
+INTERFERENCE: Final = 0.4
+RESERVED_BYTES: Final = 20 * 10**9
+"""Weights and temporary buffers, Figure 5."""
+
+MMLU_REQUESTS: Final = 14_042
+"""Questions of the benchmark: Table 3 is about the traces as they are."""
+
+TRACE_REQUESTS: Final = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A blend by its targets."""
+
+    name: str
+    density: float
+    sharing: float
+    source: Source = BURSTGPT
+
+
+TRACES: Final = (
+    Trace("Trace 1", 1.4, 0.35),
+    Trace("Trace 2", 0.9, 0.35),
+    Trace("Trace 3", 1.4, 0.05),
+    Trace("Trace 4", 0.9, 0.05),
+)
+"""Table 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A policy on a trace, and what no policy can beat; not the workload, which is large."""
+
+    optimal_sharing: float
+    bound: Bound
+    result: OfflineResult
+
+    @property
+    def optimal_share(self) -> float:
+        """T_o over the makespan."""
+        return self.bound.optimal_s / self.result.makespan_s
+
+    @property
+    def sharing_share(self) -> float:
+        """Prefix sharing reached, of the optimum."""
+        return self.result.sharing / self.optimal_sharing
+
+
+@dataclass
+class Laboratory:
+    """Runs blends under policies, each once.
+
+    Args:
+        request_count: Requests per trace.
+        seed: Of the draw and of the sample.
+        progress: Told what is about to run.
+    """
+
+    request_count: int = 400_000
+    seed: int = 1
+    model: Model = MODELS["Llama-3-8B"]
+    gpu: Gpu = GPUS["A100-80GB"]
+    interference: float = INTERFERENCE
+    progress: Callable[[str], None] = field(default=lambda _message: None, repr=False)
+    _runs: dict[tuple[object, ...], Run] = field(default_factory=dict, init=False, repr=False)
+    _drawn: tuple[tuple[object, ...], OfflineWorkload] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """The paper's cost model with our interference."""
+        return StepCost.from_paper(self.model, self.gpu, interference=self.interference)
+
+    @cached_property
+    def capacity_tokens(self) -> int:
+        """KV tokens in what weights and buffers leave."""
+        return int((self.gpu.hbm_bytes - RESERVED_BYTES) // self.model.kv_bytes_per_token)
+
+    def workload(self, trace: Trace, request_count: int) -> OfflineWorkload:
+        """The blend; only the last one is kept, it is large."""
+        key = (trace, request_count)
+        if self._drawn is None or self._drawn[0] != key:
+            counts = blend_counts(
+                trace.source,
+                density=trace.density,
+                sharing=trace.sharing,
+                request_count=request_count,
+                cost=self.cost,
+            )
+            self._drawn = (key, draw(counts, seed=self.seed))
+        return self._drawn[1]
+
+    def run(
+        self,
+        trace: Trace,
+        policy: PolicyName,
+        *,
+        request_count: int | None = None,
+        cost: StepCost | None = None,
+        settings: PlanSettings | None = None,
+    ) -> Run:
+        """Run a policy on a trace."""
+        count = request_count or self.request_count
+        cost = cost or self.cost
+        settings = settings or PlanSettings(self.capacity_tokens, seed=self.seed)
+        key = (trace, policy, count, cost, settings)
+        if key not in self._runs:
+            self.progress(f"{trace.name}, {policy}, {count:,} requests")
+            workload = self.workload(trace, count)
+            result = run(
+                workload,
+                policy_for(policy, workload, cost, settings),
+                cost,
+                capacity_tokens=settings.capacity_tokens,
+                usage_stride=max(1, count // 400),
+            )
+            self._runs[key] = Run(workload.optimal_sharing, optimal(workload, cost), result)
+        return self._runs[key]
+
+
+def gain(ours: Run, base: Run) -> float:
+    """Throughput gain in percent."""
+    return (base.result.makespan_s / ours.result.makespan_s - 1.0) * 100.0
+
+
+def surrogates(sources: Sequence[Source]) -> list[str]:
+    """A line for each source on what stands in for the trace."""
+    return [f"{source.name} ({source.provenance}): {source.origin}." for source in sources]
+
+
+def workload_of(source: Source, laboratory: Laboratory) -> tuple[OfflineWorkload, Bound]:
+    """A single source as Table 3 describes it."""
+    count = MMLU_REQUESTS if source is MMLU else TRACE_REQUESTS
+    workload = draw([(source, count)], seed=laboratory.seed)
+    return workload, optimal(workload, laboratory.cost)
+
+
+def request_density(prompt: int, output: int, model: Model, gpu: Gpu) -> float:
+    """rho(r) of one request by the paper's formulas."""
+    cost = StepCost.from_paper(model, gpu, interference=0.0)
+    compute = cost.linear_s_per_token * (prompt + output)
+    compute += cost.prefill_s_per_square_token * prompt * prompt
+    reads = prompt * output + output * (output + 1) / 2
+    return compute / (cost.decode_s_per_kv_token * reads)
+
+
+def eight_gpus() -> Gpu:
+    """Figure 3's machine."""
+    return as_group(GPUS["A100-80GB"], 8)
+
+
+def without_overlap(cost: StepCost) -> StepCost:
+    """Operators one after another: vLLM and SGLang."""
+    return replace(cost, interference=1.0)
+
+
+def source_named(name: str) -> Source:
+    """A source of the blends.
+
+    Raises:
+        ConfigError: Unknown name.
+    """
+    if name not in SOURCES:
+        raise ConfigError(f"no source named {name!r}", remedy=f"Known: {', '.join(SOURCES)}.")
+    return SOURCES[name]
+
+
+def grid(source: Source, *, every: int = 1) -> list[Trace]:
+    """Blends of Figures 9 to 12: density 0.80 to 1.40 by 0.05, sharing 0.05 to 0.45 by 0.10.
+
+    Args:
+        every: 1 gives all 13 x 5; 3 every third density and every second sharing, 5 x 3.
+    """
+    densities = np.round(np.arange(0.80, 1.41, 0.05), 2)[::every]
+    sharings = np.round(np.arange(0.05, 0.46, 0.10), 2)[:: (every + 1) // 2]
+    return [
+        Trace(f"{source.name} ({density:.2f}, {sharing:.2f})", density, sharing, source)
+        for sharing in sharings.tolist()
+        for density in densities.tolist()
+    ]

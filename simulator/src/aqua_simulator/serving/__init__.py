@@ -1,0 +1,1 @@
+"""Online engines on a virtual clock: requests arrive, wait, run, are preempted, finish."""

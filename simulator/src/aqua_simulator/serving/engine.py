@@ -1,0 +1,276 @@
+"""One engine with the semantics of vLLM V1, on a virtual clock.
+
+Every step is planned under a token budget: running requests first, in order of admission, each
+with as much of its prompt as fits (chunked prefill) or its one next token; then waiting requests,
+first come first served. When a running request finds no block, the latest admitted one is
+preempted; nobody is admitted in a step that preempted. A request is admitted if its whole prompt
+would fit.
+
+Steps are planned ahead: with asynchronous scheduling (vLLM's default) the step after the running
+one is already planned, so a request that arrives now waits for two step ends, and blocks come free
+one step after the last token was computed.
+
+The engine is passive: `advance` moves it to its next event not later than a given time. A cluster
+of engines is a loop over the earliest event (`cluster`).
+
+Source: vLLM `v1/core/sched/scheduler.py`, read for its rules (order, preemption, budget).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from aqua_protocol.errors import CapacityError
+from aqua_simulator.serving.memory import PagedMemory
+from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.request import Arrival, Job, Phase, Served
+from aqua_simulator.timing.iteration import Batch, Chunk, IterationTime
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The knobs of an engine, named as vLLM names them.
+
+    Attributes:
+        max_num_batched_tokens: Token budget of a step.
+        max_num_seqs: Requests that run at once.
+        steps_in_flight: 2 with asynchronous scheduling, 1 without.
+        kv_bytes_per_token: For copies over a link.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    steps_in_flight: int = 2
+    kv_bytes_per_token: int = 131_072
+
+
+@dataclass(slots=True)
+class _Step:
+    """A planned step: when it ends, who gets a token, who is done."""
+
+    end_s: float
+    sampled: list[tuple[Job, int]]
+
+
+@dataclass(slots=True)
+class Engine:
+    """A serving engine; `submit` requests in order of arrival, then `advance`.
+
+    Attributes:
+        time_of: Seconds of a step.
+        memory: The KV cache.
+        store: Where preempted contexts go; None computes them again.
+        finished: Served requests, in order of their last token.
+        busy_s: Time in which a step was running.
+        step_count: Steps planned.
+    """
+
+    name: str
+    settings: EngineSettings
+    time_of: IterationTime
+    memory: PagedMemory
+    store: PageStore | None = None
+    now_s: float = 0.0
+    finished: list[Served] = field(default_factory=list)
+    busy_s: float = 0.0
+    step_count: int = 0
+    preemption_count: int = 0
+    _incoming: deque[Job] = field(default_factory=deque, repr=False)
+    _waiting: deque[Job] = field(default_factory=deque, repr=False)
+    _running: list[Job] = field(default_factory=list, repr=False)
+    _in_flight: deque[_Step] = field(default_factory=deque, repr=False)
+    _copy_tokens: int = field(default=0, repr=False)
+
+    def submit(self, arrival: Arrival) -> None:
+        """Hand over a request that arrives at `arrival.arrival_s`, not before earlier ones.
+
+        Raises:
+            CapacityError: It can never fit in memory.
+        """
+        need = self.memory.blocks_for(arrival.prompt_tokens + arrival.output_tokens)
+        if need > self.memory.block_count:
+            raise CapacityError(
+                f"request {arrival.request_id} needs {need} blocks, {self.name} has "
+                f"{self.memory.block_count}",
+                remedy="Use a larger GPU or drop the request.",
+            )
+        self._incoming.append(Job(arrival))
+
+    @property
+    def queue_length(self) -> int:
+        """Requests that wait, arrived or on their way."""
+        return len(self._waiting) + len(self._incoming)
+
+    @property
+    def running_count(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    @property
+    def next_event_s(self) -> float:
+        """When something happens next: a step ends or a request arrives; infinity when idle."""
+        step_s = self._in_flight[0].end_s if self._in_flight else inf
+        arrival_s = self._incoming[0].arrival.arrival_s if self._incoming else inf
+        return min(step_s, max(arrival_s, self.now_s))
+
+    def advance(self) -> None:
+        """Process the next event and plan what can be planned then."""
+        self.now_s = self.next_event_s
+        assert self.now_s < inf, f"{self.name} has nothing to do"
+        while self._in_flight and self._in_flight[0].end_s <= self.now_s:
+            self._deliver(self._in_flight.popleft())
+        while self._incoming and self._incoming[0].arrival.arrival_s <= self.now_s:
+            self._waiting.append(self._incoming.popleft())
+        self.plan()
+
+    def plan(self) -> None:
+        """Plan steps while there is work and room in flight."""
+        while len(self._in_flight) < self.settings.steps_in_flight:
+            step = self._plan_step()
+            if step is None:
+                return
+            self._in_flight.append(step)
+
+    def run(self, arrivals: Iterable[Arrival]) -> list[Served]:
+        """Serve all of them alone, to the end."""
+        for arrival in sorted(arrivals, key=lambda each: each.arrival_s):
+            self.submit(arrival)
+        while self.next_event_s < inf:
+            self.advance()
+        assert not self._waiting, self.name
+        assert not self._running, self.name
+        return self.finished
+
+    # --- Planning ----------------------------------------------------------------------------
+
+    def _plan_step(self) -> _Step | None:
+        budget = self.settings.max_num_batched_tokens
+        chosen: list[tuple[Job, int]] = []
+        preempted = False
+        for job in list(self._running):
+            if budget == 0:
+                break
+            if job.phase is not Phase.RUNNING or job.is_planned_out:
+                continue
+            tokens = min(job.pending_tokens, budget)
+            while not self.memory.grow(job, job.computed_tokens + tokens):
+                victim = self._running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is job:
+                    break
+            else:
+                chosen.append((job, tokens))
+                budget -= tokens
+        if not preempted:
+            self._admit(chosen, budget)
+        return self._launch(chosen) if chosen else None
+
+    def _admit(self, chosen: list[tuple[Job, int]], budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self.settings.max_num_seqs:
+            job = self._waiting[0]
+            if job.phase is Phase.PAGED_OUT:
+                if not self.memory.grow(job, job.paged_tokens):
+                    return
+                self._page_in(job)
+            else:
+                if not self.memory.fits(job):
+                    return
+                self.memory.hold_cached(job)
+            tokens = min(job.pending_tokens, budget)
+            if not self.memory.grow(job, job.computed_tokens + tokens):
+                # Paged in, but no room for one more token: it runs as soon as there is.
+                tokens = 0
+            self._waiting.popleft()
+            job.phase = Phase.RUNNING
+            if job.scheduled_s != job.scheduled_s:  # NaN: never scheduled before
+                job.scheduled_s = self.now_s
+            self._running.append(job)
+            if tokens:
+                chosen.append((job, tokens))
+                budget -= tokens
+
+    def _launch(self, chosen: list[tuple[Job, int]]) -> _Step:
+        chunks: list[Chunk] = []
+        decoding = context = 0
+        sampled: list[tuple[Job, int]] = []
+        for job, tokens in chosen:
+            if tokens == 1 and job.emitted_tokens > 0:
+                decoding += 1
+                context += job.computed_tokens + 1
+            else:
+                chunks.append(Chunk(tokens, job.computed_tokens))
+            job.computed_tokens += tokens
+            if job.computed_tokens == job.known_tokens:
+                job.emitted_tokens += 1
+                sampled.append((job, job.emitted_tokens))
+            self.memory.publish_prefix(job)
+        batch = Batch(tuple(chunks), decoding, context, len(sampled))
+        spent = self.time_of(batch)
+        if self._copy_tokens and self.store is not None:
+            copy_s = (
+                self._copy_tokens * self.settings.kv_bytes_per_token / self.store.link_bytes_per_s
+            )
+            spent = max(spent, copy_s) if self.store.is_overlapped else spent + copy_s
+            self._copy_tokens = 0
+        start = max(self.now_s, self._in_flight[-1].end_s if self._in_flight else self.now_s)
+        self.busy_s += spent
+        self.step_count += 1
+        return _Step(start + spent, sampled)
+
+    def _preempt(self, job: Job) -> None:
+        """Take the latest admitted request out of memory and put it first in the queue."""
+        self._running.remove(job)
+        self.preemption_count += 1
+        job.preemption_count += 1
+        tokens = job.computed_tokens
+        paged = self.store is not None and tokens > 0 and self.store.put(tokens)
+        self.memory.release(job, remember=not paged)
+        if paged:
+            job.phase = Phase.PAGED_OUT
+            job.paged_tokens = tokens
+            self._copy_tokens += tokens
+        else:
+            job.phase = Phase.WAITING
+        self._waiting.appendleft(job)
+
+    def _page_in(self, job: Job) -> None:
+        assert self.store is not None
+        self.store.take(job.paged_tokens)
+        self._copy_tokens += job.paged_tokens
+        job.computed_tokens = job.paged_tokens
+        job.paged_tokens = 0
+
+    # --- Results -----------------------------------------------------------------------------
+
+    def _deliver(self, step: _Step) -> None:
+        for job, number in step.sampled:
+            if number == 1:
+                job.first_token_s = step.end_s
+            if number == job.arrival.output_tokens:
+                job.last_token_s = step.end_s
+                job.phase = Phase.FINISHED
+                if job in self._running:
+                    self._running.remove(job)
+                    self.memory.release(job)
+                else:
+                    # Preempted after its last token was planned: nothing is left to compute.
+                    self._waiting.remove(job)
+                    if job.paged_tokens and self.store is not None:
+                        self.store.take(job.paged_tokens)
+                arrival = job.arrival
+                self.finished.append(
+                    Served(
+                        arrival.request_id,
+                        arrival.arrival_s,
+                        job.scheduled_s,
+                        job.first_token_s,
+                        job.last_token_s,
+                        arrival.prompt_tokens,
+                        arrival.output_tokens,
+                        job.preemption_count,
+                    )
+                )

@@ -1,0 +1,121 @@
+"""Peer memory in a simulated cluster: offers, leases and reclaims on the real lease table.
+
+A lender offers part of its HBM; a borrower's page store lives in what it is granted. Every lease
+walks `aqua_protocol.lease.LEASE`, event by event, and the books keep the protocol's rule: bytes
+leave them only when the lender has its slabs back, so free + leased == offered at any moment.
+
+Times are those of the data plane, not of the coordinator: a grant costs nothing here, a reclaim
+takes as long as the borrower needs to move what it stored over its link to host memory, slab by
+slab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aqua_protocol.errors import CapacityError
+from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
+from aqua_protocol.units import DEFAULT_SLAB_BYTES
+
+
+@dataclass(slots=True)
+class Lease:
+    """A borrower's right to slabs of one lender."""
+
+    lease_id: int
+    lender: str
+    borrower: str
+    granted_bytes: int
+    state: LeaseState = LEASE.initial
+
+    def take(self, event: LeaseEvent) -> None:
+        """Follow the table.
+
+        Raises:
+            InvalidTransitionError: The table refuses the event.
+        """
+        self.state = LEASE.next(self.state, event)
+
+
+@dataclass(slots=True)
+class Lender:
+    """A lender's offer."""
+
+    name: str
+    offered_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Books:
+    """Offers and leases of a cluster, in whole slabs.
+
+    Attributes:
+        history: (time, lease id, event, state after) of every transition, in order.
+    """
+
+    slab_bytes: int = DEFAULT_SLAB_BYTES
+    lenders: dict[str, Lender] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    history: list[tuple[float, int, LeaseEvent, LeaseState]] = field(default_factory=list)
+
+    def offer(self, lender: str, wanted_bytes: int) -> None:
+        """Set a lender's offer, rounded down to slabs; it cannot fall below what is leased.
+
+        Raises:
+            CapacityError: More is leased than the new offer.
+        """
+        whole = wanted_bytes // self.slab_bytes * self.slab_bytes
+        if whole < self.leased_bytes(lender):
+            raise CapacityError(
+                f"{lender} has leased out {self.leased_bytes(lender)} bytes, cannot offer {whole}",
+                remedy="Reclaim first.",
+            )
+        self.lenders.setdefault(lender, Lender(lender)).offered_bytes = whole
+
+    def leased_bytes(self, lender: str) -> int:
+        """Bytes booked with a lender."""
+        return sum(
+            lease.granted_bytes
+            for lease in self.leases.values()
+            if lease.lender == lender and lease.state in BOOKED_STATES
+        )
+
+    def free_bytes(self, lender: str) -> int:
+        """Offered and not booked."""
+        return self.lenders[lender].offered_bytes - self.leased_bytes(lender)
+
+    def grant(self, borrower: str, wanted_bytes: int, now_s: float) -> Lease:
+        """Lease from the lender with most to spare, as much as it has up to `wanted_bytes`.
+
+        Raises:
+            CapacityError: Nobody has a slab to spare.
+        """
+        by_room = sorted(self.lenders, key=lambda name: (-self.free_bytes(name), name))
+        room = self.free_bytes(by_room[0]) if by_room else 0
+        granted = min(room, wanted_bytes) // self.slab_bytes * self.slab_bytes
+        if granted == 0:
+            raise CapacityError("no lender has a slab to spare")
+        lease = Lease(len(self.leases), by_room[0], borrower, granted)
+        self.leases[lease.lease_id] = lease
+        self._follow(lease, LeaseEvent.ATTACH, now_s)
+        return lease
+
+    def reclaim(self, lease: Lease, now_s: float) -> None:
+        """The lender asks for its slabs; they stay booked until `give_back`."""
+        self._follow(lease, LeaseEvent.RECLAIM, now_s)
+
+    def give_back(self, lease: Lease, now_s: float, *, nbytes: int | None = None) -> None:
+        """The lender has `nbytes` back, all of them without a number."""
+        if nbytes is None or nbytes >= lease.granted_bytes:
+            self._follow(lease, LeaseEvent.RETURN_ALL, now_s)
+            return
+        self._follow(lease, LeaseEvent.RETURN_SOME, now_s)
+        lease.granted_bytes -= nbytes // self.slab_bytes * self.slab_bytes
+
+    def release(self, lease: Lease, now_s: float) -> None:
+        """The borrower gives its right up; the lender's report then takes the bytes off."""
+        self._follow(lease, LeaseEvent.RELEASE, now_s)
+
+    def _follow(self, lease: Lease, event: LeaseEvent, now_s: float) -> None:
+        lease.take(event)
+        self.history.append((now_s, lease.lease_id, event, lease.state))

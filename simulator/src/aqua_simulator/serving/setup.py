@@ -1,0 +1,115 @@
+"""From names (model, GPU, width) to an engine: iteration time, memory and page store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from aqua_protocol.errors import ConfigError
+from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
+from aqua_simulator.serving.engine import Engine, EngineSettings
+from aqua_simulator.serving.memory import PagedMemory
+from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.timing.evaluation import PROFILED_MODELS
+from aqua_simulator.timing.fit import Fit
+from aqua_simulator.timing.iteration import (
+    IterationTime,
+    from_data_sheet,
+    from_kernels,
+    from_operators,
+    from_shapes,
+)
+
+PROFILED_GPUS: Final = {
+    "A100-40GB": "a100",
+    "A100-80GB": "a100",
+    "H100-80GB": "h100",
+    "H200": "h200",
+    "RTX4090": "RTX4090",
+}
+"""Names in profile files."""
+
+WORKSPACE_BYTES: Final = 2 * 10**9
+"""Activations and CUDA graphs beside weights and KV cache, per GPU; vLLM reports 1 to 3 GB."""
+
+
+def iteration_time(fit: Fit, model: Model, gpu: Gpu, width: int) -> IterationTime:
+    """The best iteration time that the fit can give: own kernels, own operators, or shapes.
+
+    Raises:
+        ConfigError: The fit knows nothing of the GPU.
+    """
+    device = PROFILED_GPUS.get(gpu.name)
+    if device is None:
+        raise ConfigError(
+            f"no profiles of {gpu.name}", remedy=f"Known: {', '.join(PROFILED_GPUS)}."
+        )
+    for key, known in PROFILED_MODELS.items():
+        # The same shape under another name has the same kernels: Llama 3 and 3.1.
+        if replace(known, name=model.name, source=model.source) != model:
+            continue
+        if f"{device}/{key}/tp1/mixed_attention" in fit and width == 1:
+            return from_kernels(fit, device, key, model)
+        if f"{device}/{key}/tp{width}/mlp_up_proj" in fit:
+            return from_operators(fit, device, key, model, width=width)
+    return from_shapes(fit, device, model, width=width)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine by names.
+
+    Attributes:
+        memory_share: Share of HBM that the engine may use, as vLLM's `gpu_memory_utilization`.
+        overhead_s: Host time per step.
+        page_to: `none`, `dram` or `peer`: where preempted contexts go, at the GPU's link rate.
+        page_bytes: Size of that store.
+    """
+
+    model: str
+    gpu: str
+    width: int = 1
+    memory_share: float = 0.9
+    overhead_s: float = 0.0
+    page_to: str = "none"
+    page_bytes: int = 0
+
+    def engine(self, fit: Fit | None, *, name: str) -> Engine:
+        """Build it; without a fit its times are those of the data sheet.
+
+        Raises:
+            ConfigError: Unknown names, or weights that leave no room for a KV cache.
+        """
+        model, gpu = model_named(self.model), gpu_named(self.gpu)
+        settings = EngineSettings(kv_bytes_per_token=model.kv_bytes_per_token)
+        room = self.width * (gpu.hbm_bytes * self.memory_share - WORKSPACE_BYTES)
+        blocks = int((room - model.weight_bytes) // (16 * model.kv_bytes_per_token))
+        if blocks < 1:
+            raise ConfigError(
+                f"{model.name} leaves no room for a KV cache on {self.width} x {gpu.name}",
+                remedy="Use more GPUs (--tp), larger ones, or a smaller model.",
+            )
+        if fit is None:
+            time_of = from_data_sheet(gpu, model, width=self.width)
+        else:
+            time_of = iteration_time(fit, model, gpu, self.width)
+        return Engine(
+            name,
+            settings,
+            replace(time_of, overhead_s=self.overhead_s),
+            PagedMemory(blocks),
+            self._store(model, gpu),
+        )
+
+    def _store(self, model: Model, gpu: Gpu) -> PageStore | None:
+        rates = {"dram": gpu.pcie_bytes_per_s, "peer": gpu.nvlink_bytes_per_s}
+        if self.page_to == "none":
+            return None
+        if self.page_to not in rates:
+            raise ConfigError(f"cannot page to {self.page_to!r}", remedy="none, dram or peer.")
+        tokens = self.page_bytes // model.kv_bytes_per_token
+        return PageStore(self.page_to, tokens, rates[self.page_to] * self.width)
+
+    def describe(self) -> str:
+        """For people."""
+        return f"{self.model} on {self.width} x {self.gpu}"

@@ -1,0 +1,220 @@
+"""Two interpolators that turn a profile table into a function: a curve and a surface.
+
+A *curve* has one variable (tokens of a step, bytes of a message) and is profiled densely: the
+straight line between neighbours is as good as anything, because kernels move in stairs that no
+smooth formula follows. Rows at one point are averaged.
+
+A *surface* has several variables on a coarse grid (batch, context, heads), half of it unmeasured.
+Two layers: a physical baseline, `t = sum of c_i * work_i` with non-negative `c_i` (a floor per
+call, bytes, floating-point operations), fitted for relative error; then a local linear regression
+of what the baseline leaves, in logarithms, over the nearest rows. The baseline carries it where
+there are no rows, the regression bends it to the kernel.
+
+Nothing here knows what is measured; `profiles` names the variables and the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.compiled import compiled
+
+Floats = NDArray[np.float64]
+
+NEIGHBOURS: Final = 20
+"""Rows that a local regression looks at; 16 to 32 differ by less than half a point of error."""
+
+RIDGE: Final = 1e-3
+"""Keeps a regression defined where all neighbours share a coordinate."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """A function of one variable, piecewise linear, a straight line beyond its ends.
+
+    Attributes:
+        points: Ascending, shape (num_points,).
+        seconds: Time at each point, shape (num_points,).
+    """
+
+    points: Floats
+    seconds: Floats
+
+    @classmethod
+    def fit(cls, points: Floats, seconds: Floats) -> Curve:
+        """Average rows at equal points."""
+        unique, index = np.unique(points, return_inverse=True)
+        sums = np.bincount(index, weights=seconds, minlength=len(unique))
+        return cls(unique, sums / np.bincount(index, minlength=len(unique)))
+
+    def __call__(self, point: ArrayLike) -> Floats:
+        """Seconds at each point, same shape."""
+        at = np.asarray(point, dtype=np.float64)
+        inside = np.interp(at, self.points, self.seconds)
+        span = max(1, len(self.points) // 8)
+        if len(self.points) > span:
+            rise = self.seconds[-1] - self.seconds[-1 - span]
+            slope = max(0.0, rise / (self.points[-1] - self.points[-1 - span]))
+            inside = inside + slope * np.maximum(0.0, at - self.points[-1])
+        return np.asarray(inside, dtype=np.float64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, for the fit file."""
+        return {"points": self.points.tolist(), "seconds": self.seconds.tolist()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Curve:
+        """The inverse of `to_json`."""
+        return cls(np.asarray(data["points"], float), np.asarray(data["seconds"], float))
+
+
+def non_negative_fit(work: Floats, seconds: Floats) -> Floats:
+    """Coefficients >= 0 that minimise the squared relative error of `work @ c`.
+
+    Args:
+        work: Shape (num_rows, num_terms).
+        seconds: Shape (num_rows,), positive.
+    """
+    scaled = work / seconds[:, None]
+    used = np.ones(work.shape[1], dtype=bool)
+    while True:
+        coefficients = np.zeros(work.shape[1])
+        # Columns span ten decades; scaled to unit norm, or the small ones drown in rounding.
+        norms = np.linalg.norm(scaled[:, used], axis=0)
+        solution = np.linalg.lstsq(scaled[:, used] / norms, np.ones(len(seconds)), rcond=None)[0]
+        coefficients[used] = solution / norms
+        if np.all(coefficients >= 0.0):
+            return coefficients
+        used[np.argmin(np.where(used, coefficients * np.linalg.norm(scaled, axis=0), 0.0))] = False
+        if not used.any():
+            raise ConfigError("the profile rows fit no mixture of work", remedy="Check the units.")
+
+
+@compiled
+def _first_unknown(matrix: Floats, right: Floats) -> float:
+    """The first unknown of a symmetric positive definite system, by elimination from the last.
+
+    Numba's own solver wants scipy; at five unknowns the elimination is all there is to it.
+    """
+    for pivot in range(len(right) - 1, 0, -1):
+        for row in range(pivot):
+            factor = matrix[row, pivot] / matrix[pivot, pivot]
+            right[row] -= factor * right[pivot]
+            for column in range(pivot):
+                matrix[row, column] -= factor * matrix[pivot, column]
+    return float(right[0] / matrix[0, 0])
+
+
+@compiled
+def _regress(rows: Floats, residual: Floats, query: Floats) -> float:
+    """Local linear regression of `residual` at `query`; tricube weights over the nearest rows."""
+    count, size = rows.shape
+    near = min(NEIGHBOURS, count - 1)
+    distance = np.empty(count)
+    for row in range(count):
+        total = 0.0
+        for column in range(size):
+            total += (rows[row, column] - query[column]) ** 2
+        distance[row] = total
+    radius = np.sqrt(np.partition(distance, near)[near]) * 1.0001 + 1e-9
+    normal = np.zeros((size + 1, size + 1))
+    right = np.zeros(size + 1)
+    term = np.empty(size + 1)
+    for row in range(count):
+        ratio = np.sqrt(distance[row]) / radius
+        if ratio >= 1.0:
+            continue
+        weight = (1.0 - ratio**3) ** 3 + 1e-6
+        term[0] = 1.0
+        for column in range(size):
+            term[column + 1] = rows[row, column] - query[column]
+        for i in range(size + 1):
+            right[i] += weight * term[i] * residual[row]
+            for j in range(size + 1):
+                normal[i, j] += weight * term[i] * term[j]
+    for i in range(1, size + 1):
+        normal[i, i] += RIDGE
+    return _first_unknown(normal, right)
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """A function of several variables: baseline x exp(local regression of the rest).
+
+    Attributes:
+        coefficients: Of the baseline's work terms, shape (num_terms,).
+        rows: Logarithms of the variables (of 1 + variable), shape (num_rows, num_variables).
+        residual: Logarithm of measured over baseline, shape (num_rows,).
+    """
+
+    coefficients: Floats
+    rows: Floats
+    residual: Floats
+    _memory: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def fit(cls, variables: Floats, work: Floats, seconds: Floats) -> Surface:
+        """Fit to measured rows; needs more rows than a regression has neighbours.
+
+        Raises:
+            ConfigError: Too few rows, or times that are not positive.
+        """
+        if len(seconds) <= NEIGHBOURS or np.any(seconds <= 0.0):
+            raise ConfigError(
+                f"a surface needs more than {NEIGHBOURS} rows of positive times",
+                remedy="Profile more points, or remove the file.",
+            )
+        coefficients = non_negative_fit(work, seconds)
+        residual = np.log(seconds / (work @ coefficients))
+        # Rounded here, so that a fit read back from its file is the same to the last bit.
+        rows = np.asarray(np.round(np.log1p(variables), 9), dtype=np.float64)
+        rounded = np.asarray(np.round(residual, 9), dtype=np.float64)
+        return cls(coefficients, rows, rounded)
+
+    def __call__(self, variables: Floats, work: Floats) -> Floats:
+        """Seconds for each row of `variables` and its `work`.
+
+        Correction beyond the measured range is that of the range's edge.
+        """
+        low, high = self._range
+        queries = np.clip(np.log1p(variables), low, high)
+        bend = np.array([self._at(tuple(query)) for query in queries])
+        return np.asarray((work @ self.coefficients) * np.exp(bend), dtype=np.float64)
+
+    @cached_property
+    def _range(self) -> tuple[Floats, Floats]:
+        return self.rows.min(axis=0), self.rows.max(axis=0)
+
+    def _at(self, query: tuple[float, ...]) -> float:
+        if query not in self._memory:
+            if len(self._memory) >= MEMORY_LIMIT:
+                self._memory.clear()
+            self._memory[query] = _regress(self.rows, self.residual, np.array(query))
+        return self._memory[query]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, for the fit file."""
+        return {
+            "coefficients": self.coefficients.tolist(),
+            "rows": self.rows.tolist(),
+            "residual": self.residual.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Surface:
+        """The inverse of `to_json`."""
+        return cls(
+            np.asarray(data["coefficients"], float),
+            np.asarray(data["rows"], float),
+            np.asarray(data["residual"], float),
+        )
+
+
+MEMORY_LIMIT: Final = 1 << 18
+"""Regressions remembered per surface: engines ask for the same small batches again and again."""

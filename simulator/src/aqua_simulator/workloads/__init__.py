@@ -1,0 +1,1 @@
+"""Where simulated requests come from: recorded traces, length distributions, arrival processes."""

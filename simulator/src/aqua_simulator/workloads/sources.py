@@ -1,0 +1,217 @@
+"""Length distributions of the single-modality traces that BlendServe blends.
+
+The traces themselves are not shipped, and some cannot be had at all. A source is therefore its
+quantiles (prompt and output lengths, joined by a rank correlation), with a word on where they come
+from: measured on a public half of the trace, published statistics, or a surrogate. Where the paper
+states a property that the quantiles alone do not give (Table 3), the surrogate is calibrated to it
+and says so; every other property of Table 3 is then a check.
+
+Between quantiles lengths are interpolated in logarithms. A draw is reproducible: it takes a seeded
+generator and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Provenance(StrEnum):
+    """How close a source is to the trace of that name."""
+
+    MEASURED = "measured"
+    PUBLISHED = "published statistics"
+    SURROGATE = "surrogate"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """An inverse distribution function, piecewise linear in the logarithm of the value."""
+
+    levels: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def at(self, level: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Values at levels in 0..1."""
+        return np.asarray(np.exp(np.interp(level, self.levels, np.log(self.values))))
+
+
+def log_normal(mean: float, sigma: float, *, low: float, high: float) -> Quantiles:
+    """Quantiles of a lognormal of that mean before it is cut to low..high."""
+    levels = np.concatenate([[0.0, 0.0005, 0.005], np.linspace(0.02, 0.98, 49), [0.995, 0.9995, 1]])
+    scores = _normal_quantiles(np.clip(levels, 1e-6, 1 - 1e-6))
+    values = np.clip(mean * np.exp(sigma * scores - sigma**2 / 2), low, high)
+    return Quantiles(tuple(levels.tolist()), tuple(values.tolist()))
+
+
+def _normal_quantiles(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard normal quantiles by bisection of the distribution function; no scipy needed."""
+    low, high = np.full(levels.shape, -8.0), np.full(levels.shape, 8.0)
+    for _ in range(44):
+        middle = (low + high) / 2
+        below = _normal_levels(middle) < levels
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return np.asarray((low + high) / 2)
+
+
+def _normal_levels(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard normal distribution function.
+
+    Source: Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
+    """
+    x = np.abs(scores) / np.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.3275911 * x)
+    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
+    erf = 1.0 - (series + 0.254829592) * t * np.exp(-x * x)
+    return np.asarray(0.5 * (1.0 + np.sign(scores) * erf))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One single-modality trace.
+
+    Attributes:
+        prompt, output: Lengths in tokens, the system prompt not included.
+        rank_correlation: Between prompt and output, -1 to 1.
+        system_tokens: Prefix that all requests of the source share.
+        group_count: Groups with a further shared prefix each (subjects of MMLU); 0 for none.
+        group_tokens: Length of that prefix.
+        known_output: Output length is known in advance (generation media).
+        published_sharing, published_density: BlendServe Table 3.
+        origin: Where the quantiles come from.
+    """
+
+    name: str
+    prompt: Quantiles
+    output: Quantiles
+    rank_correlation: float
+    system_tokens: int
+    provenance: Provenance
+    origin: str
+    published_sharing: float
+    published_density: float
+    group_count: int = 0
+    group_tokens: Quantiles | None = None
+    known_output: bool = False
+
+    def lengths(self, count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
+        """Draw prompt and output lengths of `count` requests, each at least 1.
+
+        Stratified: one draw from each of `count` equally likely slices. A blend holds a few hundred
+        videos and their squares make its density; independent draws would miss it by a tenth.
+        """
+        slices = np.stack([generator.permutation(count) for _ in range(2)])
+        levels = (slices + generator.random((2, count))) / count
+        scores = _normal_quantiles(np.clip(levels, 1e-9, 1 - 1e-9))
+        rho = self.rank_correlation
+        joined = rho * scores[0] + np.sqrt(1.0 - rho * rho) * scores[1]
+        prompts = self.prompt.at(_normal_levels(scores[0]))
+        outputs = self.output.at(_normal_levels(joined))
+        return _whole(prompts), _whole(outputs)
+
+    def group_lengths(self) -> Ints:
+        """Prefix length of every group; the same in every draw, as the benchmark's shots are."""
+        if self.group_tokens is None:
+            return np.empty(0, dtype=np.int64)
+        return _whole(self.group_tokens.at((np.arange(self.group_count) + 0.5) / self.group_count))
+
+
+def _whole(values: NDArray[np.float64]) -> Ints:
+    return np.maximum(1, np.rint(values)).astype(np.int64)
+
+
+_LEVELS: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+
+MAX_CONTEXT_TOKENS: Final = 131_072
+"""Of Llama-3.1-8B: no video of the surrogate is longer."""
+
+SHAREGPT: Final = Source(
+    name="ShareGPT",
+    prompt=Quantiles(_LEVELS, (1, 12, 28, 73, 591, 1739, 3737, 5695, 6560, 7419, 7894, 8141)),
+    output=Quantiles(_LEVELS, (2, 6, 43, 84, 228, 414, 629, 834, 920, 997, 1021, 1024)),
+    rank_correlation=0.05,
+    system_tokens=55,
+    provenance=Provenance.MEASURED,
+    origin="sharegpt_8k_filtered, Llama-2 tokenizer (project-etalon/etalon), 15,366 rows",
+    published_sharing=0.02,
+    published_density=3.12,
+)
+
+WILDCHAT: Final = Source(
+    name="WildChat",
+    prompt=log_normal(296.0, 1.2, low=2, high=8000),
+    output=log_normal(256.0, 0.85, low=1, high=4096),
+    rank_correlation=0.25,
+    system_tokens=130,
+    provenance=Provenance.SURROGATE,
+    origin="lognormal of the published means (user turn 296 tokens; output 256, A.1 of the paper)",
+    published_sharing=0.19,
+    published_density=2.13,
+)
+
+AZURE: Final = Source(
+    name="Azure-Trace",
+    prompt=Quantiles(_LEVELS, (6, 18, 74, 148, 573, 1454, 2748, 5152, 7325, 7436, 7437, 7437)),
+    output=Quantiles(_LEVELS, (6, 6, 6, 7, 9, 13, 22, 54, 85, 247, 858, 1899)),
+    rank_correlation=-0.02,
+    system_tokens=20,
+    provenance=Provenance.MEASURED,
+    origin="AzureLLMInferenceTrace_code (2023), 4,409 rows: the half whose density fits Table 3",
+    published_sharing=0.01,
+    published_density=33.2,
+)
+
+BURSTGPT: Final = Source(
+    name="BurstGPT",
+    prompt=Quantiles(
+        (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (2, 18, 74, 360, 1291, 1697, 3023, 6142)
+    ),
+    output=Quantiles(
+        (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (1, 3, 6, 44, 146, 186, 276, 2670)
+    ),
+    rank_correlation=-0.3,
+    system_tokens=9,
+    provenance=Provenance.SURROGATE,
+    origin="quantiles of the first 59,999 rows of BurstGPT_1; outputs scaled to Table 3",
+    published_sharing=0.02,
+    published_density=17.78,
+)
+
+OPENVID: Final = Source(
+    name="OpenVid",
+    prompt=log_normal(100.0, 0.4, low=10, high=512),
+    output=log_normal(176 * 256 * 16 / 45, 0.82, low=256, high=MAX_CONTEXT_TOKENS - 1024),
+    rank_correlation=0.0,
+    system_tokens=8,
+    provenance=Provenance.SURROGATE,
+    origin="lognormal of mean 176 frames x 256 tokens x 16/45; spread from the paper's density",
+    published_sharing=0.0,
+    published_density=0.05,
+    known_output=True,
+)
+
+MMLU: Final = Source(
+    name="MMLU",
+    prompt=Quantiles(_LEVELS, (20, 30, 38, 43, 55, 81, 159, 313, 374, 508, 658, 868)),
+    output=Quantiles((0.0, 1.0), (2, 2)),
+    rank_correlation=0.0,
+    system_tokens=1,
+    provenance=Provenance.MEASURED,
+    origin="characters / 4.3 of 7,687 questions of 29 subjects; shots scaled to Table 3's sharing",
+    published_sharing=0.8646,
+    published_density=54.91,
+    group_count=57,
+    group_tokens=Quantiles(
+        _LEVELS, (260, 275, 325, 340, 450, 850, 1220, 1560, 1650, 1680, 1720, 1740)
+    ),
+)
+
+SOURCES: Final[dict[str, Source]] = {
+    source.name: source for source in (SHAREGPT, WILDCHAT, AZURE, OPENVID, BURSTGPT, MMLU)
+}
