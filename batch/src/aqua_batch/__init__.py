@@ -1,0 +1,1 @@
+"""OpenAI batch files on harvested capacity: order them, run them on stock vLLM, resume them."""

@@ -1,0 +1,324 @@
+"""`aqua-batch`: order a batch file, or run it.
+
+Exit status: 0 done (rejected lines are in the errors file and said on stderr), 2 nothing could be
+done (the reason on stderr), 130 interrupted; an interrupted run is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aqua_batch.policies import Policy
+from aqua_protocol.errors import AquaError
+
+if TYPE_CHECKING:
+    from aqua_batch.records import Rejection
+    from aqua_batch.running import Progress
+    from aqua_batch.tokens import Tokenizer
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
+
+Input = Annotated[Path, typer.Argument(help="Batch file, one request per line.", metavar="IN")]
+PolicyOption = Annotated[Policy, typer.Option(help="foresight (default), paper, or a baseline.")]
+ErrorsOption = Annotated[
+    Path | None, typer.Option(help="Errors file; OUT with .errors.jsonl otherwise.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+
+
+def main() -> None:
+    """Entry point: typed errors become one line and status 2."""
+    logging.basicConfig(level=logging.WARNING, format="aqua-batch: %(message)s")
+    try:
+        app()
+    except AquaError as error:
+        sys.stderr.write(f"aqua-batch: {error}\n")
+        sys.exit(2)
+
+
+@app.command()
+def order(  # noqa: PLR0917 - Typer's options
+    source: Input,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The ordered batch file.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="Hugging Face folder, tiktoken name, or 'bytes'.")
+    ] = "bytes",
+    gpu: Annotated[str, typer.Option(help="GPU to plan for.")] = "A100-80GB",
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder or config.json; Llama-3.1-8B otherwise.")
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="KV tokens that fit, if known better.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt plus output in tokens.")
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Output file of an earlier run, for output lengths.")
+    ] = None,
+    policy: PolicyOption = Policy.FORESIGHT,
+    max_step_tokens: Annotated[
+        int, typer.Option(min=1, help="The engine's max_num_batched_tokens.")
+    ] = 2048,
+    report: Annotated[
+        Path | None, typer.Option(help="Plan report; OUT with .plan.json and .plan.png otherwise.")
+    ] = None,
+    errors: ErrorsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write IN in an order that blends compute- and memory-bound requests."""
+    from aqua_batch.forecast import forecast
+    from aqua_batch.hardware import describe
+    from aqua_batch.planning import plan, read_lengths, tokenize
+    from aqua_batch.policies import policy_for
+    from aqua_batch.records import read_batch
+    from aqua_batch.report import draw_usage, plan_report
+    from aqua_batch.tokens import load_tokenizer
+
+    _refuse_same(source, output)
+    target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)
+    words = load_tokenizer(tokenizer)
+    _say_fallback(words)
+    batch = read_batch(source)
+    with _bar("tokenising", len(batch.entries)) as advance:
+        tokenized = tokenize(
+            batch, words, longest_tokens=target.longest_tokens, on_progress=advance
+        )
+    prepared = plan(tokenized, target, read_lengths(lengths) if lengths else {})
+    chosen = policy_for(
+        policy,
+        prepared,
+        capacity_tokens=target.capacity_tokens,
+        max_step_tokens=max_step_tokens,
+    )
+    with _bar("planning", len(tokenized.entries)) as advance:
+        course = forecast(
+            prepared,
+            chosen,
+            capacity_tokens=target.capacity_tokens,
+            max_step_tokens=max_step_tokens,
+            on_progress=advance,
+        )
+    with _replaced(output) as file:
+        entries = [tokenized.entries[index] for index in course.admitted.tolist()]
+        for line in batch.lines(entries):
+            file.write(line + b"\n")
+    summary = plan_report(tokenized, prepared, course, target, words, policy.value)
+    report_path = report or output.with_suffix(".plan.json")
+    report_path.write_text(json.dumps(summary, indent=2) + "\n")
+    draw_usage(course, report_path.with_suffix(".png"))
+    _write_rejections(tokenized.rejections, errors or output.with_suffix(".errors.jsonl"))
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        _print_plan(summary, output, report_path)
+
+
+@app.command()
+def run(  # noqa: PLR0917 - as above
+    source: Input,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results, appended as they come.")],
+    model: Annotated[str, typer.Option(help="Model folder for vLLM.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer folder, if it is not the model's.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that runs it, for the cost model.")] = "A100-80GB",
+    policy: PolicyOption = Policy.FORESIGHT,
+    engine_options: Annotated[
+        str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")
+    ] = "{}",
+    errors: ErrorsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run IN on the vLLM of this environment; run again to resume.
+
+    Requests that OUT already answers are not run again. Kill it at any moment.
+    """
+    from aqua_batch.journal import Journal
+    from aqua_batch.records import read_batch
+    from aqua_batch.tokens import load_tokenizer
+    from aqua_batch.vllm_engine import VllmEngine
+
+    _refuse_same(source, output)
+    options = _options(engine_options)
+    batch = read_batch(source)
+    words = load_tokenizer(tokenizer or model)
+    with Journal(output) as journal:
+        resumed = len(journal.finished)
+        engine = VllmEngine(model, {"tokenizer": tokenizer or model, **options})
+        # After the engine has started, not before: see `engine`.
+        from aqua_batch.hardware import describe
+        from aqua_batch.planning import tokenize
+        from aqua_batch.running import Run
+
+        with _bar("tokenising", len(batch.entries)) as advance:
+            tokenized = tokenize(
+                batch, words, longest_tokens=engine.longest_tokens, on_progress=advance
+            )
+        _write_rejections(tokenized.rejections, errors or output.with_suffix(".errors.jsonl"))
+        target = describe(
+            gpu,
+            Path(model) if Path(model).exists() else None,
+            capacity_tokens=engine.capacity_tokens,
+        )
+        started = time.monotonic()
+        with _run_bar(len(tokenized.entries)) as show:
+            ran = Run(
+                batch, tokenized, engine, journal, target.cost, policy, time.monotonic, show
+            ).finish()
+        counters = engine.cache_counters()
+    summary = {
+        "requests": len(tokenized.entries),
+        "ran": ran,
+        "resumed": resumed,
+        "rejected_lines": len(tokenized.rejections),
+        "seconds": time.monotonic() - started,
+        "policy": policy.value,
+        "prefix_cache": {
+            "queried_tokens": counters.queried_tokens,
+            "hit_tokens": counters.hit_tokens,
+        },
+    }
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        typer.echo(
+            f"{ran} requests run, {resumed} from before, {summary['seconds']:.1f} s; "
+            f"prefix cache: {counters.hit_tokens} of {counters.queried_tokens} tokens"
+        )
+
+
+def _options(text: str) -> dict[str, Any]:
+    from aqua_protocol.errors import ConfigError
+
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--engine-options is not JSON: {error}",
+            remedy="For example --engine-options '{\"max_model_len\": 4096}'.",
+        ) from error
+    if not isinstance(options, dict):
+        raise ConfigError("--engine-options must be a JSON object")
+    return options
+
+
+def _refuse_same(source: Path, output: Path) -> None:
+    from aqua_protocol.errors import ConfigError
+
+    if output.exists() and source.exists() and output.samefile(source):
+        raise ConfigError(
+            f"{output} is the input itself", remedy="Write to another file; the input stays."
+        )
+    if not output.parent.is_dir():
+        raise ConfigError(f"no folder {output.parent}", remedy="Make it first.")
+
+
+def _say_fallback(tokenizer: Tokenizer) -> None:
+    if not tokenizer.exact:
+        sys.stderr.write(
+            "aqua-batch: no tokenizer given: planning by bytes. Prefixes are found all the same, "
+            "token counts are about four times too high. Say --tokenizer FOLDER for exact plans.\n"
+        )
+
+
+def _write_rejections(rejections: list[Rejection], path: Path) -> None:
+    """Write the errors file, and say the first few; no file where nothing is wrong."""
+    from aqua_batch.records import write_errors
+
+    if not rejections:
+        path.unlink(missing_ok=True)
+        return
+    with path.open("w", encoding="utf-8") as file:
+        write_errors(file, rejections)
+    for rejection in rejections[:5]:
+        sys.stderr.write(f"aqua-batch: line {rejection.line}: {rejection.message}\n")
+    sys.stderr.write(f"aqua-batch: {len(rejections)} lines cannot be run, see {path}\n")
+
+
+def _print_plan(summary: dict[str, Any], output: Path, report: Path) -> None:
+    time_part, sharing, density = summary["time"], summary["sharing"], summary["density"]
+    typer.echo(
+        f"{summary['requests']} requests in {summary['policy']} order: {output}\n"
+        f"compute density {density['pool']:.2f}, {density['compute_bound_requests']} requests "
+        f"compute-bound\n"
+        f"prefix sharing {sharing['saved_prompt_share']:.1%} of prompt tokens "
+        f"({sharing['of_optimal']:.1%} of optimal)\n"
+        f"predicted {time_part['predicted_s']:,.0f} s in {time_part['steps']} steps, "
+        f"{time_part['share_of_optimal']:.1%} of the optimum's rate\n"
+        f"report: {report}, {report.with_suffix('.png')}"
+    )
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Any]:
+    """Write a file aside and put it in place when it is whole."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        with aside.open("wb") as file:
+            yield file
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, on terminals only."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def _run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
+    """Requests done and time left; off a terminal a line every ten seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    started = time.monotonic()
+    spoken = started
+    terminal = sys.stderr.isatty()
+    columns = (
+        TextColumn("running"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), disable=not terminal) as bar:
+        task = bar.add_task("running", total=total, left="")
+
+        def show(state: Progress) -> None:
+            nonlocal spoken
+            now = time.monotonic()
+            left = _time_left(now - started, state.work_done)
+            bar.update(task, completed=state.done, left=left)
+            if not terminal and now - spoken >= 10.0:  # noqa: PLR2004 - see the docstring
+                spoken = now
+                sys.stderr.write(f"{state.done} of {state.total} requests, {left}\n")
+
+        yield show
+
+
+def _time_left(elapsed_s: float, work_done: float) -> str:
+    """By work, not by requests: they differ by orders of magnitude."""
+    if work_done < 0.01:  # noqa: PLR2004 - too early to say
+        return "time left unknown"
+    minutes, seconds = divmod(round(elapsed_s / work_done - elapsed_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} left"

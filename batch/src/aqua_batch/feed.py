@@ -1,0 +1,117 @@
+"""Feeds an engine in the order and at the pace of a policy: the BlendScheduler's client side.
+
+A stock engine takes requests whenever it is given some, and hides what it does with them. The feed
+therefore holds requests back, adds them as the policy says, and reckons from the engine's answers
+what the policy wants to know: who is decoding, how much prompt is still to compute, how much
+memory is in use. Prefix hits are predicted with a model of the engine's cache
+(`RuntimePrefixTree`). The token budget of a step is the engine's own; pace comes from admission.
+
+What it promises: every request is submitted once, and the engine is never left without work
+while there is some. It knows neither files nor vLLM: an `Engine` is anything that steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aqua_batch.engine import Engine, StepEvents
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
+from aqua_schedulers.blendserve import PrefixTree, RuntimePrefixTree
+
+
+class BlendFeed:
+    """Runs a pool through an engine, one step per call.
+
+    Args:
+        policy: What joins when.
+        tree: The prompts of the pool.
+        capacity_tokens: KV tokens that fit in the engine.
+    """
+
+    def __init__(
+        self, policy: AdmissionPolicy, tree: PrefixTree, engine: Engine, *, capacity_tokens: int
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._prompt = tree.prompt_tokens
+        self._cache = RuntimePrefixTree(tree, capacity_tokens)
+        self._missing: dict[int, int] = {}
+        self._decoding: dict[int, int] = {}
+        self._pending = 0
+        self._logical = 0
+        self._output = 0
+        self._left = tree.request_count
+        nothing = np.empty(0, np.int32)
+        self._view = BatchView(0, 0.0, 0, 0, 0, 0, 0, capacity_tokens, nothing, nothing, nothing)
+        self._nothing = nothing
+        self.last_plan = StepPlan(nothing, 0)
+
+    @property
+    def left_count(self) -> int:
+        """Requests that have not ended."""
+        return self._left
+
+    @property
+    def running_count(self) -> int:
+        """Requests that the engine works on."""
+        return len(self._missing) + len(self._decoding)
+
+    @property
+    def decoding_count(self) -> int:
+        """Requests that generate a token per step."""
+        return len(self._decoding)
+
+    @property
+    def logical_kv_tokens(self) -> int:
+        """Sum of the contexts of decoding requests."""
+        return self._logical
+
+    def step(self, now_s: float) -> StepEvents:
+        """Plan, submit, step, and book what happened.
+
+        Raises:
+            ConfigError: The policy admits nothing and nothing runs: it would wait for ever.
+        """
+        view = self._view
+        view.now_s = now_s
+        view.decoding_count = len(self._decoding)
+        view.prefilling_count = len(self._missing)
+        view.pending_prefill_tokens = self._pending
+        view.logical_kv_tokens = self._logical
+        view.physical_kv_tokens = self._cache.used_tokens + self._output
+        plan = self._policy.plan(view)
+        self.last_plan = plan
+        for request in np.asarray(plan.admit).tolist():
+            missing = self._cache.hold(request)
+            self._missing[request] = missing
+            self._pending += missing
+            self._engine.submit(request)
+        if self.running_count == 0:
+            raise ConfigError(
+                f"the policy admits none of the {self._left} requests that are left",
+                remedy="This is a defect of the policy; run with --policy dfs and report it.",
+            )
+        events = self._engine.step(plan.token_budget)
+        self._book(events)
+        view.step_index += 1
+        return events
+
+    def _book(self, events: StepEvents) -> None:
+        # One token each for those that were decoding; an engine that did less (it preempted one)
+        # shows it by finishing later, and the sums are put right then.
+        self._logical += len(self._decoding)
+        self._output += len(self._decoding)
+        for request in events.started:
+            self._pending -= self._missing.pop(request)
+            self._decoding[request] = self._view.step_index
+            self._logical += int(self._prompt[request]) + 1
+            self._output += 1
+        for request in events.finished:
+            generated = self._view.step_index - self._decoding.pop(request) + 1
+            self._logical -= int(self._prompt[request]) + generated
+            self._output -= generated
+            self._cache.release(request)
+            self._left -= 1
+        self._view.finished = np.array(events.finished, np.int32)
+        self._view.finished_tokens = np.array(events.finished_tokens, np.int64)

@@ -1,0 +1,206 @@
+"""What a plan will do, before it is done: steps on paper with the estimated lengths.
+
+A virtual engine in the feed's place of a real one: decoding requests take a token per step (as many
+steps as output tokens, as in the paper's Mem(r)), the rest of the budget goes to prompts in order
+of admission, and a step takes
+`max(c, m) + interference min(c, m)`. It serves the plan report (predicted time against the bound,
+compute and memory over steps as in the paper's Figure 8) and gives the order of admission, which is
+what `aqua-batch order` writes. It does not model floors, preemption or wrong estimates: those are
+the simulator's business.
+
+Source: BlendServe sections 2.3, 5.2 and 5.3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqua_batch.engine import StepEvents
+from aqua_batch.feed import BlendFeed
+from aqua_protocol.errors import CapacityError
+from aqua_schedulers.admission import AdmissionPolicy
+from aqua_schedulers.blendserve import PreparedPool, RuntimePrefixTree
+
+INTERFERENCE: Final = 0.4
+"""Alpha. The paper gives none; 0.4 puts its depth-first baseline where its figures do."""
+
+SERIES_ROWS: Final = 1000
+"""Rows of the usage series, whatever the number of steps: rows are joined as steps grow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A plan's course.
+
+    Attributes:
+        admitted: Requests in order of admission.
+        makespan_s: Predicted time.
+        optimal_s: T_o with the same interference.
+        computed_prompt_tokens: Prompt tokens that were not shared.
+        compute_s, memory_s: Mean per step, by row of the series.
+        steps_per_row: Steps that a row stands for.
+    """
+
+    admitted: NDArray[np.int32]
+    makespan_s: float
+    optimal_s: float
+    step_count: int
+    computed_prompt_tokens: int
+    compute_s: NDArray[np.float64]
+    memory_s: NDArray[np.float64]
+    steps_per_row: int
+
+
+class _VirtualEngine:
+    """Counts instead of computing."""
+
+    def __init__(
+        self, prepared: PreparedPool, capacity_tokens: int, *, obeys_budget: bool, budget: int
+    ) -> None:
+        self._cache = RuntimePrefixTree(prepared.tree, capacity_tokens)
+        self._cost = prepared.cost
+        self.output_tokens = np.maximum(1, np.rint(prepared.lengths.mean)).astype(np.int64)
+        self._prompt = prepared.tree.prompt_tokens
+        self._obeys = obeys_budget
+        self._budget = budget
+        self._waiting: deque[list[int]] = deque()  # request, tokens left, tokens present
+        self._due: dict[int, list[int]] = {}
+        self._primed: list[int] = []  # prompts done, first token in the next step
+        self._decoding = 0
+        self._context = 0
+        self._step = 0
+        self.admitted: list[int] = []
+        self.computed_prompt_tokens = 0
+        self.compute_s = 0.0
+        self.memory_s = 0.0
+
+    def submit(self, request: int) -> None:
+        """Queue a prompt."""
+        missing = self._cache.hold(request)
+        self.computed_prompt_tokens += missing
+        self._waiting.append([request, missing, int(self._prompt[request]) - missing])
+        self.admitted.append(request)
+
+    def step(self, token_budget: int) -> StepEvents:
+        """Decode, then fill up with prompts."""
+        self._step += 1
+        started, self._primed = self._primed, []
+        for request in started:
+            self._decoding += 1
+            self._context += int(self._prompt[request])
+            due = self._step + int(self.output_tokens[request]) - 1
+            self._due.setdefault(due, []).append(request)
+        tokens, squares = self._decoding, 0.0
+        self._context += self._decoding
+        read = self._context
+        room = max(1, (token_budget if self._obeys else self._budget) - self._decoding)
+        while self._waiting and (room > 0 or self._waiting[0][1] == 0):
+            head = self._waiting[0]
+            chunk = min(room, head[1])
+            squares += (2.0 * head[2] + chunk) * chunk
+            head[1] -= chunk
+            head[2] += chunk
+            room -= chunk
+            tokens += chunk
+            if head[1] > 0:
+                break
+            self._waiting.popleft()
+            self._primed.append(head[0])
+        finished = self._due.pop(self._step, [])
+        for request in finished:
+            self._cache.release(request)
+            self._decoding -= 1
+            self._context -= int(self._prompt[request] + self.output_tokens[request])
+        cost = self._cost
+        self.compute_s = cost.linear_s_per_token * tokens
+        self.compute_s += cost.prefill_s_per_square_token * squares
+        self.memory_s = cost.decode_s_per_kv_token * read
+        return StepEvents(started, finished, [int(self.output_tokens[each]) for each in finished])
+
+
+def forecast(
+    prepared: PreparedPool,
+    policy: AdmissionPolicy,
+    *,
+    capacity_tokens: int,
+    max_step_tokens: int,
+    obeys_budget: bool = True,
+    interference: float = INTERFERENCE,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Forecast:
+    """Run a prepared pool through a virtual engine.
+
+    Args:
+        obeys_budget: Whether the engine computes what the policy says per step, or always up to
+            `max_step_tokens` as a stock engine does.
+        on_progress: Called with the number of finished requests.
+
+    Raises:
+        CapacityError: A request does not fit in memory even alone.
+    """
+    largest = int(prepared.reserved_tokens.max())
+    if largest > capacity_tokens:
+        raise CapacityError(
+            f"a request needs {largest} KV tokens, memory holds {capacity_tokens}",
+            remedy="Lower its max_tokens, or plan for a larger GPU.",
+        )
+    engine = _VirtualEngine(
+        prepared, capacity_tokens, obeys_budget=obeys_budget, budget=max_step_tokens
+    )
+    feed = BlendFeed(policy, prepared.tree, engine, capacity_tokens=capacity_tokens)
+    series = _Series()
+    now_s, steps = 0.0, 0
+    while feed.left_count > 0:
+        feed.step(now_s)
+        compute, memory = engine.compute_s, engine.memory_s
+        now_s += max(compute, memory) + interference * min(compute, memory)
+        steps += 1
+        series.add(compute, memory)
+        if steps % 256 == 0:
+            on_progress(prepared.pool.request_count - feed.left_count)
+    # The bound of the lengths that were run, which are whole tokens.
+    cost, output = prepared.cost, engine.output_tokens
+    rounding = float((output - prepared.lengths.mean).sum())
+    compute_s = prepared.resources.compute_s + cost.linear_s_per_token * rounding
+    memory_s = float(cost.memory_s(prepared.tree.prompt_tokens, output.astype(np.float64)).sum())
+    return Forecast(
+        np.array(engine.admitted, np.int32),
+        now_s,
+        max(compute_s, memory_s) + interference * min(compute_s, memory_s),
+        steps,
+        engine.computed_prompt_tokens,
+        np.array(series.compute),
+        np.array(series.memory),
+        series.steps_per_row,
+    )
+
+
+class _Series:
+    """Means over steps in at most SERIES_ROWS rows: when full, neighbours join."""
+
+    def __init__(self) -> None:
+        self.steps_per_row = 1
+        self.compute: list[float] = []
+        self.memory: list[float] = []
+        self._held = [0.0, 0.0]
+        self._count = 0
+
+    def add(self, compute: float, memory: float) -> None:
+        self._held[0] += compute
+        self._held[1] += memory
+        self._count += 1
+        if self._count < self.steps_per_row:
+            return
+        self.compute.append(self._held[0] / self._count)
+        self.memory.append(self._held[1] / self._count)
+        self._held, self._count = [0.0, 0.0], 0
+        if len(self.compute) == SERIES_ROWS:
+            self.compute = np.reshape(self.compute, (-1, 2)).mean(axis=1).tolist()
+            self.memory = np.reshape(self.memory, (-1, 2)).mean(axis=1).tolist()
+            self.steps_per_row *= 2

@@ -1,0 +1,198 @@
+"""Prompts as token ids: a Hugging Face folder, a tiktoken name, or bytes.
+
+The plan needs to know which prompts share how much of their beginning; the engine needs the very
+same tokens, or what the plan calls shared is not. Without a tokenizer bytes serve for planning: a
+shared prefix of bytes is one of tokens too, only the counts are off, by about four bytes a token
+in English. Whoever falls back says so (`Tokenizer.exact`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+from aqua_batch.records import CHAT_URL
+from aqua_protocol.errors import ConfigError
+
+logger = logging.getLogger("aqua_batch")
+
+BYTES: Final = "bytes"
+"""The name of the fallback."""
+
+
+class Tokenizer(Protocol):
+    """Turns a request's body into token ids."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether these are the engine's tokens."""
+        ...
+
+    def text(self, text: str) -> list[int]:
+        """A completion prompt."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A chat, with the turn of the assistant begun."""
+        ...
+
+
+def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> list[int]:
+    """Token ids of a checked request's prompt.
+
+    Raises:
+        ValueError: The chat template refuses the messages.
+    """
+    if url == CHAT_URL:
+        return tokenizer.chat(body["messages"])
+    prompt = body["prompt"]
+    return tokenizer.text(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of that name.
+
+    Args:
+        name: A folder with a Hugging Face tokenizer, a tiktoken encoding or model, or "bytes".
+
+    Raises:
+        ConfigError: Neither is there, or its library is not installed.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    if Path(name).is_dir():
+        return _from_folder(Path(name))
+    if "/" in name or name.startswith("."):
+        raise ConfigError(
+            f"no tokenizer folder {name!r}",
+            remedy="Give a folder with tokenizer.json, a tiktoken name, or 'bytes'.",
+        )
+    return _from_tiktoken(name)
+
+
+def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as text, where no template is known: roles and contents, line by line."""
+    lines = [f"{message['role']}: {_content(message.get('content'))}\n" for message in messages]
+    return "".join(lines) + "assistant:"
+
+
+def _content(content: object) -> str:
+    """The text of a message; parts that are no text are named, not read."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = cast("list[Any]", content)
+    return "".join(
+        str(part.get("text", f"<{part.get('type', 'part')}>")) if isinstance(part, dict) else ""
+        for part in parts
+    )
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens."""
+
+    name = BYTES
+    exact = False
+
+    def text(self, text: str) -> list[int]:
+        """One token per byte."""
+        return list(text.encode(errors="surrogatepass"))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """One token per byte of the plain form."""
+        return self.text(plain_chat(messages))
+
+
+class _FolderTokenizer:
+    """A Hugging Face tokenizer, with its chat template where it has one."""
+
+    exact = True
+
+    def __init__(self, name: str, tokenizer: Any) -> None:  # noqa: ANN401 - transformers' own type is built at run time
+        self.name = name
+        self._tokenizer = tokenizer
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        if not self._has_template:
+            logger.warning("%s has no chat template: chats are written as 'role: content'", name)
+
+    def text(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer adds to a prompt."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """By the template; it brings its own special tokens."""
+        if not self._has_template:
+            return self.text(plain_chat(messages))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # Templates are programs: they raise what they like.
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} is a Hugging Face tokenizer, and transformers is not installed",
+            remedy="pip install 'aqua-batch[transformers]'",
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{folder} holds no tokenizer that transformers can read: {error}",
+            remedy="Give the folder that has tokenizer.json.",
+        ) from error
+    return _FolderTokenizer(str(folder), tokenizer)
+
+
+class _TiktokenTokenizer:
+    exact = True
+
+    def __init__(self, name: str, encoding: Any) -> None:  # noqa: ANN401 - an optional package
+        self.name = f"tiktoken:{name}"
+        self._encoding = encoding
+
+    def text(self, text: str) -> list[int]:
+        """Special tokens in the text are text."""
+        return list(self._encoding.encode(text, disallowed_special=()))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """OpenAI does not publish its templates; the plain form stands in."""
+        return self.text(plain_chat(messages))
+
+
+def _from_tiktoken(name: str) -> Tokenizer:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError(
+            f"no folder {name!r}, and tiktoken is not installed to look for an encoding",
+            remedy="pip install 'aqua-batch[tiktoken]', or give a tokenizer folder or 'bytes'.",
+        ) from error
+    try:
+        known = name in tiktoken.list_encoding_names()
+        encoding = tiktoken.get_encoding(name) if known else tiktoken.encoding_for_model(name)
+    except KeyError as error:
+        raise ConfigError(
+            f"unknown tokenizer {name!r}: no such folder, and tiktoken does not know it",
+            remedy=f"tiktoken knows {', '.join(tiktoken.list_encoding_names())}; or use 'bytes'.",
+        ) from error
+    except OSError as error:  # requests' errors are OSErrors: it downloads the encoding once
+        raise ConfigError(
+            f"tiktoken could not load {name!r}: {error}",
+            remedy="It downloads encodings on first use; or give a tokenizer folder, or 'bytes'.",
+        ) from error
+    return _TiktokenTokenizer(name, encoding)
