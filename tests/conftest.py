@@ -1,0 +1,72 @@
+"""The test tiers: each test carries the mark of its folder, `tests/<tier>/<package>/test_*.py`.
+
+What this file owns: the marks, and the clean skip of `gpu` tests where there is no CUDA device.
+A contract suite may add `pytest.mark.gpu` to single parameters; they are skipped alike.
+Fixtures that start processes or servers live in `harness/`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+TIERS: Final = frozenset(
+    {"unit", "property", "contract", "integration", "engine", "e2e", "chaos", "gpu"}
+)
+TESTS_ROOT: Final = Path(__file__).resolve().parent
+
+# Settings of plugins that a GPU machine without registry access may lack (`make test-gpu
+# NO_VENV=1`). Declared here when the plugin is absent, so that --strict-config accepts them.
+PLUGIN_SETTINGS: Final = {
+    "pytest_timeout": ("timeout",),
+    "pytest_asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for plugin, settings in PLUGIN_SETTINGS.items():
+        if importlib.util.find_spec(plugin) is None:
+            for setting in settings:
+                parser.addini(setting, f"read by {plugin}, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): ignored without pytest-timeout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(_tier_of(item.path))
+        if item.get_closest_marker("gpu") is not None and (reason := _why_no_cuda()) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _tier_of(path: Path) -> str:
+    tier = path.relative_to(TESTS_ROOT).parts[0]
+    if tier not in TIERS:
+        message = f"{path}: tests live in tests/<tier>/<package>/, tier one of {sorted(TIERS)}"
+        raise pytest.UsageError(message)
+    return tier
+
+
+@cache
+def _why_no_cuda() -> str | None:
+    """Say why `gpu` tests cannot run here, or None where they can.
+
+    Asks NVML rather than the CUDA runtime where possible: an initialised runtime would not
+    survive the forks of the multi-process tests.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return "no CUDA device: torch is not installed"
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        if torch.cuda.is_available():
+            return None
+    return "no CUDA device: torch.cuda.is_available() is false"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def aqua_batch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def request(custom_id: str, prompt: str, tokens: int) -> str:
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    )
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    lines = [request(f"q{i}", f"{'the same instructions ' * 20}{i % 4} {i}", 2) for i in range(40)]
+    lines += [request(f"v{i}", f"a video of {i}", 2000) for i in range(5)]
+    lines.insert(7, '{"custom_id": "broken"')
+    lines.insert(9, request("q0", "again", 2))
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
+    batch: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    done = aqua_batch("order", batch, "-o", out, "--json")
+    assert done.returncode == 0, done.stderr
+    before, after = batch.read_text().splitlines(), out.read_text().splitlines()
+    bad = {before[7], before[9]}
+    assert sorted(after) == sorted(line for line in before if line not in bad)
+    assert after != [line for line in before if line not in bad]
+    assert "planning by bytes" in done.stderr
+    assert "line 8" in done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "out.plan.json").read_text())
+    assert report["requests"] == 45
+    assert report["tokenizer"] == {"name": "bytes", "exact": False}
+    assert report["sharing"]["of_optimal"] > 0.97
+    assert 0 < report["time"]["share_of_optimal"] <= 1
+    assert (tmp_path / "out.plan.png").read_bytes().startswith(b"\x89PNG")
+    errors = [json.loads(x) for x in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert [each["error"]["line"] for each in errors] == [8, 10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokenizer", "no-such-tokenizer"], "no-such-tokenizer"),
+        (["--gpu", "abacus"], "abacus"),
+        (["--max-model-len", "3"], "none of"),
+        (["--kv-tokens", "100"], "KV tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line_and_leaves_no_output(
+    batch: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    done = aqua_batch("order", batch, "-o", out, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+def test_an_empty_or_absent_file_and_an_output_over_the_input_are_refused(
+    batch: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for source, output, said in (
+        (empty, tmp_path / "o.jsonl", "is empty"),
+        (tmp_path / "absent.jsonl", tmp_path / "o.jsonl", "absent.jsonl"),
+        (batch, batch, "input itself"),
+    ):
+        content = batch.read_bytes()
+        done = aqua_batch("order", source, "-o", output)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert batch.read_bytes() == content
+
+
+def test_a_run_without_vllm_says_what_to_install(batch: Path, tmp_path: Path) -> None:
+    if subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode == 0:  # noqa: PLW1510 - the status is the question
+        pytest.skip("vLLM is installed here")
+    out = tmp_path / "out.jsonl"
+    done = aqua_batch("run", batch, "-o", out, "--model", tmp_path, "--tokenizer", "bytes")
+    assert done.returncode == 2
+    assert "pip install vllm" in done.stderr

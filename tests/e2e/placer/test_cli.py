@@ -1,0 +1,185 @@
+"""`aqua-place` as a user runs it: separate processes, files, exit codes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aqua_placer.families import churned, generate
+
+COMMAND = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]
+STATED_KEYS = {
+    "objective",
+    "value",
+    "bound",
+    "gap",
+    "coverage_gb",
+    "coverage_bound_gb",
+    "demand_gb",
+    "max_abs_mem_gb",
+    "max_abs_cnt",
+    "proven",
+    "solve_seconds",
+    "cpu_seconds",
+    "assignments",
+    "matches",
+    "unmatched",
+}
+
+
+def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
+    return done
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(generate("tpscarce", 64, 0)).encode()))
+    return path
+
+
+@pytest.mark.parametrize("objective", ["coverage", "abs", "signed"])
+def test_solve_prints_one_object_with_the_stated_keys(problem: Path, objective: str) -> None:
+    done = run(
+        "solve", problem, "--objective", objective, "--time-limit", 20, "--seed", 1, "--json"
+    )
+    plan = json.loads(done.stdout)
+    assert plan.keys() >= STATED_KEYS
+    assert plan["objective"] == objective
+    assert len(plan["assignments"]) == len(generate("tpscarce", 64, 0)["groups"]["name"])
+
+
+def test_a_plan_goes_from_solve_through_check_explain_render_and_replan(
+    problem: Path, tmp_path: Path
+) -> None:
+    plan, later, picture = tmp_path / "plan.json", tmp_path / "later.json", tmp_path / "plan.svg"
+    run("solve", problem, "--output", plan)
+    assert json.loads(run("check", problem, plan, "--json").stdout)["passed"]
+    told = json.loads(run("explain", problem, plan, "--json").stdout)
+    assert told["groups"], "tpscarce has more demand than its producers spare"
+    assert all(any("fix" in line for line in group["lines"]) for group in told["groups"])
+    run("render", problem, plan, "--output", picture)
+    assert picture.read_text().lstrip().startswith("<?xml")
+    placed = json.loads(plan.read_text())["assignments"]
+    churn = churned(generate("tpscarce", 64, 0), [a["server_index"] for a in placed], 0.1, 1)
+    later.write_text(json.dumps(churn))
+    moved = json.loads(run("replan", later, "--current", plan, "--json").stdout)
+    assert moved["moves"]
+    stopped = {move["group"] for move in moved["moves"] if move["kind"] == "stop"}
+    assert stopped == {a["group"] for a in placed} - set(churn["groups"]["name"])
+
+
+def test_the_same_seed_gives_the_same_plan_in_another_process(problem: Path) -> None:
+    hashes = {json.loads(run("solve", problem, "--json").stdout)["plan_hash"] for _ in range(2)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"groups": {"name": ["x"], "tp": [1], "r_gb": [float("nan")]}}, "'x'"),
+        ({"groups": {"name": ["x", "x"], "tp": [1, 1], "r_gb": [1, 2]}}, "'x'"),
+        ({"groups": {"name": ["big"], "tp": [16], "r_gb": [1]}}, "'big'"),
+    ],
+)
+def test_bad_input_names_the_item_and_the_remedy_and_exits_with_2(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({**generate("ref50", 16, 0), **change}))
+    done = run("solve", path, "--json", code=2)
+    body = json.loads(done.stdout)
+    assert body["code"] == "problem_invalid"
+    assert says in body["message"]
+    assert body["remedy"] in done.stderr
+
+
+def test_a_changed_plan_fails_the_check(problem: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("solve", problem, "--output", plan)
+    document = json.loads(plan.read_text())
+    document["coverage_gb"] += 10
+    first, second = document["assignments"][:2]
+    first["gpus"] = second["gpus"]
+    first["server"], first["server_index"] = second["server"], second["server_index"]
+    plan.write_text(json.dumps(document))
+    verdict = json.loads(run("check", problem, plan, "--json", code=1).stdout)
+    assert any("hash" in line for line in verdict["problems"])
+    assert any("holds both" in line for line in verdict["problems"])
+
+
+def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(generate("tpmix-cont", 512, 0)))
+    started = subprocess.Popen(
+        [
+            *COMMAND,
+            "solve",
+            str(path),
+            "--solver",
+            "milp",
+            "--objective",
+            "abs",
+            "--time-limit",
+            "90",
+            "--json",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    # The program of this size takes minutes: whatever it is doing by then, it must stop.
+    with pytest.raises(subprocess.TimeoutExpired):
+        started.communicate(timeout=8)
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 0, err
+    plan = json.loads(out)
+    assert plan["bound"] <= plan["value"]
+    assert plan["solve_seconds"] < 80
+
+
+def test_gurobi_refusing_the_size_is_told_apart_from_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(generate("ref50", 256, 0)))
+    options = ("--solver", "milp", "--backend", "gurobi", "--objective", "abs")
+    done = run("solve", path, *options, code=3)
+    assert "auto" in done.stderr
+
+
+def test_unknown_options_name_the_choices(problem: Path) -> None:
+    assert "coverage" in run("solve", problem, "--objective", "speed", code=2).stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from aqua_placer.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "heavy = {'numpy', 'highspy', 'matplotlib', 'fastapi', 'pydantic', 'httpx'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_bench_reads_a_folder(problem: Path) -> None:
+    rows = json.loads(run("bench", problem.parent, "--json").stdout)["rows"]
+    assert [row["problem"] for row in rows] == [problem.name]
+    assert rows[0]["valid"]

@@ -1,0 +1,135 @@
+"""Consumers for tests: real ones with small slabs, and the grants that a coordinator would give.
+
+They reach behind the interface on purpose: to wait for what the library only promises to do soon,
+and to audit the books when a test is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aqua_protocol import LeaseState, TransportKind
+from aqua_protocol.leases import LeaseGrant, LeaseView
+from aqualib.consumer.aqua import Aqua
+from aqualib.reporter import Identity
+from aqualib.transports import select
+from aqualib.transports.host import HostCopier
+from harness.producers import SLAB
+from harness.raw_consumer import WITHIN_S, Mint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import torch
+
+    from aqualib.consumer.store import FrameStore
+
+IDENTITY = Identity(node="node", domain="domain", gpu_uuid="GPU-1")
+
+
+@contextlib.contextmanager
+def consuming(host_slabs: int = 64, slab_bytes: int = SLAB, **options: Any) -> Iterator[Aqua]:  # noqa: ANN401 - an Aqua's
+    """A consumer of small slabs without a coordinator; audited, then closed."""
+    settings = {
+        "transport": select(TransportKind.MEMFD),
+        "link": None,
+        "identity": IDENTITY,
+        "host_bytes": host_slabs * slab_bytes,
+        "slab_bytes": slab_bytes,
+        **options,
+    }
+    with Aqua("consumer", **settings) as aqua:
+        yield aqua
+        aqua._store.audit()
+
+
+class LateCopier(HostCopier):
+    """Copies when fenced and not before, as a GPU may; keeps the tensors until then."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self.failure = ""
+        self.fence_count = 0
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self._waiting.append(partial(super().copy, dst, src))
+
+    def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        self._waiting.append(partial(super().gather, dst, src, index))
+
+    def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
+        self._waiting.append(partial(super().scatter, dst, src, index))
+
+    def fence(self) -> None:
+        if self.failure:
+            raise RuntimeError(self.failure)
+        while self._waiting:
+            self._waiting.pop(0)()
+        self.fence_count += 1
+
+
+@contextlib.contextmanager
+def consuming_late(host_slabs: int = 64, **options: Any) -> Iterator[tuple[Aqua, list[LateCopier]]]:  # noqa: ANN401 - an Aqua's
+    """A consumer whose copies arrive late, and every copier that it makes."""
+    transport = select(TransportKind.MEMFD)
+    copiers: list[LateCopier] = []
+
+    def copier() -> LateCopier:
+        copiers.append(LateCopier())
+        return copiers[-1]
+
+    transport.copier = copier  # type: ignore[method-assign] # of this instance
+    with consuming(host_slabs, transport=transport, **options) as aqua:
+        aqua._pager._is_synchronous = False
+        yield aqua, copiers
+
+
+def grant(
+    mint: Mint,
+    endpoint: Path,
+    slab_count: int,
+    *,
+    slab_bytes: int = SLAB,
+    producer_id: str = "producer",
+    consumer_id: str = "consumer",
+) -> LeaseGrant:
+    """A lease as the coordinator would grant it."""
+    epoch = time.monotonic_ns() // 1000
+    nbytes = slab_count * slab_bytes
+    lease_id = f"lease-{epoch}"
+    return LeaseGrant(
+        lease=LeaseView(
+            lease_id=lease_id,
+            epoch=epoch,
+            state=LeaseState.GRANTED,
+            producer_id=producer_id,
+            consumer_id=consumer_id,
+            bytes=nbytes,
+            expires_in_s=30.0,
+        ),
+        token=mint.token(nbytes, consumer_id=consumer_id, epoch=epoch, lease_id=lease_id),
+        endpoint=str(endpoint),
+        transport=TransportKind.MEMFD,
+        slab_bytes=slab_bytes,
+    )
+
+
+def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` about the store holds; fails with `what` after a generous bound."""
+    assert store.wait_for(condition, WITHIN_S), f"still not so: {what}; {store!r}"
+
+
+def await_rest(aqua: Aqua) -> None:
+    """Wait until nothing moves, nothing is asked back and no spare slab could be filled."""
+    store = aqua._store
+    books = store._books
+
+    def is_at_rest() -> bool:
+        homes = [frame for frame in books.at_home if not frame.pins]
+        return not (books.asked or books.moves_out or (books.spare_for() and homes))
+
+    await_store(store, is_at_rest, "the store is at rest")

@@ -1,0 +1,111 @@
+"""A real coordinator with its embedded store, in a process that can be killed and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+START_WITHIN_S: Final = 60.0
+STOP_WITHIN_S: Final = 20.0
+
+
+class CoordinatorProcess:
+    """One coordinator; starts at once, on a free port.
+
+    Args:
+        data_dir: Of the embedded store; a path short enough for its Unix socket.
+        port: To listen on; 0 takes a free one.
+        environment: Further `AQUA_*` variables.
+    """
+
+    def __init__(self, data_dir: Path, *, port: int = 0, **environment: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
+        command = [sys.executable, "-m", "aqua_coordinator", "serve"]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port), "--data-dir", str(data_dir)],
+            env=inherited | environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.data_dir: Final = data_dir
+        self.url: Final[str] = self._announcement("listening")["url"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    def get(self, path: str) -> Any:  # noqa: ANN401 - whatever the path answers
+        """Read something under `/v1/`."""
+        return httpx.get(f"{self.url}/v1/{path}", trust_env=False).raise_for_status().json()
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:  # noqa: ANN401 - as above
+        """Do something under `/v1/`."""
+        response = httpx.post(f"{self.url}/v1/{path}", json=body, headers=headers, trust_env=False)
+        return response.raise_for_status().json()
+
+    def kill(self) -> None:
+        """SIGKILL the coordinator and its store, and wait until both are gone."""
+        for child in self._children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait(STOP_WITHIN_S)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    def _children(self) -> list[int]:
+        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        try:
+            return [int(pid) for pid in listing.read_text().split()]
+        except FileNotFoundError:
+            return []
+
+    def _announcement(self, event: str) -> dict[str, Any]:
+        """Read the log up to the line of this event."""
+        assert self.process.stderr is not None
+        give_up_at_s = time.monotonic() + START_WITHIN_S
+        seen: list[str] = []
+        while (left_s := give_up_at_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([self.process.stderr], [], [], left_s)
+            line = self.process.stderr.readline() if ready else ""
+            if not line:
+                break
+            seen.append(line)
+            with contextlib.suppress(ValueError):
+                entry: dict[str, Any] = json.loads(line)
+                if entry.get("event") == event:
+                    return entry
+        self.process.kill()
+        self.process.wait(STOP_WITHIN_S)
+        self.process.stderr.close()
+        raise TimeoutError("the coordinator did not start:\n" + "".join(seen))
+
+
+@contextlib.contextmanager
+def data_dir() -> Iterator[Path]:
+    """A directory for an embedded store, with a path short enough for its socket."""
+    with tempfile.TemporaryDirectory(
+        prefix="aqua-books-", dir="/tmp", ignore_cleanup_errors=True
+    ) as path:
+        yield Path(path)

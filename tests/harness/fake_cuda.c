@@ -1,0 +1,305 @@
+/* A stand-in for libcuda.so.1 that keeps "device memory" in memfds: a test aid.
+ *
+ * It implements the virtual memory calls that the binding makes, with the driver's rules: sizes in
+ * granules, a mapping is unreadable until access is set, handles, mappings and descriptors each
+ * keep the memory, a context must be current. It counts what is alive, so that a test can see a
+ * leak. The prototypes come from the binding's tests against cuda.h, not from here.
+ *
+ * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes a device has; 1 GiB),
+ * FAKE_CUDA_BATCH (12080, 13000 or 0: which batch copy the driver has), FAKE_CUDA_PEERS (1),
+ * FAKE_CUDA_POSIX (1).
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
+       INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
+enum { HANDLES, MAPPINGS, RESERVATIONS, PINNED, CONTEXTS, COUNTERS };
+enum { GRANULE = 2 << 20, SLOTS = 4096, STACK = 16 };
+
+typedef struct { int type, id; } Location;
+typedef struct {
+    int type, requested; Location location; void *win32;
+    unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4];
+} Prop;
+typedef struct { Location location; int flags; } Access;
+typedef struct { int order; Location src, dst; unsigned flags; } CopyAttributes;
+
+static struct { int fd, device, ours; size_t size; } memory[SLOTS];
+static struct { uintptr_t at; size_t size; int mapped, accessible; } range[SLOTS];
+static long live[COUNTERS];
+static size_t used;
+static int initialised;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static __thread void *contexts[STACK];
+static __thread int depth;
+
+static long setting(const char *name, long fallback) {
+    const char *text = getenv(name);
+    return text ? atol(text) : fallback;
+}
+static int devices(void) { return (int)setting("FAKE_CUDA_DEVICES", 1); }
+
+long fakeCudaLive(int what) { return what == CONTEXTS ? depth : live[what]; }
+
+int cuInit(unsigned flags) {
+    if (flags) return INVALID_VALUE;
+    if (!devices()) return NO_DEVICE;
+    initialised = 1;
+    return SUCCESS;
+}
+int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuGetErrorName(int error, const char **name) {
+    switch (error) {
+    case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
+    case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
+    default: *name = NULL; return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+int cuDeviceGetCount(int *count) {
+    *count = devices();
+    return initialised ? SUCCESS : NOT_INITIALIZED;
+}
+int cuDeviceGet(int *device, int ordinal) {
+    *device = ordinal;
+    return ordinal < devices() ? SUCCESS : INVALID_DEVICE;
+}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    (void)device;
+    *value = attribute == 102 ? 1 : attribute == 103 ? (int)setting("FAKE_CUDA_POSIX", 1) : 0;
+    return SUCCESS;
+}
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = (unsigned char)(16 * device + i);
+    return SUCCESS;
+}
+int cuDeviceCanAccessPeer(int *can, int device, int peer) {
+    (void)device, (void)peer;
+    *can = (int)setting("FAKE_CUDA_PEERS", 1);
+    return SUCCESS;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = (void *)(uintptr_t)(0x1000 + device);
+    return SUCCESS;
+}
+int cuCtxPushCurrent_v2(void *context) {
+    if (depth == STACK) return INVALID_VALUE;
+    contexts[depth++] = context;
+    return SUCCESS;
+}
+int cuCtxPopCurrent_v2(void **context) {
+    if (!depth) return INVALID_CONTEXT;
+    *context = contexts[--depth];
+    return SUCCESS;
+}
+
+int cuMemGetAllocationGranularity(size_t *size, const Prop *prop, int option) {
+    *size = GRANULE;
+    return prop->type == 1 && option == 0 ? SUCCESS : INVALID_VALUE;
+}
+static int remember(unsigned long long *handle, int fd, int device, size_t size, int ours) {
+    for (int i = 1; i < SLOTS; i++)
+        if (!memory[i].size) {
+            memory[i].fd = fd, memory[i].device = device, memory[i].size = size, memory[i].ours = ours;
+            if (ours) used += size;
+            live[HANDLES]++;
+            *handle = (unsigned long long)i;
+            return SUCCESS;
+        }
+    close(fd);
+    return OUT_OF_MEMORY;
+}
+int cuMemCreate(unsigned long long *handle, size_t size, const Prop *prop, unsigned long long flags) {
+    char name[32];
+    if (!depth) return INVALID_CONTEXT;
+    if (prop->type != 1 || prop->requested != 1 || prop->location.type != 1 || flags
+        || prop->win32 || prop->compression || prop->rdma || prop->usage
+        || !size || size % GRANULE || prop->location.id >= devices())
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    int result = OUT_OF_MEMORY;
+    if (used + size <= (size_t)setting("FAKE_CUDA_MEMORY", 1L << 30)) {
+        snprintf(name, sizeof name, "fake-cuda-%d", prop->location.id);
+        int fd = memfd_create(name, MFD_CLOEXEC);
+        if (fd >= 0 && ftruncate(fd, (off_t)size) == 0) {
+            /* Not clean, as the driver's memory need not be. */
+            if (pwrite(fd, "dirt", 4, 0) == 4)
+                result = remember(handle, fd, prop->location.id, size, 1);
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int cuMemRelease(unsigned long long handle) {
+    if (!handle || handle >= SLOTS || !memory[handle].size) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    close(memory[handle].fd);
+    if (memory[handle].ours) used -= memory[handle].size;
+    memory[handle].size = 0;
+    live[HANDLES]--;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+int cuMemExportToShareableHandle(int *fd, unsigned long long handle, int type, unsigned long long flags) {
+    if (type != 1 || flags || handle >= SLOTS || !memory[handle].size) return INVALID_VALUE;
+    *fd = dup(memory[handle].fd); /* Inheritable on purpose: the binding must see to that. */
+    return *fd < 0 ? OUT_OF_MEMORY : SUCCESS;
+}
+int cuMemImportFromShareableHandle(unsigned long long *handle, void *os_handle, int type) {
+    int fd = (int)(intptr_t)os_handle, device;
+    char path[64], target[64] = {0};
+    struct stat status;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (type != 1 || readlink(path, target, sizeof target - 1) < 0
+        || sscanf(target, "/memfd:fake-cuda-%d", &device) != 1 || fstat(fd, &status))
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    int result = remember(handle, fcntl(fd, F_DUPFD_CLOEXEC, 3), device, (size_t)status.st_size, 0);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int cuMemGetAllocationPropertiesFromHandle(Prop *prop, unsigned long long handle) {
+    if (handle >= SLOTS || !memory[handle].size) return INVALID_VALUE;
+    memset(prop, 0, sizeof *prop);
+    prop->type = prop->requested = prop->location.type = 1;
+    prop->location.id = memory[handle].device;
+    return SUCCESS;
+}
+
+static int find(uintptr_t at, size_t size) {
+    for (int i = 1; i < SLOTS; i++)
+        if (range[i].at == at && range[i].size == size) return i;
+    return 0;
+}
+int cuMemAddressReserve(unsigned long long *at, size_t size, size_t align, unsigned long long hint, unsigned long long flags) {
+    if (!size || size % GRANULE || align || hint || flags) return INVALID_VALUE;
+    void *start = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return OUT_OF_MEMORY;
+    pthread_mutex_lock(&lock);
+    for (int i = 1; i < SLOTS; i++)
+        if (!range[i].at) {
+            range[i].at = (uintptr_t)start, range[i].size = size;
+            range[i].mapped = range[i].accessible = 0;
+            break;
+        }
+    live[RESERVATIONS]++;
+    pthread_mutex_unlock(&lock);
+    *at = (uintptr_t)start;
+    return SUCCESS;
+}
+int cuMemAddressFree(unsigned long long at, size_t size) {
+    pthread_mutex_lock(&lock);
+    int i = find(at, size), result = INVALID_VALUE;
+    if (i && !range[i].mapped) {
+        munmap((void *)at, size);
+        range[i].at = 0;
+        live[RESERVATIONS]--;
+        result = SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int cuMemMap(unsigned long long at, size_t size, size_t offset, unsigned long long handle, unsigned long long flags) {
+    pthread_mutex_lock(&lock);
+    int i = find(at, size), result = INVALID_VALUE;
+    if (i && !range[i].mapped && !offset && !flags && handle < SLOTS && memory[handle].size == size
+        && mmap((void *)at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory[handle].fd, 0) != MAP_FAILED) {
+        range[i].mapped = 1;
+        live[MAPPINGS]++;
+        result = SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int cuMemUnmap(unsigned long long at, size_t size) {
+    pthread_mutex_lock(&lock);
+    int i = find(at, size), result = INVALID_VALUE;
+    if (i && range[i].mapped) {
+        mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        range[i].mapped = range[i].accessible = 0;
+        live[MAPPINGS]--;
+        result = SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int cuMemSetAccess(unsigned long long at, size_t size, const Access *access, size_t count) {
+    pthread_mutex_lock(&lock);
+    int i = find(at, size), result = INVALID_VALUE;
+    if (i && range[i].mapped && count == 1 && access->flags == 3 && access->location.type == 1
+        && access->location.id < devices() && !mprotect((void *)at, size, PROT_READ | PROT_WRITE)) {
+        range[i].accessible = 1;
+        result = SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+int cuStreamCreate(void **stream, unsigned flags) {
+    *stream = (void *)0x2000;
+    return !depth ? INVALID_CONTEXT : flags == 1 ? SUCCESS : INVALID_VALUE;
+}
+int cuStreamSynchronize(void *stream) { return stream ? SUCCESS : INVALID_VALUE; }
+int cuMemsetD8Async(unsigned long long at, unsigned char value, size_t size, void *stream) {
+    if (!depth) return INVALID_CONTEXT;
+    if (!stream) return INVALID_VALUE;
+    memset((void *)at, value, size);
+    return SUCCESS;
+}
+int cuMemcpyAsync(unsigned long long dst, unsigned long long src, size_t size, void *stream) {
+    if (!depth) return INVALID_CONTEXT;
+    if (!stream) return INVALID_VALUE;
+    memcpy((void *)dst, (void *)src, size);
+    return SUCCESS;
+}
+int cuMemHostRegister_v2(void *at, size_t size, unsigned flags) {
+    if (!depth) return INVALID_CONTEXT;
+    if (!at || !size || flags != 1) return INVALID_VALUE;
+    if (size > (size_t)setting("FAKE_CUDA_MEMORY", 1L << 30)) return OUT_OF_MEMORY;
+    live[PINNED]++;
+    return SUCCESS;
+}
+int cuMemHostUnregister(void *at) {
+    if (!depth) return INVALID_CONTEXT;
+    if (!at || !live[PINNED]) return INVALID_VALUE;
+    live[PINNED]--;
+    return SUCCESS;
+}
+
+static int batch_without_fail_index(
+    const unsigned long long *dsts, const unsigned long long *srcs, const size_t *sizes, size_t count,
+    const CopyAttributes *attributes, const size_t *first, size_t attribute_count, void *stream) {
+    if (!depth) return INVALID_CONTEXT;
+    if (!stream || !count || attribute_count != 1 || first[0] || attributes->order != 1) return INVALID_VALUE;
+    for (size_t i = 0; i < count; i++) memcpy((void *)dsts[i], (void *)srcs[i], sizes[i]);
+    return SUCCESS;
+}
+static int batch_with_fail_index(
+    const unsigned long long *dsts, const unsigned long long *srcs, const size_t *sizes, size_t count,
+    const CopyAttributes *attributes, const size_t *first, size_t attribute_count, size_t *fail, void *stream) {
+    *fail = SIZE_MAX;
+    return batch_without_fail_index(dsts, srcs, sizes, count, attributes, first, attribute_count, stream);
+}
+int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status) {
+    long has = setting("FAKE_CUDA_BATCH", 12080);
+    *address = NULL;
+    if (strcmp(symbol, "cuMemcpyBatchAsync") || flags || has != version) {
+        *status = 1;
+        return NOT_FOUND;
+    }
+    *address = has == 12080 ? (void *)batch_with_fail_index : (void *)batch_without_fail_index;
+    *status = 0;
+    return SUCCESS;
+}

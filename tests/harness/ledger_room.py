@@ -1,0 +1,172 @@
+"""The books with a hand on their clock, and the checks that follow every test.
+
+`LedgerRoom` opens real books over a real server and adds what only tests may do: move the clock
+forward, lose the books, look for keys that nobody would ever remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from typing import Final
+
+from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store.keys import KEYS, PERMANENT, TAG
+from aqua_coordinator.store.pipeline import Answer
+from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
+from aqua_coordinator.store.scripts import MAX_GAP_S
+from aqua_protocol.leases import LeaseView
+from harness.members_on_paper import PaperConsumer, PaperProducer
+
+ATTACH_WINDOW_S: Final = 10.0
+SILENT_S: Final = 20.0
+"""Below the default time to live, so that tests can tell the two apart."""
+
+
+class LedgerRoom:
+    """Books on a server, for one test.
+
+    Attributes:
+        books: What is tested.
+        pipeline: Below it, for plain commands.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.books = Books(pipeline)
+        self._keys = itertools.count()
+
+    async def command(self, *words: str) -> Answer:
+        """A plain command to the server."""
+        return await self.pipeline.command(*words)
+
+    # --- Members -------------------------------------------------------------------
+
+    async def tell(self, producer: PaperProducer, **changes: object) -> ProducerBooked:
+        """Send the producer's next report."""
+        booked = await self.books.report_producer(producer.report(**changes))
+        producer.books_id = booked.books_id
+        return booked
+
+    async def join(self, producer: PaperProducer) -> PaperProducer:
+        """Report until the producer may be granted from."""
+        await self.tell(producer)
+        assert (await self.tell(producer)).grantable
+        return producer
+
+    async def hear(self, consumer: PaperConsumer, **changes: object) -> ConsumerBooked:
+        """Send the consumer's next report."""
+        return await self.books.report_consumer(consumer.report(**changes))
+
+    async def grant(
+        self, consumer: PaperConsumer, slabs: int = 1, *, key: str | None = None, **changes: object
+    ) -> Grant:
+        """Ask for a lease under a fresh key, or this one."""
+        return await self.books.grant_lease(
+            consumer.request(slabs, **changes),
+            idempotency_key=key or f"key-{next(self._keys)}",
+            attach_window_s=ATTACH_WINDOW_S,
+        )
+
+    async def attached(
+        self, producer: PaperProducer, consumer: PaperConsumer, slabs: int = 1, **changes: object
+    ) -> LeaseView:
+        """A lease that the producer has reported handed out, and the consumer names."""
+        lease = (await self.grant(consumer, slabs, key=None, **changes)).lease
+        producer.hand_out(lease)
+        consumer.use(lease)
+        await self.tell(producer)
+        return await self.books.lease(lease.lease_id)
+
+    # --- Time ----------------------------------------------------------------------
+
+    async def sweep(self) -> int:
+        """One sweep of one coordinator."""
+        return await self.books.sweep(silent_s=SILENT_S)
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let the books' clock advance, as if coordinators had been sweeping meanwhile."""
+        await self.sweep()
+        await self.pipeline.command("HINCRBY", KEYS["books"], "paused_us", -round(seconds * 1e6))
+
+    async def hold_clock(self, clock_us: int) -> None:
+        """Set the books' clock, and count this as a sweep: real time plays no part any more."""
+        await self.command("EVAL", _HOLD_CLOCK, "1", KEYS["books"], str(clock_us))
+
+    async def stand_still(self, seconds: float) -> None:
+        """Let real time pass without any coordinator: what `pass_time` does, and no sweep."""
+        assert seconds > MAX_GAP_S, "shorter absences do not count"
+        for field in ("paused_us", "swept_us"):
+            await self.pipeline.command("HINCRBY", KEYS["books"], field, -round(seconds * 1e6))
+
+    async def lose_books(self) -> None:
+        """Everything in Redis is gone."""
+        await self.pipeline.command("FLUSHALL")
+
+    # --- Checks --------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """The books agree with themselves, and no key would stay for ever."""
+        if await self.pipeline.command("EXISTS", KEYS["books"]):
+            assert await self.books.audit() == []
+        assert await self.leaks() == []
+
+    async def leaks(self) -> list[str]:
+        """Keys that neither expire nor are known to be removed by anybody."""
+        names = sorted(KEYS.items(), key=lambda item: -len(item[1]))
+        owners = {
+            "producer": "producers",
+            "consumer": "consumers",
+            "reclaim": "reclaims",
+        }
+        leaked = []
+        for raw in await self.pipeline.command("KEYS", "*"):
+            key = raw.decode()
+            noun = next((noun for noun, name in names if _is(key, name)), None)
+            if noun is None:
+                leaked.append(f"{key} is nobody's")
+                continue
+            if await self.pipeline.command("PTTL", key) >= 0:
+                continue
+            if noun not in PERMANENT:
+                leaked.append(f"{key} never expires")
+            elif noun == "lease":
+                owner = (await self.pipeline.command("HGET", key, "producer_id")).decode()
+                index, lease_id = KEYS["producer_leases"] + owner, key.removeprefix(KEYS["lease"])
+                if await self.pipeline.command("ZSCORE", index, lease_id) is None:
+                    leaked.append(f"{key} is not booked on {owner}")
+            elif noun in owners:
+                member = key.removeprefix(KEYS[noun])
+                if await self.pipeline.command("ZSCORE", KEYS[owners[noun]], member) is None:
+                    leaked.append(f"{key} is not listed in {owners[noun]}")
+        return leaked
+
+
+_HOLD_CLOCK: Final = """
+local time = redis.call('TIME')
+local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'swept_us', string.format('%d', now_us),
+    'paused_us', string.format('%d', now_us - tonumber(ARGV[1])))
+end
+"""
+
+
+def _is(key: str, name: str) -> bool:
+    return key.startswith(name) if name.endswith(":") and name != TAG else key == name
+
+
+@contextlib.asynccontextmanager
+async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
+    """Fresh books on the server at `url`, checked at the end."""
+    pipeline = Pipeline(open_pool(url, connect_timeout_s=5.0, max_connections=8))
+    pipeline.start()
+    room = LedgerRoom(pipeline)
+    try:
+        await room.lose_books()
+        await pipeline.command("SCRIPT", "FLUSH")
+        yield room
+        await room.check()
+    finally:
+        await pipeline.close()

@@ -1,0 +1,36 @@
+"""Slab memory for tests of decisions: counts what is open, and holds no bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aqualib.transports.base import Handle
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PaperSlab:
+    """Satisfies `OwnedSlab`; nobody looks at its bytes.
+
+    Args:
+        nbytes: What it claims to have.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.closed = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """There is none."""
+        raise NotImplementedError
+
+    def export(self) -> Handle:
+        """A handle that leads nowhere."""
+        return Handle(payload=b"", fd=None)
+
+    def close(self) -> None:
+        """Note that it was closed; closing twice is a mistake of whoever owns it."""
+        assert not self.closed, "closed twice"
+        self.closed = True

@@ -1,0 +1,65 @@
+"""Producers for tests: small slabs, a short socket path, and books that are checked at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from aqua_protocol import TransportKind
+from aqualib.producer.lender import Producer
+from aqualib.reporter import Identity
+from aqualib.transports import select
+from harness.raw_consumer import WITHIN_S, Mint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SLAB: Final = 64 * 1024
+IDENTITY: Final = Identity(node="node", domain="domain", gpu_uuid="GPU-0")
+
+
+@contextlib.contextmanager
+def socket_dir() -> Iterator[Path]:
+    """A directory with a path short enough for a Unix address."""
+    path = Path(tempfile.mkdtemp(prefix="aqua-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def lending(mint: Mint, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
+    """A producer that offers `slab_count` slabs and trusts `mint`; audited, then closed."""
+    with socket_dir() as directory:
+        producer = Producer(
+            "producer",
+            transport=select(TransportKind.MEMFD),
+            link=None,
+            endpoint=directory / "p.sock",
+            identity=IDENTITY,
+            slab_bytes=SLAB,
+            **options,
+        )
+        try:
+            producer.offer(slab_count * SLAB)
+            producer.acknowledge(mint.ack())
+            yield producer
+            with producer._lock:
+                producer._desk.pool.audit()
+        finally:
+            producer.close(deadline_s=0.001)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds; fails with `what` after a bound that nothing should need."""
+    give_up_at_s = time.monotonic() + WITHIN_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < give_up_at_s, f"still not so: {what}"
+        pause.wait(0.002)

@@ -1,0 +1,307 @@
+"""A consumer that speaks the lease channel by hand, without the consumer library.
+
+`RawConsumer` does one thing per call, in any order, also orders that no decent consumer would
+choose; that is what it is for. `ConsumerProcess` runs one in a process of its own, which can be
+killed or frozen between two calls. It maps memfd slabs with `mmap` and imports no torch, so a
+process starts in a fraction of a second.
+
+`Mint` stands in for the coordinator's part of an attach: the key that a producer trusts, and tokens
+under it.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final, Self
+
+from aqua_protocol import PROTOCOL_VERSION, ErrorBody, capability
+from aqua_protocol.channel import (
+    PRODUCER_MESSAGES,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    ProducerMessage,
+    Reclaim,
+    Refused,
+    Released,
+    Slabs,
+    Welcome,
+)
+from aqua_protocol.members import LeaseNotice, ProducerAck, ReclaimOrder
+from aqualib.channel import Channel, ChannelClosedError, connect
+
+WITHIN_S: Final = 20.0
+"""Bound of every wait; far above what anything takes."""
+
+
+class Mint:
+    """Makes tokens that one producer accepts.
+
+    Args:
+        producer_id: The producer.
+    """
+
+    def __init__(self, producer_id: str = "producer") -> None:
+        self.key: Final = os.urandom(32)
+        self._producer_id = producer_id
+        self._epochs = itertools.count(100)
+
+    def ack(
+        self,
+        *,
+        min_epoch: int = 1,
+        ended: list[LeaseNotice] | None = None,
+        reclaims: list[ReclaimOrder] | None = None,
+    ) -> ProducerAck:
+        """The coordinator's answer that makes a producer trust this mint."""
+        return ProducerAck(
+            books_id="books",
+            heartbeat_s=1.0,
+            min_epoch=min_epoch,
+            capability_key=base64.b64encode(self.key).decode(),
+            grantable=True,
+            ended=ended or [],
+            reclaims=reclaims or [],
+        )
+
+    def token(
+        self,
+        nbytes: int,
+        *,
+        consumer_id: str = "consumer",
+        epoch: int | None = None,
+        lease_id: str | None = None,
+        valid_s: float = 600.0,
+    ) -> str:
+        """A token for a new lease."""
+        number = next(self._epochs) if epoch is None else epoch
+        claims = capability.Claims(
+            lease_id=lease_id or f"lease-{number}",
+            epoch=number,
+            producer_id=self._producer_id,
+            consumer_id=consumer_id,
+            bytes=nbytes,
+            not_after_s=time.time() + valid_s,
+        )
+        return capability.mint(claims, self.key)
+
+
+class RefusedError(Exception):
+    """The producer refused; carries its error."""
+
+    def __init__(self, body: ErrorBody) -> None:
+        super().__init__(f"{body.code}: {body.message}")
+        self.body = body
+
+
+class RawConsumer:
+    """One connection to a producer, driven by hand."""
+
+    def __init__(self, endpoint: str | Path) -> None:
+        self.channel: Channel[ProducerMessage] = Channel(connect(Path(endpoint)), PRODUCER_MESSAGES)
+        self.slabs: dict[int, mmap.mmap] = {}
+        self.generations: dict[int, int] = {}
+        self._kept: list[Reclaim] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel and every mapping."""
+        self.channel.close()
+        for slab_id in list(self.slabs):
+            self.unmap(slab_id)
+
+    def hello(
+        self, token: str, consumer_id: str = "consumer", version: int = PROTOCOL_VERSION
+    ) -> None:
+        """Say Hello, and read nothing."""
+        self.channel.send(
+            Hello(
+                protocol_version=version,
+                aqualib_version="raw",
+                consumer_id=consumer_id,
+                token=token,
+            )
+        )
+
+    def receive(self) -> tuple[ProducerMessage, list[int]]:
+        """The next packet, within a bound; a refusal raises."""
+        if not self.readable(WITHIN_S):
+            raise TimeoutError(f"the producer said nothing for {WITHIN_S} s")
+        message, fds = self.channel.receive()
+        if isinstance(message, Refused):
+            raise RefusedError(message.error)
+        return message, fds
+
+    def readable(self, timeout_s: float = 0.0) -> bool:
+        """Whether a packet, or the end of the channel, is there."""
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def take(self) -> list[int]:
+        """Receive the Welcome and every slab, map them; returns slab ids in order."""
+        welcome, _ = self.receive()
+        assert isinstance(welcome, Welcome), welcome
+        taken: list[int] = []
+        while True:
+            packet, fds = self.receive()
+            if isinstance(packet, Reclaim):
+                self._kept.append(packet)
+                continue
+            assert isinstance(packet, Slabs), packet
+            for handle, fd in zip(packet.slabs, fds, strict=True):
+                self.slabs[handle.slab_id] = mmap.mmap(fd, welcome.slab_bytes)
+                self.generations[handle.slab_id] = handle.generation
+                os.close(fd)
+                taken.append(handle.slab_id)
+            if packet.last:
+                assert len(taken) == welcome.slab_count, (taken, welcome)
+                return taken
+
+    def attach(self, token: str, consumer_id: str = "consumer") -> list[int]:
+        """Hello and take."""
+        self.hello(token, consumer_id)
+        return self.take()
+
+    def await_reclaim(self) -> list[int]:
+        """Wait for the next Reclaim packet; returns the slab ids asked for, in order."""
+        packet = self._kept.pop(0) if self._kept else self.receive()[0]
+        assert isinstance(packet, Reclaim), packet
+        for ref in packet.slabs:
+            assert self.generations.get(ref.slab_id) == ref.generation, ref
+        return [ref.slab_id for ref in packet.slabs]
+
+    def unmap(self, slab_id: int) -> None:
+        """Unmap one slab, and say nothing."""
+        self.slabs.pop(slab_id).close()
+
+    def released(self, slab_id: int, generation: int | None = None) -> None:
+        """Say Released, whether it is true or not."""
+        number = self.generations[slab_id] if generation is None else generation
+        self.channel.send(Released(slab_id=slab_id, generation=number))
+
+    def give_back(self, slab_id: int) -> None:
+        """Unmap one slab and say so."""
+        self.unmap(slab_id)
+        self.released(slab_id)
+
+    def ping(self, number: int) -> int:
+        """One round trip."""
+        self.channel.send(Ping(number=number))
+        pong, _ = self.receive()
+        assert isinstance(pong, Pong), pong
+        return pong.number
+
+    def goodbye(self) -> None:
+        """Say Goodbye."""
+        self.channel.send(Goodbye())
+
+    def await_end(self) -> str:
+        """Read until the producer says Goodbye or the channel ends; returns the last type."""
+        last = "nothing"
+        while last != "goodbye":
+            try:
+                last = self.receive()[0].type
+            except ChannelClosedError:
+                break
+        return last
+
+    def fill(self, slab_id: int, value: int) -> None:
+        """Write one value to every byte of a slab."""
+        self.slabs[slab_id][:] = bytes([value]) * len(self.slabs[slab_id])
+
+    def values(self, slab_id: int) -> list[int]:
+        """The distinct byte values in a slab."""
+        return sorted(set(self.slabs[slab_id][:]))
+
+    def hang_up(self) -> None:
+        """Close the channel and keep the mappings."""
+        self.channel.close()
+
+
+class ConsumerProcess:
+    """A `RawConsumer` in a process of its own.
+
+    Args:
+        endpoint: Of the producer; the process connects at once.
+    """
+
+    def __init__(self, endpoint: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(endpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "connected"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the verb gives
+        """Run a method of the `RawConsumer` there and wait for what it returns."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def freeze(self) -> None:
+        """Stop the process; a hung consumer."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(WITHIN_S)
+
+    def _answer(self) -> Any:  # noqa: ANN401 - as above
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], WITHIN_S)
+        if not ready:
+            raise TimeoutError(f"the consumer process did not answer within {WITHIN_S} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise ChannelClosedError("the consumer process has ended")
+        return json.loads(line)
+
+
+def _serve(endpoint: str) -> None:
+    consumer = RawConsumer(endpoint)
+    sys.stdout.write('"connected"\n')
+    sys.stdout.flush()
+    for line in sys.stdin:
+        verb, arguments = json.loads(line)
+        result = getattr(consumer, verb)(*arguments)
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

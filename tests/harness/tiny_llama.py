@@ -1,0 +1,51 @@
+"""A Llama small enough for a CPU test, with real random weights and a tokenizer, on disk.
+
+Random weights must be written: vLLM's dummy weights give degenerate outputs, and identical outputs
+prove nothing. The tokenizer is byte-level, so any text has tokens and every byte counts once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+VOCABULARY_SIZE: Final = 320
+
+CHAT_TEMPLATE: Final = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+
+
+def write_tiny_llama(folder: Path, *, seed: int = 0) -> Path:
+    """Write model and tokenizer to `folder` and return it."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(["<s>", "</s>", *letters])}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

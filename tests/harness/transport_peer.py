@@ -1,0 +1,196 @@
+"""A second process that shares slabs with the test: started, driven and killed by it.
+
+Run as a program this file serves one command per packet of a SOCK_SEQPACKET socket; `Peer` is the
+test's side. Commands are the verbs of the transport contract, so one peer plays exporter and
+importer alike. Slabs are named by the test; an error in the peer comes back by type and message.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from aqua_protocol import TransportKind
+
+if TYPE_CHECKING:
+    from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport
+
+ANSWER_WITHIN_S = 60.0
+"""Covers the import of torch and the start of CUDA."""
+
+
+class PeerError(Exception):
+    """What the peer raised; `kind` is the name of its type."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply: a JSON value and the descriptors that came with it."""
+
+    value: Any
+    fds: list[int]
+
+
+class Peer:
+    """The test's end of a second process."""
+
+    def __init__(self, kind: TransportKind, fake_driver: Path | None = None) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_WITHIN_S)
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    str(theirs.fileno()),
+                    kind.value,
+                    *([] if fake_driver is None else [str(fake_driver)]),
+                ],
+                pass_fds=[theirs.fileno()],
+            )
+
+    def call(self, verb: str, *, fds: tuple[int, ...] = (), **arguments: object) -> Answer:
+        """Run `verb` in the peer and wait for its answer."""
+        socket.send_fds(self._socket, [json.dumps([verb, arguments]).encode()], list(fds))
+        packet, received, _, _ = socket.recv_fds(self._socket, 65536, 4)
+        if not packet:
+            raise PeerError("Died", f"exit status {self.process.wait(ANSWER_WITHIN_S)}")
+        kind, value = json.loads(packet)
+        if kind != "ok":
+            raise PeerError(kind, value)
+        return Answer(value, received)
+
+    def export(self, name: str) -> Handle:
+        """A handle to the peer's slab `name`, owned by the test."""
+        from aqualib.transports import Handle
+
+        answer = self.call("export", name=name)
+        payload = base64.b64decode(answer.value)
+        return Handle(payload=payload, fd=answer.fds[0] if answer.fds else None)
+
+    def open(self, name: str, handle: Handle, nbytes: int) -> None:
+        """Have the peer map what `handle` names; consumes the handle."""
+        with handle:
+            payload = base64.b64encode(handle.payload).decode()
+            fds = () if handle.fd is None else (handle.fd,)
+            self.call("open", name=name, payload=payload, nbytes=nbytes, fds=fds)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(ANSWER_WITHIN_S)
+
+    def close(self) -> None:
+        """End the process, politely where it still listens."""
+        self._socket.close()
+        try:
+            self.process.wait(ANSWER_WITHIN_S)
+        finally:
+            self.process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Server:
+    """The commands, in the peer's process."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.owned: dict[str, OwnedSlab] = {}
+        self.slabs: dict[str, MappedSlab] = {}
+
+    def create(self, _: list[int], name: str, nbytes: int) -> None:
+        self.slabs[name] = self.owned[name] = self.transport.create(nbytes)
+
+    def export(self, _: list[int], name: str) -> Handle:
+        return self.owned[name].export()
+
+    def open(self, fds: list[int], name: str, payload: str, nbytes: int) -> None:
+        from aqualib.transports import Handle
+
+        handle = Handle(payload=base64.b64decode(payload), fd=fds[0] if fds else None)
+        self.slabs[name] = self.transport.open(handle, nbytes)
+
+    def fill(self, _: list[int], name: str, seed: int) -> None:
+        """Write the pattern of `seed`, by the transport's own copier."""
+        tensor = self.slabs[name].tensor
+        copier = self.transport.copier()
+        copier.copy(tensor, pattern(seed, tensor.numel()).to(tensor.device))
+        copier.fence()
+
+    def matches(self, _: list[int], name: str, seed: int) -> bool:
+        """Whether the slab holds exactly the pattern of `seed`."""
+        tensor = self.slabs[name].tensor.cpu()
+        return bool((tensor == pattern(seed, tensor.numel())).all())
+
+    def close(self, _: list[int], name: str) -> None:
+        self.slabs[name].close()
+
+    def open_fds(self, _: list[int]) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def serve(self, sock: socket.socket) -> None:
+        while True:
+            packet, fds, _, _ = socket.recv_fds(sock, 65536, 4)
+            if not packet:
+                return
+            verb, arguments = json.loads(packet)
+            handle: Handle | None = None
+            try:
+                value = getattr(self, verb)(fds, **arguments)
+            except Exception as error:  # noqa: BLE001 - the test decides what was expected
+                answer = [type(error).__name__, str(error)]
+            else:
+                if verb == "export":
+                    handle = value
+                    value = base64.b64encode(handle.payload).decode()
+                answer = ["ok", value]
+            with handle or contextlib.nullcontext():
+                passed = [handle.fd] if handle is not None and handle.fd is not None else []
+                socket.send_fds(sock, [json.dumps(answer).encode()], passed)
+
+
+def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported where it is used
+    """`count` reproducible bytes, uint8 on the CPU; another seed gives other bytes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def _transport(kind: str, fake_driver: str | None = None) -> Transport:
+    from aqualib.transports import select
+
+    if fake_driver is None:
+        return select(TransportKind(kind))
+    # By path, as the tests import it: this file runs as a program.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from harness import fake_cuda
+
+    return fake_cuda.transport(TransportKind(kind), Path(fake_driver))
+
+
+def _main() -> None:
+    descriptor, *names = sys.argv[1:]
+    with socket.socket(fileno=int(descriptor)) as sock:
+        _Server(_transport(*names)).serve(sock)
+
+
+if __name__ == "__main__":
+    _main()

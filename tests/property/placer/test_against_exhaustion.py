@@ -1,0 +1,74 @@
+"""Every solver against all placements of small problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from aqua_placer.budget import Budget
+from aqua_placer.checking import check_plan
+from aqua_placer.reading import instance_from
+from aqua_placer.solving import Request, place
+from aqua_protocol.plan import MatchingMode, Objective, Plan
+from harness.placement import best_by_exhaustion, small_problems
+
+TOLERANCE_GB = 2e-3
+SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def solved(problem: dict[str, Any], objective: Objective) -> Plan:
+    instance = instance_from(problem)
+    plan = place(instance, Request(objective=objective), Budget(30.0))
+    verdicts = check_plan(instance, plan)
+    assert verdicts.passed, verdicts.problems
+    return plan
+
+
+@SLOW
+@given(small_problems())
+def test_minmax_bounds_hold_and_values_are_optimal_or_close(problem: dict[str, Any]) -> None:
+    best = best_by_exhaustion(problem)
+    for objective, optimum in ((Objective.ABS, best.abs), (Objective.SIGNED, best.signed)):
+        plan = solved(problem, objective)
+        assert plan.bound <= optimum + TOLERANCE_GB
+        assert plan.value >= optimum - TOLERANCE_GB
+        # All-distinct sizes stop within a tenth of a percent of the bound.
+        assert plan.value <= optimum + TOLERANCE_GB + 0.002 * abs(optimum), (plan.value, optimum)
+        if plan.proven:
+            assert plan.value == pytest.approx(optimum, abs=TOLERANCE_GB)
+
+
+@SLOW
+@given(small_problems())
+def test_coverage_bounds_hold_and_the_best_coverage_is_found(problem: dict[str, Any]) -> None:
+    best = best_by_exhaustion(problem)
+    plan = solved(problem, Objective.COVERAGE)
+    assert plan.coverage_bound_gb >= best.coverage - TOLERANCE_GB
+    assert plan.coverage_gb <= best.coverage + TOLERANCE_GB
+    assert plan.coverage_gb >= best.coverage * (1 - 1e-3) - TOLERANCE_GB
+    assert plan.balance_bound <= best.abs + TOLERANCE_GB
+
+
+@SLOW
+@given(small_problems(weights=True))
+def test_weights_count_in_coverage_and_its_bound(problem: dict[str, Any]) -> None:
+    best = best_by_exhaustion(problem)
+    plan = solved(problem, Objective.COVERAGE)
+    assert plan.coverage_bound_gb >= best.coverage - TOLERANCE_GB
+    assert best.coverage * (1 - 1e-3) - TOLERANCE_GB <= plan.coverage_gb
+    assert plan.coverage_gb <= best.coverage + TOLERANCE_GB
+
+
+@SLOW
+@given(small_problems(weights=True))
+def test_every_matching_mode_gives_a_valid_plan(problem: dict[str, Any]) -> None:
+    instance = instance_from(problem)
+    covered = {}
+    for mode in MatchingMode:
+        plan = place(instance, Request(objective=Objective.ABS, matching=mode), Budget(30.0))
+        verdicts = check_plan(instance, plan)
+        assert verdicts.passed, (mode, verdicts.problems)
+        covered[mode] = plan.coverage_gb
+    assert max(covered.values()) <= covered[MatchingMode.EXACT] + TOLERANCE_GB

@@ -1,0 +1,366 @@
+"""What a producer decides without I/O: whom to ask, when to escalate, whom to admit."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from aqua_protocol import (
+    CapabilityError,
+    CapacityError,
+    InvalidTransitionError,
+    SlabState,
+    TransportKind,
+    UnavailableError,
+)
+from aqua_protocol.capability import Claims
+from aqua_protocol.ids import (
+    ConsumerId,
+    Generation,
+    LeaseId,
+    ProducerId,
+    ReclaimId,
+    Revision,
+    SlabId,
+)
+from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ProducerReport
+from aqualib.channel import PeerCredentials
+from aqualib.producer import admission, desk
+from aqualib.producer.admission import Admission
+from aqualib.producer.desk import LendingDesk
+from aqualib.producer.escalation import Ask, Escalation, Step, due_at_s, next_step
+from aqualib.producer.pool import Slab, SlabPool
+from aqualib.producer.reclaims import Reclaim, choose
+from harness.memory import PaperSlab
+from harness.producers import IDENTITY
+from harness.raw_consumer import Mint
+
+SLAB = 64 * 1024
+ME = PeerCredentials(pid=1, uid=os.getuid(), gid=os.getgid())
+
+
+def slab(number: int) -> Slab:
+    return Slab(SlabId(number), PaperSlab(SLAB), Generation(1))
+
+
+def claims(slab_count: int, *, lease_id: str = "lease", epoch: int = 1) -> Claims:
+    return Claims(
+        lease_id=lease_id,
+        epoch=epoch,
+        producer_id="producer",
+        consumer_id="consumer",
+        bytes=slab_count * SLAB,
+        not_after_s=0.0,
+    )
+
+
+def lending_desk(slab_count: int, policy: Escalation = Escalation.WAIT) -> LendingDesk:
+    made = LendingDesk(SLAB, policy, grace_s=3.0)
+    for _ in range(slab_count):
+        made.pool.add(PaperSlab(SLAB))
+    return made
+
+
+def report_of(made: LendingDesk) -> ProducerReport:
+    return ProducerReport(
+        **IDENTITY.stamp(Revision(0), None),
+        producer_id="producer",
+        endpoint="/run/aqua/p.sock",
+        transport=TransportKind.MEMFD,
+        slab_bytes=SLAB,
+        offered_bytes=made.pool.offered_count * SLAB,
+        leases=made.held_leases(),
+        reclaims=made.reclaim_reports(1.0),
+    )
+
+
+# --- Whom to ask -------------------------------------------------------------------------------
+
+
+def test_the_newest_lease_is_asked_first_and_its_last_slab_before_the_others() -> None:
+    old, new = [slab(0), slab(1)], [slab(2), slab(3)]
+    assert [s.slab_id for s in choose([old, new], 3)] == [3, 2, 1]
+
+
+def test_no_more_is_chosen_than_there_is() -> None:
+    assert len(choose([[slab(0)], []], 5)) == 1
+    assert choose([], 5) == []
+
+
+# --- Escalation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "taken", "now_s", "expected"),
+    [
+        (Escalation.WAIT, Step.NOTHING, 9.9, Step.NOTHING),
+        (Escalation.WAIT, Step.NOTHING, 10.0, Step.QUARANTINE),
+        (Escalation.WAIT, Step.QUARANTINE, 99.0, Step.NOTHING),
+        (Escalation.KILL, Step.NOTHING, 99.0, Step.QUARANTINE),
+        (Escalation.KILL, Step.QUARANTINE, 12.9, Step.NOTHING),
+        (Escalation.KILL, Step.QUARANTINE, 13.0, Step.KILL),
+        (Escalation.KILL, Step.KILL, 99.0, Step.NOTHING),
+    ],
+)
+def test_quarantine_comes_before_a_kill_and_nothing_happens_twice(
+    policy: Escalation, taken: Step, now_s: float, expected: Step
+) -> None:
+    ask = Ask(LeaseId("lease"), 10.0, {1}, kill_at_s=13.0, taken=taken)
+    assert next_step(ask, policy, now_s) is expected
+    if expected is not Step.NOTHING:
+        assert due_at_s(ask, policy) <= now_s
+    else:
+        assert due_at_s(ask, policy) > now_s
+
+
+def test_a_producer_that_was_stopped_itself_grants_the_whole_grace() -> None:
+    made = lending_desk(1, Escalation.KILL)
+    made.lend(claims(1))
+    made.reclaim(ReclaimId("r"), SLAB, 5.0, now_s=0.0)
+    assert made.tick(1000.0).kills == []
+    assert made.tick(1002.9).kills == []
+    assert made.tick(1003.0).kills == [LeaseId("lease")]
+    assert made.tick(9999.0).kills == []
+
+
+def test_a_silent_holder_is_killed_only_for_a_reclaim_that_waits_for_it() -> None:
+    made = lending_desk(1, Escalation.KILL)
+    made.lend(claims(1))
+    made.silent(LeaseId("lease"))
+    assert made.due_at_s() == float("inf")
+    reclaim, effects = made.reclaim(ReclaimId("r"), SLAB, 5.0, now_s=0.0)
+    assert effects.demands == []
+    made.tick(5.0)
+    assert reclaim.escalated
+    assert made.tick(8.0).kills == [LeaseId("lease")]
+
+
+# --- The pool ----------------------------------------------------------------------------------
+
+
+def test_a_free_slab_cannot_be_quarantined_and_a_lent_one_not_withdrawn() -> None:
+    pool = SlabPool(SLAB)
+    free = pool.add(PaperSlab(SLAB))
+    with pytest.raises(InvalidTransitionError):
+        pool.ask(free)
+    pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+    assert pool.withdraw(1) == []
+
+
+def test_a_lease_cannot_be_lent_to_twice() -> None:
+    pool = SlabPool(SLAB)
+    for _ in range(2):
+        pool.add(PaperSlab(SLAB))
+    pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+    with pytest.raises(AssertionError, match="already holds"):
+        pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+
+
+def test_slabs_that_need_no_zeroing_are_lent_first_and_withdrawn_last() -> None:
+    pool = SlabPool(SLAB)
+    for _ in range(2):
+        pool.add(PaperSlab(SLAB))
+    (loan,) = pool.lend(LeaseId("first"), ConsumerId("a"), 1)
+    pool.take_back(loan.slab)
+    (other,) = pool.lend(LeaseId("second"), ConsumerId("b"), 1)
+    assert other.slab is not loan.slab
+    (again,) = pool.lend(LeaseId("third"), ConsumerId("a"), 1)
+    assert again.slab is loan.slab
+    assert not again.scrub
+    pool.take_back(again.slab)
+    pool.add(PaperSlab(SLAB))
+    assert pool.withdraw(1) == [loan.slab]
+
+
+def test_a_loan_that_never_left_is_zeroed_for_the_same_consumer_next_time() -> None:
+    pool = SlabPool(SLAB)
+    pool.add(PaperSlab(SLAB))
+    (first,) = pool.lend(LeaseId("first"), ConsumerId("a"), 1)
+    pool.take_back(first.slab)
+    (second,) = pool.lend(LeaseId("second"), ConsumerId("b"), 1)
+    assert pool.hand_back(second)
+    (third,) = pool.lend(LeaseId("third"), ConsumerId("b"), 1)
+    assert third.scrub
+
+
+# --- The desk ----------------------------------------------------------------------------------
+
+
+def test_an_offer_counts_only_what_lasts() -> None:
+    made = lending_desk(4)
+    made.lend(claims(4))
+    assert made.shortfall(4 * SLAB) == 0
+    made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
+    assert made.shortfall(4 * SLAB) == 1
+
+
+def test_a_slab_that_is_owed_is_not_made_once_everything_is_wanted_back() -> None:
+    made = lending_desk(1)
+    made.lend(claims(1))
+    made.dead(LeaseId("lease"))
+    assert made.owed_count == 1
+    reclaim, _ = made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
+    assert reclaim.done
+    assert not made.deliver(PaperSlab(SLAB))
+    assert made.pool.offered_count == 0
+
+
+def test_a_retired_slab_serves_an_open_reclaim_before_it_is_replaced() -> None:
+    made = lending_desk(2)
+    made.lend(claims(2))
+    reclaim, _ = made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
+    effects = made.dead(LeaseId("lease"))
+    assert [parting.reclaim for parting in effects.partings] == [reclaim, None]
+    assert made.owed_count == 1
+
+
+def test_two_reclaims_never_ask_for_the_same_slab() -> None:
+    made = lending_desk(2)
+    made.lend(claims(2))
+    _, first = made.reclaim(ReclaimId("r1"), SLAB, 5.0, 0.0)
+    _, second = made.reclaim(ReclaimId("r2"), SLAB, 5.0, 0.0)
+    (one,), (two,) = first.demands, second.demands
+    assert not set(one.slabs) & set(two.slabs)
+
+
+def test_a_slab_asked_back_for_an_ended_lease_serves_a_reclaim_without_a_second_packet() -> None:
+    made = lending_desk(1)
+    made.lend(claims(1))
+    made.end(LeaseId("lease"), 1, 5.0, 0.0)
+    reclaim, effects = made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
+    assert effects.demands == []
+    (parting,) = made.released(LeaseId("lease"), 0, 1).partings
+    assert parting.reclaim is reclaim
+    assert made.due_at_s() == float("inf")
+
+
+def test_reports_say_what_is_asked_back_and_who_is_lost() -> None:
+    made = lending_desk(4)
+    made.lend(claims(4))
+    made.reclaim(ReclaimId("r"), 3 * SLAB, 5.0, 0.0)
+    made.silent(LeaseId("lease"))
+    (held,) = made.held_leases()
+    assert (held.held_bytes, held.reclaiming_bytes) == (4 * SLAB, 3 * SLAB)
+    assert held.consumer_lost
+
+
+def test_finished_reclaims_are_reported_until_acknowledged_and_bounded_meanwhile() -> None:
+    made = lending_desk(0)
+    for number in range(100):
+        made.reclaim(ReclaimId(f"r{number}"), SLAB, 5.0, 0.0)
+    reports = made.reclaim_reports(1.0)
+    assert len(reports) == MAX_RECLAIMS_PER_REPORT
+    assert reports[-1].reclaim_id == "r99"
+    made.acknowledged(report_of(made))
+    assert made.reclaim_reports(1.0) == []
+
+
+def test_an_open_reclaim_stays_in_the_report_after_an_acknowledgement() -> None:
+    made = lending_desk(1)
+    made.lend(claims(1))
+    made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
+    made.acknowledged(report_of(made))
+    (report,) = made.reclaim_reports(2.0)
+    assert report.total_ms is None
+    assert report.age_s == 2.0
+
+
+def test_a_lease_that_came_and_went_between_two_reports_is_reported_once() -> None:
+    made = lending_desk(2)
+    made.lend(claims(2))
+    made.dead(LeaseId("lease"))
+    assert made.held_leases() == []  # Nothing is offered for the moment, so nothing fits.
+    for _ in range(2):
+        made.deliver(PaperSlab(SLAB))
+    (told,) = made.held_leases()
+    assert (told.lease_id, told.held_bytes) == ("lease", SLAB)
+    made.acknowledged(report_of(made))
+    assert made.held_leases() == []
+
+
+def test_a_lease_that_the_books_have_seen_is_gone_from_the_report_when_it_ends() -> None:
+    made = lending_desk(1)
+    made.lend(claims(1))
+    made.acknowledged(report_of(made))
+    made.released(LeaseId("lease"), 0, 1)
+    assert made.held_leases() == []
+
+
+def test_a_lease_that_ended_while_its_first_report_was_under_way_is_not_reported_again() -> None:
+    made = lending_desk(1)
+    made.lend(claims(1))
+    under_way = report_of(made)
+    made.released(LeaseId("lease"), 0, 1)
+    made.acknowledged(under_way)
+    assert made.held_leases() == []
+
+
+def test_leases_that_no_books_have_seen_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "MAX_LEASES_PER_MEMBER", 2)
+    made = lending_desk(3)
+    for number in range(5):
+        made.lend(claims(1, lease_id=f"lease-{number}", epoch=number + 1))
+        for slab in made.pool.held_by(LeaseId(f"lease-{number}")):
+            made.released(LeaseId(f"lease-{number}"), slab.slab_id, slab.generation)
+    assert [lease.lease_id for lease in made.held_leases()] == ["lease-3", "lease-4"]
+
+
+def test_a_ticket_tells_when_the_first_and_the_last_slab_were_back() -> None:
+    ticket = Reclaim(
+        ReclaimId("r"),
+        requested_bytes=2 * SLAB,
+        slab_count=2,
+        slab_bytes=SLAB,
+        deadline_s=5.0,
+        began_at_s=10.0,
+    )
+    for now_s in (10.25, 10.5):
+        ticket.assign()
+        assert not ticket.wait(0)
+        ticket.slab_closed(now_s)
+    assert ticket.wait(0)
+    assert (ticket.first_slab_ms, ticket.total_ms) == (250.0, 500.0)
+
+
+def test_leases_per_producer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "MAX_LEASES_PER_MEMBER", 1)
+    made = lending_desk(2)
+    made.lend(claims(1))
+    with pytest.raises(CapacityError, match="hold slabs"):
+        made.lend(claims(1, lease_id="other"))
+    assert made.pool.count(SlabState.FREE) == 1
+
+
+# --- Admission ---------------------------------------------------------------------------------
+
+
+def test_spent_tokens_are_remembered_until_they_expire_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SPENT_TOKENS", 2)
+    mint, gate = Mint(), Admission(ProducerId("producer"))
+    gate.trust(mint.key, 1)
+    now_s = time.time()
+    for _ in range(2):
+        gate.admit(mint.token(SLAB, valid_s=10), "consumer", ME, now_s)
+    with pytest.raises(CapacityError, match="within their tokens"):
+        gate.admit(mint.token(SLAB), "consumer", ME, now_s)
+    gate.admit(mint.token(SLAB), "consumer", ME, now_s + 20)
+
+
+def test_a_clock_that_is_set_back_revives_no_token() -> None:
+    mint, gate = Mint(), Admission(ProducerId("producer"))
+    gate.trust(mint.key, 1)
+    now_s = time.time()
+    expired = mint.token(SLAB, valid_s=10)
+    gate.admit(mint.token(SLAB), "consumer", ME, now_s + 60)
+    with pytest.raises(CapabilityError, match="expired"):
+        gate.admit(expired, "consumer", ME, now_s)
+
+
+def test_without_a_key_the_refusal_names_the_coordinator() -> None:
+    gate = Admission(ProducerId("producer"))
+    with pytest.raises(UnavailableError, match="has not reached a coordinator"):
+        gate.admit("any", "consumer", ME, 0.0)

@@ -1,0 +1,222 @@
+"""The reporter: full state on change and by heartbeat, for ever, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aqua_protocol import UnauthenticatedError, UnavailableError
+from aqua_protocol.members import MemberAck
+from aqualib import reporter as reporter_module
+from aqualib.reporter import Reporter
+from harness.producers import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aqua_protocol import AquaError
+    from aqua_protocol.ids import BooksId, Revision
+
+BOUND_S = 20.0
+NEVER_S = 3600.0
+
+
+@dataclass
+class Books:
+    """A coordinator in miniature: remembers reports, and can be absent, slow or replaced."""
+
+    books_id: str = "books-1"
+    heartbeat_s: float = NEVER_S
+    error: AquaError | None = None
+    reports: list[tuple[int, str | None, str]] = field(default_factory=list)
+    acked: list[tuple[int, str]] = field(default_factory=list)
+    state: str = "initial"
+    open_gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.open_gate.set()
+
+    def build(self, revision: Revision, books_id: BooksId | None) -> tuple[int, str | None, str]:
+        return revision, books_id, self.state
+
+    def deliver(self, report: tuple[int, str | None, str]) -> MemberAck:
+        self.reports.append(report)
+        assert self.open_gate.wait(BOUND_S)
+        if self.error is not None:
+            raise self.error
+        return MemberAck(books_id=self.books_id, heartbeat_s=self.heartbeat_s)
+
+    def take(self, report: tuple[int, str | None, str], ack: MemberAck) -> None:
+        self.acked.append((report[0], ack.books_id))
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+@pytest.fixture
+def reporter(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Reporter[tuple[int, str | None, str], MemberAck]]:
+    monkeypatch.setattr(reporter_module, "MIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(reporter_module, "MAX_PAUSE_S", 0.005)
+    made = Reporter(books.build, books.deliver, books.take, heartbeat_s=NEVER_S)
+    yield made
+    books.open_gate.set()
+    made.close()
+
+
+Tested = Reporter[tuple[int, str | None, str], MemberAck]
+
+
+def test_the_first_report_registers_and_the_second_confirms_the_books(
+    books: Books, reporter: Tested
+) -> None:
+    reporter.start()
+    until(lambda: len(books.acked) >= 2, "the books are confirmed")
+    assert books.reports == [(0, None, "initial"), (1, "books-1", "initial")]
+    assert reporter.books_id == "books-1"
+
+
+def test_an_answer_is_handled_before_its_books_are_confirmed(
+    books: Books, reporter: Tested
+) -> None:
+    handled_by_then: list[int] = []
+    deliver = books.deliver
+
+    def watching(report: tuple[int, str | None, str]) -> MemberAck:
+        handled_by_then.append(len(books.acked))
+        return deliver(report)
+
+    reporter._deliver = watching
+    reporter.start()
+    assert reporter.flush(BOUND_S)
+    assert handled_by_then == list(range(len(handled_by_then)))
+
+
+def test_a_change_is_reported_with_the_state_of_the_moment(books: Books, reporter: Tested) -> None:
+    reporter.start()
+    assert reporter.flush(BOUND_S)
+    books.state = "changed"
+    reporter.changed()
+    until(lambda: books.reports[-1][2] == "changed", "the change is reported")
+
+
+def test_changes_during_a_report_are_coalesced_into_one(books: Books, reporter: Tested) -> None:
+    reporter.start()
+    until(lambda: len(books.acked) >= 2, "the books are confirmed")
+    books.open_gate.clear()
+    reporter.changed()
+    until(lambda: len(books.reports) == 3, "a report is under way")
+    for number in range(1000):
+        books.state = f"state-{number}"
+        reporter.changed()
+    books.open_gate.set()
+    assert reporter.flush(BOUND_S)
+    assert len(books.reports) <= 5
+    assert books.reports[-1][2] == "state-999"
+
+
+def test_nothing_new_is_reported_by_heartbeat(books: Books, reporter: Tested) -> None:
+    # The coordinator asks for a shorter silence than we would keep.
+    books.heartbeat_s = 0.001
+    reporter.start()
+    until(lambda: len(books.reports) >= 10, "ten heartbeats")
+    revisions = [revision for revision, _, _ in books.reports]
+    assert revisions == list(range(len(revisions)))
+
+
+def test_an_absent_coordinator_is_tried_for_ever_and_blocks_nobody(
+    books: Books, reporter: Tested
+) -> None:
+    books.error = UnavailableError("nobody there")
+    reporter.start()
+    until(lambda: len(books.reports) >= 20, "twenty attempts")
+    assert reporter.error is books.error
+    assert not reporter.flush(0.01)
+    books.error = None
+    assert reporter.flush(BOUND_S)
+    assert reporter.error is None
+
+
+def test_an_absence_is_logged_once_and_a_new_reason_again(
+    books: Books, reporter: Tested, caplog: pytest.LogCaptureFixture
+) -> None:
+    books.error = UnavailableError("nobody there")
+    with caplog.at_level("INFO", "aqualib"):
+        reporter.start()
+        until(lambda: len(books.reports) >= 5, "five attempts")
+        books.error = UnauthenticatedError("token withdrawn")
+        seen = len(books.reports)
+        until(lambda: len(books.reports) >= seen + 5, "five more attempts")
+        books.error = None
+        assert reporter.flush(BOUND_S)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("nobody there" in line for line in told) == 1
+    assert sum("token withdrawn" in line for line in told) == 1
+    assert sum("reports again" in line for line in told) == 1
+
+
+def test_pauses_grow_up_to_a_bound() -> None:
+    books = Books(error=UnavailableError("nobody there"))
+    idle: Tested = Reporter(books.build, books.deliver, books.take)
+    for _ in range(50):
+        idle._note_failure(UnavailableError("nobody there"))
+        assert idle._not_before_s > 0
+    assert idle._not_before_s - time.monotonic() <= reporter_module.MAX_PAUSE_S
+
+
+def test_no_pause_exceeds_the_heartbeat() -> None:
+    books = Books(error=UnavailableError("nobody there"))
+    idle: Tested = Reporter(books.build, books.deliver, books.take, heartbeat_s=0.5)
+    for _ in range(50):
+        idle._note_failure(UnavailableError("nobody there"))
+        assert idle._not_before_s - time.monotonic() <= 0.5
+
+
+def test_books_that_were_replaced_are_confirmed_at_once(books: Books, reporter: Tested) -> None:
+    reporter.start()
+    assert reporter.flush(BOUND_S)
+    books.books_id = "books-2"
+    reporter.changed()
+    until(lambda: books.reports[-1][1] == "books-2", "the new books are confirmed")
+
+
+def test_an_answer_that_cannot_be_handled_confirms_nothing(books: Books, reporter: Tested) -> None:
+    def refuse(_: tuple[int, str | None, str], __: MemberAck) -> None:
+        raise UnavailableError("the key is no key")
+
+    reporter._on_ack = refuse
+    reporter.start()
+    until(lambda: len(books.reports) >= 3, "three attempts")
+    assert {books_id for _, books_id, _ in books.reports} == {None}
+
+
+def test_closing_ends_the_thread_and_may_be_repeated(books: Books, reporter: Tested) -> None:
+    reporter.start()
+    assert reporter.flush(BOUND_S)
+    reporter.close()
+    reporter.close()
+    assert not reporter._thread.is_alive()
+
+
+def test_a_last_report_tells_the_final_state(books: Books, reporter: Tested) -> None:
+    reporter.start()
+    assert reporter.flush(BOUND_S)
+    books.state = "final"
+    reporter.changed()
+    reporter.close(last_report=True)
+    assert books.reports[-1][2] == "final"
+
+
+def test_a_last_report_waits_for_no_absent_coordinator(books: Books, reporter: Tested) -> None:
+    books.error = UnavailableError("nobody there")
+    reporter.start()
+    until(lambda: reporter.error is not None, "the absence is noticed")
+    reporter.close(last_report=True)
+    assert not reporter._thread.is_alive()

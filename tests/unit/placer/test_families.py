@@ -1,0 +1,33 @@
+"""Generated problems."""
+
+from __future__ import annotations
+
+import pytest
+
+from aqua_placer.families import FAMILIES, generate
+from aqua_placer.reading import instance_from
+from aqua_protocol import ConfigError
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "tpmix-cont"])
+def test_the_same_seed_gives_the_same_problem_and_another_seed_another(family: str) -> None:
+    first, again, other = (generate(family, 128, seed) for seed in (4, 4, 5))
+    assert first == again
+    assert first["groups"] != other["groups"]
+
+
+@pytest.mark.parametrize("occupancy", [1.0, 0.9])
+def test_occupancy_is_met_to_the_shard(occupancy: float) -> None:
+    instance = instance_from(generate("tpscarce", 1024, 1, occupancy=occupancy))
+    assert int(instance.tp.sum()) == round(1024 * occupancy)
+
+
+def test_all_sizes_differ_in_the_continuous_families() -> None:
+    sizes = generate("ref50-cont", 1024, 0)["groups"]["r_gb"]
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize(("family", "gpus"), [("unknown", 128), ("ref50", 100), ("ref50", 0)])
+def test_senseless_requests_are_refused(family: str, gpus: int) -> None:
+    with pytest.raises(ConfigError):
+        generate(family, gpus, 0)

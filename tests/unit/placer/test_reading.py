@@ -1,0 +1,178 @@
+"""Bad input: every mistake is a typed error that names the item and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from aqua_placer.budget import Budget
+from aqua_placer.checking import check_plan
+from aqua_placer.errors import PlanInvalidError, ProblemInfeasibleError, ProblemInvalidError
+from aqua_placer.families import generate
+from aqua_placer.reading import instance_from, read_problem
+from aqua_placer.solving import Request, place
+from aqua_protocol import ConfigError
+
+COLUMNS: dict[str, Any] = {
+    "servers": [{"count": 1, "gpus": 4, "hbm_gb": 80}],
+    "groups": {"name": ["a", "b"], "tp": [1, 2], "r_gb": [10.0, -5.0]},
+}
+MODELS: dict[str, Any] = {
+    "servers": [{"name": "dgx", "count": 2, "gpus": 4, "hbm_gb": 80}],
+    "models": [{"name": "llama", "replicas": 2, "need_gb": 10}],
+}
+
+
+def changed(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    document = copy.deepcopy(base)
+    node: Any = document
+    *steps, last = path.split(".")
+    for step in steps:
+        node = node[int(step)] if isinstance(node, list) else node[step]
+    if isinstance(node, list):
+        node[int(last)] = value
+    else:
+        node[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "value", "names"),
+    [
+        (COLUMNS, "groups.r_gb.1", float("nan"), "'b'"),
+        (COLUMNS, "groups.r_gb.0", float("inf"), "'a'"),
+        (COLUMNS, "groups.tp.1", 8, "'b'"),
+        (COLUMNS, "groups.tp.0", 0, "'a'"),
+        (COLUMNS, "groups.name.1", "a", "'a'"),
+        (COLUMNS, "groups.tp", [3, 2], "5 shards do not fit 4 GPUs"),
+        (COLUMNS, "groups.tp", [1], "groups.tp has 1 entries"),
+        (COLUMNS, "groups.weight", [1.0, 0.0], "'b'"),
+        (COLUMNS, "groups.current", [0, 9], "'b'"),
+        (COLUMNS, "servers.0.gpus", -4, "servers[0].gpus"),
+        (COLUMNS, "servers.0.hbm_gb", -80, "servers[0].hbm_gb"),
+        (COLUMNS, "servers.0.count", 0, "servers[0].count"),
+        (COLUMNS, "servers", [], "servers"),
+        (COLUMNS, "version", 2, "version"),
+        (COLUMNS, "surprise", 1, "surprise"),
+        (MODELS, "models.0.need_gb", float("nan"), "models[0] (llama).need_gb"),
+        (MODELS, "models.0.spare_gb", 3, "models[0] (llama)"),
+        (MODELS, "models.0.tp", 8, "'llama.0'"),
+        (MODELS, "models.0.pin", ["moon"], "'llama'"),
+        (MODELS, "models.0.current", ["dgx/0"], "models[0] (llama)"),
+        (MODELS, "models.0.current", ["dgx/0", "dgx/7"], "'llama.1'"),
+        (MODELS, "servers.0.links", [[1.0]], "servers[0] (dgx)"),
+        (MODELS, "models.0.replicas", 99, "99 shards do not fit 8 GPUs"),
+    ],
+)
+def test_nonsense_names_the_item_and_the_remedy(
+    base: dict[str, Any],
+    path: str,
+    value: Any,  # noqa: ANN401 - JSON
+    names: str,
+) -> None:
+    with pytest.raises(ProblemInvalidError) as caught:
+        instance_from(changed(base, path, value))
+    assert names in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("document", [None, [], "text", 3, {}, {"servers": []}])
+def test_what_is_no_problem_at_all_is_refused(document: Any) -> None:  # noqa: ANN401 - JSON
+    with pytest.raises(ProblemInvalidError):
+        instance_from(document)
+
+
+def test_blocks_that_cannot_be_divided_are_infeasible_although_the_shards_fit() -> None:
+    problem = {
+        "servers": [{"count": 2, "gpus": 4, "hbm_gb": 80}],
+        "groups": {"name": ["a", "b", "c"], "tp": [2, 3, 3], "r_gb": [1.0, 1.0, 1.0]},
+    }
+    with pytest.raises(ProblemInfeasibleError, match="cannot be divided"):
+        place(instance_from(problem), Request(), Budget(10))
+
+
+def test_a_plan_for_another_problem_is_refused() -> None:
+    one, other = (instance_from(generate("ref50", 16, seed)) for seed in (0, 1))
+    plan = place(one, Request(), Budget(10))
+    with pytest.raises(PlanInvalidError, match="not for"):
+        check_plan(other, plan)
+
+
+def test_all_file_forms_mean_the_same_problem(tmp_path: Path) -> None:
+    text = json.dumps(MODELS)
+    (tmp_path / "p.json").write_text(text)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(MODELS))
+    (tmp_path / "p.json.gz").write_bytes(gzip.compress(text.encode()))
+    digests = {read_problem(tmp_path / f"p.{end}").digest for end in ("json", "yaml", "json.gz")}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.json", b"{"),
+        ("p.json", b"\xff\xfe"),
+        ("p.yaml", b"a: [1"),
+        ("p.json.gz", b"not gzip"),
+        ("p.json.gz", gzip.compress(b"{}")[:9]),
+    ],
+)
+def test_broken_files_are_refused_by_name(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ProblemInvalidError, match=name):
+        read_problem(path)
+
+
+def test_a_missing_file_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(ProblemInvalidError, match="cannot read"):
+        read_problem(tmp_path / "absent.yaml")
+
+
+def test_profiles_are_accepted_as_they_are(tmp_path: Path) -> None:
+    profile = {
+        "version": 1,
+        "model": "sd-3",
+        "label": "producer",
+        "spare_bytes": 30_000_000_000,
+        "hbm_bytes": 80_000_000_000,
+        "confidence": 0.9,
+        "a_later_field": {"x": 1},
+    }
+    (tmp_path / "sd.json").write_text(json.dumps(profile))
+    document = {
+        "servers": [
+            {"name": "small", "count": 1, "gpus": 1, "hbm_gb": 80},
+            {"name": "large", "count": 1, "gpus": 1, "hbm_gb": 141},
+        ],
+        "models": [{"name": "sd", "profile": "sd.json"}, {"name": "in", "profile": profile}],
+    }
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(document))
+    instance = read_problem(tmp_path / "p.yaml")
+    assert instance.r_gb.tolist() == [[30.0, 91.0], [30.0, 91.0]]
+
+
+def test_a_partial_profile_is_not_placed_by() -> None:
+    profile = {"model": "m", "label": "consumer", "needed_bytes": 1, "partial": True}
+    with pytest.raises(ProblemInvalidError, match="partial"):
+        instance_from({**MODELS, "models": [{"name": "m", "profile": profile}]})
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf")])
+def test_a_senseless_time_limit_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigError):
+        Budget(limit)
+
+
+def test_no_groups_at_all_is_a_valid_problem() -> None:
+    empty = {**COLUMNS, "groups": {"name": [], "tp": [], "r_gb": []}}
+    instance = instance_from(empty)
+    plan = place(instance, Request(), Budget(10))
+    assert (plan.value, plan.proven, plan.assignments) == (0, True, [])
+    assert check_plan(instance, plan).passed
