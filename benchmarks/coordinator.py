@@ -1,0 +1,241 @@
+"""Durable allocate and release over HTTP, beside an empty FastAPI endpoint in the same run.
+
+The yardstick does what every FastAPI service does at least: read a body into a pydantic model,
+answer with another. The coordinator does that and books a lease in an append-only Valkey, fenced,
+idempotent and atomic. Both run on uvicorn with the same options, pinned to the same core; the load
+(and the store) have the other. Rounds alternate and medians are compared, so that a busy machine
+slows both sides.
+
+Every lease id must be new, every answer right, and at the end the books must hold nothing: a
+coordinator that only pretends fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from aqua_protocol import PROTOCOL_VERSION
+from aqua_protocol.members import ConsumerReport, ProducerReport
+from aqua_protocol.transport import TransportKind
+
+HERE: Final = Path(__file__).parent
+SLAB_BYTES: Final = 65_536
+OFFERED_SLABS: Final = 1 << 20
+MIN_RATIO: Final = 1.5
+START_TIMEOUT_S: Final = 30.0
+JSON: Final = {"Content-Type": "application/json"}
+SIDES: Final = ("coordinator", "empty")
+
+
+def free_port() -> int:
+    """A port that is free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def pin(pid: int, core: int) -> None:
+    """Confine every thread of a process to one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, path: str, **environment: str) -> Iterator[int]:
+    """A server, from when it answers `path`; gives its process id."""
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        give_up_at_s = time.monotonic() + START_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < give_up_at_s:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).is_success:
+                    break
+            time.sleep(0.05)
+        else:
+            raise SystemExit(f"{' '.join(command)} did not start")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+
+
+class Members:
+    """One producer with plenty to lend and one consumer, as far as the books know."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=f"{url}/v1", trust_env=False)
+        self._books_id: str | None = None
+        self._revision = 0
+
+    def report(self) -> None:
+        """Join, confirm the books, and so become grantable."""
+        for _ in range(2):
+            self._put("producers", self._producer())
+        self._put("consumers", self._consumer())
+
+    def require_empty_books(self) -> None:
+        """Nothing may be booked any more."""
+        view = self._http.get("producers/bench").raise_for_status().json()
+        if view["leased_bytes"] or view["free_bytes"] != view["offered_bytes"]:
+            raise SystemExit(f"the books still hold leases: {view}")
+
+    def _put(self, kind: str, report: ProducerReport | ConsumerReport) -> None:
+        body = report.model_dump_json()
+        answer = self._http.put(f"{kind}/bench", content=body, headers=JSON)
+        if not answer.is_success:
+            raise SystemExit(f"the coordinator refused a report: {answer.text}")
+        self._books_id = answer.json()["books_id"]
+
+    def _identity(self) -> dict[str, Any]:
+        self._revision += 1
+        return {
+            "incarnation": "bench",
+            "revision": self._revision,
+            "books_id": self._books_id,
+            "protocol_version": PROTOCOL_VERSION,
+            "aqualib_version": "bench",
+            "node": "bench",
+            "domain": "bench",
+            "gpu_uuid": "bench",
+            "pid": os.getpid(),
+        }
+
+    def _producer(self) -> ProducerReport:
+        return ProducerReport(
+            **self._identity(),
+            producer_id="bench",
+            endpoint="/run/aqua/bench.sock",
+            transport=TransportKind.MEMFD,
+            slab_bytes=SLAB_BYTES,
+            offered_bytes=OFFERED_SLABS * SLAB_BYTES,
+        )
+
+    def _consumer(self) -> ConsumerReport:
+        return ConsumerReport(**self._identity(), consumer_id="bench")
+
+
+def load(mode: str, port: int, connections: int, seconds: float, core: int) -> dict[str, float]:
+    """Load a server from another process; returns what that process measured."""
+    command = [sys.executable, str(HERE / "_http_load.py"), mode, str(port), str(connections)]
+    outcome = subprocess.run(
+        ["taskset", "-c", str(core), *command, str(seconds)],  # noqa: S607 - util-linux, on PATH
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    if outcome.returncode:
+        raise SystemExit(f"the load failed:\n{outcome.stderr}")
+    measured: dict[str, float] = json.loads(outcome.stdout)
+    return measured
+
+
+def measure(rounds: int, seconds: float, connections: int) -> dict[str, list[dict[str, float]]]:
+    """Alternate between both servers."""
+    cores = sorted(os.sched_getaffinity(0))
+    server_core, load_core = cores[0], cores[-1]
+    ports = {side: free_port() for side in SIDES}
+    modes = {"coordinator": "allocate", "empty": "post"}
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory(prefix="aqua-") as data_dir, contextlib.ExitStack() as stack:
+        serve = [sys.executable, "-m", "aqua_coordinator", "serve"]
+        coordinator = stack.enter_context(
+            running(
+                [*serve, "--port", str(ports["coordinator"]), "--data-dir", data_dir],
+                ports["coordinator"],
+                "/readyz",
+                AQUA_SILENT_MEMBER_S="3600",
+                AQUA_LOG_LEVEL="warning",
+            )
+        )
+        empty = [sys.executable, str(HERE / "_empty_fastapi.py"), str(ports["empty"])]
+        yardstick = stack.enter_context(running(empty, ports["empty"], "/openapi.json"))
+        pin(coordinator, server_core)
+        pin(yardstick, server_core)
+        for store in children(coordinator):
+            pin(store, load_core)
+        members = Members(f"http://127.0.0.1:{ports['coordinator']}")
+        members.report()
+        for side in SIDES:
+            load(modes[side], ports[side], connections, min(seconds, 1.0), load_core)
+        for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
+            for side in SIDES:
+                results[side].append(
+                    load(modes[side], ports[side], connections, seconds, load_core)
+                )
+        members.require_empty_books()
+    return results
+
+
+def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Medians over rounds, under the names that scripts read."""
+
+    def median(side: str, key: str) -> float:
+        return statistics.median(result[key] for result in results[side])
+
+    ratios = [
+        ours["requests_per_s"] / theirs["requests_per_s"]
+        for ours, theirs in zip(results["coordinator"], results["empty"], strict=True)
+    ]
+    return {
+        "requests_per_s": median("coordinator", "requests_per_s"),
+        "empty_fastapi_per_s": median("empty", "requests_per_s"),
+        "ratio": statistics.median(ratios),
+        "p50_ms": median("coordinator", "p50_ms"),
+        "p99_ms": median("coordinator", "p99_ms"),
+        "empty_p50_ms": median("empty", "p50_ms"),
+        "empty_p99_ms": median("empty", "p99_ms"),
+    }
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Alternations.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.2, help="Of each measurement.")] = 3.0,
+    connections: Annotated[int, typer.Option(min=1, max=1024)] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Measure allocate and release beside an empty FastAPI POST."""
+    results = measure(rounds, seconds, connections)
+    figures = summary(results)
+    if as_json:
+        print(json.dumps(figures | {"connections": connections, "rounds": results}))
+        return
+    table = Table("", "coordinator", "empty FastAPI", title="Allocate and release over HTTP")
+    for label, ours, theirs, digits in (
+        ("requests/s", "requests_per_s", "empty_fastapi_per_s", 0),
+        ("p50, ms", "p50_ms", "empty_p50_ms", 2),
+        ("p99, ms", "p99_ms", "empty_p99_ms", 2),
+    ):
+        table.add_row(label, f"{figures[ours]:,.{digits}f}", f"{figures[theirs]:,.{digits}f}")
+    Console().print(table)
+    print(f"ratio {figures['ratio']:.2f} (bar: {MIN_RATIO}); medians of {rounds} rounds")
+
+
+if __name__ == "__main__":
+    typer.run(main)

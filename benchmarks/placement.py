@@ -1,0 +1,362 @@
+"""What aqua-place promises, measured: CPU seconds, proven gaps, coverage, re-placement, memory.
+
+    python benchmarks/placement.py [FOLDER] [--json] [--quick]
+
+Without a folder it generates the seeded families of `aqua_placer.families`; with one it solves
+every problem file there with `coverage` and `abs`. Times are CPU seconds of solving as plans report
+them (reading files and writing JSON not included), on one thread; every plan is verified. The last
+lines list each promise, what was measured and whether it holds; `--json` prints one object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aqua_placer.benching import sources
+from aqua_placer.budget import Budget
+from aqua_placer.checking import check_plan
+from aqua_placer.errors import SolverUnavailableError
+from aqua_placer.families import FAMILIES, churned, generate
+from aqua_placer.instance import Instance
+from aqua_placer.milp import Backend
+from aqua_placer.reading import instance_from
+from aqua_placer.replacing import Relocation, relocate
+from aqua_placer.solving import Request, Solver, place
+from aqua_protocol.plan import Objective, Plan
+
+LIMIT_S = 60.0
+Row = dict[str, Any]
+
+
+def solve(instance: Instance, objective: Objective, label: str, seed: int = 0) -> tuple[Plan, Row]:
+    """Solve, verify, and write the row of the table."""
+    plan = place(instance, Request(objective=objective, seed=seed), Budget(LIMIT_S))
+    verdicts = check_plan(instance, plan)
+    bound = plan.coverage_bound_gb
+    row = {
+        "problem": label,
+        "gpus": instance.servers.total_gpus,
+        "objective": objective.value,
+        "value": plan.value,
+        "bound": plan.bound,
+        "gap_percent": 100 * plan.gap,
+        "proven": plan.proven,
+        "coverage_percent": 100 * plan.coverage_gb / bound if bound else 100.0,
+        "balance": plan.balance,
+        "balance_bound": plan.balance_bound,
+        "quantum_gb": max(instance.quantum_gb, 1.0),
+        "cpu_s": plan.cpu_seconds,
+        "valid": verdicts.passed,
+    }
+    say(
+        f"{label:28s} {objective.value:9s} value {plan.value:12.2f} bound {plan.bound:12.2f} "
+        f"gap {row['gap_percent']:8.4f}% cover {row['coverage_percent']:8.3f}% "
+        f"balance {plan.balance:8.2f} cpu {plan.cpu_seconds:7.3f} s "
+        f"{'proven ' if plan.proven else ''}{'' if verdicts.passed else 'INVALID'}"
+    )
+    return plan, row
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error; the result alone to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def family(name: str, gpus: int, seed: int, **shape: float) -> tuple[str, dict[str, Any]]:
+    """Label and problem."""
+    suffix = "".join(f"-{key[:3]}{value:g}" for key, value in shape.items())
+    return f"{name}-{gpus}-s{seed}{suffix}", generate(name, gpus, seed, **shape)  # type: ignore[arg-type] # server_gpus is whole
+
+
+def minmax_rows(sizes: list[int], seeds: int) -> Iterator[Row]:
+    """`abs` on typed and all-distinct families and on racks."""
+    for gpus in sizes:
+        for name in FAMILIES:
+            for suffix in ("", "-cont"):
+                for seed in range(seeds if gpus <= 1024 else 1):
+                    for occupancy in (1.0, 0.9):
+                        label, problem = family(name + suffix, gpus, seed, occupancy=occupancy)
+                        yield solve(instance_from(problem), Objective.ABS, label)[1]
+
+
+def rack_rows(gpus: int) -> Iterator[Row]:
+    """Racks of 72 GPUs."""
+    for name in FAMILIES:
+        label, problem = family(name, gpus, 0, server_gpus=72)
+        yield solve(instance_from(problem), Objective.ABS, label)[1]
+
+
+def coverage_rows(sizes: list[int], seeds: int) -> Iterator[Row]:
+    """`coverage`, beside the `abs` optimum of the same problem."""
+    for gpus in sizes:
+        for name in FAMILIES:
+            for suffix in ("", "-cont"):
+                for seed in range(seeds if gpus <= 1024 else 1):
+                    label, problem = family(name + suffix, gpus, seed)
+                    instance = instance_from(problem)
+                    _, row = solve(instance, Objective.COVERAGE, label)
+                    even, _ = solve(instance, Objective.ABS, label)
+                    row["abs_value"] = even.value
+                    row["abs_coverage_percent"] = (
+                        100 * even.coverage_gb / row["bound"] if row["bound"] else 100.0
+                    )
+                    yield row
+
+
+def gurobi_rows(seeds: int) -> Iterator[Row]:
+    """Side by side with the paper's program, on a size that Gurobi's free licence takes."""
+    for seed in range(seeds):
+        label, problem = family("tpscarce", 64, seed)
+        instance = instance_from(problem)
+        ours = place(instance, Request(), Budget(LIMIT_S))
+        random_optimum = place(instance, Request(Objective.ABS, seed=seed), Budget(LIMIT_S))
+        request = Request(Objective.ABS, Solver.MILP, Backend.GUROBI, seed=seed)
+        try:
+            theirs = place(instance, request, Budget(10.0))
+        except SolverUnavailableError as error:
+            say(f"{label}: {error.message}")
+            return
+        row = {
+            "problem": label,
+            "ours_gb": ours.coverage_gb,
+            "paper_optimal_gb": random_optimum.coverage_gb,
+            "gurobi_gb": theirs.coverage_gb,
+            "gurobi_gap_percent": 100 * theirs.gap,
+            "gurobi_cpu_s": theirs.cpu_seconds,
+            "ours_cpu_s": ours.cpu_seconds,
+        }
+        say(f"{label:28s} covered: ours {ours.coverage_gb:g}, Gurobi's {theirs.coverage_gb:g} GB")
+        yield row
+
+
+def replan_rows(cases: list[tuple[int, float]]) -> Iterator[Row]:
+    """Churn and re-place; newcomers take the place of leavers, or sizes change in place."""
+    for gpus, share in cases:
+        for name in ("tpmix", "tpscarce", "refmix"):
+            problem = generate(name, gpus, 0)
+            today = place(instance_from(problem), Request(), Budget(LIMIT_S))
+            servers = [entry.server_index for entry in today.assignments]
+            for in_place in (False, True):
+                later = instance_from(churned(problem, servers, share, 1, in_place=in_place))
+                fresh = place(later, Request(), Budget(LIMIT_S))
+                plan, result = relocate(later, None, Request(), Relocation(0.01), Budget(LIMIT_S))
+                row = {
+                    "problem": f"{name}-{gpus}-{share:g}{'-in-place' if in_place else ''}",
+                    "gpus": gpus,
+                    "in_place": in_place,
+                    "coverage_percent": 100 * plan.coverage_gb / fresh.coverage_gb,
+                    "moved_percent": 100 * result.migrated_shards / int(later.tp.sum()),
+                    "cpu_s": plan.cpu_seconds,
+                    "valid": check_plan(later, plan).passed,
+                }
+                say(
+                    f"{row['problem']:28s} replan    covers {row['coverage_percent']:.3f}% of "
+                    f"optimal, moves {row['moved_percent']:.3f}%, cpu {row['cpu_s']:.3f} s"
+                )
+                yield row
+
+
+def help_seconds() -> float:
+    """Median CPU seconds of `aqua-place --help`, from the outside."""
+    command = [str(Path(sys.executable).parent / "aqua-place"), "--help"]
+    spent = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(spent)
+
+
+def promises(  # noqa: C901 - one small measure after the other
+    minmax: list[Row],
+    racks: list[Row],
+    coverage: list[Row],
+    gurobi: list[Row],
+    replans: list[Row],
+    start_s: float,
+    peak_mib: float,
+) -> list[Row]:
+    """Each promise with what was measured; only those whose sizes were run."""
+    found: list[Row] = []
+
+    def promise(
+        what: str, rows: list[Row], measure: Callable[[list[Row]], float], most: float, unit: str
+    ) -> None:
+        if rows:
+            measured = measure(rows)
+            found.append(
+                {
+                    "promise": what,
+                    "measured": measured,
+                    "limit": most,
+                    "unit": unit,
+                    "holds": bool(measured <= most + 1e-9),
+                    "problems": len(rows),
+                }
+            )
+
+    def cpu(rows: list[Row]) -> float:
+        return float(max(row["cpu_s"] for row in rows))
+
+    def middle(rows: list[Row]) -> float:
+        return float(statistics.median(row["cpu_s"] for row in rows))
+
+    def unproven(rows: list[Row]) -> float:
+        return float(sum(not row["proven"] for row in rows))
+
+    def gap(rows: list[Row]) -> float:
+        return float(max(row["gap_percent"] for row in rows))
+
+    def uncovered(rows: list[Row]) -> float:
+        return float(max(100 - row["coverage_percent"] for row in rows))
+
+    for gpus, most in ((128, 2.0), (1024, 1.0), (65536, 1.0)):
+        rows = [r for r in minmax if r["gpus"] == gpus and "-cont" not in r["problem"]]
+        promise(f"abs, typed, {gpus}: unproven", rows, unproven, 0, "problems")
+        promise(f"abs, typed, {gpus}: worst", rows, cpu, most, "CPU s")
+        if gpus == 128:
+            promise("abs, typed, 128: median", rows, middle, 0.1, "CPU s")
+    for gpus, most in ((128, 1.5), (1024, 0.2), (8192, 1.0), (65536, 10.0)):
+        rows = [r for r in minmax if r["gpus"] == gpus and "-cont" in r["problem"]]
+        promise(f"abs, all distinct, {gpus}: worst gap", rows, gap, 1.0, "%")
+        promise(f"abs, all distinct, {gpus}: worst", rows, cpu, most, "CPU s")
+    promise("abs, racks of 72: unproven", racks, unproven, 0, "problems")
+    promise("abs, racks of 72: worst", racks, cpu, 1.0, "CPU s")
+    for gpus, most in ((128, 3.0), (1024, 10.0), (65536, 10.0)):
+        rows = [r for r in coverage if r["gpus"] == gpus]
+        typed = [r for r in rows if "-cont" not in r["problem"]]
+        promise(f"coverage, typed, {gpus}: worst shortfall", typed, uncovered, 0.1, "%")
+        distinct = [r for r in rows if "-cont" in r["problem"]]
+        promise(f"coverage, all distinct, {gpus}: worst shortfall", distinct, uncovered, 0.1, "%")
+        promise(f"coverage, {gpus}: worst", rows, cpu, most, "CPU s")
+        promise(
+            f"coverage, typed, {gpus}: median quanta above the abs optimum",
+            typed,
+            lambda rs: statistics.median(
+                (r["balance"] - r["abs_value"]) / r["quantum_gb"] for r in rs
+            ),
+            1.0,
+            "quanta",
+        )
+    scarce = [r for r in coverage if r["problem"].startswith("tpscarce-") and r["gpus"] <= 1024]
+    typed_scarce = [r for r in scarce if "-cont" not in r["problem"]]
+    promise(
+        "tpscarce: least gain in coverage over a paper-optimal placement",
+        typed_scarce,
+        lambda rs: (
+            -statistics.mean(
+                100 * (r["coverage_percent"] / r["abs_coverage_percent"] - 1) for r in rs
+            )
+        ),
+        -10.0,
+        "% (mean, negated)",
+    )
+    promise(
+        "tpscarce-64: gain in coverage over Gurobi's own placements",
+        gurobi,
+        lambda rs: -100 * (sum(r["ours_gb"] for r in rs) / sum(r["gurobi_gb"] for r in rs) - 1),
+        -10.0,
+        "% (total, negated)",
+    )
+    for gpus, most in ((1024, 1.0), (65536, 10.0)):
+        rows = [r for r in replans if r["gpus"] == gpus and not r["in_place"]]
+        promise(f"re-placement, {gpus}: worst shortfall of optimal", rows, uncovered, 1.0, "%")
+        promise(
+            f"re-placement, {gpus}: most moved",
+            rows,
+            lambda rs: max(r["moved_percent"] for r in rs),
+            1.0,
+            "% of shards",
+        )
+        promise(
+            f"re-placement, {gpus}: worst",
+            [r for r in replans if r["gpus"] == gpus],
+            cpu,
+            most,
+            "CPU s",
+        )
+    everything = [*minmax, *racks, *coverage, *replans]
+    promise(
+        "plans that `check` refuses",
+        everything,
+        lambda rs: float(sum(not r["valid"] for r in rs)),
+        0,
+        "plans",
+    )
+    promise("aqua-place --help", [{}], lambda _: start_s, 0.5, "CPU s")
+    promise("peak memory of this whole run", [{}], lambda _: peak_mib, 1024, "MiB")
+    return found
+
+
+def main() -> int:
+    """Measure and print; 1 when a promise does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="problem files instead of families")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--quick", action="store_true", help="up to 1,024 GPUs, one seed")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds up to 1,024 GPUs")
+    options = parser.parse_args()
+    started_s = time.perf_counter()
+    # Warm up: the first solve pays for importing HiGHS.
+    place(instance_from(generate("ref50", 16, 0)), Request(), Budget(LIMIT_S))
+    if options.folder is not None:
+        rows = [
+            solve(make(), objective, label)[1]
+            for label, make in sources(options.folder, [], [], 1)
+            for objective in (Objective.COVERAGE, Objective.ABS)
+        ]
+        result: Row = {"folder": rows, "promises": []}
+    else:
+        sizes = [128, 1024] if options.quick else [128, 1024, 8192, 65536]
+        seeds = 1 if options.quick else options.seeds
+        groups = {
+            "minmax": list(minmax_rows(sizes, seeds)),
+            "racks": list(rack_rows(7200 if options.quick else 65520)),
+            "coverage": list(coverage_rows([size for size in sizes if size != 8192], seeds)),
+            "gurobi": list(gurobi_rows(seeds)),
+            "replans": list(
+                replan_rows([(1024, 0.05)] if options.quick else [(1024, 0.05), (65536, 0.01)])
+            ),
+        }
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        result = {
+            **groups,
+            "promises": promises(
+                **groups,
+                start_s=help_seconds(),
+                peak_mib=peak_mib,
+            ),
+        }
+    result["machine"] = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "processor": platform.processor() or platform.machine(),
+        "seconds": time.perf_counter() - started_s,
+    }
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for row in result["promises"]:
+            state = "holds" if row["holds"] else "MISSED"
+            print(
+                f"{state:7s} {row['promise']:62s} {row['measured']:10.3f} "
+                f"(limit {row['limit']:g} {row['unit']}; {row['problems']} problems)"
+            )
+    return 0 if all(row["holds"] for row in result["promises"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
