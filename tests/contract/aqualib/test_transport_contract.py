@@ -6,12 +6,14 @@ The `-on-fake` cases are the real CUDA transports over stand-ins for the driver 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -120,8 +122,13 @@ def _nothing_leaks(case: Case) -> Iterator[None]:
     assert (open_descriptors(), driver_counts(case)) == before
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_descriptors() -> Counter[str]:
+    """What this process has open, by kind, so that a leak says what it is."""
+    targets: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.
+            targets[str(link.readlink()).partition(":[")[0]] += 1
+    return targets
 
 
 def driver_counts(case: Case) -> dict[str, int]:

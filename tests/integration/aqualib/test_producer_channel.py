@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,16 +206,38 @@ def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(mint: M
             assert producer.free_bytes == 2 * SLAB
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_nobody_foresaw_leaves_no_peer_half_served(
-    producer: Producer, mint: Mint
+def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
+    producer: Producer, mint: Mint, caplog: pytest.LogCaptureFixture
 ) -> None:
+    whole = [slab.memory.export for slab in producer._desk.pool._slabs.values()]
     break_exports(producer, good_count=0, error=RuntimeError("device-side assert"))
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(mint.token(3 * SLAB))
-        with pytest.raises(RefusedError, match="could not hand out"):
+        with pytest.raises(RefusedError, match="could not hand out") as refusal:
             consumer.take()
+    assert refusal.value.body.code == "transport_failed"
+    assert "device-side assert" in caplog.text
     assert producer.free_bytes == 8 * SLAB
+    for slab, export in zip(producer._desk.pool._slabs.values(), whole, strict=True):
+        slab.memory.export = export  # type: ignore[method-assign] # the driver has recovered
+    with RawConsumer(producer.endpoint) as consumer:
+        assert len(consumer.attach(mint.token(8 * SLAB))) == 8
+
+
+def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_silent(
+    producer: Producer, mint: Mint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with RawConsumer(producer.endpoint) as consumer:
+        consumer.hello(mint.token(3 * SLAB))
+        assert refusal_code(consumer) == "capacity_exhausted"
+    monkeypatch.undo()
+    assert producer.free_bytes == 8 * SLAB
+    with RawConsumer(producer.endpoint) as consumer:
+        assert len(consumer.attach(mint.token(8 * SLAB))) == 8
 
 
 # --- Another consumer's bytes ------------------------------------------------------------------

@@ -4,11 +4,22 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
+from aqua_protocol import TransportError
 from aqualib.transports.tether import Tethers, Undertaker
 
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def await_idle(undertaker: Undertaker) -> None:
+    """Join the freeing thread, which ends when nothing waits any more."""
+    thread = undertaker._thread
+    if thread is not None:
+        thread.join(10)
+    assert undertaker.waiting_count == 0
 
 
 def test_importers_are_counted_until_they_let_go() -> None:
@@ -60,7 +71,7 @@ def test_memory_is_freed_when_its_last_importer_lets_go_in_any_order() -> None:
         assert not freed[name].is_set()
         os.close(ends[name][1])
         assert freed[name].wait(10)
-    assert undertaker.waiting_count == 0
+    await_idle(undertaker)
 
     # The thread ended with its work; the next slab starts another.
     tethers, event = Tethers(), threading.Event()
@@ -69,7 +80,41 @@ def test_memory_is_freed_when_its_last_importer_lets_go_in_any_order() -> None:
     assert undertaker.waiting_count == 1
     os.close(end)
     assert event.wait(10)
-    for thread in threading.enumerate():
-        if thread.name == "aqua-cuda-ipc-free":
-            thread.join(10)
+    await_idle(undertaker)
     assert open_descriptors() == before
+
+
+def test_memory_counts_as_waiting_until_it_has_really_been_freed() -> None:
+    undertaker = Undertaker()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def free() -> None:
+        begun.set()
+        assert may_end.wait(10)
+
+    tethers = Tethers()
+    end = tethers.add()
+    undertaker.free_when_released(tethers, free)
+    os.close(end)
+    assert begun.wait(10)
+    assert undertaker.waiting_count == 1
+    may_end.set()
+    await_idle(undertaker)
+
+
+def test_memory_that_cannot_be_freed_keeps_no_other_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise TransportError("the context is gone")
+
+    undertaker, freed = Undertaker(), threading.Event()
+    broken, whole = Tethers(), Tethers()
+    ends = broken.add(), whole.add()
+    undertaker.free_when_released(broken, fail)
+    undertaker.free_when_released(whole, freed.set)
+    for end in ends:
+        os.close(end)
+    assert freed.wait(10)
+    await_idle(undertaker)
+    assert "the context is gone" in caplog.text

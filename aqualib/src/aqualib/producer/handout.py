@@ -10,13 +10,14 @@ about the peer (end of file, death) waits until the handout is over.
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aqua_protocol import MIB, AquaError, TransportError
+from aqua_protocol import MIB, AquaError, CapacityError, TransportError
 from aqua_protocol.channel import (
     MAX_SLABS_PER_PACKET,
     ConsumerMessage,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from aqualib.producer.pool import Loan
     from aqualib.producer.server import Peer
     from aqualib.transports.base import Copier, Handle, Transport
+
+logger: Final = logging.getLogger("aqualib")
 
 ZEROS_BYTES: Final = MIB
 """Source of zeros: small enough to stay in a cache, large enough to copy at full speed."""
@@ -107,7 +110,11 @@ class Handouts:
         name = f"aqua-handout-{handout.welcome.lease_id}"
         thread = threading.Thread(target=self._run, args=(peer, handout), name=name, daemon=True)
         self._threads[peer] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # The process may not have another thread.
+            failure = CapacityError(f"the producer cannot hand out: {error}", retry_after_s=1.0)
+            self._end(peer, handout, failure)
 
     def stop(self) -> None:
         """End what is under way: a channel must not be closed under a thread that sends on it."""
@@ -119,20 +126,28 @@ class Handouts:
             thread.join()
 
     def _run(self, peer: Peer, handout: Handout) -> None:
-        # Whatever else goes wrong, an engine's CUDA context for one, ends this thread with its
-        # own error; the peer must not stay half served for that.
-        failure: AquaError | None = TransportError("the producer could not hand out its slabs")
+        failure: AquaError | None = None
         try:
             handout.run(peer.channel)
-            failure = None
         except AquaError as error:
             failure = error
-        finally:
-            with self._lock:
-                del self._threads[peer]
-                peer.handed_out()
-                if failure is not None:
-                    self._broke_off(peer, handout, failure)
+        except Exception as error:
+            # An engine's CUDA context that went bad, for one: torch reports it by whatever type it
+            # likes. This is the thread's last frame and the peer waits for an answer, so it gets
+            # one; the traceback is for the log, since the fault is not the peer's.
+            logger.exception("handing out lease %s hit a fault", handout.welcome.lease_id)
+            failure = TransportError(
+                f"the producer could not hand out its slabs: {type(error).__name__}",
+                remedy="Read the producer's log; its engine may need a restart.",
+            )
+        with self._lock:
+            self._end(peer, handout, failure)
+
+    def _end(self, peer: Peer, handout: Handout, failure: AquaError | None) -> None:
+        del self._threads[peer]
+        peer.handed_out()
+        if failure is not None:
+            self._broke_off(peer, handout, failure)
 
 
 class Scrubber:

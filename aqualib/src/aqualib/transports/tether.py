@@ -15,12 +15,17 @@ reuses memory after a death waits for the pidfd first, as a producer does anyway
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
+
+from aqua_protocol import TransportError
+
+logger: Final = logging.getLogger("aqualib")
 
 
 @dataclass(slots=True)
@@ -106,16 +111,21 @@ class Undertaker:
                 for tethers, _ in self._waiting:
                     tethers.drop_released()
                 ready = [free for tethers, free in self._waiting if not tethers]
+            for free in ready:
+                try:
+                    free()
+                except TransportError:
+                    # Memory of a broken CUDA context; others may wait for memory of a whole one.
+                    logger.exception("a slab's memory could not be freed")
+            with self._lock:
+                # Only now, and by the same rule as above: whoever waits is counted until it is
+                # free, and released tethers do not come back.
                 self._waiting = [entry for entry in self._waiting if entry[0]]
-                done = not self._waiting
-                if done:
+                if not self._waiting:
                     self._thread = None
                     os.close(self._wake_read)
                     os.close(self._wake_write)
-            for free in ready:
-                free()
-            if done:
-                return
+                    return
 
 
 UNDERTAKER: Final = Undertaker()
