@@ -62,6 +62,12 @@ def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
 def running(command: list[str], port: int, path: str, **environment: str) -> Iterator[int]:
     """A server, from when it answers `path`; gives its process id."""
@@ -178,17 +184,22 @@ def measure(rounds: int, seconds: float, connections: int) -> dict[str, list[dic
         yardstick = stack.enter_context(running(empty, ports["empty"], "/openapi.json"))
         pin(coordinator, server_core)
         pin(yardstick, server_core)
-        for store in children(coordinator):
-            pin(store, load_core)
+        (store,) = children(coordinator)
+        pin(store, load_core)
+        processes = {"coordinator": {"server": coordinator, "store": store}}
+        processes["empty"] = {"server": yardstick}
         members = Members(f"http://127.0.0.1:{ports['coordinator']}")
         members.report()
         for side in SIDES:
             load(modes[side], ports[side], connections, min(seconds, 1.0), load_core)
         for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
             for side in SIDES:
-                results[side].append(
-                    load(modes[side], ports[side], connections, seconds, load_core)
-                )
+                before = {name: cpu_s(pid) for name, pid in processes[side].items()}
+                outcome = load(modes[side], ports[side], connections, seconds, load_core)
+                for name, pid in processes[side].items():
+                    used_s = cpu_s(pid) - before[name]
+                    outcome[f"{name}_cpu_us"] = used_s * 1e6 / outcome["requests"]
+                results[side].append(outcome)
         members.require_empty_books()
     return results
 
@@ -211,6 +222,9 @@ def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         "p99_ms": median("coordinator", "p99_ms"),
         "empty_p50_ms": median("empty", "p50_ms"),
         "empty_p99_ms": median("empty", "p99_ms"),
+        "server_cpu_us": median("coordinator", "server_cpu_us"),
+        "store_cpu_us": median("coordinator", "store_cpu_us"),
+        "empty_server_cpu_us": median("empty", "server_cpu_us"),
     }
 
 
@@ -231,6 +245,7 @@ def main(
         ("requests/s", "requests_per_s", "empty_fastapi_per_s", 0),
         ("p50, ms", "p50_ms", "empty_p50_ms", 2),
         ("p99, ms", "p99_ms", "empty_p99_ms", 2),
+        ("server's CPU, µs a request", "server_cpu_us", "empty_server_cpu_us", 0),
     ):
         table.add_row(label, f"{figures[ours]:,.{digits}f}", f"{figures[theirs]:,.{digits}f}")
     Console().print(table)

@@ -165,7 +165,7 @@ async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
     room = LedgerRoom(pipeline)
     try:
         await room.lose_books()
-        await pipeline.command("SCRIPT", "FLUSH")
+        await pipeline.command("FUNCTION", "FLUSH")
         yield room
         await room.check()
     finally:

@@ -15,8 +15,9 @@ import pytest
 
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.pipeline import MAX_WAITING
-from aqua_coordinator.store.scripts import ScriptName, load_scripts
+from aqua_coordinator.store.scripts import ScriptName, assemble, load_library
 from aqua_protocol import (
     CapacityError,
     ConfigError,
@@ -75,10 +76,24 @@ async def test_answers_go_to_their_commands_also_when_some_are_errors(
 
 async def test_flushed_scripts_are_loaded_again(room: LedgerRoom) -> None:
     await room.join(PaperProducer())
-    await room.command("SCRIPT", "FLUSH")
+    await room.command("FUNCTION", "FLUSH")
     consumers = [PaperConsumer(name=f"c{number}") for number in range(20)]
     await asyncio.gather(*(room.hear(consumer) for consumer in consumers))
     assert len(await room.books.consumers()) == 20
+
+
+async def test_versions_share_one_redis_and_a_new_one_tidies_up(room: LedgerRoom) -> None:
+    older = assemble({ScriptName.READ_BOOKS: "return {'ok', 'older'}"})
+    stranger = "#!lua name=stranger\nredis.register_function('stranger', function() return 1 end)"
+    for source in (older.source, stranger):
+        await room.command("FUNCTION", "LOAD", source)
+    await room.books.summary()
+    call = ("FCALL", older.function(ScriptName.READ_BOOKS), "1", KEYS["books"])
+    assert await room.command(*call) == [b"ok", b"older"]
+    await room.books.open()
+    left = {row[1].decode() for row in await room.command("FUNCTION", "LIST")}
+    assert left == {load_library().name, "stranger"}
+    await room.command("FUNCTION", "DELETE", "stranger")
 
 
 async def test_a_lost_connection_is_replaced_without_an_error(room: LedgerRoom) -> None:
@@ -182,7 +197,7 @@ async def test_a_wrong_password_is_told(each_store: EmbeddedValkey) -> None:
 async def test_every_script_loads_and_none_runs_without_books(each_store: EmbeddedValkey) -> None:
     async with running_pipeline(each_store.url) as pipeline:
         await pipeline.command("FLUSHALL")
-        for name in load_scripts():
+        for name in ScriptName:
             if name is not ScriptName.CREATE_BOOKS:
                 assert await pipeline.script(name, "a", "b") == [b"no_books"]
         assert await pipeline.command("DBSIZE") == 0

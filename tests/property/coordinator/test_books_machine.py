@@ -281,7 +281,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule()
     def scripts_are_flushed(self) -> None:
-        self.run(self.room.command("SCRIPT", "FLUSH"))
+        self.run(self.room.command("FUNCTION", "FLUSH"))
 
     # --- What must hold --------------------------------------------------------------
 

@@ -10,10 +10,12 @@ import pytest
 
 from aqua_coordinator.store.keys import KEYS, PERMANENT
 from aqua_coordinator.store.scripts import (
+    LIBRARY_PREFIX,
+    PARTS,
     RIGHTFUL_STATES,
     ScriptName,
     assemble,
-    load_scripts,
+    load_library,
     lua_transitions,
 )
 from aqua_protocol.lease import LEASE, LeaseEvent, LeaseState
@@ -28,18 +30,17 @@ def rows_of(lua: str) -> dict[tuple[str, str], str]:
 
 
 def test_lua_has_every_transition_of_the_table_and_no_other() -> None:
-    rows = rows_of(lua_transitions(list(LeaseEvent)))
+    rows = rows_of(lua_transitions())
     for state, event in itertools.product(LeaseState, LeaseEvent):
         expected = LEASE.transitions.get((state, event))
         assert rows.get((state.value, event.value)) == expected
 
 
-@pytest.mark.parametrize("name", list(ScriptName))
-def test_a_script_carries_the_transitions_of_exactly_its_events(name: ScriptName) -> None:
-    text = (LUA / f"{name}.lua").read_text()
-    rows = rows_of(load_scripts()[name].source)
-    events = set(re.findall(r"EVENT\.(\w+)", text))
-    assert {event for _, event in rows} == events
+def test_the_library_carries_the_whole_table() -> None:
+    assert rows_of(load_library().source) == {
+        (state.value, event.value): after.value
+        for (state, event), after in LEASE.transitions.items()
+    }
 
 
 @pytest.mark.parametrize("name", list(ScriptName))
@@ -57,29 +58,30 @@ def test_a_script_says_what_it_takes_and_gives(name: ScriptName) -> None:
     assert used <= documented
 
 
-@pytest.mark.parametrize("name", list(ScriptName))
-def test_a_script_is_complete(name: ScriptName) -> None:
-    source = load_scripts()[name].source
-    assert source.startswith("#!lua")
-    code = "\n".join(line.partition("--")[0] for line in source.splitlines())
-    assert not re.findall(r"\b(?:KEY|STATE|EVENT|KIND|CONST)\.\w+|LEASE_[A-Z_]+", code)
+def test_the_library_is_complete() -> None:
+    library = load_library()
+    assert library.source.startswith(f"#!lua name={library.name}\n")
+    code = "\n".join(line.partition("--")[0] for line in library.source.splitlines())
+    assert not re.findall(r"\b(?:KEY|STATE|EVENT|KIND|CONST)\.\w+|LEASE_[A-Z_]+|LIBRARY_NAME", code)
+
+
+def test_a_library_of_another_text_has_another_name() -> None:
+    one, other = (assemble({ScriptName.READ_BOOKS: f"return {n}"}) for n in (1, 2))
+    assert one.name != other.name
+    assert one.name.startswith(LIBRARY_PREFIX)
+    assert one.function(ScriptName.READ_BOOKS) != other.function(ScriptName.READ_BOOKS)
 
 
 def test_scripts_that_only_read_say_so_to_redis() -> None:
-    for name, script in load_scripts().items():
+    for name in ScriptName:
         reads = name.startswith(("read_", "audit_"))
-        assert script.source.startswith("#!lua flags=no-writes\n") == reads
+        assert ("-- @flags no-writes\n" in (LUA / f"{name}.lua").read_text()) == reads
 
 
-def test_every_lua_file_is_a_script_or_used_by_one() -> None:
+def test_every_lua_file_is_a_script_or_a_part() -> None:
     files = {file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name != "lib"}
     assert files == set(ScriptName)
-    used: set[str] = set()
-    for name in ScriptName:
-        header = re.search(r"-- @use (.+)", (LUA / f"{name}.lua").read_text())
-        assert header is not None
-        used |= set(header[1].split())
-    assert {file.name.removesuffix(".lua") for file in (LUA / "lib").iterdir()} == used
+    assert {file.name.removesuffix(".lua") for file in (LUA / "lib").iterdir()} == set(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_name_that_does_not_exist_is_noticed_when_the_script_is_put_together(
     line: str, fault: type[Exception]
 ) -> None:
     with pytest.raises(fault):
-        assemble(f"-- @use answer\nreturn {line}")
+        assemble({ScriptName.READ_BOOKS: f"return {line}"})
 
 
 def test_rightful_states_are_those_that_can_be_renewed() -> None:

@@ -43,7 +43,7 @@ from aqua_protocol.members import (
 )
 
 MIN_REDIS_VERSION: Final = (7, 0)
-"""First with script flags, which make a refused write refuse the whole script."""
+"""First with libraries of functions, whose flags make a refused write refuse the whole script."""
 PROBE_TTL_MS: Final = 10_000
 SECRET_BYTES: Final = 32
 MAX_CACHED_SECRETS: Final = 4
@@ -84,6 +84,7 @@ class Books:
                 f"this Redis is {'.'.join(map(str, version))}, Aqua needs 7.0 or newer",
                 remedy="Upgrade it, use Valkey, or unset AQUA_REDIS_URL to run an embedded one.",
             )
+        await self._pipeline.forget_other_libraries()
         return await self._create()
 
     async def probe(self) -> Opened:

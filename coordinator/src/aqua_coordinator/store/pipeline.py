@@ -22,6 +22,7 @@ about as much as sending the commands one by one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,7 +32,6 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
-    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -41,7 +41,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from aqua_coordinator.store.connection import close_pool
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.scripts import ScriptName, load_scripts
+from aqua_coordinator.store.scripts import LIBRARY_PREFIX, ScriptName, load_library
 from aqua_protocol import AquaError, StoreFullError, StoreUnavailableError, UnavailableError
 
 Argument: TypeAlias = str | bytes | int
@@ -63,6 +63,8 @@ _NOT_NOW: Final = (
     *("NOAUTH", "NOPERM", "WRONGPASS", "READONLY", "UNBLOCKED"),
 )
 """First words of Redis errors that speak of its state or of our rights, not of the command."""
+_LIBRARY: Final = b"library_name"
+_NO_FUNCTION: Final = "Function not found"
 _BROKEN: Final = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)
 
 
@@ -88,7 +90,11 @@ class Pipeline:
         self._pool = pool
         self._timeout_s = timeout_s
         self._observe = observe
-        self._scripts = load_scripts()
+        self._library = load_library()
+        self._calls = {
+            name: ("FCALL", self._library.function(name).encode(), b"1", _BOOKS_KEY)
+            for name in ScriptName
+        }
         self._queue: deque[_Command] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._lane_count = lanes
@@ -110,8 +116,7 @@ class Pipeline:
 
     def script(self, name: ScriptName, *arguments: Argument) -> asyncio.Future[Answer]:
         """Run a script over the books; the future raises what `store_error` makes of errors."""
-        sha = self._scripts[name].sha
-        return self._submit(name, ("EVALSHA", sha, "1", _BOOKS_KEY, *arguments))
+        return self._submit(name, (*self._calls[name], *arguments))
 
     def command(self, *words: Argument) -> asyncio.Future[Answer]:
         """Run a plain command; the future raises what `store_error` makes of errors."""
@@ -133,6 +138,27 @@ class Pipeline:
         """Close a connection of `listen`: it may be in the middle of an answer."""
         await connection.disconnect(nowait=True)
         await self._pool.release(connection)
+
+    async def forget_other_libraries(self) -> None:
+        """Delete the scripts of other versions of this program; theirs are loaded when missed.
+
+        Raises:
+            UnavailableError: As by `store_error`.
+        """
+        connection = await self.listen()
+        try:
+            await connection.send_command("FUNCTION", "LIST", "LIBRARYNAME", f"{LIBRARY_PREFIX}*")
+            found = await connection.read_response()
+            for name in {dict(zip(row[::2], row[1::2], strict=True))[_LIBRARY] for row in found}:
+                if name != self._library.name.encode():
+                    await connection.send_command("FUNCTION", "DELETE", name)
+                    # Another coordinator may have been quicker.
+                    with contextlib.suppress(ResponseError):
+                        await connection.read_response()
+        except (RedisError, OSError) as error:
+            raise store_error(error) from error
+        finally:
+            await self.hang_up(connection)
 
     async def _take_connection(self) -> AbstractConnection:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
@@ -200,20 +226,20 @@ class Pipeline:
         return connection
 
     async def _connect(self, connection: AbstractConnection | None) -> AbstractConnection:
-        """Connect and load every script, so that `EVALSHA` finds them."""
         if connection is None:
             connection = await self._take_connection()
         await connection.connect()  # type: ignore[no-untyped-call] # as above
-        await self._load(connection)
         return connection
 
     async def _load(self, connection: AbstractConnection) -> None:
-        scripts = self._scripts.values()
-        packed = [_pack(("SCRIPT", "LOAD", script.source)) for script in scripts]
-        await connection.send_packed_command(packed, check_health=False)
-        for script in scripts:
-            sha = await connection.read_response()
-            assert sha == script.sha, f"{script.name} loaded as {sha!r}"
+        """Give Redis the library: it is a new one, was flushed, or a replica that is behind."""
+        await connection.send_command("FUNCTION", "LOAD", self._library.source)
+        try:
+            await connection.read_response()
+        except ResponseError as error:
+            # Another lane or coordinator was quicker; the name says that it is the same text.
+            if not str(error).endswith("already exists"):
+                raise
 
     async def _exchange(
         self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
@@ -225,18 +251,15 @@ class Pipeline:
         while batch:
             try:
                 answer = await connection.read_response()
-            except NoScriptError as error:
-                command = batch.popleft()
-                if reloaded:
-                    command.fail(store_error(error))
-                else:
-                    unknown.append(command)
-                continue
             except ReadOnlyError as error:
                 # A master that became a replica: the next connection finds the new one.
                 raise RedisConnectionError(str(error)) from error
             except ResponseError as error:
-                batch.popleft().fail(store_error(error))
+                command = batch.popleft()
+                if str(error) == _NO_FUNCTION and not reloaded:
+                    unknown.append(command)
+                else:
+                    command.fail(store_error(error))
                 continue
             command = batch.popleft()
             if self._observe is not None:
@@ -244,9 +267,8 @@ class Pipeline:
             if not command.future.done():
                 command.future.set_result(answer)
         if unknown:
-            # Somebody flushed the scripts.
-            await self._load(connection)
             batch.extend(unknown)
+            await self._load(connection)
             await self._exchange(connection, batch, reloaded=True)
 
 

@@ -1,20 +1,29 @@
-"""The Lua scripts: one file for each atomic step, put together with what they share.
+"""The Lua scripts: one file for each atomic step, together one library of Redis functions.
 
-A script file says in its header which shared parts it uses (`-- @use answer books`) and its Redis
-flags. Names are checked when it is put together, not when it runs: `KEY.x` becomes a key of
+A script file is the body of one function over `KEYS` and `ARGV`. What scripts share is in
+`lua/lib` and runs once, when the library is loaded, so a call costs its commands and little else.
+Evaluated as scripts of their own they would set up the shared part at every call, which costs more
+than the step itself. Redis keeps a library with the data and gives it to replicas; where it is
+missing (a new server, a flush, a failover that was quicker), the pipeline loads it again.
+
+The library's name, and that of each function, carries a digest of the text. So coordinators of
+different versions share one Redis, each with its own library, and a function that exists is the
+one that was meant. `Books.open` deletes those of other versions: who still needs one, loads it.
+
+Names are checked when the library is put together, not when it runs: `KEY.x` becomes a key of
 `keys.KEYS`, `STATE.x` and `EVENT.x` must be words of the lease machine, `KIND.x` an event kind,
-`CONST.x` a number below. The lease's transition table is written into the scripts from
+`CONST.x` a number below. The lease's transition table is written into the library from
 `aqua_protocol.LEASE`, so Lua follows the same table as everybody else and cannot disagree with it.
 
-The `#!lua` line makes Redis 7 refuse a whole script when memory or disk is full. Without it, a
-script would fail at its first write that needs memory, with earlier deletions already done.
+Redis refuses a function as a whole when memory or disk is full, unless it is flagged `no-writes`.
+It never fails at its first write that needs memory, with earlier deletions already done.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -56,8 +65,17 @@ CONSTANTS: Final[Mapping[str, int | str]] = {
 RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, LeaseEvent.RENEW))
 """States in which a lease's holder has a right that a clock can end."""
 
+PARTS: Final = (
+    *("answer", "books", "writes", "lease", "member", "reclaim", "matching", "fencing"),
+    *("removal", "register"),
+)
+"""What scripts share, in an order in which each part finds what it uses."""
+
+LIBRARY_PREFIX: Final = "aqua_books_"
+_DIGEST_LENGTH: Final = 16
+
 _NAME: Final = re.compile(r"\b(KEY|STATE|EVENT|KIND|CONST)\.(\w+)")
-_HEADER: Final = re.compile(r"^-- @(use|flags) (.+)$", re.MULTILINE)
+_FLAGS: Final = re.compile(r"^-- @flags (.+)$", re.MULTILINE)
 
 
 class ScriptName(StrEnum):
@@ -88,52 +106,50 @@ class ScriptName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """A script as Redis gets it.
+class Library:
+    """All scripts, as Redis gets them.
 
     Attributes:
-        name: What it does.
+        name: Begins with `LIBRARY_PREFIX`, ends with a digest of the text.
         source: Complete Lua text.
-        sha: SHA-1 of the text in hexadecimal: its name in `EVALSHA`.
     """
 
-    name: ScriptName
+    name: str
     source: str
-    sha: bytes
+
+    def function(self, script: ScriptName) -> str:
+        """What `FCALL` calls; unique on a server, as Redis wants it."""
+        return f"{self.name}_{script}"
 
 
 @cache
-def load_scripts() -> Mapping[ScriptName, Script]:
-    """Put all scripts together from the package's files."""
-    scripts = {}
-    for name in ScriptName:
-        source = assemble(_read(f"{name}.lua"))
-        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-        scripts[name] = Script(name, source, digest.encode())
-    return scripts
+def load_library() -> Library:
+    """Put the library together from the package's files."""
+    return assemble({name: _read(f"{name}.lua") for name in ScriptName})
 
 
-def assemble(text: str) -> str:
-    """The complete Lua text of one script file: flags, shared parts, body, names filled in."""
-    header = dict(_HEADER.findall(text))
-    flags = f" flags={header['flags']}" if "flags" in header else ""
-    parts = [_read(f"lib/{part}.lua") for part in header["use"].split()]
-    body = "\n".join([*parts, text])
-    # A script builds the table anew at every call, so it gets the rows of its own events only.
-    events = {LeaseEvent(name) for kind, name in _NAME.findall(body) if kind == "EVENT"}
-    body = body.replace("LEASE_TRANSITIONS", lua_transitions(events))
-    body = body.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
-    body = body.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
-    return f"#!lua{flags}\n{_NAME.sub(_fill_in, body)}"
+def assemble(scripts: Mapping[ScriptName, str]) -> Library:
+    """The library of these scripts: shared parts, one function for each, names filled in."""
+    parts = [_read(f"lib/{part}.lua") for part in PARTS]
+    text = "\n".join([*parts, *(_function(name, body) for name, body in scripts.items())])
+    text = text.replace("LEASE_TRANSITIONS", lua_transitions())
+    text = text.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
+    text = text.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
+    text = _NAME.sub(_fill_in, text)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
+    name = f"{LIBRARY_PREFIX}{digest}"
+    return Library(name, f"#!lua name={name}\n{text.replace('LIBRARY_NAME', name)}")
 
 
-def lua_transitions(events: Collection[LeaseEvent]) -> str:
+def _function(name: ScriptName, body: str) -> str:
+    flags = _FLAGS.search(body)
+    quoted = ", ".join(f"'{flag}'" for flag in flags[1].split()) if flags else ""
+    return f"register('{name}', {{{quoted}}}, function(KEYS, ARGV)\n{body}\nend)"
+
+
+def lua_transitions() -> str:
     """The lease's transition table as a Lua table: `'state event'` to the next state."""
-    rows = (
-        f"['{state} {event}']='{after}'"
-        for (state, event), after in LEASE.transitions.items()
-        if event in events
-    )
+    rows = (f"['{state} {event}']='{after}'" for (state, event), after in LEASE.transitions.items())
     return f"{{{','.join(rows)}}}"
 
 

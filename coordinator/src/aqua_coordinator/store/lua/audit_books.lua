@@ -4,7 +4,6 @@
 -- Result   {'ok', faults}: sentences, none when the books agree with themselves
 --
 -- For tests, benchmarks and operators in doubt: it reads everything, and Redis waits meanwhile.
--- @use answer books lease
 -- @flags no-writes
 
 local faults = {}

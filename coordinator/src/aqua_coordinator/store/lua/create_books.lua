@@ -6,14 +6,12 @@
 -- Result   {'ok', books_id, secret, created (1 or 0)}
 --
 -- The first epoch is the Redis time in microseconds, so epochs grow across a loss of the books.
--- @use answer
 
 local present = redis.call('HMGET', KEYS[1], 'books_id', 'secret')
 if present[1] then
   return {'ok', present[1], present[2], 0}
 end
-local time = redis.call('TIME')
-local now = integer(tonumber(time[1]) * 1000000 + tonumber(time[2]))
+local now = integer(redis_time_us())
 redis.call('HSET', KEYS[1], 'books_id', ARGV[1], 'secret', ARGV[2], 'min_epoch', now, 'epoch', now,
   'paused_us', '0', 'swept_us', now)
 redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event',

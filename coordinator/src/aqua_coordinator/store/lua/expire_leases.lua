@@ -3,7 +3,6 @@
 -- KEYS[1]  the books
 -- ARGV[1]  how many leases at most
 -- Result   {'ok', expired}
--- @use answer books writes lease
 
 redis.call('HSET', KEYS[1], 'swept_us', integer(now_us))
 local overdue = redis.call('ZRANGEBYSCORE', KEY.deadlines, '-inf', integer(clock_us),

@@ -3,7 +3,6 @@
 -- KEYS[1]  the books
 -- ARGV[1]  how many at most
 -- Result   {'ok', forgotten}
--- @use answer books writes
 
 local horizon = integer(now_us - CONST.ended_retention_ms * 1000)
 local names = redis.call('ZRANGEBYSCORE', KEY.ended_reclaims, '-inf', horizon,

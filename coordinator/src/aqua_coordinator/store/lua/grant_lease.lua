@@ -15,7 +15,6 @@
 --
 -- A repeated key is answered with the words of the first time; a refusal is not kept, since a
 -- retry may find memory.
--- @use answer books writes lease matching
 
 local consumer_id = ARGV[3]
 local bytes, least = tonumber(ARGV[4]), tonumber(ARGV[5])

@@ -7,7 +7,6 @@
 --
 -- A lost producer's leases are LOST with it. A lost consumer's leases live on until they expire:
 -- it may still be using them, and it is the producer who sees it die.
--- @use answer books writes lease reclaim removal
 
 local horizon = integer(clock_us - tonumber(ARGV[1]))
 local allowed, steps, gone = tonumber(ARGV[2]), 0, {}

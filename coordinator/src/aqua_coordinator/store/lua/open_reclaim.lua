@@ -8,7 +8,6 @@
 -- ARGV[5]  deadline_s
 -- Result   {'ok', reclaim_id}
 -- Refuses  idempotency_conflict, unknown_resource, request_invalid, capacity_exhausted
--- @use answer books writes
 
 local idempotency_key = KEY.idempotency .. 'reclaim:' .. ARGV[1]
 local first = redis.call('GET', idempotency_key)

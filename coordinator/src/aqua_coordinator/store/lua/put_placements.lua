@@ -4,7 +4,6 @@
 -- ARGV[1]  plan_hash
 -- ARGV[2...]  consumer_id, its producers (best first, separated by spaces), the reason; repeated
 -- Result   {'ok', pairings}
--- @use answer books writes
 
 redis.call('DEL', KEY.placements, KEY.placement_reasons)
 for index = 2, #ARGV, 3 do

@@ -3,7 +3,6 @@
 -- KEYS[1]  the books
 -- Result   {'ok', books_id, plan_hash, booked leases, {state, count, ...}, producers, consumers,
 --           open reclaims}; leases that no state counts are in the initial one
--- @use answer books
 -- @flags no-writes
 
 local open = redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims)

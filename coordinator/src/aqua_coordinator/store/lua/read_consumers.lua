@@ -7,7 +7,6 @@
 -- Result   {'ok', rows}
 --            row {consumer_id, silent_us, leased_bytes, node, domain, gpu_uuid, model,
 --                 wanted_bytes, spilled_bytes}
--- @use answer books
 -- @flags no-writes
 
 local names = {ARGV[3]}

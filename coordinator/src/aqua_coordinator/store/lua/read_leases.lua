@@ -12,7 +12,6 @@
 -- Result   {'ok', producer_id, epoch, rows}: where to go on, '' at the end; see lease_row
 --
 -- A filter may leave a page short, or empty, with more to come: the scan is bounded, not the page.
--- @use answer books lease
 -- @flags no-writes
 
 local rows, limit, scanned = {}, tonumber(ARGV[3]), 0

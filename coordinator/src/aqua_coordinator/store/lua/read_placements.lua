@@ -2,7 +2,6 @@
 --
 -- KEYS[1]  the books
 -- Result   {'ok', plan_hash, {consumer_id, producers, ...}, {consumer_id, reason, ...}}
--- @use answer books
 -- @flags no-writes
 
 return {'ok', redis.call('HGET', KEYS[1], 'plan_hash') or '',

@@ -7,7 +7,6 @@
 -- Result   {'ok', rows}
 --            row {producer_id, silent_us, node, domain, gpu_uuid, model, endpoint, transport,
 --                 slab_bytes, offered_bytes, leased_bytes, grantable, queue_length}
--- @use answer books
 -- @flags no-writes
 
 local names = {ARGV[3]}

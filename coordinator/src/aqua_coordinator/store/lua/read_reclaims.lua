@@ -7,7 +7,6 @@
 -- Result   {'ok', next, rows}
 --            row {reclaim_id, producer_id, origin, requested_bytes, returned_bytes, deadline_s,
 --                 done, escalated, first_slab_ms, total_ms}
--- @use answer books
 -- @flags no-writes
 
 local function row_of(reclaim_id)

@@ -6,7 +6,6 @@
 -- ARGV[3]  consumer that the caller's token is bound to, or ''
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch
--- @use answer books writes lease fencing
 
 local lease = lease_of(ARGV[1])
 local refusal = why_not_act(lease, ARGV[1], ARGV[3], tonumber(ARGV[2]))

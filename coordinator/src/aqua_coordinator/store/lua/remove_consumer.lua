@@ -5,7 +5,6 @@
 -- ARGV[2]  incarnation
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision
--- @use answer books writes lease member removal
 
 local consumer_id, incarnation = ARGV[1], ARGV[2]
 local known = member_of(KEY.consumer .. consumer_id)

@@ -5,7 +5,6 @@
 -- ARGV[2]  incarnation
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision, invalid_transition
--- @use answer books writes lease member reclaim removal
 
 local producer_id, incarnation = ARGV[1], ARGV[2]
 local known = member_of(KEY.producer .. producer_id)

@@ -7,7 +7,6 @@
 -- ARGV[4]  consumer that the caller's token is bound to, or ''
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch, lease_lost, invalid_transition
--- @use answer books writes lease fencing
 
 local lease = lease_of(ARGV[1])
 local named_epoch = tonumber(ARGV[2])

@@ -10,7 +10,6 @@
 -- A lease that is GRANTED is not prolonged: the time for attaching runs from the grant. A lease
 -- that the books do not know may be one of lost books, whose producer has not reported yet, so it
 -- is called ended only when the consumer has named it for a while.
--- @use answer books writes lease member matching
 
 local report = cjson.decode(ARGV[1])
 local consumer_id = report.consumer_id

@@ -14,7 +14,6 @@
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books do
 -- not know, or hold ended, is adopted. If the offer no longer covers everything, grants that
 -- nobody has attached to yet go, newest first; what is held always fits, the schema sees to it.
--- @use answer books writes lease member reclaim
 
 local report = cjson.decode(ARGV[1])
 local producer_id = report.producer_id

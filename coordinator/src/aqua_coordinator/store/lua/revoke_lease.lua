@@ -5,7 +5,6 @@
 -- ARGV[2]  epoch
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, stale_epoch, invalid_transition
--- @use answer books writes lease fencing
 
 local lease = lease_of(ARGV[1])
 local refusal = why_not_act(lease, ARGV[1], '', tonumber(ARGV[2]))

@@ -7,7 +7,6 @@
 -- ARGV[4]  offered_bytes
 -- Result   {'ok', producer_id, domain, offered_bytes, leased_bytes, grantable (1 or 0)}
 -- Refuses  unknown_resource, stale_revision, request_invalid
--- @use answer books writes lease member
 
 local producer_id, incarnation = ARGV[1], ARGV[2]
 local revision, offered = tonumber(ARGV[3]), tonumber(ARGV[4])

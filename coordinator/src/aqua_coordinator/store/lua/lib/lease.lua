@@ -7,8 +7,6 @@ local BOOKED = LEASE_BOOKED_STATES
 -- States that may be renewed: the holder has a right that a clock can end.
 local RIGHTFUL = LEASE_RIGHTFUL_STATES
 
-local offers = {}
-
 local function offer_of(producer_id)
   local offer = offers[producer_id]
   if not offer then
@@ -41,8 +39,6 @@ local function settle()
   end
   write_epoch()
 end
-
-local leases = {}
 
 local function lease_of(lease_id)
   local lease = leases[lease_id]

@@ -1,13 +1,12 @@
--- What every script that changes the books needs: a clock that goes on, fresh epochs, events.
+-- What scripts that change the books need: a clock that goes on, fresh epochs, events.
 
-if stood_still then
-  redis.call('HSET', KEYS[1], 'paused_us', integer(paused_us), 'swept_us', integer(now_us))
+local function go_on()
+  redis.call('HSET', KEY.books, 'paused_us', integer(paused_us), 'swept_us', integer(now_us))
 end
 
 -- Fencing tokens grow by counter and by Redis time, whichever is further: books that fell back to
 -- an older copy (a failover, a torn log) still issue epochs above all that they issued before.
 -- `write_epoch` records, once, what a script has issued.
-local issued = false
 local function next_epoch()
   epoch = math.max(epoch + 1, now_us)
   issued = true
@@ -16,7 +15,7 @@ end
 
 local function write_epoch()
   if issued then
-    redis.call('HSET', KEYS[1], 'epoch', integer(epoch))
+    redis.call('HSET', KEY.books, 'epoch', integer(epoch))
   end
 end
 
