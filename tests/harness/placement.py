@@ -48,7 +48,11 @@ def small_problems(draw: st.DrawFn, *, weights: bool = False) -> dict[str, Any]:
         "r_gb": [draw(size_gb) for _ in tp],
     }
     if weights:
-        columns["weight"] = [draw(st.sampled_from([1.0, 2.0, 0.5])) for _ in tp]
+        worth = st.one_of(
+            st.sampled_from([1.0, 2.0, 0.5]),
+            st.floats(0.1, 10).map(lambda value: round(value, 3)),
+        )
+        columns["weight"] = [draw(worth) for _ in tp]
     return {
         "servers": [{"count": servers, "gpus": gpus, "hbm_gb": 80}],
         "groups": columns,

@@ -14,6 +14,7 @@ part in a thousand does not cost balance.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +23,9 @@ import numpy as np
 from aqua_placer.budget import Budget
 from aqua_placer.columns import Bools, Floats, Ints
 from aqua_placer.contents import ContentSpace, content_space, has_few_types
-from aqua_placer.covering import coverage_gb, covered_gb, layer_bound_gb, roster
+from aqua_placer.covering import coverage_gb, layer_bound_gb
 from aqua_placer.dealing import deal_contents, worst
+from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, balance
 from aqua_placer.instance import GRAIN_GB, Instance
 from aqua_placer.portfolio import (
@@ -31,8 +33,9 @@ from aqua_placer.portfolio import (
     from_fraction,
     solve_minmax,
 )
+from aqua_placer.prefixes import covered_gb, roster
 from aqua_placer.pursuit import judge_for, pursue
-from aqua_placer.thresholds import Mode, contents_by_server, cover, whole_servers
+from aqua_placer.thresholds import MAX_COLUMNS, Mode, contents_by_server, cover, whole_servers
 from aqua_placer.units import form_units, of_units
 
 COVERAGE_TOLERANCE: Final = 3e-4
@@ -61,6 +64,9 @@ TINY_CLUSTER: Final = 40
 RESTARTS: Final = 2
 RESTART_TOLERANCE_GB: Final = 3.0
 """Servers up to which the search starts again from its best, and how far each start may stray."""
+
+EXACT_LIMIT_S: Final = 2.0
+"""For one integer program over few contents on few servers; milliseconds as a rule."""
 
 POLISH_TOLERANCE_GB: Final = 0.2
 
@@ -101,6 +107,11 @@ class Harvest:
         return self.instance.hbm_gb * cnt + mem
 
     @property
+    def value(self) -> float:
+        """The balance of the placement."""
+        return self._value(self.placement)
+
+    @property
     def done(self) -> bool:
         """Whether everything coverable is covered, as well balanced as hoped for."""
         covered = self.covered_gb >= self.bound_gb - GRAIN_GB
@@ -119,8 +130,8 @@ def content_worth(space: ContentSpace) -> Floats:
         flat = np.repeat(np.tile(np.arange(rows.shape[1]), len(rows)), rows.reshape(-1))
         first = np.repeat(np.cumsum(counts) - counts, counts)
         slots[np.repeat(np.arange(len(rows)), counts), np.arange(len(flat)) - first] = flat
-        table = roster(types.tp, types.r_gb[:, kind], types.weight)
-        result[here] = covered_gb(table, slots, gpus // 2)
+        table = roster(types.tp, types.r_gb[:, kind], types.weight, gpus)
+        result[here] = covered_gb(table, slots)
     return result
 
 
@@ -157,6 +168,8 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     aim, allowed, servers_of = found
     best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
     _whole(best, space, worth, aim, (allowed, servers_of), rng, seed)
+    if len(space.rows) <= MAX_COLUMNS and instance.servers.count <= TINY_CLUSTER and not best.done:
+        _exactly(best, space, worth)
     if best.covered_gb < best.bound_gb * (1 - COVERAGE_TOLERANCE) and not budget.expired():
         _by_units(best, rng, seed)
     return best
@@ -237,6 +250,46 @@ def _whole(
         servers_of = widened
 
 
+def _exactly(best: Harvest, space: ContentSpace, worth: Floats) -> None:
+    """Few contents: the whole cluster as one integer program, then the least thresholds it allows.
+
+    The first program proves how much can be covered at all. Then the thresholds of least
+    H x C + M at which as much is covered are found by bisection, one program each.
+    """
+    instance, budget, hbm_gb = best.instance, best.budget, best.instance.hbm_gb
+    cnt_key, mem_key = np.abs(space.cnt), np.abs(space.mem_gb)
+
+    def attempt(allowed: Bools) -> float:
+        """The most that whole servers of these contents cover; 0 when they cannot."""
+        _, servers_of, most, _ = cover(space, allowed, budget, worth)
+        if servers_of is None or most < best.covered_gb * (1 - COVERAGE_TOLERANCE):
+            return 0.0
+        chosen, _, bound = whole_servers(
+            space, allowed, servers_of, budget, worth=worth, limit_s=EXACT_LIMIT_S
+        )
+        if chosen is None:
+            return 0.0
+        if allowed.all():
+            best.bound_gb = min(best.bound_gb, bound + GRAIN_GB)
+        best.offer(deal_contents(instance, space.types, contents_by_server(space, chosen)), "whole")
+        return float(worth @ chosen)
+
+    attempt(np.ones(len(space.rows), dtype=bool))
+    goal = best.covered_gb * (1 - COVERAGE_TOLERANCE)
+    for cnt in np.unique(cnt_key).tolist():
+        value = best.value
+        within = cnt_key <= cnt
+        levels = np.unique(np.round(mem_key[within], 6))
+        levels = levels[hbm_gb * cnt + levels < value - GRAIN_GB]
+        low, high = -1, len(levels)
+        while low + 1 < high and not budget.expired():
+            probe = (low + high) // 2
+            if attempt(within & (mem_key <= levels[probe] + GRAIN_GB / 2)) >= goal:
+                high = probe
+            else:
+                low = probe
+
+
 def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     """Place consumers with their producers as blocks, then let single groups change places.
 
@@ -245,9 +298,13 @@ def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     """
     instance, budget = best.instance, best.budget
     unit_of = form_units(instance)
-    blocks = solve_minmax(of_units(instance, unit_of), Mode.ABS, budget, seed, rounds=UNIT_ROUNDS)
-    assert blocks.placement is not None, "the min-max portfolio always places everything"
-    placement = blocks.placement[unit_of]
+    placement = best.placement
+    with suppress(ProblemInfeasibleError):  # Groups fit where their units need not.
+        blocks = solve_minmax(
+            of_units(instance, unit_of), Mode.ABS, budget, seed, rounds=UNIT_ROUNDS
+        )
+        assert blocks.placement is not None, "the min-max portfolio always places everything"
+        placement = blocks.placement[unit_of]
     best.offer(placement, "units")
     assert best.balance.placement is not None, "as above"
     even_cnt, even_mem = worst(instance, best.balance.placement, Mode.ABS)

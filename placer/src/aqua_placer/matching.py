@@ -5,7 +5,8 @@ All modes give a consumer group one distinct producer shard per shard, or nothin
 `stable` (default) and `exact` choose by the program over prefixes (`covering`), which covers the
 most. `exact` leaves it there. `stable` then lets single shards choose again among themselves:
 consumers prefer the most spare, producers the largest need (of consumers that weigh no less), and
-with preferences aligned like that Gale-Shapley is sort-and-zip. `blocking_pairs` proves it: no
+with preferences aligned like that Gale-Shapley is sort-and-zip; unequal weights start from the
+program's choice and let blocking pairs have their way. `blocking_pairs` proves it: no
 consumer and producer would both rather have each other. Producers of a group of several shards are
 bound to it, because the group runs in lockstep and loses on all shards when one leaves.
 
@@ -16,14 +17,14 @@ servers whose GPUs are not all joined alike; ranked by one common value, it is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from aqua_placer.columns import Floats, Ints
-from aqua_placer.covering import Roster, before, prefixes, roster, states_of
 from aqua_placer.instance import GRAIN_GB, Instance
+from aqua_placer.prefixes import chosen_groups, roster
 from aqua_protocol.plan import MatchingMode
 
 
@@ -127,7 +128,7 @@ def match_servers(
         else:
             services = _blocks(borrowers, lenders, chosen[server])
             if mode is MatchingMode.STABLE:
-                services = _zip_singles(borrowers, lenders, services)
+                services = _settle_singles(borrowers, lenders, services)
         served = {service.borrower.group for service in services}
         used = {(lender.group, lender.shard) for s in services for lender in s.lenders}
         result.append(
@@ -146,54 +147,10 @@ def _chosen(instance: Instance, slots: Ints) -> list[list[int]]:
     result: list[list[int]] = [[] for _ in range(len(slots))]
     for kind, gpus in enumerate(instance.servers.gpus.tolist()):
         here = np.nonzero(instance.servers.class_of == kind)[0]
-        table = roster(instance.tp, instance.r_gb[:, kind], instance.weight)
-        if table.kinds and gpus > 1 and len(here):
-            for server, groups in zip(
-                here.tolist(), _walk_back(table, slots[here], gpus // 2), strict=True
-            ):
-                result[server] = groups
+        table = roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
+        for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
+            result[server] = groups
     return result
-
-
-def _walk_back(table: Roster, slots: Ints, half: int) -> Iterator[list[int]]:
-    """Undo the program of each row: which group came last, and so on down to none."""
-    program = prefixes(table, slots, half)
-    states = states_of(table.kinds, half)
-    values = np.stack([program.best[state] for state in states])
-    final = values.argmax(axis=0)
-    gains = {
-        (state, kind): gain
-        for state in states
-        for kind in range(len(table.kinds))
-        if (gain := program.gain(state, kind)) is not None
-    }
-    for row in range(len(slots)):
-        groups = [group for group in slots[row].tolist() if group >= 0]
-        ranked = [
-            sorted(
-                (group for group in groups if table.kind[group] == kind),
-                key=lambda group: (float(table.r_gb[group]), group),
-            )
-            for kind in range(len(table.kinds))
-        ]
-        state = states[int(final[row])]
-        order: list[int] = []
-        while any(state):
-            value = float(program.best[state][row])
-            for kind in range(len(table.kinds)):
-                gain = gains.get((state, kind)) if state[kind] else None
-                previous = before(state, kind) if gain is not None else None
-                if gain is None or previous is None:
-                    continue
-                reached = float(program.best[previous][row]) + float(gain[row])
-                if abs(reached - value) <= GRAIN_GB * 1e-3:
-                    if float(gain[row]) > GRAIN_GB / 2:
-                        order.append(ranked[kind][state[kind] - 1])
-                    state = previous
-                    break
-            else:  # pragma: no cover - the program made every value this way
-                raise AssertionError(("no predecessor", state, row))
-        yield order[::-1]
 
 
 def _blocks(
@@ -208,10 +165,17 @@ def _blocks(
     return services
 
 
-def _zip_singles(
+def _settle_singles(
     borrowers: Sequence[Borrower], lenders: Sequence[Lender], services: Sequence[Service]
 ) -> list[Service]:
-    """Bound groups keep their producers; chosen single shards take the best of the rest."""
+    """Bound groups keep their producers; single shards change places until no pair blocks.
+
+    Consumers of one weight are simply zipped with what is left. Unequal weights start from the
+    program's blocks, because zipping by need could cost a heavy consumer more than a light one
+    gains. A pair that blocks then takes what it wants: its consumer needs more and weighs no less
+    than the one it pushes out, so (min is supermodular) nothing is lost, and the sum of need x
+    spare over matches grows with every step, so it ends.
+    """
     bound = [service for service in services if service.borrower.shards > 1]
     held = {(lender.group, lender.shard) for s in bound for lender in s.lenders}
     free = [lender for lender in lenders if (lender.group, lender.shard) not in held]
@@ -219,10 +183,29 @@ def _zip_singles(
     chosen = {borrower.group for borrower in admitted}
     rest = [b for b in borrowers if b.shards == 1 and b.group not in chosen]
     rest.sort(key=lambda b: (-b.weight, -b.gb, b.group))
-    admitted += rest[: max(0, len(free) - len(admitted))]
-    admitted.sort(key=lambda b: (-b.gb, b.group))
-    singles = [Service(b, (lender,)) for b, lender in zip(admitted, free, strict=False)]
-    return bound + singles
+    if len({borrower.weight for borrower in admitted + rest}) <= 1:
+        admitted += rest[: max(0, len(free) - len(admitted))]
+        admitted.sort(key=lambda b: (-b.gb, b.group))
+        return bound + [Service(b, (x,)) for b, x in zip(admitted, free, strict=False)]
+    # Positions in `free` are by falling spare; whoever comes after its end has no producer.
+    seated = {(s.lenders[0].group, s.lenders[0].shard): s.borrower for s in services}
+    seats: list[Borrower | None] = [seated.get((x.group, x.shard)) for x in free]
+    seats += rest
+    moved = True
+    while moved:
+        moved = False
+        for late in range(len(seats)):
+            for early in range(min(late, len(free))):
+                wanting, rival = seats[late], seats[early]
+                gains = late >= len(free) or free[early].gb > free[late].gb + GRAIN_GB
+                if wanting is None or not gains:
+                    continue
+                if rival is None or (
+                    rival.weight <= wanting.weight and rival.gb < wanting.gb - GRAIN_GB
+                ):
+                    seats[early], seats[late] = wanting, rival
+                    moved = True
+    return bound + [Service(b, (x,)) for b, x in zip(seats, free, strict=False) if b is not None]
 
 
 def _best_fit(borrowers: Sequence[Borrower], lenders: Sequence[Lender]) -> list[Service]:

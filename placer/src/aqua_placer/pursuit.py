@@ -18,9 +18,9 @@ import numpy as np
 
 from aqua_placer.budget import Budget
 from aqua_placer.columns import Bools, Floats, Ints
-from aqua_placer.covering import Roster, covered_gb, roster
 from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, excess, subsets
 from aqua_placer.instance import GRAIN_GB
+from aqua_placer.prefixes import Roster, covered_gb, roster
 from aqua_placer.thresholds import Mode
 
 MAX_ROWS: Final = 60_000
@@ -39,7 +39,6 @@ class Judge:
 
     aim: Aim
     rosters: tuple[Roster, ...]
-    halves: tuple[int, ...]
     wants_coverage: bool = True
 
     def price(self, rows: Ints, kind: Ints, mem: Floats, cnt: Ints) -> Floats:
@@ -47,9 +46,9 @@ class Judge:
         if not self.wants_coverage:
             return self.penalty(mem, cnt)
         covered = np.zeros(len(rows))
-        for index, (table, half) in enumerate(zip(self.rosters, self.halves, strict=True)):
+        for index, table in enumerate(self.rosters):
             here = slice(None) if len(self.rosters) == 1 else kind == index
-            covered[here] = covered_gb(table, rows[here], half)
+            covered[here] = covered_gb(table, rows[here])
         return self.penalty(mem, cnt) - covered
 
     def penalty(self, mem: Floats, cnt: Ints) -> Floats:
@@ -65,10 +64,9 @@ def judge_for(layout: Layout, aim: Aim) -> Judge:
     return Judge(
         aim=aim,
         rosters=tuple(
-            roster(instance.tp, instance.r_gb[:, kind], instance.weight)
-            for kind in range(len(instance.servers.counts))
+            roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
+            for kind, gpus in enumerate(instance.servers.gpus.tolist())
         ),
-        halves=tuple((instance.servers.gpus // 2).tolist()),
     )
 
 
