@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -345,8 +345,8 @@ def replay(
 
 @app.command()
 def paper(
-    name: Annotated[
-        str, typer.Argument(help="table3, figure3, figure5 .. figure12, beyond, or all.")
+    names: Annotated[
+        list[str], typer.Argument(help="table3, figure3, figure5 .. figure12, beyond, or all.")
     ],
     request_count: Annotated[
         int, typer.Option("--requests", help="Requests per trace.", min=1000)
@@ -365,20 +365,18 @@ def paper(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reproduce a table or figure of BlendServe and print ours beside the published numbers."""
+    """Reproduce tables or figures of a paper and print ours beside the published numbers."""
     from aqua_simulator.papers.blendserve import Laboratory
     from aqua_simulator.papers.figures import FIGURES
     from aqua_simulator.papers.report import Reproduction
 
-    names = list(FIGURES) if name == "all" else [name]
-    if name not in FIGURES and name != "all":
-        raise ConfigError(f"no figure named {name!r}", remedy=f"Known: {', '.join(FIGURES)}, all.")
+    wanted = _figures(names, FIGURES)
     made: list[Reproduction] = []
     with status("Simulating", quiet=as_json) as tell:
         laboratory = Laboratory(
             request_count=request_count, seed=seed, interference=interference, progress=tell
         )
-        for key in names:
+        for key in wanted:
             kept = None
             if resume is not None:
                 kept = resume / f"{key}-{request_count}-{seed}-{interference:g}.json"
@@ -400,6 +398,20 @@ def paper(
         return
     for figure in made:
         show_reproduction(figure)
+
+
+def _figures(names: list[str], known: Collection[str]) -> list[str]:
+    """Figures by name, each once.
+
+    Raises:
+        ConfigError: No figure of that name.
+    """
+    for name in names:
+        if name not in known and name != "all":
+            raise ConfigError(
+                f"no figure named {name!r}", remedy=f"Known: {', '.join(known)}, all."
+            )
+    return list(known) if "all" in names else list(dict.fromkeys(names))
 
 
 @app.command()

@@ -253,10 +253,11 @@ def _sensitivity(laboratory: Laboratory) -> list[Row]:
     rows = of(f"Trace 2 with {count:,} requests, all else as above")
     for alpha in (0.2, 0.3, 0.5, 0.6):
         rows += of(f"interference {alpha}", cost=replace(cost, interference=alpha))
-    for tokens in (128, 256, 512):
+    for tokens in _DENSE_STEPS:
         rows += of(
             f"dense steps from {tokens} tokens on", settings=replace(plan, dense_tokens=tokens)
         )
+    rows += _dense_steps(laboratory, plan, count)
     rows += of("all lengths known", settings=replace(plan, all_known=True))
     rows += of("media lengths sampled too", settings=replace(plan, media_known=False))
     rows += of("10 % of lengths sampled", settings=replace(plan, sample_probability=0.1))
@@ -267,6 +268,32 @@ def _sensitivity(laboratory: Laboratory) -> list[Row]:
         f"weights read every step (floor {floor_s * 1e3:.1f} ms, exponent 1.28)",
         cost=replace(cost, linear_floor_s=floor_s, linear_exponent=1.28),
     )
+    return rows
+
+
+_DENSE_STEPS: Final = (128, 256, 320, 448, 512)
+"""Least dense batches tried beside the chosen one."""
+
+
+def _dense_steps(laboratory: Laboratory, plan: PlanSettings, count: int) -> list[Row]:
+    """Mean gain of the published policy over the four traces, by its least dense batch."""
+    rows = []
+    for tokens in sorted((*_DENSE_STEPS, plan.dense_tokens)):
+        settings = replace(plan, dense_tokens=tokens)
+        gains = [
+            gain(
+                laboratory.run(trace, PolicyName.PAPER, request_count=count, settings=settings),
+                laboratory.run(trace, PolicyName.DFS, request_count=count),
+            )
+            for trace in TRACES
+        ]
+        rows.append(
+            Row(
+                f"blendserve, mean of four traces, dense steps from {tokens} tokens on",
+                _mean(gains),
+                unit="% over DFS",
+            )
+        )
     return rows
 
 

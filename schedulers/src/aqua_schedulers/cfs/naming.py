@@ -1,0 +1,70 @@
+"""From a name and settings to a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs.ranking import (
+    FirstComeFirstServed,
+    FirstTokenFirst,
+    LeastServedFirst,
+    Ranking,
+)
+from aqua_schedulers.cfs.turns import Turns
+from aqua_schedulers.cfs.views import FairPolicy
+
+
+class PolicyName(StrEnum):
+    """Policies on command lines and in engine configurations."""
+
+    FCFS = "fcfs"
+    CFS = "cfs"
+    FIRST_TOKEN = "first-token"  # noqa: S105 - a policy, not a password
+
+
+@dataclass(frozen=True, slots=True)
+class FairSettings:
+    """What may be tuned.
+
+    Attributes:
+        block_tokens: Tokens of a KV block of the engine.
+        slice_iterations: Engine steps of a turn.
+        stint_tokens: For `first-token`: output before a request may first be put out.
+        patience_turns: Turns outside after which a request goes before all others.
+        fcfs_on_host: First come, first served while paged state would go to host memory.
+    """
+
+    block_tokens: int = 16
+    slice_iterations: int = 5
+    stint_tokens: int = 16
+    patience_turns: int = 100
+    fcfs_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "slice_iterations", "stint_tokens", "patience_turns"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -> FairPolicy:
+    """Make a policy.
+
+    Raises:
+        ConfigError: No policy of that name.
+    """
+    settings = settings or FairSettings()
+    rankings: dict[str, Ranking] = {
+        PolicyName.FCFS: FirstComeFirstServed(),
+        PolicyName.CFS: LeastServedFirst(settings.slice_iterations),
+        PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
+    }
+    if name not in rankings:
+        raise ConfigError(f"no policy named {name!r}", remedy=f"Known: {', '.join(PolicyName)}.")
+    return Turns(
+        rankings[name],
+        block_tokens=settings.block_tokens,
+        patience_turns=settings.patience_turns,
+        fcfs_on_host=settings.fcfs_on_host,
+    )

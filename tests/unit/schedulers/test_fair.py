@@ -1,0 +1,229 @@
+"""Fair policies, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs import (
+    Decision,
+    EngineView,
+    Eviction,
+    FairPolicy,
+    FairSettings,
+    Location,
+    PagingRates,
+    PolicyName,
+    Preemption,
+    RequestView,
+    policy_named,
+)
+from harness.paged_engine import PagedEngine, Request
+
+
+def fair(name: PolicyName = PolicyName.CFS, **changes: Any) -> FairPolicy:  # noqa: ANN401 - fields of a view or of settings
+    return policy_named(name, FairSettings(**{"block_tokens": 4, "slice_iterations": 2, **changes}))
+
+
+def seen(
+    running: Sequence[RequestView] = (),
+    free: int = 0,
+    budget: int = 16,
+    **changes: Any,  # noqa: ANN401 - fields of a view or of settings
+) -> EngineView:
+    view = EngineView(
+        free_blocks=free,
+        token_budget=budget,
+        max_running=8,
+        running_count=len(running),
+        running=lambda: running,
+    )
+    return view._replace(**changes)
+
+
+def inside(policy: FairPolicy, name: str, **state: Any) -> RequestView:  # noqa: ANN401 - fields of a view or of settings
+    """A request that was let in, and now looks like this."""
+    policy.added(RequestView(name, 0.0, 8, missing_blocks=2))
+    policy.admitted(name)
+    return RequestView(name, 0.0, 8)._replace(**state)
+
+
+def decoding(policy: FairPolicy, name: str, output: int, blocks: int = 4) -> RequestView:
+    return inside(
+        policy, name, output_tokens=output, computed_tokens=7 + output, held_blocks=blocks
+    )
+
+
+def at_turn(policy: FairPolicy, view: EngineView) -> Decision:
+    """Let a whole slice pass, then ask."""
+    for _ in range(2):
+        asked = policy.begin_step()
+    assert asked
+    return policy.decide(view)
+
+
+def test_a_waiting_prompt_takes_the_place_of_the_most_served_decode() -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9), decoding(policy, "b", 3)]
+    policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
+    decision = at_turn(policy, seen(running))
+    assert decision == Decision(preempt=(Preemption("a", Eviction.SWAP),), admit=("c",))
+
+
+def test_nobody_is_put_out_within_a_slice_but_free_memory_is_given_away() -> None:
+    policy = fair(slice_iterations=5)
+    running = [decoding(policy, "a", 9)]
+    policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
+    at_turn(policy, seen(running))
+    policy.added(RequestView("d", 2.0, 8, missing_blocks=2))
+    assert policy.begin_step()
+    assert policy.decide(seen(running)).preempt == ()
+    policy.removed("a")
+    assert policy.begin_step()
+    decision = policy.decide(seen((), free=20))
+    assert decision == Decision(admit=("c", "d"))
+
+
+def test_nothing_is_asked_while_nobody_is_outside() -> None:
+    policy = fair()
+    decoding(policy, "a", 9)
+    assert not any(policy.begin_step() for _ in range(100))
+
+
+def test_within_a_slice_the_last_decision_stands() -> None:
+    policy = fair(slice_iterations=5)
+    running = [decoding(policy, "a", 1)]
+    policy.added(RequestView("b", 1.0, 400, missing_blocks=100))
+    for _ in range(5):
+        asked = policy.begin_step()
+    assert asked
+    policy.decide(seen(running))
+    assert [policy.begin_step() for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_prompts_share_what_decodes_leave_of_the_budget_and_decodes_take_the_rest_of_memory() -> (
+    None
+):
+    policy = fair()
+    # 2 decodes leave 14 of 16 tokens, 28 over a slice of 2: prompts of 20 and 20 reach it.
+    running = [decoding(policy, "a", 9, blocks=10), decoding(policy, "b", 30, blocks=10)]
+    for name in "cde":
+        policy.added(RequestView(name, 1.0, 20, missing_blocks=5))
+    policy.preempted(decoding(policy, "f", 5)._replace(missing_blocks=4, held_blocks=0))
+    decision = at_turn(policy, seen(running, free=9))
+    # Room for 29: two prompts with growth 12, then f (5) and a (11); nothing is left for e or b.
+    assert decision == Decision(preempt=(Preemption("b", Eviction.SWAP),), admit=("f", "c", "d"))
+
+
+def test_a_request_is_not_put_out_before_it_got_further() -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9)]
+    policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
+    at_turn(policy, seen(running))
+    policy.preempted(RequestView("a", 0.0, 8, output_tokens=9, missing_blocks=5))
+    policy.admitted("b")
+    policy.removed("b")
+    policy.admitted("a")
+    policy.added(RequestView("c", 2.0, 8, missing_blocks=2))
+    computing = RequestView("a", 0.0, 8, output_tokens=9, computed_tokens=12, held_blocks=5)
+    assert at_turn(policy, seen([computing])) == Decision()
+    further = computing._replace(output_tokens=10, computed_tokens=17)
+    assert at_turn(policy, seen([further])).preempt == (Preemption("a", Eviction.SWAP),)
+
+
+def test_a_pinned_request_is_not_put_out() -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9)._replace(is_pinned=True)]
+    policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
+    assert at_turn(policy, seen(running)) == Decision()
+
+
+def test_tensors_in_host_memory_make_it_first_come_first_served() -> None:
+    policy = fair(fcfs_on_host=True)
+    running = [decoding(policy, "a", 9)]
+    policy.added(RequestView("b", 2.0, 8, missing_blocks=2))
+    policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
+    policy.begin_step()
+    on_host = policy.decide(seen(running, free=2, location=Location.HOST))
+    assert on_host == Decision(admit=("c", "b"))
+    policy.added(RequestView("d", 3.0, 8, missing_blocks=2))
+    back = at_turn(policy, seen(running))
+    assert back.preempt == (Preemption("a", Eviction.SWAP),)
+
+
+@pytest.mark.parametrize(("link", "expected"), [(1e9, Eviction.SWAP), (1e6, Eviction.RECOMPUTE)])
+def test_a_victim_is_swapped_or_recomputed_by_what_costs_less(
+    link: float, expected: Eviction
+) -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9)]
+    policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
+    # 16 tokens at 1,000/s are 16 ms; 4 blocks of 100 kB out and in are 0.8 ms or 800 ms.
+    rates = PagingRates(link, block_bytes=100_000, prefill_tokens_per_s=1000.0)
+    assert at_turn(policy, seen(running, rates=rates)).preempt == (Preemption("a", expected),)
+
+
+def test_a_checkpointed_victim_costs_only_its_way_back() -> None:
+    rates = PagingRates(1e6, block_bytes=10_000, prefill_tokens_per_s=1000.0)
+    view = RequestView("a", 0.0, 50, 1, 50, held_blocks=4)
+    assert rates.eviction(view) is Eviction.RECOMPUTE
+    assert rates.eviction(view._replace(saved_blocks=4)) is Eviction.SWAP
+
+
+def test_the_longest_contexts_are_swapped_where_the_store_lacks_room() -> None:
+    policy = fair()
+    running = [decoding(policy, "b", 8), decoding(policy, "a", 9)]
+    policy.added(RequestView("c", 1.0, 24, missing_blocks=6))
+    decision = at_turn(policy, seen(running, eviction_room_blocks=5))
+    assert decision.preempt == (Preemption("a", Eviction.SWAP), Preemption("b", Eviction.RECOMPUTE))
+
+
+def test_nothing_is_swapped_to_nowhere() -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9)]
+    policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
+    decision = at_turn(policy, seen(running, location=Location.NOWHERE))
+    assert decision.preempt == (Preemption("a", Eviction.RECOMPUTE),)
+
+
+def test_twice_the_weight_gets_twice_the_tokens() -> None:
+    heavy = [Request(f"h{i}", 0, 4, 10_000, weight=2.0) for i in range(4)]
+    light = [Request(f"l{i}", 0, 4, 10_000) for i in range(4)]
+    engine = PagedEngine(fair(), [], block_count=400, max_running=3)
+    for request in (*heavy, *light):
+        engine.outside[request.name] = request
+        engine.policy.added(engine.view(request))
+    for _ in range(800):
+        engine.advance()
+        engine.step += 1
+    tokens = [sum(each.emitted for each in kind) for kind in (heavy, light)]
+    assert tokens[0] / tokens[1] == pytest.approx(2.0, rel=0.1)
+
+
+def test_first_token_first_lets_equals_finish_one_after_another() -> None:
+    requests = [Request(f"r{i}", 0, 8, 200) for i in range(12)]
+    outs = {}
+    for name in (PolicyName.CFS, PolicyName.FIRST_TOKEN):
+        copies = [Request(each.name, 0, 8, 200) for each in requests]
+        engine = PagedEngine(fair(name), copies, block_count=160)
+        engine.run()
+        outs[name] = sum(each.outs for each in copies)
+        assert max(each.first_step for each in copies if each.first_step is not None) < 60
+    assert outs[PolicyName.FIRST_TOKEN] * 5 < outs[PolicyName.CFS]
+
+
+def test_a_request_larger_than_what_growth_leaves_still_comes_in_alone() -> None:
+    policy = fair()
+    policy.added(RequestView("a", 0.0, 40, missing_blocks=10))
+    policy.begin_step()
+    assert policy.decide(seen(free=10)).admit == ("a",)
+
+
+def test_unknown_names_and_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no policy named 'lifo'"):
+        policy_named("lifo")
+    with pytest.raises(ConfigError, match="slice_iterations must be at least 1"):
+        FairSettings(slice_iterations=0)
