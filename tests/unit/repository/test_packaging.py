@@ -20,7 +20,7 @@ PROJECT_FILES: Final = sorted(ROOT.glob("*/pyproject.toml"))
 ALLOWED: Final[dict[str, set[str]]] = {
     "aqua-protocol": set(),
     "aqua-coordinator": {"aqua-protocol"},
-    "aqualib": {"aqua-protocol"},
+    "aqualib": {"aqua-protocol", "aqua-schedulers"},
     "aqua-placer": {"aqua-protocol"},
     "aqua-schedulers": {"aqua-protocol"},
     "aqua-batch": {"aqua-protocol", "aqua-schedulers"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.cfs import Location
 
 
 @dataclass(slots=True)
@@ -22,7 +21,6 @@ class PageStore:
     Attributes:
         capacity_tokens: Tokens of KV cache that fit; a lease that grows or shrinks changes it.
         link_bytes_per_s: Rate of the link, the same both ways.
-        location: As the policy is told.
         is_overlapped: Whether copies hide behind computation.
     """
 
@@ -30,7 +28,6 @@ class PageStore:
     capacity_tokens: int
     link_bytes_per_s: float
     is_overlapped: bool = True
-    location: Location = Location.PEER
     used_tokens: int = 0
     paged_out_tokens: int = 0
     paged_in_tokens: int = 0

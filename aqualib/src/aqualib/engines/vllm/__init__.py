@@ -1,0 +1,42 @@
+r"""vLLM under Aqua: prompts share the GPU in time slices, and their KV pages into Aqua memory.
+
+    python -m vllm.entrypoints.openai.api_server --model M \
+      --scheduler-cls aqualib.engines.vllm.AquaScheduler \
+      --kv-transfer-config '{"kv_connector": "AquaConnector", "kv_role": "kv_both"}'
+
+Nothing of vLLM is patched. The scheduler decides *who* computes (policies of `aqua_schedulers.cfs`)
+and tells the connector what a preempted request leaves behind; the connector decides *where* that
+is kept and brings it back. Both halves talk in block ids of vLLM and in numbered places of ours:
+
+    AquaScheduler ──> PagingDesk (scheduler process) ── Orders, one per step ──> Courier (worker)
+         │                 │  BlockTable: request, hash ─> place                     │
+     policy events         └────────── WorkerReport: places lost, location ─────────┘
+                                                                     BlockStore of aqualib
+
+Whatever goes wrong on Aqua's side ends as "these blocks are not there", which vLLM answers by
+computing them again. The names below are loaded when they are used, because importing vLLM is
+slow and only an engine has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.connector import AquaConnector
+    from aqualib.engines.vllm.scheduler import AquaScheduler
+
+__all__ = ["AquaConnector", "AquaScheduler"]
+
+_HOMES: Final = {
+    "AquaConnector": "aqualib.engines.vllm.connector",
+    "AquaScheduler": "aqualib.engines.vllm.scheduler",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

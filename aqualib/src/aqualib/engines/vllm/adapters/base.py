@@ -1,0 +1,80 @@
+"""What differs between vLLM's minor versions, and what the adapter relies on in all of them.
+
+vLLM calls its scheduler "not public". The private surface used here is listed once, and looked for
+when an engine starts: a vLLM that renamed something is refused with its name, instead of failing
+an hour later in the middle of a burst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aqua_protocol import ConfigError
+
+SCHEDULER_ATTRIBUTES: Final = (
+    "cache_config",
+    "connector",
+    "kv_cache_manager",
+    "max_num_scheduled_tokens",
+    "recompute_kv_load_failures",
+    "requests",
+    "running",
+    "scheduler_config",
+    "vllm_config",
+    "waiting",
+)
+SCHEDULER_METHODS: Final = (
+    "_free_request",
+    "_preempt_request",
+    "add_request",
+    "schedule",
+    "update_from_output",
+)
+MANAGER_ATTRIBUTES: Final = ("block_pool", "get_block_ids")
+POOL_ATTRIBUTES: Final = ("free_block_queue", "get_num_free_blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One minor version of vLLM.
+
+    Attributes:
+        minor: As in `0.32`.
+        run_limit: The scheduler's attribute that bounds running requests.
+        side_queue: Its second queue, of requests that wait for something else than their turn.
+    """
+
+    minor: str
+    run_limit: str
+    side_queue: str
+
+    def require(self, scheduler: Any) -> None:
+        """Check a scheduler for everything that is used of it.
+
+        Raises:
+            ConfigError: Names what is missing.
+        """
+        manager = getattr(scheduler, "kv_cache_manager", None)
+        pool = getattr(manager, "block_pool", None)
+        wanted = [
+            ("Scheduler", scheduler, (*SCHEDULER_ATTRIBUTES, self.run_limit, self.side_queue)),
+            ("Scheduler", scheduler, SCHEDULER_METHODS),
+            ("KVCacheManager", manager, MANAGER_ATTRIBUTES),
+            ("BlockPool", pool, POOL_ATTRIBUTES),
+        ]
+        missing = [
+            f"{owner}.{name}"
+            for owner, thing, names in wanted
+            for name in names
+            if not hasattr(thing, name)
+        ]
+        if missing:
+            raise ConfigError(
+                f"this build of vLLM {self.minor} has no {', '.join(missing)}",
+                remedy="Run without --scheduler-cls, and report the exact version of vLLM.",
+            )
+
+    def max_running(self, scheduler: Any) -> int:
+        """Most requests that may run at once."""
+        return int(getattr(scheduler, self.run_limit))

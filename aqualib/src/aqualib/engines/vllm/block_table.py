@@ -1,0 +1,156 @@
+"""The block table: which KV blocks are in the store, under which number, and who needs them.
+
+A paged block has a *key*: the hash of its tokens and of all before them where prefixes are shared,
+or (request, index) where they are not. Full blocks never change, so a block that is in the store
+once need not be paged out again: a request that comes back keeps its copies there, and its next
+preemption only pages what it has computed since. A partial last block is its request's alone.
+
+Every place is in one of three states:
+
+    free ── put ──> held (by one or more requests) ── last release ──> idle ──> free
+                      ^──────────────── hold ────────────────────────────┘
+
+A block that is not `lasting` goes from held to free.
+
+Held places are safe. Idle ones are a cache, of finished prefixes and of clean copies alike, and
+are given up first, the least recently used at the head. `room` counts both free and idle.
+
+Owned by the scheduler's thread. Contents are the workers' affair: what the table says is there may
+turn out lost (`lose`), and then whoever relied on it computes again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Place:
+    key: Hashable
+    holders: int
+    is_lasting: bool
+
+
+class BlockTable:
+    """Places for paged blocks.
+
+    Args:
+        capacity_blocks: How many there are; 0 for none.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        assert capacity_blocks >= 0, capacity_blocks
+        self.capacity_blocks = capacity_blocks
+        self._unused = list(range(capacity_blocks - 1, -1, -1))
+        self._places: dict[int, _Place] = {}
+        self._by_key: dict[Hashable, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._dropped: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def room(self) -> int:
+        """Blocks that could be put now, at the price of idle ones."""
+        return len(self._unused) + len(self._idle)
+
+    @property
+    def held_count(self) -> int:
+        """Blocks that some request needs."""
+        return len(self._places) - len(self._idle)
+
+    def find(self, keys: Sequence[Hashable]) -> list[int]:
+        """Places of the longest run of `keys`, from the first, that is there."""
+        found = []
+        for key in keys:
+            place = self._by_key.get(key)
+            if place is None:
+                break
+            found.append(place)
+        return found
+
+    def hold(self, places: Iterable[int]) -> None:
+        """Keep these from being given up until they are released as often."""
+        for place in places:
+            self._places[place].holders += 1
+            self._idle.pop(place, None)
+
+    def release(self, places: Iterable[int]) -> None:
+        """Undo one `hold` or `put` of each."""
+        for place in places:
+            entry = self._places[place]
+            entry.holders -= 1
+            assert entry.holders >= 0, (place, entry)
+            if entry.holders:
+                continue
+            if entry.is_lasting:
+                self._idle[place] = None
+            else:
+                self._free(place)
+
+    def present(self, keys: Iterable[Hashable]) -> list[int]:
+        """Places of those of `keys` that are there."""
+        return [self._by_key[key] for key in keys if key in self._by_key]
+
+    def put(self, key: Hashable, *, is_lasting: bool = True) -> tuple[int, bool] | None:
+        """Find or take a place for `key`, and hold it.
+
+        Args:
+            key: Of the block.
+            is_lasting: Whether it is worth keeping when nobody holds it.
+
+        Returns:
+            The place and whether it has to be filled, or None without room.
+        """
+        place = self._by_key.get(key)
+        if place is not None:
+            self.hold((place,))
+            return place, False
+        if not self._unused:
+            if not self._idle:
+                return None
+            self._free(next(iter(self._idle)))
+        place = self._unused.pop()
+        self._dropped.discard(place)
+        self._places[place] = _Place(key, 1, is_lasting)
+        self._by_key[key] = place
+        return place, True
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """Free idle places of `keys`: nobody will ask for them again."""
+        for key in keys:
+            place = self._by_key.get(key)
+            if place is not None and not self._places[place].holders:
+                self._free(place)
+
+    def lose(self, places: Iterable[int]) -> None:
+        """These hold nothing: nobody finds them any more.
+
+        One that is held is not taken again before its last release, because a load that is under
+        way would then read what is not its own.
+        """
+        for place in places:
+            entry = self._places.get(place)
+            if entry is None:
+                continue
+            if not entry.holders:
+                self._free(place)
+            elif self._by_key.get(entry.key) == place:
+                del self._by_key[entry.key]
+                entry.is_lasting = False
+
+    def take_dropped(self) -> list[int]:
+        """Places freed since the last call and not taken again: the workers may free theirs."""
+        dropped, self._dropped = sorted(self._dropped), set()
+        return dropped
+
+    def _free(self, place: int) -> None:
+        entry = self._places.pop(place)
+        if self._by_key.get(entry.key) == place:
+            del self._by_key[entry.key]
+        self._idle.pop(place, None)
+        self._unused.append(place)
+        self._dropped.add(place)

@@ -1,0 +1,252 @@
+"""AquaConnector: vLLM's two connector halves, filled with the paging desk and the courier.
+
+vLLM makes one connector in the scheduler's process and one in each worker; the two halves share a
+class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
+of `PagingDesk` and `Courier`, which know nothing of vLLM.
+
+Page-outs run in `handle_preemptions`, which vLLM calls at the start of every step, before blocks
+that were freed are written again. Synchronous page-ins run in `start_load_kv`, before the model.
+
+Hybrid models keep several groups of blocks, whose numbers overlap. This connector does not declare
+support for them, and vLLM then gives such models one group; the few that cannot live with one are
+refused by vLLM itself at its start.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from aqua_protocol import ConfigError, format_bytes
+from aqualib.consumer.default import connect
+from aqualib.engines.vllm.courier import Courier
+from aqualib.engines.vllm.options import AquaOptions, PagingMode, read_options
+from aqualib.engines.vllm.orders import Orders, WorkerReport
+from aqualib.engines.vllm.paging_desk import PagingDesk
+from aqualib.engines.vllm.rows import block_rows
+from aqualib.settings import load_settings
+
+logger: Final = logging.getLogger("aqualib")
+
+
+class AquaOrders(Orders, KVConnectorMetadata):
+    """The step's orders, as vLLM passes them on."""
+
+
+class AquaReport(WorkerReport, KVConnectorWorkerMetadata):
+    """A worker's report, as vLLM passes it back."""
+
+
+class AquaConnector(KVConnectorBase_V1):
+    """See the module. Made by vLLM."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.options: Final = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self.desk: Final = (
+            open_desk(self.options, vllm_config, kv_cache_config)
+            if role is KVConnectorRole.SCHEDULER
+            else None
+        )
+        self.courier: Courier | None = None
+        self._block_count = kv_cache_config.num_blocks
+        self._capacity_blocks = _capacity_blocks(self.options, kv_cache_config)
+        self._model = _name_of(str(vllm_config.model_config.model))
+
+    # --- In the scheduler's process -------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what is not paged is computed again, so preemption may keep in-flight output."""
+        return False
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Any,
+        num_computed_tokens: int,
+    ) -> tuple[int | None, bool]:
+        """See `PagingDesk.matched`."""
+        return self._the_desk.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `PagingDesk.allocated`."""
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._the_desk.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> AquaOrders:
+        """The step's orders."""
+        del scheduler_output
+        orders = self._the_desk.take_orders()
+        return AquaOrders(
+            orders.drops,
+            orders.out_places,
+            orders.out_blocks,
+            orders.in_places,
+            orders.in_blocks,
+            orders.async_loads,
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what the workers found out."""
+        desk = self._the_desk
+        if connector_output.finished_recving:
+            desk.loads_ended(connector_output.finished_recving)
+        report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            desk.note(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """See `PagingDesk.finished`; vLLM may free the blocks at once."""
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._the_desk.finished(request, block_ids, computed)
+        return False, None
+
+    @property
+    def _the_desk(self) -> PagingDesk:
+        assert self.desk is not None, "asked in a worker"
+        return self.desk
+
+    # --- In a worker ----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open this worker's store, once its KV cache is there.
+
+        Raises:
+            ConfigError: Settings are wrong, or the cache has a layout unknown here.
+        """
+        if not self.options.is_paging:
+            return
+        rows = block_rows(kv_caches.values(), self._block_count)
+        block_bytes = sum(row.shape[1] for row in rows)
+        nbytes = self._capacity_blocks * block_bytes
+        device = rows[0].device
+        settings = load_settings()
+        room = _with_slack(nbytes, block_bytes, settings.slab_bytes)
+        aqua = connect(
+            device=str(device),
+            model=self._model,
+            host_bytes=settings.host_bytes or max(room, settings.wanted_bytes or 0),
+            is_offline=self.options.is_offline,
+        )
+        self.courier = Courier(rows, aqua, self._capacity_blocks)
+        logger.info(
+            "KV blocks of %s page into room for %d of them (%s)",
+            format_bytes(block_bytes),
+            self._capacity_blocks,
+            format_bytes(nbytes),
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Page out what this step may overwrite."""
+        if self.courier is not None:
+            self.courier.page_out(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Page in what this step reads, and begin what the next ones read."""
+        del forward_context, kwargs
+        if self.courier is not None:
+            self.courier.page_in(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are done when `start_load_kv` returns, or beside the model."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are paged out whole, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: page-outs are done before the model runs."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose asynchronous loads have ended."""
+        del finished_req_ids
+        return None, (self.courier.take_arrived() or None) if self.courier is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to compute again."""
+        return self.courier.take_failed_blocks() if self.courier is not None else set()
+
+    def build_connector_worker_meta(self) -> AquaReport | None:
+        """What the scheduler's half should know, if anything is new."""
+        report = self.courier.take_report() if self.courier is not None else None
+        if report is None:
+            return None
+        return AquaReport(report.lost_places, report.location, report.link_bytes_per_s)
+
+    def shutdown(self) -> None:
+        """Drop every block and leave."""
+        if self.courier is not None:
+            self.courier.close()
+            self.courier = None
+
+
+def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> PagingDesk:
+    """The desk for an engine.
+
+    Raises:
+        ConfigError: The engine keeps its KV in a way that is not supported.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    parallel = vllm_config.parallel_config
+    shards = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    if len(groups) != 1 or shards != 1:
+        raise ConfigError(
+            f"{len(groups)} groups of KV blocks over {shards} context-parallel ranks cannot be "
+            "paged",
+            remedy="Add --disable-hybrid-kv-cache-manager, run without context parallelism, or "
+            'set "mode": "recompute".',
+        )
+    cache = vllm_config.cache_config
+    block_tokens = groups[0].kv_cache_spec.block_size
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
+    tier = options.prefix_tier
+    return PagingDesk(
+        options,
+        capacity_blocks=_capacity_blocks(options, kv_cache_config),
+        block_tokens=block_tokens,
+        hash_tokens=hash_tokens,
+        is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
+    )
+
+
+def _name_of(model: str) -> str | None:
+    """A model's folder or id, as the books take names."""
+    letters = re.sub(r"[^A-Za-z0-9._:-]+", "-", model.rstrip("/").rpartition("/")[2])
+    return letters.strip("-._:") or None
+
+
+def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:
+    """Places in a worker's store: the same number in every process."""
+    if options.mode is PagingMode.RECOMPUTE:
+        return 0
+    count = int(kv_cache_config.num_blocks)
+    if options.store_bytes is None:
+        return count
+    block_bytes = -(-_allocated_bytes(kv_cache_config.kv_cache_tensors) // count)
+    capacity = options.store_bytes // block_bytes
+    if capacity < 1:
+        raise ConfigError(
+            f"store_bytes={options.store_bytes} does not hold one KV block of {block_bytes} bytes",
+            remedy="Raise store_bytes, or leave it out: then it is as large as the KV cache.",
+        )
+    return int(capacity)
+
+
+def _allocated_bytes(tensors: Iterable[Any]) -> int:
+    return sum(int(tensor.size) for tensor in tensors)
+
+
+def _with_slack(nbytes: int, block_bytes: int, slab_bytes: int) -> int:
+    """Host memory for so many bytes of blocks: a slab holds a whole number of them."""
+    per_slab = max(1, slab_bytes // block_bytes)
+    count = -(-nbytes // (per_slab * block_bytes))
+    return (count + 1) * slab_bytes

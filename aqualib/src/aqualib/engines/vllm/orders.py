@@ -1,0 +1,63 @@
+"""What the scheduler's half tells the workers each step, and what they tell back.
+
+Plain lists of numbers: they cross a process boundary every step. A *place* is the scheduler's
+number for one paged block; each worker keeps its own shard of that block under the same number, so
+the table of what is where exists once, however many workers there are.
+
+Within a step a worker drops, then pages out, then pages in. So a place that is freed, filled anew
+and read back within one step holds what was meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aqua_schedulers.cfs import Location
+
+
+@dataclass(slots=True)
+class Orders:
+    """One step's paging.
+
+    Attributes:
+        drops: Places whose contents nobody needs any more.
+        out_places: Places to fill, one for each of `out_blocks`.
+        out_blocks: KV cache blocks to page out, before this step overwrites them.
+        in_places: Places to read, one for each of `in_blocks`.
+        in_blocks: KV cache blocks to fill, before this step's model runs.
+        async_loads: By request: places and blocks to fill beside the model.
+    """
+
+    drops: list[int] = field(default_factory=list)
+    out_places: list[int] = field(default_factory=list)
+    out_blocks: list[int] = field(default_factory=list)
+    in_places: list[int] = field(default_factory=list)
+    in_blocks: list[int] = field(default_factory=list)
+    async_loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What one worker, or all of them taken together, found out since the last report.
+
+    Attributes:
+        lost_places: Places that turned out to hold nothing.
+        location: Where paged blocks are kept now; the worst of all workers.
+        link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
+    """
+
+    lost_places: set[int] = field(default_factory=set)
+    location: Location = Location.NOWHERE
+    link_bytes_per_s: float = 0.0
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Both, as one: a block is there only if every worker has its shard."""
+        rates = [rate for rate in (self.link_bytes_per_s, other.link_bytes_per_s) if rate > 0]
+        return WorkerReport(
+            self.lost_places | other.lost_places,
+            max(self.location, other.location, key=_WORST_LAST.index),
+            min(rates, default=0.0),
+        )
+
+
+_WORST_LAST = [Location.PEER, Location.HOST, Location.NOWHERE]

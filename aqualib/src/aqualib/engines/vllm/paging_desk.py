@@ -1,0 +1,349 @@
+"""The paging desk: the scheduler's half of paging, without vLLM.
+
+It is told what happens to requests and block ids and writes the step's `Orders`. Requests are
+vLLM's objects, of which it reads `request_id`, `num_tokens`, `block_hashes` and
+`skip_reading_prefix_cache`; nothing is kept of them but names.
+
+Order within a step makes it correct. vLLM frees a preempted or finished request's blocks at once
+and may give them to another in the same step, so they are paged out at the very start of that
+step's execution, before anything is written. Places that a load of this step reads are held until
+the orders are taken, so that no page-out of the same step can reuse them; asynchronous loads hold
+theirs until they are done.
+
+Not promised: that a block which is in the table can be read. Then the load fails, vLLM computes
+the block again, and the worker's report removes it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aqua_schedulers.cfs import Location
+from aqualib.engines.vllm.block_table import BlockTable
+from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
+from aqualib.engines.vllm.orders import Orders, WorkerReport
+
+TAIL: Final = "tail"
+"""Marks the key of a request's partial last block, beside the number of its tokens."""
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What a preempted request has in the store.
+
+    Attributes:
+        places: Of its blocks from the first on, held.
+        tokens: Tokens in them.
+    """
+
+    places: list[int]
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What was last answered about a request: `places` of blocks from `first_block` on."""
+
+    first_block: int
+    places: list[int]
+
+
+@dataclass(slots=True)
+class DeskCounts:
+    """What the desk did so far; blocks unless named otherwise.
+
+    Attributes:
+        saved_blocks: Paged out for preempted requests.
+        clean_blocks: Of preempted requests, in the store already.
+        checkpointed_blocks: Paged out while their request ran.
+        kept_blocks: Paged out for the prefix tier when their request finished.
+        unsaved_blocks: Dropped for want of room: their tokens are computed again.
+        restored_tokens: Of preempted requests, loaded instead of computed.
+        prefix_hit_tokens: Of new requests, loaded instead of computed.
+        lost_blocks: Not there when they were needed.
+    """
+
+    saved_blocks: int = 0
+    clean_blocks: int = 0
+    checkpointed_blocks: int = 0
+    kept_blocks: int = 0
+    unsaved_blocks: int = 0
+    restored_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    lost_blocks: int = 0
+
+
+class PagingDesk:
+    """Writes each step's orders.
+
+    Args:
+        options: The adapter's.
+        capacity_blocks: Room of the store.
+        block_tokens: Tokens of a KV block.
+        hash_tokens: Tokens of one of `block_hashes`; divides `block_tokens`.
+        is_sharing: Whether requests may use each other's blocks.
+    """
+
+    def __init__(
+        self,
+        options: AquaOptions,
+        *,
+        capacity_blocks: int,
+        block_tokens: int,
+        hash_tokens: int,
+        is_sharing: bool,
+    ) -> None:
+        assert block_tokens % hash_tokens == 0, (block_tokens, hash_tokens)
+        stores = options.mode is not PagingMode.RECOMPUTE
+        self.table: Final = BlockTable(capacity_blocks if stores else 0)
+        self.block_tokens: Final = block_tokens
+        self.counts: Final = DeskCounts()
+        self.location = Location.HOST if stores else Location.NOWHERE
+        self.link_bytes_per_s = 0.0
+        self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
+        self.has_tier: Final = is_sharing and stores
+        self._hashes_per_block = block_tokens // hash_tokens
+        self._is_async = options.load is LoadMode.ASYNC
+        self._max_loading_blocks = options.max_loading_blocks
+        self._orders = Orders()
+        self._saved: dict[str, _Saved] = {}
+        self._offers: dict[str, _Offer] = {}
+        self._loading: dict[str, list[int]] = {}
+        self._abandoned: dict[str, list[int]] = {}
+        self._checkpointed: dict[str, int] = {}
+        self._until_taken: list[int] = []
+
+    # --- What happens to requests ---------------------------------------------------------
+
+    def preempting(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> int:
+        """A request is about to lose its blocks: have them paged out.
+
+        Args:
+            request: It.
+            block_ids: Its blocks, in order.
+            computed_tokens: Tokens whose KV is in them once the steps under way are done.
+
+        Returns:
+            Tokens that will come back by a load.
+        """
+        assert request.request_id not in self._saved, request.request_id
+        if request.skip_reading_prefix_cache or not self.table.capacity_blocks:
+            return 0
+        full = computed_tokens // self.block_tokens
+        keys = self._keys(request, full)
+        if computed_tokens % self.block_tokens and len(keys) == full:
+            keys = [*keys, (request.request_id, TAIL, computed_tokens)]
+        # Its own clean copies must not be what the others are given room by.
+        clean = self.table.present(keys)
+        self.table.hold(clean)
+        places = []
+        for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=False)):
+            put = self.table.put(key, is_lasting=at < full)
+            if put is None:
+                break
+            place, is_new = put
+            places.append(place)
+            if is_new:
+                self._page_out(place, block_id)
+                self.counts.saved_blocks += 1
+            else:
+                self.counts.clean_blocks += 1
+        self.table.release(clean)
+        self.counts.unsaved_blocks += -(-computed_tokens // self.block_tokens) - len(places)
+        if not places:
+            return 0
+        tokens = min(computed_tokens, len(places) * self.block_tokens)
+        self._saved[request.request_id] = _Saved(places, tokens)
+        return tokens
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `local_tokens` a load would bring, and whether beside the model.
+
+        The last token is always computed, for vLLM has to sample after it.
+
+        Returns:
+            None as the number: ask again, other loads hold too many blocks.
+        """
+        offer, tokens = self._offer(request, local_tokens)
+        if not tokens:
+            self._offers.pop(request.request_id, None)
+            return 0, False
+        if self._is_async and self._loading:
+            under_way = sum(map(len, self._loading.values()))
+            if under_way + len(offer.places) > self._max_loading_blocks:
+                return None, False
+        self._offers[request.request_id] = offer
+        return tokens, self._is_async
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """A request was admitted, with these blocks and so many tokens to load.
+
+        Args:
+            request: It.
+            block_ids: All its blocks, in order.
+            external_tokens: What `matched` answered, or 0 for no load.
+        """
+        request_id = request.request_id
+        saved = self._saved.pop(request_id, None)
+        offer = self._offers.pop(request_id, None)
+        if external_tokens:
+            assert offer is not None, f"a load for {request_id} that was not offered"
+            self._load(request_id, offer, block_ids)
+            if saved is not None:
+                self.counts.restored_tokens += external_tokens
+            else:
+                self.counts.prefix_hit_tokens += external_tokens
+        if saved is not None:
+            self.table.release(saved.places)
+
+    def finished(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> None:
+        """A request has ended and its blocks are about to be freed: keep them for others.
+
+        Args:
+            request: It.
+            block_ids: Its blocks, in order; none if it had been preempted.
+            computed_tokens: Tokens whose KV is in them.
+        """
+        request_id = request.request_id
+        self._offers.pop(request_id, None)
+        self._checkpointed.pop(request_id, None)
+        if request_id in self._loading:
+            self._abandoned[request_id] = self._loading.pop(request_id)
+        saved = self._saved.pop(request_id, None)
+        if saved is not None:
+            self.table.release(saved.places)
+        count = min(computed_tokens // self.block_tokens, len(block_ids))
+        if self.has_tier:
+            self.counts.kept_blocks += self._cache(self._keys(request, count), block_ids)
+        else:
+            self.table.forget((request_id, index) for index in range(self._blocks_of(request)))
+
+    def is_behind(self, request_id: str, computed_tokens: int) -> bool:
+        """Whether a running request may have filled blocks since its last checkpoint."""
+        return computed_tokens // self.block_tokens > self._checkpointed.get(request_id, 0)
+
+    def checkpoint(self, request: Any, computed_tokens: int, block_ids: Sequence[int]) -> None:
+        """Page out what a running request has filled since the last call.
+
+        Args:
+            request: It.
+            computed_tokens: Tokens whose KV is in its blocks before this step.
+            block_ids: Its blocks, in order.
+        """
+        if request.skip_reading_prefix_cache:
+            return
+        known = min(computed_tokens, request.num_tokens - 1)
+        keys = self._keys(request, known // self.block_tokens)
+        done = self._checkpointed.get(request.request_id, 0)
+        self._checkpointed[request.request_id] = max(done, len(keys))
+        self.counts.checkpointed_blocks += self._cache(keys[done:], block_ids[done : len(keys)])
+
+    def take_orders(self) -> Orders:
+        """The step's orders; the next one's begin empty."""
+        orders, self._orders = self._orders, Orders()
+        orders.drops = self.table.take_dropped()
+        self.table.release(self._until_taken)
+        self._until_taken = []
+        return orders
+
+    # --- What the workers say -------------------------------------------------------------
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """Asynchronous loads are done, well or not."""
+        for request_id in request_ids:
+            for held in (self._loading, self._abandoned):
+                self.table.release(held.pop(request_id, []))
+
+    def note(self, report: WorkerReport) -> None:
+        """Take in what the workers found out."""
+        self.location = report.location
+        self.link_bytes_per_s = report.link_bytes_per_s
+        if not report.lost_places:
+            return
+        self.counts.lost_blocks += len(report.lost_places)
+        for saved in self._saved.values():
+            good = next(
+                (at for at, place in enumerate(saved.places) if place in report.lost_places),
+                len(saved.places),
+            )
+            self.table.release(saved.places[good:])
+            del saved.places[good:]
+            saved.tokens = min(saved.tokens, good * self.block_tokens)
+        self.table.lose(report.lost_places)
+
+    # --- What policies ask ----------------------------------------------------------------
+
+    def saved_tokens(self, request_id: str) -> int:
+        """Tokens of a preempted request that a load would bring back."""
+        saved = self._saved.get(request_id)
+        return 0 if saved is None else saved.tokens
+
+    def clean_blocks(self, request: Any) -> int:
+        """Full blocks of a running request that are in the store already."""
+        if not self.table.capacity_blocks:
+            return 0
+        return len(self.table.find(self._keys(request, self._blocks_of(request))))
+
+    def loading_ids(self) -> Collection[str]:
+        """Requests whose blocks are being filled beside the model."""
+        return self._loading.keys()
+
+    # --- Inside ---------------------------------------------------------------------------
+
+    def _offer(self, request: Any, local_tokens: int) -> tuple[_Offer, int]:
+        first = local_tokens // self.block_tokens
+        most = request.num_tokens - 1
+        saved = self._saved.get(request.request_id)
+        if saved is not None:
+            total = min(saved.tokens, most)
+            places = saved.places[first : -(-total // self.block_tokens)]
+        elif self.has_tier and not request.skip_reading_prefix_cache:
+            keys = self._keys(request, most // self.block_tokens)
+            places = self.table.find(keys[first:])
+            total = (first + len(places)) * self.block_tokens
+        else:
+            places, total = [], 0
+        return _Offer(first, places), max(0, total - local_tokens) if places else 0
+
+    def _load(self, request_id: str, offer: _Offer, block_ids: Sequence[int]) -> None:
+        blocks = list(block_ids[offer.first_block : offer.first_block + len(offer.places)])
+        assert len(blocks) == len(offer.places), (request_id, offer, block_ids)
+        self.table.hold(offer.places)
+        if self._is_async:
+            self._loading[request_id] = offer.places
+            self._orders.async_loads[request_id] = (offer.places, blocks)
+        else:
+            self._until_taken += offer.places
+            self._orders.in_places += offer.places
+            self._orders.in_blocks += blocks
+
+    def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> int:
+        """Have blocks paged out that nobody holds; returns how many were not there."""
+        count = 0
+        for key, block_id in zip(keys, block_ids, strict=False):
+            put = self.table.put(key)
+            if put is None:
+                break
+            place, is_new = put
+            self.table.release((place,))
+            if is_new:
+                self._page_out(place, block_id)
+                count += 1
+        return count
+
+    def _page_out(self, place: int, block_id: int) -> None:
+        self._orders.out_places.append(place)
+        self._orders.out_blocks.append(block_id)
+
+    def _keys(self, request: Any, count: int) -> list[Hashable]:
+        """Keys of the first `count` full blocks, or of as many as have one."""
+        if not self.has_tier:
+            return [(request.request_id, index) for index in range(count)]
+        step = self._hashes_per_block
+        hashes: list[Hashable] = request.block_hashes[step - 1 : count * step : step]
+        return hashes
+
+    def _blocks_of(self, request: Any) -> int:
+        return int(request.num_tokens) // self.block_tokens

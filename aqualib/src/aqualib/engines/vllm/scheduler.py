@@ -1,0 +1,226 @@
+"""AquaScheduler: vLLM's scheduler, with the choice of who holds memory left to a fair policy.
+
+vLLM admits in order of arrival and preempts only when a running request finds no block. Here the
+policy of `aqua_schedulers.cfs` decides, at slice ends, who leaves and whose turn it is; vLLM's own
+loop then does everything else, unchanged. What is left of its order is the head of `waiting`,
+which is a `WaitingLine`.
+
+A request that leaves is told to the paging desk before its blocks are freed, so that its KV is
+paged out instead of lost, whoever preempted it. Requests are never admitted in the step that put
+them out: their blocks are read back one step later at the earliest.
+
+Within a slice, and while nobody waits, a step costs one call of the policy.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, Self
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from aqua_schedulers.cfs import (
+    EngineView,
+    Eviction,
+    FairSettings,
+    Location,
+    PagingRates,
+    RequestView,
+    policy_named,
+)
+from aqualib.engines.vllm.adapters import adapter_for
+from aqualib.engines.vllm.connector import AquaConnector
+from aqualib.engines.vllm.options import ADDITIONAL_CONFIG_KEY, AquaOptions, read_options
+from aqualib.engines.vllm.paging_desk import PagingDesk
+from aqualib.engines.vllm.waiting_line import WaitingLine
+
+WEIGHT_STEPS: Final = 4
+"""Priorities beyond this many steps either way count no further: a share of one sixteenth."""
+
+
+class AquaScheduler(Scheduler):
+    """See the module. Made by vLLM from `--scheduler-cls`.
+
+    Under asynchronous scheduling vLLM wants another base class; making this one gives that.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class that fits the engine's way of scheduling."""
+        del args, kwargs
+        is_async = vllm_config.scheduler_config.async_scheduling
+        kind: Any = AsyncAquaScheduler if is_async and cls is AquaScheduler else cls
+        made: Self = object.__new__(kind)
+        return made
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        adapter = adapter_for(vllm.__version__)
+        adapter.require(self)
+        options = _options_of(vllm_config)
+        block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._policy = policy_named(
+            options.policy,
+            FairSettings(
+                block_tokens=block_tokens,
+                slice_iterations=options.slice_iterations,
+                stint_tokens=options.stint_tokens,
+                patience_turns=options.patience_turns,
+                fcfs_on_host=options.fcfs_on_host,
+            ),
+        )
+        self._block_tokens = block_tokens
+        self._max_running = adapter.max_running(self)
+        self._desk: PagingDesk | None = None
+        if isinstance(self.connector, AquaConnector):
+            self._desk = self.connector.desk
+            # What cannot be loaded is computed again, whatever the command line says.
+            self.recompute_kv_load_failures = True
+        self._line = WaitingLine()
+        self.waiting = self._line
+        self._inside: set[str] = set()
+        self._eviction = Eviction.SWAP
+        self.forced_preemptions = 0
+
+    # --- What vLLM calls ------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the policy decide, then vLLM schedule."""
+        if self._policy.begin_step():
+            self._decide()
+        desk = self._desk
+        if desk is not None and desk.is_checkpointing:
+            self._checkpoint(desk)
+        output = super().schedule(*args, **kwargs)
+        loading_count = 0 if desk is None else len(desk.loading_ids())
+        if len(self.running) + loading_count != len(self._inside):
+            self._note_admissions()
+        return output
+
+    def add_request(self, request: Any) -> None:
+        """A request arrived."""
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if is_new:
+            self._policy.added(self._view_outside(request))
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._policy.removed(request.request_id)
+        self._inside.discard(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self._desk is not None and self._eviction is Eviction.SWAP:
+            (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            self._desk.preempting(request, block_ids, request.num_computed_tokens)
+        super()._preempt_request(request, *args, **kwargs)
+        self._inside.discard(request.request_id)
+        self._policy.preempted(self._view_outside(request))
+
+    # --- Turns ----------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        desk = self._desk
+        decision = self._policy.decide(
+            EngineView(
+                free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+                token_budget=self.max_num_scheduled_tokens,
+                max_running=self._max_running,
+                running_count=len(self._inside),
+                running=self._views_inside,
+                eviction_room_blocks=0 if desk is None else desk.table.room,
+                location=Location.NOWHERE if desk is None else desk.location,
+                rates=self._rates(),
+            )
+        )
+        if decision.preempt:
+            now_s = time.monotonic()
+            leaving = {preemption.request_id for preemption in decision.preempt}
+            self.running[:] = [r for r in self.running if r.request_id not in leaving]
+            for preemption in decision.preempt:
+                self._eviction = preemption.eviction
+                self._preempt_request(self.requests[preemption.request_id], now_s)
+            self._eviction = Eviction.SWAP
+            self.forced_preemptions += len(leaving)
+        self._line.admit(decision.admit)
+
+    def _note_admissions(self) -> None:
+        """Tell the policy who got in, and keep decodes before prompts (section 7's partition)."""
+        inside = self._inside
+        entered = [r.request_id for r in self.running if r.request_id not in inside]
+        if self._desk is not None:
+            entered += [name for name in self._desk.loading_ids() if name not in inside]
+        for name in entered:
+            inside.add(name)
+            self._policy.admitted(name)
+        if entered:
+            self.running.sort(key=_is_prompt)
+
+    def _checkpoint(self, desk: PagingDesk) -> None:
+        """Have blocks paged out that the steps until now have filled."""
+        for request in self.running:
+            computed_tokens = request.num_computed_tokens
+            if desk.is_behind(request.request_id, computed_tokens):
+                (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+                desk.checkpoint(request, computed_tokens, block_ids)
+
+    def _rates(self) -> PagingRates | None:
+        return None
+
+    # --- Views ----------------------------------------------------------------------------
+
+    def _views_inside(self) -> list[RequestView]:
+        return [self._view_inside(self.requests[name]) for name in self._inside]
+
+    def _view_inside(self, request: Any) -> RequestView:
+        (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        return RequestView(
+            request_id=request.request_id,
+            arrival_s=request.arrival_time,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            computed_tokens=request.num_computed_tokens,
+            # A block that others share does not come free.
+            held_blocks=sum(block.ref_cnt == 1 for block in blocks),
+            weight=_weight(request),
+            is_pinned=request.status != RequestStatus.RUNNING,
+            saved_blocks=0 if self._desk is None else self._desk.clean_blocks(request),
+        )
+
+    def _view_outside(self, request: Any) -> RequestView:
+        desk = self._desk
+        return RequestView(
+            request_id=request.request_id,
+            arrival_s=request.arrival_time,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            computed_tokens=0 if desk is None else desk.saved_tokens(request.request_id),
+            missing_blocks=-(-request.num_tokens // self._block_tokens),
+            weight=_weight(request),
+        )
+
+
+class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
+    """The same under asynchronous scheduling."""
+
+
+def _options_of(vllm_config: Any) -> AquaOptions:
+    """The connector's options, or, without our connector, those of `--additional-config`."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == AquaConnector.__name__:
+        return read_options(transfer.kv_connector_extra_config)
+    additional = vllm_config.additional_config
+    given = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
+    return read_options(given)
+
+
+def _is_prompt(request: Any) -> bool:
+    return bool(request.num_computed_tokens < request.num_prompt_tokens)
+
+
+def _weight(request: Any) -> float:
+    """A step of vLLM's priority, where smaller is more urgent, doubles the share."""
+    steps = max(-WEIGHT_STEPS, min(WEIGHT_STEPS, int(request.priority)))
+    return float(2.0**-steps)

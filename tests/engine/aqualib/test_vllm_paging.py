@@ -1,0 +1,229 @@
+"""A stock vLLM (CPU build) under Aqua: outputs are those of an engine that was never preempted.
+
+Greedy outputs are compared token by token with vLLM's own scheduler on the same requests. Since
+recomputing gives the same outputs, each test also asserts that blocks really came back from the
+store, and `zeroes_loads` shows that outputs depend on what came back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from aqua_protocol import MIB
+from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.lender_process import LenderProcess
+from harness.tiny_llama import write_tiny_llama
+from harness.vllm_program import Scenario, VllmProgram, run
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    # vLLM and torch warn about themselves and each other; not ours to mend.
+    pytest.mark.filterwarnings("default"),
+]
+
+SLAB: Final = MIB
+SLABS: Final = 24
+ROOM: Final[dict[str, Any]] = {"policy": "cfs", "slice_iterations": 4, "store_bytes": "16MiB"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
+
+
+@pytest.fixture(scope="module")
+def stock(model: str) -> dict[str, list[int]]:
+    """What vLLM answers by itself."""
+    answer = run(Scenario(model))
+    outputs = [tuple(tokens) for tokens in answer["tokens"].values()]
+    assert len(set(outputs)) == len(outputs), "degenerate outputs would prove nothing"
+    tokens: dict[str, list[int]] = answer["tokens"]
+    return tokens
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[CoordinatorProcess, LenderProcess, dict[str, str]]]:
+    """A real coordinator, a real producer, and the environment of a consumer of theirs."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(CoordinatorProcess(stack.enter_context(data_dir())))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-", dir="/tmp"))
+        lender = stack.enter_context(
+            LenderProcess(
+                Path(folder) / "lender.sock",
+                slab_bytes=SLAB,
+                slab_count=SLABS,
+                url=coordinator.url,
+            )
+        )
+        yield (
+            coordinator,
+            lender,
+            {
+                "AQUA_COORDINATOR_URL": coordinator.url,
+                "AQUA_SLAB_BYTES": str(SLAB),
+                "AQUA_WANTED_BYTES": str(16 * MIB),
+                "AQUA_HEARTBEAT_S": "0.1",
+                "AQUA_NODE": "node",
+                "AQUA_DOMAIN": "domain",
+                "AQUA_GPU_UUID": "GPU-consumer",
+            },
+        )
+
+
+def on_host(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - options of the adapter
+    return Scenario(model, aqua={**ROOM, "is_offline": True, **aqua})
+
+
+def on_peer(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - as above
+    return Scenario(model, aqua={**ROOM, **aqua}, await_leased_bytes=16 * MIB, pause_at_step=60)
+
+
+def assert_paged(answer: dict[str, Any]) -> None:
+    """The load really happened, and nothing is held for requests that are gone."""
+    assert answer["forced"] > 10, answer
+    assert answer["desk"]["restored_tokens"] > 500, answer
+    assert answer["paged_blocks"]["in"] > 20, answer
+    assert answer["paged_blocks"]["out"] > 20, answer
+    assert answer["held_places"] == 0, answer
+
+
+@pytest.mark.parametrize("policy", ["cfs", "first-token"])
+def test_swapped_requests_answer_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]], policy: str
+) -> None:
+    answer = run(on_host(model, policy=policy), AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["failures"] == {}
+    assert answer["desk"]["clean_blocks"] > 0, "full blocks are paged out once only"
+
+
+def test_checkpointed_requests_answer_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    answer = run(on_host(model, mode="checkpoint"), AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["desk"]["checkpointed_blocks"] > 20
+
+
+@pytest.mark.parametrize("mode", ["swap", "checkpoint"])
+def test_loads_beside_the_model_answer_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]], mode: str
+) -> None:
+    scenario = on_host(model, mode=mode, load="async", max_loading_blocks=12)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+
+
+def test_zeroed_loads_change_the_answers(model: str, stock: dict[str, list[int]]) -> None:
+    scenario = dataclasses.replace(on_host(model), zeroes_loads=True)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert_paged(answer)
+    same = sum(answer["tokens"][name] == tokens for name, tokens in stock.items())
+    assert same <= len(stock) // 4, f"{same} of {len(stock)} outputs do not depend on loads"
+
+
+def test_without_a_store_preempted_requests_are_computed_again(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    answer = run(on_host(model, mode="recompute"))
+    assert answer["tokens"] == stock
+    assert answer["forced"] > 10
+    assert answer["desk"]["restored_tokens"] == 0
+
+
+def test_a_store_that_is_too_small_pages_what_fits(model: str, stock: dict[str, list[int]]) -> None:
+    answer = run(on_host(model, store_bytes="1MiB"), AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock
+    assert answer["desk"]["unsaved_blocks"] > 0
+    assert answer["held_places"] == 0
+
+
+def test_prefixes_of_finished_requests_are_loaded_by_later_ones(
+    model: str,
+) -> None:
+    plain = Scenario(model, shared_tokens=96, rounds=2)
+    tier = dataclasses.replace(on_host(model, prefix_tier=True), shared_tokens=96, rounds=2)
+    stock_answer = run(plain)
+    answer = run(tier, AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock_answer["tokens"]
+    assert answer["desk"]["kept_blocks"] > 0
+    assert answer["desk"]["prefix_hit_tokens"] >= 12 * 96, "the second round finds every prefix"
+    zeroed = run(dataclasses.replace(tier, zeroes_loads=True), AQUA_SLAB_BYTES=str(SLAB))
+    assert zeroed["tokens"] != answer["tokens"], "hits decide nothing"
+
+
+def test_everything_taken_back_in_the_middle_changes_no_answer(
+    model: str,
+    stock: dict[str, list[int]],
+    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+) -> None:
+    _, lender, environment = cluster
+    with VllmProgram(on_peer(model), **environment) as program:
+        before = program.until("paused")
+        assert before["leased_bytes"] >= 16 * MIB
+        assert before["location"] == "peer"
+        lender.reclaim(SLABS)
+        program.go_on()
+        lender.await_reclaimed()
+        answer = program.until("done")
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["leased_bytes"] == 0
+    assert answer["paged_in_bytes"] > before["paged_in_bytes"], "no load after the reclaim"
+
+
+def test_a_producer_killed_in_the_middle_changes_no_answer(
+    model: str,
+    stock: dict[str, list[int]],
+    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+) -> None:
+    _, lender, environment = cluster
+    with VllmProgram(on_peer(model), **environment) as program:
+        before = program.until("paused")
+        assert before["location"] == "peer"
+        lender.kill()
+        program.go_on()
+        answer = program.until("done")
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["paged_in_bytes"] > before["paged_in_bytes"], "no load after the death"
+
+
+def test_a_coordinator_that_goes_away_changes_no_answer(
+    model: str,
+    stock: dict[str, list[int]],
+    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+) -> None:
+    coordinator, _, environment = cluster
+    with VllmProgram(on_peer(model), **environment) as program:
+        before = program.until("paused")
+        coordinator.kill()
+        program.go_on()
+        answer = program.until("done")
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["location"] == "peer", "what is leased stays leased"
+    assert answer["paged_in_bytes"] > before["paged_in_bytes"]
+
+
+def test_a_coordinator_that_never_was_changes_no_answer(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    answer = run(
+        Scenario(model, aqua=ROOM),
+        AQUA_SLAB_BYTES=str(SLAB),
+        AQUA_COORDINATOR_URL="http://127.0.0.1:9",
+    )
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["location"] == "host"

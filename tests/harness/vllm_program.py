@@ -1,0 +1,239 @@
+"""A real vLLM in a process of its own, run by a scenario and watched over pipes.
+
+The program (this file, run as a script) answers with one JSON line per event: `paused` when the
+scenario asked for a pause, until a line arrives on its standard input, and `done` with everything
+that a test may judge. `VllmProgram` is the test's side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select as io_select
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+START_WITHIN_S: Final = 400.0
+"""Importing vLLM on a busy machine takes most of a minute."""
+
+BLOCK_TOKENS: Final = 32
+"""The smallest block of vLLM's attention for CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to run.
+
+    Attributes:
+        model: Folder of the model.
+        aqua: Options of the adapter; None runs vLLM's own scheduler without a connector.
+        engine: Further arguments of `vllm.LLM`.
+        request_count: Requests, all added at the start.
+        prompt_tokens: Shortest and longest prompt.
+        output_tokens: Each generates so many.
+        shared_tokens: Of every prompt, the same at its start.
+        rounds: How often the same requests are run, one round after the other.
+        pause_at_step: Say `paused` before this step and wait for a line.
+        await_leased_bytes: Wait for so much peer memory before the first request.
+        zeroes_loads: What is paged in is zeroed: the negative control.
+    """
+
+    model: str
+    aqua: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    request_count: int = 12
+    prompt_tokens: tuple[int, int] = (20, 90)
+    output_tokens: int = 100
+    shared_tokens: int = 0
+    rounds: int = 1
+    pause_at_step: int = 0
+    await_leased_bytes: int = 0
+    zeroes_loads: bool = False
+
+
+class VllmProgram:
+    """Runs one scenario; a context manager that kills the process.
+
+    Args:
+        scenario: What to run.
+        environment: Further variables.
+    """
+
+    def __init__(self, scenario: Scenario, **environment: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(asdict(scenario))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(30)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def until(self, event: str) -> dict[str, Any]:
+        """The answer that begins with `event`."""
+        assert self._process.stdout is not None
+        while True:
+            ready, _, _ = io_select.select([self._process.stdout], [], [], START_WITHIN_S)
+            assert ready, f"the engine did not say {event!r} within {START_WITHIN_S} s"
+            line = self._process.stdout.readline()
+            assert line, f"the engine ended before it said {event!r}"
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                if answer["event"] == event:
+                    return answer
+
+    def go_on(self) -> None:
+        """End the pause."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+
+def run(scenario: Scenario, **environment: str) -> dict[str, Any]:
+    """Run a scenario to its end."""
+    with VllmProgram(scenario, **environment) as program:
+        return program.until("done")
+
+
+# --- The program ----------------------------------------------------------------------------
+
+
+def _prompts(scenario: Scenario) -> list[list[int]]:
+    rng = random.Random(1)
+    shared = [rng.randrange(2, 320) for _ in range(scenario.shared_tokens)]
+    low, high = scenario.prompt_tokens
+    return [
+        shared + [rng.randrange(2, 320) for _ in range(rng.randrange(low, high))]
+        for _ in range(scenario.request_count)
+    ]
+
+
+def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
+    from vllm import LLM
+
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 24,
+        "block_size": BLOCK_TOKENS,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.1,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **scenario.engine,
+    }
+    if scenario.aqua is not None:
+        options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
+        options["kv_transfer_config"] = {
+            "kv_connector": "AquaConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": scenario.aqua,
+        }
+    return LLM(model=scenario.model, disable_log_stats=False, **options).llm_engine
+
+
+def _main(scenario: Scenario) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    from vllm import SamplingParams
+
+    engine = _engine(scenario)
+    courier = _courier(scenario)
+    prompts = _prompts(scenario)
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    for turn in range(scenario.rounds):
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(
+                temperature=0, max_tokens=scenario.output_tokens, ignore_eos=True
+            )
+            engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            step += 1
+            if step == scenario.pause_at_step:
+                _say("paused", _figures(engine, courier))
+                sys.stdin.readline()
+            for output in engine.step():
+                if output.finished:
+                    name = output.request_id
+                    tokens[name] = list(output.outputs[0].token_ids)
+    _say("done", {"tokens": tokens, "steps": step, **_figures(engine, courier)})
+
+
+def _courier(scenario: Scenario) -> Any:  # noqa: ANN401 - a Courier, or None
+    if scenario.aqua is None:
+        return None
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    courier = get_kv_transfer_group().courier
+    if courier is None:
+        return None
+    if scenario.await_leased_bytes:
+        from harness.consumers import await_store
+
+        aqua = courier._aqua
+        await_store(
+            aqua._store,
+            lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
+            "peer memory is leased",
+        )
+    if scenario.zeroes_loads:
+        page_in = courier._store.page_in
+
+        def page_in_nothing(slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
+            transfer = page_in(slots, rows)
+            rows.zero_()
+            return transfer
+
+        courier._store.page_in = page_in_nothing
+    return courier
+
+
+def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's, ours
+    scheduler = engine.engine_core.engine_core.scheduler
+    desk = getattr(scheduler, "_desk", None)
+    figures: dict[str, Any] = {
+        "forced": getattr(scheduler, "forced_preemptions", 0),
+        "desk": {} if desk is None else asdict(desk.counts),
+        "held_places": 0 if desk is None else desk.table.held_count,
+    }
+    if courier is not None:
+        stats = courier._aqua.stats()
+        figures |= {
+            "paged_blocks": dict(courier.paged_blocks),
+            "failures": dict(courier.failures),
+            "location": courier.location().value,
+            "leased_bytes": stats.leased_bytes,
+            "drained_bytes": stats.drained_bytes,
+            "paged_in_bytes": stats.paged_in_bytes,
+            "spilled_bytes": stats.spilled_bytes,
+        }
+    return figures
+
+
+def _say(event: str, answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"event": event, **answer}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    _main(Scenario(**json.loads(sys.argv[1])))
