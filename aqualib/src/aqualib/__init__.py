@@ -13,7 +13,12 @@
         aqualib.step()                                    # once per iteration; under 1 us
 
     with aqualib.open_producer() as producer:             # the other side, in another process
-        producer.offer(8 << 30)
+        producer.offer(8 << 30)                           # by hand, or by the engine's load:
+        with aqualib.Informer(producer, engine, aqualib.Profile(slab_bytes=producer.slab_bytes)):
+            serve()
+
+An `engine` is a `LoadSource`: it answers `load()` with a `LoadReport`, gives memory up by `shrink`
+and takes it again by `grow`. What `step` returns tells a consumer of memory that came and went.
 
 `connect` gives an independent instance; the first one is also the default that the functions here
 use (see `aqualib.consumer.default`). Errors are those of `aqua_protocol`, each with a next step.
@@ -39,12 +44,14 @@ if TYPE_CHECKING:
         TransportError,
         TransportKind,
     )
+    from aqua_protocol.members import LoadReport
     from aqualib.blocks import BlockStore, PagedOut
     from aqualib.consumer.aqua import Aqua, Happenings
     from aqualib.consumer.default import block_store, connect, default, empty, offload, step
     from aqualib.consumer.lane import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
+    from aqualib.producer.informer import Informer, LoadSource, Profile
     from aqualib.producer.lender import Producer
     from aqualib.producer.opening import open_producer
     from aqualib.tensor import AquaTensor, Location
@@ -62,10 +69,14 @@ __all__ = [
     "DataLostError",
     "Escalation",
     "Happenings",
+    "Informer",
     "LeaseLostError",
+    "LoadReport",
+    "LoadSource",
     "Location",
     "PagedOut",
     "Producer",
+    "Profile",
     "Stats",
     "Transfer",
     "TransportError",
@@ -91,12 +102,14 @@ _HOMES: Final = {
         "TransportError",
         "TransportKind",
     ),
+    "aqua_protocol.members": ("LoadReport",),
     "aqualib.blocks": ("BlockStore", "PagedOut"),
     "aqualib.consumer.aqua": ("Aqua", "Happenings"),
     "aqualib.consumer.default": ("block_store", "connect", "default", "empty", "offload", "step"),
     "aqualib.consumer.lane": ("Transfer",),
     "aqualib.metrics": ("Stats",),
     "aqualib.producer.escalation": ("Escalation",),
+    "aqualib.producer.informer": ("Informer", "LoadSource", "Profile"),
     "aqualib.producer.lender": ("Producer",),
     "aqualib.producer.opening": ("open_producer",),
     "aqualib.tensor": ("AquaTensor", "Location"),
@@ -104,7 +117,12 @@ _HOMES: Final = {
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 _ALIASES: Final = {"__version__": "AQUALIB_VERSION"}
-_WITHOUT_TORCH: Final = {"aqua_protocol", "aqualib.version", "aqualib.metrics"}
+_WITHOUT_TORCH: Final = {
+    "aqua_protocol",
+    "aqua_protocol.members",
+    "aqualib.metrics",
+    "aqualib.version",
+}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for

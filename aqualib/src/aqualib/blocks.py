@@ -46,6 +46,7 @@ from aqualib.consumer.extents import Run
 from aqualib.consumer.residency import FrameState
 from aqualib.metrics import Direction
 from aqualib.tensor import Location, location_of
+from aqualib.transports.rows import are_ascending, are_neighbours, lie_within
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -191,8 +192,8 @@ class BlockStore:
             TransportError: A copy failed; nothing was stored.
         """
         rows = self._rows(src)
-        chosen = _checked_index(index, len(rows))
-        runs, slots = self._take(len(rows) if chosen is None else len(chosen))
+        chosen = _checked_index(index, rows.shape[0])
+        runs, slots = self._take((rows if chosen is None else chosen).shape[0])
 
         def copy(lane: Lane) -> None:
             at = 0
@@ -205,9 +206,10 @@ class BlockStore:
                 at += run.size
 
         try:
-            transfer = self._pager.transfer(Direction.OUT, len(slots) * self.block_bytes, copy)
+            nbytes = slots.shape[0] * self.block_bytes
+            transfer = self._pager.transfer(Direction.OUT, nbytes, copy)
             if self._sums is not None:
-                self._sums[slots.numpy()] = row_checksums(rows if chosen is None else rows[chosen])
+                self._sums[slots.numpy()] = row_checksums(rows, chosen)
         except BaseException:
             self._give_back(slots.numpy())
             raise
@@ -233,8 +235,8 @@ class BlockStore:
         """
         wanted = self._checked_slots(slots)
         rows = self._rows(dst)
-        chosen = _checked_index(index, len(rows))
-        if (len(rows) if chosen is None else len(chosen)) < len(wanted):
+        chosen = _checked_index(index, rows.shape[0])
+        if (rows if chosen is None else chosen).shape[0] < len(wanted):
             raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
         rows = rows[: len(wanted)] if chosen is None else rows
 
@@ -248,7 +250,7 @@ class BlockStore:
                 raise self._lost(wanted, error) from error
 
         def check() -> None:
-            self._check(wanted, rows if chosen is None else rows[chosen])
+            self._check(wanted, rows, chosen)
 
         nbytes = len(wanted) * self.block_bytes
         is_checking = self._sums is not None
@@ -260,9 +262,11 @@ class BlockStore:
         Raises:
             ValueError: A slot that is not in use, or named twice; nothing was freed.
         """
-        wanted = np.sort(self._checked_slots(slots))
-        if (np.diff(wanted) == 0).any():
-            raise ValueError("a slot may be freed only once")
+        wanted = self._checked_slots(slots)
+        if not are_ascending(wanted):
+            wanted = np.sort(wanted)
+            if not are_ascending(wanted):
+                raise ValueError("a slot may be freed only once")
         with self._lock:
             if not self._taken[wanted].all():
                 raise ValueError("a slot was freed by another thread meanwhile")
@@ -300,7 +304,10 @@ class BlockStore:
         ranges = [
             np.arange(start, start + run.size) for start, (_, run) in zip(starts, runs, strict=True)
         ]
-        slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+        if len(ranges) == 1:
+            slots = ranges[0]
+        else:
+            slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         self._taken[slots] = True
         return runs, torch.from_numpy(slots)
 
@@ -325,7 +332,7 @@ class BlockStore:
             within = slots[first:last] % self._per_frame
             low, high = int(within.min()), int(within.max())
             part = rows[first:last]
-            if (np.diff(within) == 1).all():
+            if are_neighbours(within):
                 self._copy(lane, Direction.IN, frame, Run(low, len(within)), part, None)
             else:
                 offsets = torch.from_numpy(within - low)
@@ -335,9 +342,10 @@ class BlockStore:
         self, lane: Lane, slots: Index, rows: torch.Tensor, index: torch.Tensor
     ) -> None:
         """Fill rows anywhere: in the order of slots, where the runs are longest."""
-        order = np.argsort(slots, kind="stable")
-        index = index[torch.from_numpy(order)]
-        for segment in _segments(slots[order], self._per_frame):
+        if not are_ascending(slots):
+            order = np.argsort(slots, kind="stable")
+            slots, index = slots[order], index[torch.from_numpy(order)]
+        for segment in _segments(slots, self._per_frame):
             self._copy(
                 lane,
                 Direction.IN,
@@ -381,8 +389,9 @@ class BlockStore:
     def _rows(self, table: torch.Tensor) -> torch.Tensor:
         """The engine's tensor as bytes, shape (num_rows, block_bytes); a view."""
         plain = table.detach()
+        count = plain.shape[0]
         try:
-            rows = plain.view(len(plain), -1).view(torch.uint8) if len(plain) else None
+            rows = plain.view(count, -1).view(torch.uint8) if count else None
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the rows of {tuple(table.shape)} are not dense: {error}") from error
         if rows is not None and rows.stride(1) != 1:
@@ -405,14 +414,18 @@ class BlockStore:
             raise ValueError(f"slots {_some(numbers[~self._taken[numbers]])} are not in use")
         return numbers
 
-    def _check(self, slots: Index, rows: torch.Tensor) -> None:
+    def _check(self, slots: Index, rows: torch.Tensor, index: torch.Tensor | None) -> None:
+        """Compare the blocks that have arrived in `rows[index]`, first ones first."""
         assert self._sums is not None, "nothing to compare with"
-        expected = self._sums[slots].tolist()
+        at = range(len(slots)) if index is None else index.tolist()
+        some = None if index is None else index[: len(slots)]
         wrong = [
             position
-            for position, found in enumerate(row_checksums(rows))
+            for position, (row, found, expected) in enumerate(
+                zip(at, row_checksums(rows, some), self._sums[slots].tolist(), strict=False)
+            )
             # Another formula gives another sum: only `matches` has the last word.
-            if found != expected[position] and not matches(rows[position], expected[position])
+            if found != expected and not matches(rows[row], expected)
         ]
         if wrong:
             raise ChecksumMismatchError(
@@ -454,7 +467,7 @@ def _checked_index(index: torch.Tensor | None, limit: int) -> torch.Tensor | Non
             f"an index is int64, one-dimensional and on the CPU, not {index.dtype} of "
             f"{tuple(index.shape)} on {index.device}"
         )
-    if len(index) and not (int(index.min()) >= 0 and int(index.max()) < limit):
+    if not lie_within(index.numpy(), limit):
         raise ValueError(f"an index must lie within 0 and {limit - 1}")
     return index
 
@@ -463,7 +476,12 @@ def _segments(slots: Index, per_frame: int) -> Iterator[_Segment]:
     """Runs of consecutive slots, none across frames, in the order given."""
     if not len(slots):
         return
-    breaks = (np.diff(slots) != 1) | (slots[1:] % per_frame == 0)
+    ordinal, start = divmod(int(slots[0]), per_frame)
+    if start + len(slots) <= per_frame and are_neighbours(slots):
+        # What was paged out together usually lies together.
+        yield _Segment(ordinal=ordinal, start=start, size=len(slots), at=0)
+        return
+    breaks = (slots[1:] - slots[:-1] != 1) | (slots[1:] % per_frame == 0)
     starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
     for first, last in pairwise(starts):
         ordinal, start = divmod(int(slots[first]), per_frame)

@@ -184,11 +184,29 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         str, typer.Option(help="Where preempted requests go: none, dram or peer.")
     ] = "none",
     page_gb: Annotated[float, typer.Option(help="Size of the page store, GB.", min=0.0)] = 64.0,
+    copies_overlap: Annotated[
+        bool,
+        typer.Option("--copies-overlap/--copies-on-top", help="Copies hide behind computation."),
+    ] = True,
+    policy: Annotated[
+        str, typer.Option(help="Who holds memory: fcfs, cfs or first-token (best for ours too).")
+    ] = "fcfs",
+    slice_iterations: Annotated[
+        int, typer.Option("--slice", help="Engine steps of a turn.", min=1)
+    ] = 5,
+    fcfs_on_host: Annotated[
+        bool, typer.Option("--fcfs-on-host", help="Put nobody out while contexts go to DRAM.")
+    ] = False,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Token budget of a step.", min=1)
+    ] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Of generated arrivals.")] = 0,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Serve a trace on simulated engines with vLLM's rules."""
+    """Serve a trace on simulated engines with vLLM's rules, under a policy of `aqua_schedulers`."""
+    from aqua_schedulers.cfs import FairSettings, PolicyName
     from aqua_simulator.serving.cluster import Cluster
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
@@ -203,6 +221,11 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         overhead_s=overhead_s,
         page_to=page_to,
         page_bytes=int(page_gb * 1e9),
+        copies_overlap=copies_overlap,
+        policy=PolicyName.named(policy),
+        fair=FairSettings(slice_iterations=slice_iterations, fcfs_on_host=fcfs_on_host),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
     )
     times = _times(
         process,
@@ -231,6 +254,8 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
             "steps": engine.step_count,
             "busy_s": engine.busy_s,
             "preemptions": engine.preemption_count,
+            "copy_s": engine.copy_s,
+            "paged_out_tokens": engine.store.paged_out_tokens if engine.store else 0,
             "prefix_hit_share": engine.memory.hit_tokens / max(1, engine.memory.asked_tokens),
         }
         for engine in cluster.engines

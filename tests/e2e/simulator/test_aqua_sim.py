@@ -172,3 +172,24 @@ def test_expected_failures_end_with_one_line_and_code_2(
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_fair_policies_shorten_the_wait_for_a_first_token_in_a_burst(tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_tokens,output_tokens\n" + "300,200\n" * 10)
+    burst = ["--process", "burst", "--rate", "3", "--requests", "120", "--burst-factor", "6"]
+    burst += ["--burst-start-s", "5", "--burst-length-s", "10"]
+    machine = ["--model", "Llama-3-8B", "--gpu", "A100-80GB", "--memory-share", "0.24"]
+    runs = {
+        policy: document(
+            "run", "--trace", trace, *burst, *machine, "--policy", policy, "--page-to", "peer"
+        )
+        for policy in ("fcfs", "cfs", "best")
+    }
+    for fair in ("cfs", "best"):
+        assert runs[fair]["ttft_max_s"] * 5 < runs["fcfs"]["ttft_max_s"]
+        assert runs[fair]["engines"][0]["paged_out_tokens"] > 0
+    assert runs["best"]["completion_mean_s"] < 1.25 * runs["fcfs"]["completion_mean_s"]
+    assert runs["best"]["preemption_count"] < runs["cfs"]["preemption_count"] / 3
+    error = aqua_sim("run", "--trace", trace, "--policy", "lifo", code=2).stderr
+    assert "no policy named 'lifo'" in error

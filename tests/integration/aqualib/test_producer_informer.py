@@ -169,6 +169,63 @@ def test_a_lost_slab_is_replaced_within_the_budget(
     assert engine.own_bytes == 8 * SLAB
 
 
+@pytest.mark.parametrize("method", ["load", "shrink", "grow"])
+def test_an_engine_that_raises_is_logged_once_and_watched_again_when_it_recovers(
+    producer: Producer,
+    engine: Engine,
+    mint: Mint,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    whole = getattr(engine, method)
+    calls: list[int] = []
+
+    def fail(*_: int) -> None:
+        calls.append(1)
+        raise RuntimeError("the engine is reloading")
+
+    setattr(engine, method, fail)
+    with Informer(producer, engine, replace(PROFILE, calm_s=0.0), poll_s=0.001) as informer:
+        if method == "grow":
+            until(lambda: producer.offered_bytes == 8 * SLAB, "the memory is offered")
+            engine.queue_length = 100
+        until(lambda: len(calls) >= 5, "several looks have failed")
+        assert [r.message for r in caplog.records if r.levelname == "ERROR"] == [
+            "a look at the engine failed; the offer stays as it is"
+        ]
+        setattr(engine, method, whole)
+        until(lambda: not informer._is_blind, "a look has succeeded")
+        engine.queue_length = 0
+        until(lambda: producer.free_bytes == 8 * SLAB, "the memory is offered")
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.attach(mint.token(8 * SLAB))
+            engine.queue_length = 100
+            for slab in consumer.await_reclaim():
+                consumer.give_back(slab)
+            until(lambda: engine.own_bytes == TOTAL * SLAB, "the engine has all of it back")
+        assert informer.surrendered_bytes == 0
+
+
+def test_calm_has_to_be_seen_anew_after_an_outage(producer: Producer, engine: Engine) -> None:
+    informer = Informer(producer, engine, PROFILE)
+    informer.look(0.0)
+    whole = engine.load
+    looked = 0
+
+    def fail_then_stop() -> LoadReport:
+        nonlocal looked
+        looked += 1
+        informer._closing = True
+        raise RuntimeError("the engine is reloading")
+
+    engine.load = fail_then_stop  # type: ignore[method-assign] # one look of the thread fails
+    informer._run()
+    assert looked == 1
+    engine.load = whole  # type: ignore[method-assign]
+    assert informer.look(CALM_S) is None
+    assert informer.look(2 * CALM_S) == OfferMore(8 * SLAB)
+
+
 def test_the_thread_follows_the_load_by_itself(
     producer: Producer, engine: Engine, mint: Mint
 ) -> None:

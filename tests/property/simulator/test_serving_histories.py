@@ -7,6 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqua_schedulers.cfs import FairSettings, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -42,10 +43,11 @@ def traces(draw: st.DrawFn) -> list[Arrival]:
     arrivals=traces(),
     budget=st.integers(8, 300),
     in_flight=st.integers(1, 2),
+    policy=st.sampled_from(list(PolicyName)),
     paged=st.booleans(),
 )
 def test_every_request_is_served_once_in_causal_order(
-    arrivals: list[Arrival], budget: int, in_flight: int, *, paged: bool
+    arrivals: list[Arrival], budget: int, in_flight: int, policy: PolicyName, *, paged: bool
 ) -> None:
     engine = Engine(
         "e",
@@ -53,6 +55,7 @@ def test_every_request_is_served_once_in_causal_order(
         IterationTime("t", lambda n: 0.01 + n * 1e-4, lambda _b: 0.0, lambda _c: 0.0),
         PagedMemory(BLOCKS, 16),
         PageStore("peer", 200, 1e4) if paged else None,
+        policy_named(policy, FairSettings(slice_iterations=3)),
     )
     served = engine.run(arrivals)
     assert sorted(row.request_id for row in served) == sorted(one.request_id for one in arrivals)

@@ -100,3 +100,16 @@ def test_a_sum_names_its_formula() -> None:
 
 def test_no_rows_have_no_sums() -> None:
     assert row_checksums(torch.empty(0, 8)) == []
+
+
+@given(
+    index=st.lists(st.integers(0, 7), max_size=10),
+    stride=st.integers(1, 3),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
+)
+def test_chosen_rows_sum_as_they_do_when_gathered(
+    index: list[int], stride: int, dtype: torch.dtype
+) -> None:
+    table = torch.randn(8 * stride, 5).to(dtype)[::stride]
+    chosen = torch.tensor(index, dtype=torch.int64)
+    assert row_checksums(table, chosen) == row_checksums(table[chosen].clone())

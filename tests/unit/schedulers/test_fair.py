@@ -222,6 +222,10 @@ def test_a_request_larger_than_what_growth_leaves_still_comes_in_alone() -> None
     assert policy.decide(seen(free=10)).admit == ("a",)
 
 
+def test_best_is_a_name_of_ours() -> None:
+    assert PolicyName.named("best") is PolicyName.FIRST_TOKEN
+
+
 def test_unknown_names_and_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="no policy named 'lifo'"):
         policy_named("lifo")

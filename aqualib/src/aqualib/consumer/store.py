@@ -221,7 +221,8 @@ class FrameStore:
         """Let the frame move again."""
         with self._changed:
             frame.pins -= 1
-            self._books.settle(frame)
+            if frame.is_unwanted:
+                self._books.settle(frame)
             # Waking the mover for nothing would cost the engine the interpreter lock.
             if not frame.pins and (frame.is_moving or self._books.may_move(frame)):
                 self._changed.notify_all()

@@ -194,7 +194,11 @@ def _lasted(since_s: float | None, duration_s: float, now_s: float) -> bool:
 
 
 class LoadSource(Protocol):
-    """An engine, as the informer sees it. Called on the informer's thread only."""
+    """An engine, as the informer sees it. Called on the informer's thread only.
+
+    A method may raise: the informer logs it once, does not count what was asked as done, and asks
+    again at its next look. Until then the offer stays as it is, and what was reclaimed comes back.
+    """
 
     def load(self) -> LoadReport:
         """The engine's load now; slabs count as used memory."""
@@ -230,6 +234,7 @@ class Informer:
         # What the engine gave up and has not been told to take back. An offer made before counts.
         self._surrendered_bytes = producer.committed_bytes
         self._closing = False
+        self._is_blind = False
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aqua-informer", daemon=True)
 
@@ -264,7 +269,10 @@ class Informer:
         self._producer.on_returned = None
 
     def look(self, now_s: float) -> Decision | None:
-        """One look: hand memory on, ask the engine, decide, act; returns the decision."""
+        """One look: hand memory on, ask the engine, decide, act; returns the decision.
+
+        Whatever the engine raises is raised here; the thread logs it instead.
+        """
         self._hand_on()
         load = self._source.load()
         self._producer.load = load
@@ -283,7 +291,20 @@ class Informer:
 
     def _run(self) -> None:
         while not self._closing:
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except Exception:
+                # The engine's code may raise anything, and memory is lent on its behalf: somebody
+                # has to go on watching. Once an outage: it may last for thousands of looks.
+                if not self._is_blind:
+                    logger.exception("a look at the engine failed; the offer stays as it is")
+                self._is_blind = True
+                # Calm has to be seen anew before more is offered; pressure is believed for longer.
+                self._watch = replace(self._watch, calm_since_s=None)
+            else:
+                if self._is_blind:
+                    logger.info("the engine can be looked at again")
+                self._is_blind = False
             self._woken.wait(self._poll_s)
             self._woken.clear()
 
@@ -313,5 +334,5 @@ class Informer:
         back = self._surrendered_bytes - self._producer.committed_bytes
         back -= back % self._profile.slab_bytes
         if back > 0:
-            self._surrendered_bytes -= back
             self._source.grow(back)
+            self._surrendered_bytes -= back

@@ -23,7 +23,13 @@ import torch
 
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.mapping import HostMapping
-from aqualib.transports.rows import Runs, as_words, checked_rows, has_dense_rows, require_alike
+from aqualib.transports.rows import (
+    are_neighbours,
+    as_words,
+    checked_rows,
+    has_dense_rows,
+    require_alike,
+)
 
 CPU: Final = torch.device("cpu")
 
@@ -77,7 +83,7 @@ class HostCopier:
             return
         if not has_dense_rows(src):
             torch.index_select(src, 0, index, out=dst)
-        elif len(runs := Runs.of(rows, src)) == 1:
+        elif _is_one_stretch(rows, src):
             self.copy(dst, src[rows[0] : rows[-1] + 1])
         elif src.is_contiguous():
             # `clip` because `raise` would buffer the whole output; the rows are checked already.
@@ -86,7 +92,7 @@ class HostCopier:
             # Rows at a stride: `take` would first make a dense copy of all of `src`.
             stride, row_bytes = src.stride(0) * src.element_size(), dst[0].nbytes
             base, to = src.data_ptr(), dst.data_ptr()
-            for row in runs.table_rows.tolist():
+            for row in rows.tolist():
                 ctypes.memmove(to, base + row * stride, row_bytes)
                 to += row_bytes
 
@@ -101,7 +107,7 @@ class HostCopier:
             return
         if not has_dense_rows(dst):
             dst.index_copy_(0, index, src)
-        elif len(Runs.of(rows, dst)) == 1:
+        elif _is_one_stretch(rows, dst):
             self.copy(dst[rows[0] : rows[-1] + 1], src)
         else:
             _bytes_of(dst)[rows] = _bytes_of(src)
@@ -112,6 +118,11 @@ class HostCopier:
         The other process learns of them by a message, and the system call that carries it comes
         after these stores.
         """
+
+
+def _is_one_stretch(rows: npt.NDArray[np.int64], table: torch.Tensor) -> bool:
+    """Whether the rows lie next to each other in memory, in order."""
+    return len(rows) == 1 or (table.is_contiguous() and are_neighbours(rows))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

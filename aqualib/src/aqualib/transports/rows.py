@@ -61,9 +61,26 @@ def checked_rows(
     )
     assert not packed.is_conj(), "packed rows are bytes; a conjugate view is a computation"
     rows: npt.NDArray[np.int64] = index.numpy()
-    if len(rows) and (rows.min() < 0 or rows.max() >= len(table)):
+    if not lie_within(rows, table.shape[0]):
         raise IndexError(f"rows {rows.min()} to {rows.max()} do not lie within {len(table)} rows")
     return rows
+
+
+def lie_within(rows: npt.NDArray[np.int64], limit: int) -> bool:
+    """Whether all are in `0 .. limit - 1`; in one pass, since negative ones are huge unsigned."""
+    return not len(rows) or int(rows.view(np.uint64).max()) < limit
+
+
+def are_ascending(rows: npt.NDArray[np.int64]) -> bool:
+    """Whether each is above the one before it, so that none repeats."""
+    return len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())  # noqa: PLR2004 - a pair
+
+
+def are_neighbours(rows: npt.NDArray[np.int64]) -> bool:
+    """Whether each is one above the one before it: a single run."""
+    return len(rows) < 2 or (  # noqa: PLR2004 - a pair
+        int(rows[-1] - rows[0]) == len(rows) - 1 and are_ascending(rows)
+    )
 
 
 def require_alike(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -74,7 +91,8 @@ def require_alike(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def has_dense_rows(table: torch.Tensor) -> bool:
     """Whether each row is one stretch of bytes that is its value; rows may lie apart."""
-    return table[0].is_contiguous() and not table.is_conj() and not table.is_neg()
+    is_dense = table.is_contiguous() or table[0].is_contiguous()
+    return is_dense and not table.is_conj() and not table.is_neg()
 
 
 def as_words(table: torch.Tensor, word: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,21 @@ class PolicyName(StrEnum):
     CFS = "cfs"
     FIRST_TOKEN = "first-token"  # noqa: S105 - a policy, not a password
 
+    @classmethod
+    def named(cls, name: str) -> PolicyName:
+        """The policy of that name; `best` is the best we have.
+
+        Raises:
+            ConfigError: No policy of that name.
+        """
+        if name == "best":
+            return cls.FIRST_TOKEN
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(cls)
+            raise ConfigError(f"no policy named {name!r}", remedy=f"Known: {known}.") from None
+
 
 @dataclass(frozen=True, slots=True)
 class FairSettings:
@@ -31,14 +46,14 @@ class FairSettings:
     Attributes:
         block_tokens: Tokens of a KV block of the engine.
         slice_iterations: Engine steps of a turn.
-        stint_tokens: For `first-token`: output before a request may first be put out.
+        stint_tokens: For `first-token`: output of each request that goes before all further output.
         patience_turns: Turns outside after which a request goes before all others.
         fcfs_on_host: First come, first served while paged state would go to host memory.
     """
 
     block_tokens: int = 16
     slice_iterations: int = 5
-    stint_tokens: int = 16
+    stint_tokens: int = 4
     patience_turns: int = 100
     fcfs_on_host: bool = False
 
@@ -55,15 +70,13 @@ def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -
         ConfigError: No policy of that name.
     """
     settings = settings or FairSettings()
-    rankings: dict[str, Ranking] = {
+    rankings: dict[PolicyName, Ranking] = {
         PolicyName.FCFS: FirstComeFirstServed(),
         PolicyName.CFS: LeastServedFirst(settings.slice_iterations),
         PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
     }
-    if name not in rankings:
-        raise ConfigError(f"no policy named {name!r}", remedy=f"Known: {', '.join(PolicyName)}.")
     return Turns(
-        rankings[name],
+        rankings[PolicyName.named(name)],
         block_tokens=settings.block_tokens,
         patience_turns=settings.patience_turns,
         fcfs_on_host=settings.fcfs_on_host,

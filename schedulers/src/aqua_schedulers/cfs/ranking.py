@@ -9,22 +9,21 @@ computed, and while it decodes. Equal keys go by arrival. It also says how long 
 - `FirstTokenFirst`: ours. Equal slices make everyone wait for everyone: n requests that would
   finish one after another all finish near the end, each paged out and in dozens of times. What a
   burst needs is only that nobody waits for the *first* token. So prompts go first, in order of
-  arrival, in short turns; a decode keeps its memory until it has generated a stint of tokens and
-  somebody with less standing needs the room. Standing is attained service in stints that double:
-  requests of equal standing go by arrival and never put each other out, so a request is put out at
-  most once per doubling of its output, and the last standing is unbounded: there the policy is
-  first come, first served, whose mean completion it approaches.
+  arrival and in short turns; a decode is safe from other decodes for a first stint of tokens, and
+  after it the earliest arrival holds memory until it is done. The last to arrive makes room for
+  prompts, so a request leaves about once, and completions approach those of first come, first
+  served. The price: between its first stint and its turn a request pauses, as long as it would
+  have queued. Stints that double (attained service in levels) shorten the pause of short answers
+  and were tried: equal requests then finish together again, at twice the mean.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from math import inf
+from typing import Protocol
 
 from aqua_schedulers.cfs.views import RequestView
-
-STANDINGS: Final = 3
-"""Stints before the last, unbounded one."""
 
 
 class Ranking(Protocol):
@@ -33,6 +32,11 @@ class Ranking(Protocol):
     @property
     def evicts(self) -> bool:
         """Whether those inside give way to those outside."""
+        ...
+
+    @property
+    def keeps_equals(self) -> bool:
+        """Whether, at equal keys, those inside stay; otherwise the earlier arrival holds memory."""
         ...
 
     def prompt_key(self, request: RequestView) -> float:
@@ -53,6 +57,7 @@ class FirstComeFirstServed:
     """Arrival alone."""
 
     evicts: bool = False
+    keeps_equals: bool = True
 
     def prompt_key(self, request: RequestView) -> float:  # noqa: ARG002 - a ranking's
         """Prompts wait for everyone who was in before."""
@@ -73,6 +78,7 @@ class LeastServedFirst:
 
     slice_iterations: int
     evicts: bool = True
+    keeps_equals: bool = True
 
     def prompt_key(self, request: RequestView) -> float:
         """Least prompt tokens computed."""
@@ -89,31 +95,29 @@ class LeastServedFirst:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenFirst:
-    """Prompts first, then attained service in stints that double.
+    """Prompts first, then everyone's first stint, then arrival.
 
     Attributes:
         slice_iterations: A turn while prompts wait.
-        stint_tokens: Output after which a request may be put out for the first time.
-        long_factor: A turn while none waits, in `slice_iterations`.
+        stint_tokens: Output (times the weight) that goes before all further output.
+        long_factor: A turn while no prompt waits, in `slice_iterations`.
     """
 
     slice_iterations: int
     stint_tokens: int
     long_factor: int = 8
     evicts: bool = True
+    keeps_equals: bool = False
 
     def prompt_key(self, request: RequestView) -> float:
         """Arrival, within a weight."""
         return -request.weight
 
     def decode_key(self, request: RequestView) -> float:
-        """Stints done, 0 to `STANDINGS`."""
-        stints = request.output_tokens / request.weight / self.stint_tokens
-        standing = 0
-        while stints >= 1.0 and standing < STANDINGS:
-            stints /= 2.0
-            standing += 1
-        return float(standing)
+        """In its first stint, then beyond; among the latter heavier requests first."""
+        if request.output_tokens < self.stint_tokens * request.weight:
+            return -inf
+        return -request.weight
 
     def turn_iterations(self, *, prompts_wait: bool) -> int:
         """Short while somebody waits for a first token."""

@@ -94,17 +94,15 @@ class _Table:
 
 
 class _Line:
-    """Those inside and those outside of one phase, merged in the ranking's order.
+    """Those inside and those outside of one phase, merged in the ranking's order."""
 
-    At equal keys those inside go first: to change them would cost copies and gain nothing.
-    """
-
-    def __init__(self, inside: list[Entry], queue: Queue) -> None:
+    def __init__(self, inside: list[Entry], queue: Queue, *, keeps_equals: bool) -> None:
         inside.sort()
         self._inside = inside
         self._index = 0
         self._queue = queue
         self._is_closed = False
+        self._keeps_equals = keeps_equals
 
     def seat(self, table: _Table, growth: Growth, quota_tokens: float = inf) -> None:
         """Take requests until their pending tokens reach the quota, or memory ends.
@@ -116,7 +114,7 @@ class _Line:
         while quota_tokens > 0:
             inner = self._inside[self._index] if self._index < len(self._inside) else None
             outer = None if self._is_closed else queue.first()
-            if inner is not None and (outer is None or inner[0] <= outer[0]):
+            if inner is not None and (outer is None or self._goes_first(inner, outer)):
                 self._index += 1
                 request = inner[3]
                 is_seated = table.keep(request, growth(request))
@@ -134,6 +132,9 @@ class _Line:
                 return
             if is_seated:
                 quota_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
+
+    def _goes_first(self, inner: Entry, outer: Entry) -> bool:
+        return inner[0] <= outer[0] if self._keeps_equals else inner[:3] <= outer[:3]
 
 
 class Turns:
@@ -308,7 +309,10 @@ class Turns:
             key = ranking.decode_key(request) if is_decode else ranking.prompt_key(request)
             inside[is_decode].append((key, request.arrival_s, numbers[request.request_id], request))
         queues = (self._lobby.prompts(), self._lobby.decodes())
-        prompts, decodes = _Line(inside[0], queues[0]), _Line(inside[1], queues[1])
+        prompts, decodes = (
+            _Line(mine, theirs, keeps_equals=ranking.keeps_equals)
+            for mine, theirs in zip(inside, queues, strict=True)
+        )
         # As many as are inside fit in memory at once: the upper bound of the decode share.
         share = max(1, engine.token_budget - engine.running_count)
         prompts.seat(table, growth, share * self._turn_steps() - backlog)

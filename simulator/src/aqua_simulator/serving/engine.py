@@ -1,10 +1,13 @@
 """One engine with the semantics of vLLM V1, on a virtual clock.
 
 Every step is planned under a token budget: running requests first, in order of admission, each
-with as much of its prompt as fits (chunked prefill) or its one next token; then waiting requests,
-first come first served. When a running request finds no block, the latest admitted one is
-preempted; nobody is admitted in a step that preempted. A request is admitted if its whole prompt
-would fit.
+with as much of its prompt as fits (chunked prefill) or its one next token; then waiting requests.
+When a running request finds no block, the latest admitted one is preempted; nobody is admitted in
+a step that preempted for that reason. A request is admitted if its whole prompt would fit.
+
+Who leaves and who may come in is the policy's decision (`aqua_schedulers.cfs`), taken once per step
+as an adapter takes it in a real engine; first come, first served is vLLM's own. Under a policy that
+puts requests out, decodes run before prompts: section 7's partition of the batch.
 
 Steps are planned ahead: with asynchronous scheduling (vLLM's default) the step after the running
 one is already planned, so a request that arrives now waits for two step ends, and blocks come free
@@ -24,6 +27,16 @@ from dataclasses import dataclass, field
 from math import inf
 
 from aqua_protocol.errors import CapacityError
+from aqua_schedulers.cfs import (
+    EngineView,
+    Eviction,
+    FairPolicy,
+    Location,
+    PagingRates,
+    PolicyName,
+    RequestView,
+    policy_named,
+)
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Job, Phase, Served
@@ -63,9 +76,11 @@ class Engine:
         time_of: Seconds of a step.
         memory: The KV cache.
         store: Where preempted contexts go; None computes them again.
+        policy: Who holds memory; this engine's own object.
         finished: Served requests, in order of their last token.
         busy_s: Time in which a step was running.
         step_count: Steps planned.
+        copy_s: Time that steps took longer because of copies.
     """
 
     name: str
@@ -73,16 +88,20 @@ class Engine:
     time_of: IterationTime
     memory: PagedMemory
     store: PageStore | None = None
+    policy: FairPolicy = field(default_factory=lambda: policy_named(PolicyName.FCFS))
     now_s: float = 0.0
     finished: list[Served] = field(default_factory=list)
     busy_s: float = 0.0
     step_count: int = 0
     preemption_count: int = 0
+    copy_s: float = 0.0
     _incoming: deque[Job] = field(default_factory=deque, repr=False)
-    _waiting: deque[Job] = field(default_factory=deque, repr=False)
+    _waiting: dict[str, Job] = field(default_factory=dict, repr=False)
+    _listed: tuple[str, ...] = field(default=(), repr=False)
     _running: list[Job] = field(default_factory=list, repr=False)
     _in_flight: deque[_Step] = field(default_factory=deque, repr=False)
     _copy_tokens: int = field(default=0, repr=False)
+    _prefill_tokens_per_s: float = field(default=0.0, repr=False)
 
     def submit(self, arrival: Arrival) -> None:
         """Hand over a request that arrives at `arrival.arrival_s`, not before earlier ones.
@@ -123,7 +142,9 @@ class Engine:
         while self._in_flight and self._in_flight[0].end_s <= self.now_s:
             self._deliver(self._in_flight.popleft())
         while self._incoming and self._incoming[0].arrival.arrival_s <= self.now_s:
-            self._waiting.append(self._incoming.popleft())
+            job = self._incoming.popleft()
+            self._waiting[job.arrival.request_id] = job
+            self.policy.added(self._view(job))
         self.plan()
 
     def plan(self) -> None:
@@ -150,6 +171,8 @@ class Engine:
         budget = self.settings.max_num_batched_tokens
         chosen: list[tuple[Job, int]] = []
         preempted = False
+        if self.policy.begin_step():
+            self._follow_policy()
         for job in list(self._running):
             if budget == 0:
                 break
@@ -169,9 +192,69 @@ class Engine:
             self._admit(chosen, budget)
         return self._launch(chosen) if chosen else None
 
+    def _follow_policy(self) -> None:
+        decision = self.policy.decide(
+            EngineView(
+                free_blocks=self.memory.free_count,
+                token_budget=self.settings.max_num_batched_tokens,
+                max_running=self.settings.max_num_seqs,
+                running_count=len(self._running),
+                running=lambda: [self._view(job) for job in self._running],
+                eviction_room_blocks=self._store_room_blocks,
+                location=Location.NOWHERE if self.store is None else self.store.location,
+                rates=self._rates(),
+            )
+        )
+        self._listed = decision.admit
+        if decision.preempt:
+            by_name = {job.arrival.request_id: job for job in self._running}
+            for name, eviction in decision.preempt:
+                self._preempt(by_name[name], eviction)
+        if decision.admit:
+            # Stable: a prompt admitted earlier must not take the token of a decode resumed later.
+            self._running.sort(key=lambda job: job.emitted_tokens == 0)
+
+    def _view(self, job: Job) -> RequestView:
+        is_inside = job.phase is Phase.RUNNING
+        arrival = job.arrival
+        return RequestView(
+            arrival.request_id,
+            arrival.arrival_s,
+            arrival.prompt_tokens,
+            output_tokens=job.emitted_tokens,
+            computed_tokens=job.computed_tokens if is_inside else job.paged_tokens,
+            held_blocks=job.block_count,
+            missing_blocks=0 if is_inside else self.memory.blocks_for(job.known_tokens),
+            is_pinned=is_inside and job.is_planned_out,
+        )
+
+    @property
+    def _store_room_blocks(self) -> int:
+        if self.store is None:
+            return 0
+        return (self.store.capacity_tokens - self.store.used_tokens) // self.memory.block_tokens
+
+    def _rates(self) -> PagingRates | None:
+        """What a link and this engine's prefill would measure."""
+        if self.store is None:
+            return None
+        if self._prefill_tokens_per_s == 0.0:
+            tokens = self.settings.max_num_batched_tokens
+            spent_s = self.time_of(Batch((Chunk(tokens, 0),), 0, 0, 1))
+            self._prefill_tokens_per_s = tokens / spent_s
+        return PagingRates(
+            self.store.link_bytes_per_s,
+            self.settings.kv_bytes_per_token * self.memory.block_tokens,
+            self._prefill_tokens_per_s,
+        )
+
     def _admit(self, chosen: list[tuple[Job, int]], budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.settings.max_num_seqs:
-            job = self._waiting[0]
+        for name in self._listed:
+            job = self._waiting.get(name)
+            if job is None:
+                continue
+            if budget == 0 or len(self._running) >= self.settings.max_num_seqs:
+                return
             if job.phase is Phase.PAGED_OUT:
                 if not self.memory.grow(job, job.paged_tokens):
                     return
@@ -184,7 +267,8 @@ class Engine:
             if not self.memory.grow(job, job.computed_tokens + tokens):
                 # Paged in, but no room for one more token: it runs as soon as there is.
                 tokens = 0
-            self._waiting.popleft()
+            del self._waiting[name]
+            self.policy.admitted(name)
             job.phase = Phase.RUNNING
             if job.scheduled_s != job.scheduled_s:  # NaN: never scheduled before
                 job.scheduled_s = self.now_s
@@ -214,20 +298,27 @@ class Engine:
             copy_s = (
                 self._copy_tokens * self.settings.kv_bytes_per_token / self.store.link_bytes_per_s
             )
-            spent = max(spent, copy_s) if self.store.is_overlapped else spent + copy_s
+            with_copy = max(spent, copy_s) if self.store.is_overlapped else spent + copy_s
+            self.copy_s += with_copy - spent
+            spent = with_copy
             self._copy_tokens = 0
         start = max(self.now_s, self._in_flight[-1].end_s if self._in_flight else self.now_s)
         self.busy_s += spent
         self.step_count += 1
         return _Step(start + spent, sampled)
 
-    def _preempt(self, job: Job) -> None:
-        """Take the latest admitted request out of memory and put it first in the queue."""
+    def _preempt(self, job: Job, eviction: Eviction = Eviction.SWAP) -> None:
+        """Take a request out of memory; its context is stored if there is a store with room."""
         self._running.remove(job)
         self.preemption_count += 1
         job.preemption_count += 1
         tokens = job.computed_tokens
-        paged = self.store is not None and tokens > 0 and self.store.put(tokens)
+        paged = (
+            self.store is not None
+            and eviction is Eviction.SWAP
+            and tokens > 0
+            and self.store.put(tokens)
+        )
         self.memory.release(job, remember=not paged)
         if paged:
             job.phase = Phase.PAGED_OUT
@@ -235,7 +326,8 @@ class Engine:
             self._copy_tokens += tokens
         else:
             job.phase = Phase.WAITING
-        self._waiting.appendleft(job)
+        self._waiting[job.arrival.request_id] = job
+        self.policy.preempted(self._view(job))
 
     def _page_in(self, job: Job) -> None:
         assert self.store is not None
@@ -258,10 +350,11 @@ class Engine:
                     self.memory.release(job)
                 else:
                     # Preempted after its last token was planned: nothing is left to compute.
-                    self._waiting.remove(job)
+                    del self._waiting[job.arrival.request_id]
                     if job.paged_tokens and self.store is not None:
                         self.store.take(job.paged_tokens)
                 arrival = job.arrival
+                self.policy.removed(arrival.request_id)
                 self.finished.append(
                     Served(
                         arrival.request_id,

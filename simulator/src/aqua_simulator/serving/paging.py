@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs import Location
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class PageStore:
     Attributes:
         capacity_tokens: Tokens of KV cache that fit; a lease that grows or shrinks changes it.
         link_bytes_per_s: Rate of the link, the same both ways.
+        location: As the policy is told.
         is_overlapped: Whether copies hide behind computation.
     """
 
@@ -28,6 +30,7 @@ class PageStore:
     capacity_tokens: int
     link_bytes_per_s: float
     is_overlapped: bool = True
+    location: Location = Location.PEER
     used_tokens: int = 0
     paged_out_tokens: int = 0
     paged_in_tokens: int = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
 from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
@@ -64,6 +65,11 @@ class EngineSpec:
         overhead_s: Host time per step.
         page_to: `none`, `dram` or `peer`: where preempted contexts go, at the GPU's link rate.
         page_bytes: Size of that store.
+        link_bytes_per_s: Rate of one GPU's link instead of the data sheet's; 0 for that.
+        copies_overlap: Copies hide behind computation; False puts them on top.
+        policy: Who holds memory.
+        fair: The policy's settings.
+        max_num_batched_tokens, max_num_seqs: As vLLM names them.
     """
 
     model: str
@@ -73,6 +79,12 @@ class EngineSpec:
     overhead_s: float = 0.0
     page_to: str = "none"
     page_bytes: int = 0
+    link_bytes_per_s: float = 0.0
+    copies_overlap: bool = True
+    policy: PolicyName = PolicyName.FCFS
+    fair: FairSettings = field(default_factory=FairSettings)
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
 
     def engine(self, fit: Fit | None, *, name: str) -> Engine:
         """Build it; without a fit its times are those of the data sheet.
@@ -81,7 +93,11 @@ class EngineSpec:
             ConfigError: Unknown names, or weights that leave no room for a KV cache.
         """
         model, gpu = model_named(self.model), gpu_named(self.gpu)
-        settings = EngineSettings(kv_bytes_per_token=model.kv_bytes_per_token)
+        settings = EngineSettings(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+        )
         room = self.width * (gpu.hbm_bytes * self.memory_share - WORKSPACE_BYTES)
         blocks = int((room - model.weight_bytes) // (16 * model.kv_bytes_per_token))
         if blocks < 1:
@@ -99,6 +115,7 @@ class EngineSpec:
             replace(time_of, overhead_s=self.overhead_s),
             PagedMemory(blocks),
             self._store(model, gpu),
+            policy_named(self.policy, self.fair),
         )
 
     def _store(self, model: Model, gpu: Gpu) -> PageStore | None:
@@ -108,7 +125,13 @@ class EngineSpec:
         if self.page_to not in rates:
             raise ConfigError(f"cannot page to {self.page_to!r}", remedy="none, dram or peer.")
         tokens = self.page_bytes // model.kv_bytes_per_token
-        return PageStore(self.page_to, tokens, rates[self.page_to] * self.width)
+        return PageStore(
+            self.page_to,
+            tokens,
+            (self.link_bytes_per_s or rates[self.page_to]) * self.width,
+            is_overlapped=self.copies_overlap,
+            location=Location.HOST if self.page_to == "dram" else Location.PEER,
+        )
 
     def describe(self) -> str:
         """For people."""
