@@ -16,17 +16,20 @@ import pytest
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.store import Books, Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.pipeline import MAX_WAITING
+from aqua_coordinator.store.pipeline import MAX_SCRIPTS_IN_CALL, MAX_WAITING
+from aqua_coordinator.store.rows import Grant
 from aqua_coordinator.store.scripts import ScriptName, assemble, load_library
 from aqua_protocol import (
     CapacityError,
     ConfigError,
+    LeaseState,
     StoreFullError,
     StoreUnavailableError,
     UnavailableError,
 )
+from aqua_protocol.leases import LeaseView
 from harness.ledger_room import LedgerRoom, ledger_room
-from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import kill_store, running_store, server_program, short_directory
 
 pytestmark = pytest.mark.timeout(60)
@@ -80,6 +83,58 @@ async def test_flushed_scripts_are_loaded_again(room: LedgerRoom) -> None:
     consumers = [PaperConsumer(name=f"c{number}") for number in range(20)]
     await asyncio.gather(*(room.hear(consumer) for consumer in consumers))
     assert len(await room.books.consumers()) == 20
+
+
+async def test_small_scripts_submitted_together_run_in_one_call_each_over_the_one_before(
+    room: LedgerRoom,
+) -> None:
+    producer = await room.join(PaperProducer(slabs=8))
+    consumer = PaperConsumer()
+    await room.hear(consumer)
+    before = await calls_of(room.pipeline, "fcall")
+    outcomes = await asyncio.gather(
+        *(room.grant(consumer, 3, key=key) for key in ("one", "two", "one", "three", "two")),
+        return_exceptions=True,
+    )
+    assert await calls_of(room.pipeline, "fcall") == before + 1
+    assert outcomes[0] == outcomes[2]
+    assert outcomes[1] == outcomes[4]
+    assert isinstance(outcomes[3], CapacityError)
+    assert (await room.books.producer(producer.name)).view.leased_bytes == 6 * SLAB
+    grants = [outcome for outcome in outcomes[:2] if not isinstance(outcome, BaseException)]
+    releases = [
+        room.books.release_lease(g.lease.lease_id, epoch=g.lease.epoch, as_consumer=None)
+        for g in (*grants, *grants)
+    ]
+    *views, whole = await asyncio.gather(*releases, room.grant(consumer, 8, key="four"))
+    assert {view.state for view in views if isinstance(view, LeaseView)} == {LeaseState.RELEASED}
+    assert isinstance(whole, Grant)
+    assert whole.lease.bytes == 8 * SLAB
+    assert await room.books.audit() == []
+
+
+async def calls_of(pipeline: Pipeline, name: str) -> int:
+    """How often the server has been asked for a command."""
+    info = (await pipeline.command("INFO", "commandstats")).decode()
+    line = next((line for line in info.splitlines() if line.startswith(f"cmdstat_{name}:")), "=0,")
+    return int(line.partition("=")[2].partition(",")[0])
+
+
+async def test_books_that_are_lost_are_told_to_each_script_of_a_call(
+    each_store: EmbeddedValkey,
+) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("FLUSHALL")
+        calls = [pipeline.script(ScriptName.RELEASE_LEASE, "lease", 1, "") for _ in range(3)]
+        assert await asyncio.gather(*calls) == [[b"no_books"]] * 3
+
+
+async def test_more_small_scripts_than_a_call_takes_are_all_answered(room: LedgerRoom) -> None:
+    await room.join(PaperProducer(slabs=400))
+    consumer = PaperConsumer()
+    await room.hear(consumer)
+    grants = await asyncio.gather(*(room.grant(consumer) for _ in range(3 * MAX_SCRIPTS_IN_CALL)))
+    assert len({grant.lease.lease_id for grant in grants}) == 3 * MAX_SCRIPTS_IN_CALL
 
 
 async def test_versions_share_one_redis_and_a_new_one_tidies_up(room: LedgerRoom) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -66,7 +66,7 @@ RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, Leas
 """States in which a lease's holder has a right that a clock can end."""
 
 PARTS: Final = (
-    *("answer", "books", "writes", "lease", "member", "reclaim", "matching", "fencing"),
+    *("answer", "books", "writes", "lists", "lease", "member", "reclaim", "matching", "fencing"),
     *("removal", "register"),
 )
 """What scripts share, in an order in which each part finds what it uses."""
@@ -103,6 +103,13 @@ class ScriptName(StrEnum):
     READ_RECLAIMS = "read_reclaims"
     READ_PLACEMENTS = "read_placements"
     AUDIT_BOOKS = "audit_books"
+    RUN_SEVERAL = "run_several"
+
+
+SMALL_SCRIPTS: Final = frozenset(
+    {ScriptName.GRANT_LEASE, ScriptName.RENEW_LEASE, ScriptName.RELEASE_LEASE}
+)
+"""What members call all the time; `run_several` takes these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ def assemble(scripts: Mapping[ScriptName, str]) -> Library:
     text = "\n".join([*parts, *(_function(name, body) for name, body in scripts.items())])
     text = text.replace("LEASE_TRANSITIONS", lua_transitions())
     text = text.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
+    text = text.replace("SMALL_SCRIPTS", _lua_set(SMALL_SCRIPTS))
     text = text.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
     text = _NAME.sub(_fill_in, text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
@@ -153,8 +161,8 @@ def lua_transitions() -> str:
     return f"{{{','.join(rows)}}}"
 
 
-def _lua_set(states: frozenset[LeaseState]) -> str:
-    return f"{{{','.join(f'{state}=true' for state in sorted(states))}}}"
+def _lua_set(names: Collection[StrEnum]) -> str:
+    return f"{{{','.join(f'{name}=true' for name in sorted(names))}}}"
 
 
 def _fill_in(match: re.Match[str]) -> str:

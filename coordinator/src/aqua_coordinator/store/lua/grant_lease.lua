@@ -49,8 +49,8 @@ if not producer_id then
   end
   producer_id = roomiest
 end
-if redis.call('ZCARD', KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
-    or redis.call('ZCARD', KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
+if size_of(KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
+    or size_of(KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
   return refuse('capacity_exhausted', 'a member holds as many leases as a report can carry',
     'producer_id', producer_id, 'consumer_id', consumer_id)
 end
@@ -71,7 +71,6 @@ book(lease, whole)
 local attach_us = tonumber(ARGV[7])
 set_deadline(lease, clock_us + attach_us)
 save(lease)
-settle()
 
 local answer = table.concat({
   lease.lease_id, integer(granted_epoch), producer_id, offer.incarnation, consumer_id,

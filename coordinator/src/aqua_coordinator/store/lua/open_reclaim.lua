@@ -42,6 +42,5 @@ redis.call('HSET', KEY.reclaim .. reclaim_id, 'producer_id', producer_id, 'origi
 redis.call('ZADD', KEY.reclaims, order, reclaim_id)
 redis.call('ZADD', KEY.producer_reclaims .. producer_id, order, reclaim_id)
 redis.call('SET', idempotency_key, ARGV[2] .. '\n' .. reclaim_id, 'PX', CONST.idempotency_ttl_ms)
-write_epoch()
 emit(KIND.reclaim_opened, producer_id, nil, nil, nil, bytes)
 return {'ok', reclaim_id}

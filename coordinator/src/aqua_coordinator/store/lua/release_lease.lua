@@ -15,5 +15,4 @@ end
 local released = step(lease, EVENT.release, 'released')
 assert(released, 'a lease that cannot be released: ' .. lease.state)
 save(lease)
-settle()
 return {'ok', lease_row(lease)}

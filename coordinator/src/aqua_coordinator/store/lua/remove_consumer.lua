@@ -21,6 +21,5 @@ for _, lease_id in ipairs(redis.call('ZRANGE', KEY.consumer_leases .. consumer_i
   step(lease, EVENT.release, 'released')
   save(lease)
 end
-settle()
 forget_consumer(consumer_id)
 return {'ok'}

@@ -134,6 +134,7 @@ for _, held in ipairs(report.leases) do
 end
 
 -- What is back.
+write_list(KEY.producer_leases .. producer_id)
 local booked = redis.call('ZREVRANGE', KEY.producer_leases .. producer_id, 0, -1)
 for _, lease_id in ipairs(booked) do
   if not named[lease_id] then
@@ -204,6 +205,5 @@ for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. produc
   end
 end
 
-settle()
 assert(offer.leased <= offer.offered, 'leased ' .. offer.leased .. ' of ' .. offer.offered)
 return {'ok', books_id, min_epoch, grantable and 1 or 0, ended, orders, attached_us, reclaimed}

@@ -16,5 +16,4 @@ if not step(lease, EVENT.revoke, 'revoked') then
     'lease_id', ARGV[1], 'state', lease.state)
 end
 save(lease)
-settle()
 return {'ok', lease_row(lease)}

@@ -57,5 +57,4 @@ for _, lease in ipairs(granted) do
     save(lease)
   end
 end
-settle()
 return {'ok', producer_id, offer.domain, offer.offered, offer.leased, offer.grantable and 1 or 0}

@@ -9,7 +9,7 @@
 
 local now_us, clock_us, paused_us, stood_still
 local books_id, min_epoch, epoch, issued, planned
-local offers, leases
+local offers, leases, unwritten
 
 local function redis_time_us()
   local time = redis.call('TIME')
@@ -25,7 +25,8 @@ local function begin()
   end
   now_us = redis_time_us()
   books_id, min_epoch, epoch = books[1], tonumber(books[2]), tonumber(books[3])
-  issued, planned, offers, leases = false, books[6] == '1', {}, {}
+  issued, planned = false, books[6] == '1'
+  offers, leases, unwritten = {}, {}, {}
   paused_us = tonumber(books[4])
   local unswept_us = now_us - tonumber(books[5])
   stood_still = unswept_us > CONST.max_gap_us or unswept_us < 0

@@ -1,6 +1,6 @@
 -- Leases and the offers they are booked on. `step` is the only place that changes a state, and
--- it asks the table; `book` is the only place that moves bytes; `settle` ends every script that
--- used them: it writes what they did to the producers, once for each, and the epochs issued.
+-- it asks the table; `book` is the only place that moves bytes; `settle` ends every call that
+-- may write: it writes what happened to producers and lists, once for each, and the epochs issued.
 
 local NEXT = LEASE_TRANSITIONS
 local BOOKED = LEASE_BOOKED_STATES
@@ -24,19 +24,25 @@ local function offer_of(producer_id)
   return offer
 end
 
+local function list_offer(producer_id, offer)
+  local free = offer.offered - offer.leased
+  if free > 0 and offer.grantable then
+    enlist(KEY.free .. offer.domain, producer_id, free)
+  else
+    strike(KEY.free .. offer.domain, producer_id)
+  end
+end
+
 local function settle()
   for producer_id, offer in pairs(offers) do
     if offer.changed then
-      local free = offer.offered - offer.leased
       redis.call('HSET', KEY.producer .. producer_id,
         'offered_bytes', integer(offer.offered), 'leased_bytes', integer(offer.leased))
-      if free > 0 and offer.grantable then
-        redis.call('ZADD', KEY.free .. offer.domain, integer(free), producer_id)
-      else
-        redis.call('ZREM', KEY.free .. offer.domain, producer_id)
-      end
+      list_offer(producer_id, offer)
+      offer.changed = false
     end
   end
+  write_lists()
   write_epoch()
 end
 
@@ -74,14 +80,13 @@ local function book(lease, bytes)
   lease.bytes = bytes
   lease.touched = true
   if bytes > 0 then
-    redis.call('ZADD', KEY.consumer_leases .. lease.consumer_id, integer(bytes), lease.lease_id)
+    enlist(KEY.consumer_leases .. lease.consumer_id, lease.lease_id, bytes)
   end
 end
 
 -- Put the lease where its producer and listings find it.
 local function list_lease(lease)
-  redis.call('ZADD', KEY.producer_leases .. lease.producer_id, integer(lease.granted_epoch),
-    lease.lease_id)
+  enlist(KEY.producer_leases .. lease.producer_id, lease.lease_id, lease.granted_epoch)
 end
 
 -- Every lease starts in the initial state, and many end there: those are what the others leave.
@@ -92,7 +97,7 @@ local function count(state, change)
 end
 
 local function set_deadline(lease, deadline_us)
-  redis.call('ZADD', KEY.deadlines, integer(deadline_us), lease.lease_id)
+  enlist(KEY.deadlines, lease.lease_id, deadline_us)
 end
 
 -- Take `event`; false when the table refuses it. `reason` is told to members that still name the
@@ -112,7 +117,7 @@ local function step(lease, event, reason)
   count(after, 1)
   if RIGHTFUL[before] and not RIGHTFUL[after] then
     lease.reason = reason
-    redis.call('ZREM', KEY.deadlines, lease.lease_id)
+    strike(KEY.deadlines, lease.lease_id)
     -- A lost producer may come back with its slabs and its lease (ADOPT), so that right only
     -- rests; every other end is final, and a new epoch fences whoever still acts on the old one.
     -- It has to be new for this lease only, so the books' counter is left alone.
@@ -125,8 +130,8 @@ local function step(lease, event, reason)
   end
   if BOOKED[before] and not BOOKED[after] then
     book(lease, 0)
-    redis.call('ZREM', KEY.producer_leases .. lease.producer_id, lease.lease_id)
-    redis.call('ZREM', KEY.consumer_leases .. lease.consumer_id, lease.lease_id)
+    strike(KEY.producer_leases .. lease.producer_id, lease.lease_id)
+    strike(KEY.consumer_leases .. lease.consumer_id, lease.lease_id)
   elseif BOOKED[after] and not BOOKED[before] then
     redis.call('PERSIST', KEY.lease .. lease.lease_id)
     list_lease(lease)
@@ -159,9 +164,8 @@ end
 
 -- lease_id, epoch, state, producer_id, consumer_id, bytes, expires_in_us: a LeaseView.
 local function lease_row(lease)
-  local deadline_us = RIGHTFUL[lease.state]
-    and redis.call('ZSCORE', KEY.deadlines, lease.lease_id)
-  local expires_in_us = deadline_us and math.max(0, tonumber(deadline_us) - clock_us) or 0
+  local deadline_us = RIGHTFUL[lease.state] and score_of(KEY.deadlines, lease.lease_id)
+  local expires_in_us = deadline_us and math.max(0, deadline_us - clock_us) or 0
   return {lease.lease_id, lease.epoch, lease.state, lease.producer_id, lease.consumer_id,
     lease.bytes, expires_in_us}
 end

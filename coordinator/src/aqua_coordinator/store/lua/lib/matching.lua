@@ -13,12 +13,23 @@ local function pairing_of(consumer_id)
   return producers
 end
 
+-- Commands are about to read the domain's list of free bytes.
+local function refresh_free(domain)
+  for producer_id, offer in pairs(offers) do
+    if offer.changed then
+      list_offer(producer_id, offer)
+    end
+  end
+  write_list(KEY.free .. domain)
+end
+
 local function free_of(domain, producer_id)
-  return tonumber(redis.call('ZSCORE', KEY.free .. domain, producer_id) or 0)
+  return score_of(KEY.free .. domain, producer_id) or 0
 end
 
 -- The producer with the most free bytes, and these: what a lease could get at most.
 local function largest(domain, pairing)
+  refresh_free(domain)
   if not pairing then
     local top = redis.call('ZREVRANGE', KEY.free .. domain, 0, 0, 'WITHSCORES')
     return top[1], tonumber(top[2] or 0)
@@ -35,6 +46,7 @@ end
 
 -- The first of the pairing, or the tightest of the domain, that has `bytes` free; else nil.
 local function fitting(domain, pairing, bytes)
+  refresh_free(domain)
   if not pairing then
     return redis.call('ZRANGEBYSCORE', KEY.free .. domain, integer(bytes), '+inf',
       'LIMIT', 0, 1)[1]

@@ -1,19 +1,34 @@
--- Makes a function of Redis of each script. Every script but the one that opens the books finds
--- them open, and every one that may write finds their clock going on.
+-- Makes functions of Redis of the scripts.
+--
+-- Every script but the one that opens the books finds them open, and one that may write finds their
+-- clock going on. Small scripts also run several in one call: they share the reading of the books
+-- and producers, and the writing of lists. They are still one atomic step each, in their order.
+
+local SMALL = SMALL_SCRIPTS
+local small = {}
 
 local function register(name, flags, script)
   local reads_only = flags[1] == 'no-writes'
-  local callback = script
-  if name ~= 'create_books' then
-    callback = function(keys, args)
-      if not begin() then
-        return {'no_books'}
-      end
-      if stood_still and not reads_only then
-        go_on()
-      end
+  local callback = function(keys, args)
+    if not begin() then
+      return {'no_books'}
+    end
+    if reads_only then
       return script(keys, args)
     end
+    if stood_still then
+      go_on()
+    end
+    local answer = script(keys, args)
+    settle()
+    return answer
   end
-  redis.register_function({function_name = 'LIBRARY_NAME_' .. name, callback = callback, flags = flags})
+  if SMALL[name] then
+    small[name] = script
+  elseif name == 'create_books' then
+    callback = script
+  end
+  redis.register_function({
+    function_name = 'LIBRARY_NAME_' .. name, callback = callback, flags = flags,
+  })
 end

@@ -6,7 +6,7 @@ end
 
 -- Fencing tokens grow by counter and by Redis time, whichever is further: books that fell back to
 -- an older copy (a failover, a torn log) still issue epochs above all that they issued before.
--- `write_epoch` records, once, what a script has issued.
+-- `write_epoch` records, once, what a call has issued.
 local function next_epoch()
   epoch = math.max(epoch + 1, now_us)
   issued = true
@@ -16,6 +16,7 @@ end
 local function write_epoch()
   if issued then
     redis.call('HSET', KEY.books, 'epoch', integer(epoch))
+    issued = false
   end
 end
 

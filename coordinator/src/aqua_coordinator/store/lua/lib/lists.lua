@@ -1,0 +1,69 @@
+-- Sorted sets that list leases and offers. A call gathers its changes and `settle` writes them: one
+-- command for each list instead of one for each member, since what a command costs is its call.
+-- Whoever reads a list with a command of his own, after changes to it, calls `write_list` before.
+
+local MAX_WORDS = 1000
+
+-- What has changed of a list, and by how many members it has grown.
+local function changes_of(key)
+  local changes = unwritten[key]
+  if not changes then
+    changes = {scores = {}, growth = 0}
+    unwritten[key] = changes
+  end
+  return changes
+end
+
+local function enlist(key, member, score)
+  local changes = changes_of(key)
+  changes.scores[member] = score
+  changes.growth = changes.growth + 1
+end
+
+local function strike(key, member)
+  local changes = changes_of(key)
+  changes.scores[member] = false
+  changes.growth = changes.growth - 1
+end
+
+-- The number that a member is listed under, or nil.
+local function score_of(key, member)
+  local score = unwritten[key] and unwritten[key].scores[member]
+  if score == nil then
+    score = redis.call('ZSCORE', key, member)
+  end
+  return score and tonumber(score)
+end
+
+-- How many a list has, if members were new when they were enlisted, and there when struck.
+local function size_of(key)
+  return redis.call('ZCARD', key) + (unwritten[key] and unwritten[key].growth or 0)
+end
+
+local function write_list(key)
+  if not unwritten[key] then
+    return
+  end
+  local added, struck = {}, {}
+  for member, score in pairs(unwritten[key].scores) do
+    if score then
+      added[#added + 1] = integer(score)
+      added[#added + 1] = member
+    else
+      struck[#struck + 1] = member
+    end
+  end
+  for first = 1, #added, MAX_WORDS do
+    redis.call('ZADD', key, unpack(added, first, math.min(first + MAX_WORDS - 1, #added)))
+  end
+  for first = 1, #struck, MAX_WORDS do
+    redis.call('ZREM', key, unpack(struck, first, math.min(first + MAX_WORDS - 1, #struck)))
+  end
+  unwritten[key] = nil
+end
+
+local function write_lists()
+  for key in pairs(unwritten) do
+    write_list(key)
+  end
+end
