@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,14 @@ def kill_store(store: EmbeddedValkey) -> None:
     assert store.pid is not None, "the store is not running"
     os.kill(store.pid, signal.SIGKILL)
     store.stop()
+
+
+def slow_disk(directory: Path) -> Path:
+    """A library that makes a server's disk slow to sync; skips the test without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the slow disk with")
+    source, library = Path(__file__).with_name("slow_disk.c"), directory / "libslow_disk.so"
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    return library

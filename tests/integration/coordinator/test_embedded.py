@@ -15,7 +15,13 @@ import pytest
 from aqua_coordinator.embedded import EmbeddedValkey, Fsync
 from aqua_coordinator.store import Books, Pipeline, open_pool
 from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
-from harness.store_servers import kill_store, running_store, server_program, short_directory
+from harness.store_servers import (
+    kill_store,
+    running_store,
+    server_program,
+    short_directory,
+    slow_disk,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,6 +55,47 @@ async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> No
                     await pipeline.close()
         finally:
             store.stop()
+
+
+async def test_what_was_answered_survives_sigkill_while_the_disk_is_slow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(slow_disk(tmp_path)))
+    with running_store() as store:
+        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+        pipeline.start()
+        try:
+            count, (began_s, _) = 0, await pipeline.command("TIME")
+            # A server that syncs by itself is in the middle of it after a second.
+            while int((await pipeline.command("TIME"))[0]) < int(began_s) + 3:
+                count = await pipeline.command("INCR", "count")
+            assert count > 0
+            kill_store(store)
+            monkeypatch.delenv("LD_PRELOAD")
+            store.start()
+            assert int(await pipeline.command("GET", "count")) == count
+        finally:
+            await pipeline.close()
+
+
+async def test_a_kept_server_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def sync(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        loop.call_soon_threadsafe(done.set)
+
+    monkeypatch.setattr("aqua_coordinator.embedded.os.fdatasync", sync)
+    with running_store() as store:
+        store.keep()
+        try:
+            async with asyncio.timeout(BOUND_S):
+                await done.wait()
+        finally:
+            await store.unkeep()
+    assert set(synced) == {"appendonly.aof.1.incr.aof"}
 
 
 async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
