@@ -39,6 +39,9 @@ MAX_REDIS_CONNECTIONS: Final = 8
 STORE_RETRY_S: Final = 0.1
 """Between attempts to open the books: an embedded store is back in about that time."""
 
+_ROUTES: Final = [
+    route for router in routes.ALL for route in router.routes if isinstance(route, APIRoute)
+]
 _DESCRIPTION: Final = """\
 Aqua's books: who offers GPU memory, who holds a lease on it, and who is asked to give it back.
 
@@ -92,9 +95,7 @@ class Service:
         )
         metrics.event_streams.set_function(lambda: self.services.bell.listeners)
         self.api = _api(self.services)
-        every = [route for router in routes.ALL for route in router.routes]
-        lane = Lane([route for route in every if isinstance(route, APIRoute)])
-        self.gate = Gate(self.api, lane, self.services)
+        self.gate = Gate(self.api, Lane(_ROUTES), self.services)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
@@ -156,10 +157,16 @@ def _api(services: Services) -> FastAPI:
     return api
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     status, headers, body = error_answer(typed(error))
     answer = Response(body, status)
     answer.raw_headers = [*headers, (b"content-length", b"%d" % len(body))]
     if isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
-        answer.headers["Allow"] = error.headers["Allow"]
+        answer.headers["Allow"] = _methods_of(request.url.path) or error.headers["Allow"]
     return answer
+
+
+def _methods_of(path: str) -> str:
+    """All methods of a path; Starlette names those of the first operation that it finds there."""
+    here = (route.methods or () for route in _ROUTES if route.path_regex.match(path))
+    return ", ".join(sorted({method for methods in here for method in methods}))

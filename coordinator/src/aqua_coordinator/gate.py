@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aqua_coordinator.answers import JSON_HEADER, Headers, error_answer, typed
 from aqua_coordinator.lane import MIB, SMALL_BODY_BYTES, HotRoute, Lane
 from aqua_coordinator.services import Services
-from aqua_protocol import AquaError, RequestInvalidError, RequestTooLargeError, UnavailableError
+from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
 
 PLACEMENTS_PATH: Final = "/v1/placements"
 PLACEMENTS_BODY_BYTES: Final = 16 * MIB
@@ -53,16 +53,17 @@ class Gate:
         path: str = scope["path"]
         method: str = scope["method"]
         found = self._lane.find(method, path)
+        if found is not None:
+            answer = await self.answer(*found, dict(scope["headers"]), receive, started_s=started_s)
+            await _send(send, *answer)
+            return
         # A stream is served for hours; it has a limit of its own, and no duration to speak of.
         counted = path != EVENTS_PATH
         self._in_flight += counted
         try:
             if self._in_flight > self._limit:
-                await _drain_and_refuse(send, _overloaded(self._in_flight - 1))
+                await _send(send, *error_answer(_overloaded(self._in_flight - 1)))
                 code, route = 503, UNMATCHED
-            elif found is not None:
-                route = found[0].path
-                code = await self._serve_hot(*found, scope, receive, send)
             else:
                 code, route = await self._serve_cold(scope, receive, send)
         finally:
@@ -70,26 +71,59 @@ class Gate:
         if counted:
             self._metrics.answered(route, method, code, time.perf_counter() - started_s)
 
-    async def _serve_hot(
-        self, route: HotRoute, name: str, scope: Scope, receive: Receive, send: Send
-    ) -> int:
+    def find(self, method: str, path: str) -> tuple[HotRoute, str] | None:
+        """As `Lane.find`."""
+        return self._lane.find(method, path)
+
+    async def answer(
+        self,
+        route: HotRoute,
+        name: str,
+        headers: dict[bytes, bytes],
+        body: bytes | Receive,
+        *,
+        started_s: float,
+    ) -> tuple[int, Headers, bytes]:
+        """Serve a hot request, whatever goes wrong; counted and measured.
+
+        Args:
+            route, name: As found.
+            headers: By name in lower case.
+            body: All of it, or the channel that it comes from.
+            started_s: When the request began, by the performance counter.
+
+        Returns:
+            Status, headers (without the length) and body.
+        """
+        self._in_flight += 1
         try:
-            headers: dict[bytes, bytes] = dict(scope["headers"])
-            authorization = headers.get(b"authorization")
-            caller = self._services.door.authenticate(
-                None if authorization is None else authorization.decode("latin-1")
-            )
-            key = headers.get(b"idempotency-key")
-            body = await _read_body(headers, receive, route.max_body_bytes)
-            answer = await route.call(
-                self._services, caller, name, None if key is None else key.decode("latin-1"), body
-            )
+            content = await self._call(route, name, headers, body)
         except Exception as error:  # noqa: BLE001 - answered as a typed error, and logged if ours
-            status, head, answer = error_answer(typed(error))
+            answer = error_answer(typed(error))
         else:
-            status, head = route.status, [JSON_HEADER]
-        await _answer(send, status, head, answer)
-        return status
+            answer = route.status, [JSON_HEADER], content
+        finally:
+            self._in_flight -= 1
+        seconds = time.perf_counter() - started_s
+        self._metrics.answered(route.path, route.method, answer[0], seconds)
+        return answer
+
+    async def _call(
+        self, route: HotRoute, name: str, headers: dict[bytes, bytes], body: bytes | Receive
+    ) -> bytes:
+        if self._in_flight > self._limit:
+            raise _overloaded(self._in_flight - 1)
+        authorization = headers.get(b"authorization")
+        caller = self._services.door.authenticate(
+            None if authorization is None else authorization.decode("latin-1")
+        )
+        key = headers.get(b"idempotency-key")
+        if not isinstance(body, bytes):
+            body = await _read_body(headers, body, route.max_body_bytes)
+        _require_json(headers, body)
+        return await route.call(
+            self._services, caller, name, None if key is None else key.decode("latin-1"), body
+        )
 
     async def _serve_cold(self, scope: Scope, receive: Receive, send: Send) -> tuple[int, str]:
         status = 500
@@ -107,26 +141,24 @@ class Gate:
             if scope["method"] in _BODY_METHODS:
                 path = scope["path"]
                 limit = PLACEMENTS_BODY_BYTES if path == PLACEMENTS_PATH else SMALL_BODY_BYTES
-                inner = _replay(await _read_body(dict(scope["headers"]), receive, limit), receive)
+                headers = dict(scope["headers"])
+                body = await _read_body(headers, receive, limit)
+                _require_json(headers, body)
+                inner = _replay(body, receive)
             await self._app(scope, inner, watch)
         except Exception as error:
             if begun:
                 raise
             status, head, answer = error_answer(typed(error))
-            await _answer(send, status, head, answer)
+            await _send(send, status, head, answer)
         route = scope.get("route")
         return status, getattr(route, "path", UNMATCHED)
 
 
-async def _answer(send: Send, status: int, headers: Headers, body: bytes) -> None:
+async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
     headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _drain_and_refuse(send: Send, error: AquaError) -> None:
-    status, headers, body = error_answer(error)
-    await _answer(send, status, headers, body)
 
 
 def _overloaded(in_flight: int) -> UnavailableError:
@@ -138,12 +170,10 @@ def _overloaded(in_flight: int) -> UnavailableError:
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
-    """The whole body, if it is JSON and fits.
+    """The whole body, if it fits.
 
     Raises:
         RequestTooLargeError: Announced or actual size above `limit`.
-        RequestInvalidError: Not declared as JSON. Browsers send other types across sites without
-            asking, and a coordinator without tokens trusts everybody on its machine.
     """
     announced = headers.get(b"content-length", b"0")
     if not announced.isdigit() or int(announced) > limit:
@@ -161,11 +191,24 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) 
         body = b"".join(parts)
     if len(body) > limit:
         raise _too_large(limit)
+    return body
+
+
+def _require_json(headers: dict[bytes, bytes], body: bytes) -> None:
+    """Refuse a body that is not declared as JSON.
+
+    Browsers send other types across sites without asking, and a coordinator without tokens trusts
+    everybody on its machine.
+
+    Raises:
+        RequestInvalidError: It is not.
+    """
     if body and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
         raise RequestInvalidError(
-            "the body is not declared as JSON", remedy="Send Content-Type: application/json."
+            "Content-Type: the body is not declared as JSON",
+            remedy="Send Content-Type: application/json.",
+            faults=[{"field": "Content-Type", "fault": "the body is not declared as JSON"}],
         )
-    return body
 
 
 def _too_large(limit: int) -> RequestTooLargeError:

@@ -12,9 +12,9 @@ else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -27,6 +27,8 @@ from aqua_protocol import AquaError
 from aqua_protocol.ids import Name
 from aqua_protocol.wire import Wire
 
+Fault: TypeAlias = Mapping[str, Any]
+"""As pydantic describes it: where (`loc`) and what (`msg`)."""
 Operation = Callable[..., Awaitable[BaseModel]]
 OperationT = TypeVar("OperationT", bound=Operation)
 
@@ -56,6 +58,7 @@ class HotRoute:
     """One operation as the lane calls it.
 
     Attributes:
+        method: Of HTTP.
         path: Template, for metrics.
         max_body_bytes: Larger bodies are refused.
         status: Of a success.
@@ -65,6 +68,7 @@ class HotRoute:
         wants_caller, wants_key: Whether it takes these.
     """
 
+    method: str
     path: str
     max_body_bytes: int
     status: int
@@ -90,27 +94,20 @@ class HotRoute:
         arguments: dict[str, Any] = {"services": services}
         if self.wants_caller:
             arguments["caller"] = caller
+        faults: list[Fault] = []
         if self.name is not None:
-            arguments[self.name] = _checked(_NAME, name, self.name)
+            arguments[self.name] = _checked(_NAME, name, self.name, faults)
         if self.wants_key:
-            if key is None:
-                raise invalid([{"loc": ("Idempotency-Key",), "msg": "Field required"}])
-            arguments["idempotency_key"] = _checked(_KEY, key, "Idempotency-Key")
+            arguments["idempotency_key"] = _checked(_KEY, key, "Idempotency-Key", faults)
         try:
             arguments["body"] = self.body.model_validate_json(body)
         except ValidationError as error:
-            raise self._why_invalid(body, error) from error
+            faults += error.errors(include_url=False, include_input=False)
+            raise _why_invalid(body, faults) from error
+        if faults:
+            raise invalid(faults)
         answer = await self.operation(**arguments)
         return answer.__pydantic_serializer__.to_json(answer)
-
-    @staticmethod
-    def _why_invalid(body: bytes, error: ValidationError) -> AquaError:
-        reason = invalid(error.errors(include_url=False, include_input=False))
-        try:
-            # pydantic's own parser: the standard library's recurses into nested garbage.
-            return explain_version(from_json(body), reason)
-        except ValueError:
-            return reason
 
 
 class Lane:
@@ -126,8 +123,7 @@ class Lane:
             if route.endpoint in _HOT:
                 hot_route = _compile(route)
                 segments = route.path.split("/")
-                for method in route.methods or ():
-                    self._routes[_shape(method, segments)] = hot_route
+                self._routes[_shape(hot_route.method, segments)] = hot_route
         missing = _HOT.keys() - {route.operation for route in self._routes.values()}
         assert not missing, f"hot operations without a route: {missing}"
 
@@ -167,7 +163,9 @@ def _compile(route: APIRoute) -> HotRoute:
     assert len(names) <= 1, f"the fast lane carries one name, {route.path} has {names}"
     body = hints["body"]
     assert issubclass(body, Wire), f"the body of {route.path} is {body}"
+    (method,) = route.methods or {""}
     return HotRoute(
+        method=method,
         path=route.path,
         max_body_bytes=_HOT[route.endpoint],
         status=route.status_code or 200,
@@ -179,9 +177,25 @@ def _compile(route: APIRoute) -> HotRoute:
     )
 
 
-def _checked(adapter: TypeAdapter[str], value: str, where: str) -> str:
+def _checked(
+    adapter: TypeAdapter[str], value: str | None, where: str, faults: list[Fault]
+) -> str | None:
+    """The value if it fits; otherwise what is wrong with it joins `faults`."""
+    if value is None:
+        faults.append({"loc": (where,), "msg": "Field required"})
+        return None
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False)
-        raise invalid([{**fault, "loc": (where,)} for fault in faults]) from error
+        found = error.errors(include_url=False, include_input=False)
+        faults += [{**fault, "loc": (where,)} for fault in found]
+        return None
+
+
+def _why_invalid(body: bytes, faults: list[Fault]) -> AquaError:
+    reason = invalid(faults)
+    try:
+        # pydantic's own parser: the standard library's recurses into nested garbage.
+        return explain_version(from_json(body), reason)
+    except ValueError:
+        return reason

@@ -20,8 +20,8 @@ import uvloop
 
 from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
-from aqua_coordinator.corked import CorkedProtocol
 from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.lane_protocol import LaneProtocol
 from aqua_coordinator.settings import Settings
 from aqua_protocol import ConfigError
 
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn.Config(service.gate, **SERVER_OPTIONS, http=CorkedProtocol))
+        super().__init__(uvicorn.Config(service.gate, **SERVER_OPTIONS, http=LaneProtocol))
         self._bell = service.services.bell
 
     @contextlib.contextmanager

@@ -187,9 +187,16 @@ async def test_what_cannot_be_found_or_done_is_a_typed_error(
 
 
 async def test_a_wrong_method_names_the_right_ones(http: httpx.AsyncClient) -> None:
-    answer = await http.patch("/v1/placements", json={})
-    assert answer.status_code == 405
-    assert answer.headers["allow"] in {"GET", "PUT", "GET, PUT", "PUT, GET"}
+    for path, methods in {
+        "placements": "GET, PUT",
+        "leases": "GET, POST",
+        "leases/some": "GET",
+        "leases/some/renew": "POST",
+        "producers/some": "DELETE, GET, PUT",
+    }.items():
+        answer = await http.patch(f"/v1/{path}", json={})
+        assert error_of(answer).code == "method_not_allowed"
+        assert answer.headers["allow"] == methods
 
 
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/reclaims"])

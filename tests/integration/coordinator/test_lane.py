@@ -55,10 +55,12 @@ def _conversation() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:
         ("POST", "/v1/leases", wish | {"bytes": 0}, key),
         ("POST", "/v1/leases", wish, {}),
         ("POST", "/v1/leases", wish, {"Idempotency-Key": " "}),
+        ("POST", "/v1/leases", {}, {}),
         ("POST", "/v1/leases/nothing/renew", {"epoch": 1}, {}),
         ("POST", "/v1/leases/nothing/renew", {"epoch": 0}, {}),
         ("POST", "/v1/leases/nothing/release", {"epoch": 1}, {}),
         ("POST", "/v1/leases/bad%20name/release", {"epoch": 1}, {}),
+        ("POST", "/v1/leases/bad%20name/release", {"epoch": 0}, {}),
     ]
 
 

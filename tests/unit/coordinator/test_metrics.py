@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from aqua_coordinator.corked import CorkedTransport
+from aqua_coordinator.lane_protocol import CorkedTransport
 from aqua_coordinator.metrics import Durations, Metrics
 
 
