@@ -28,7 +28,7 @@ ifdef NO_VENV
   PY := $(PYTHON)
   BIN :=
   READY :=
-  export PYTHONPATH := protocol/src:aqualib/src:coordinator/src:placer/src:schedulers/src:batch/src:simulator/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+  export PYTHONPATH := protocol/src:aqualib/src:coordinator/src:placer/src:profiler/src:schedulers/src:batch/src:simulator/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   PY := .venv/bin/python
   BIN := .venv/bin/
@@ -110,6 +110,7 @@ EDITABLES := \
   -e coordinator \
   -e 'aqualib[torch,transformers,demo,nvml]' \
   -e 'placer[gurobi,cbc]' \
+  -e 'profiler[nvml,torch]' \
   -e schedulers \
   -e simulator \
   -e 'batch[transformers,tiktoken]'

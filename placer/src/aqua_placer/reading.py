@@ -30,7 +30,7 @@ from aqua_protocol.problem import (
     PlacementProblem,
     ServerClass,
 )
-from aqua_protocol.profile import ModelProfile
+from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 MAX_NAME: Final = 256
 
@@ -313,6 +313,12 @@ def _size_by_class(model: Model, servers: Servers) -> Floats:
         raise ProblemInvalidError(
             f"the profile of {model.name!r} is partial",
             remedy="Finish profiling it (aqua-profile resumes), or give memory_gb yourself.",
+            model=model.name,
+        )
+    if model.profile is not None and model.profile.label is ProfileLabel.UNKNOWN:
+        raise ProblemInvalidError(
+            f"the profile of {model.name!r} does not say what it spares or needs",
+            remedy="Profile it where its memory can be read, or give memory_gb yourself.",
             model=model.name,
         )
     measured = model.measured_hbm_gb

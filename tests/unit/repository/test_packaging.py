@@ -22,6 +22,7 @@ ALLOWED: Final[dict[str, set[str]]] = {
     "aqua-coordinator": {"aqua-protocol"},
     "aqualib": {"aqua-protocol", "aqua-schedulers"},
     "aqua-placer": {"aqua-protocol"},
+    "aqua-profiler": {"aqua-protocol"},
     "aqua-schedulers": {"aqua-protocol"},
     "aqua-batch": {"aqua-protocol", "aqua-schedulers"},
     "aqua-simulator": {"aqua-protocol", "aqua-schedulers", "aqua-placer"},

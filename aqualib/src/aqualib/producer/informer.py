@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aqua_protocol import TransportError, UnavailableError, format_bytes
+from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from aqualib.producer.lender import Producer
 
 logger: Final = logging.getLogger("aqualib")
-
-PRODUCER_THRESHOLD_BYTES: Final = 10 * 10**9
-"""A model with less to spare is no producer (section 4: "above a threshold (e.g., 10 GB)")."""
 
 RECLAIM_RATE_RATIO: Final = 1.2
 """Figure 4: a model that sustains 2.5 requests/s misses its objective at 3."""

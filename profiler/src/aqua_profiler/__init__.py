@@ -1,0 +1,1 @@
+"""Measures what a model can lend or needs under its own workload, and labels it."""

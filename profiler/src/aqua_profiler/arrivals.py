@@ -1,0 +1,59 @@
+"""When requests are sent: Poisson arrivals at a constant rate or along an exponential ramp.
+
+Arrivals of a rate that changes are those of rate one, stretched by the inverse of the cumulated
+rate. The schedule depends on the run alone, never on answers: that is what open loop means.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from aqua_profiler.objective import Run
+
+
+class Schedule:
+    """Send times of a run in seconds from its start, in order.
+
+    Args:
+        run: Which stretch of load.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._generator = random.Random(f"arrivals {run.seed}")
+        self._frozen_at_s = math.inf
+        self._last_s = 0.0
+
+    def __iter__(self) -> Iterator[float]:
+        """Endless; one pass."""
+        while True:
+            self._last_s = self._after(self._last_s, self._generator.expovariate(1.0))
+            yield self._last_s
+
+    def rate_at(self, at_s: float) -> float:
+        """Requests a second that are due at that time."""
+        run = self._run
+        if run.doubling_s is None:
+            return run.rate_per_s
+        doublings = min(at_s, self._frozen_at_s) / run.doubling_s
+        ratio = run.max_rate_per_s / run.rate_per_s
+        if doublings >= math.log2(ratio):
+            return run.max_rate_per_s
+        return float(run.rate_per_s * 2.0**doublings)
+
+    def freeze(self, at_s: float) -> None:
+        """Let a ramp go on at the rate it has then."""
+        self._frozen_at_s = min(self._frozen_at_s, at_s)
+
+    def _after(self, last_s: float, work: float) -> float:
+        """The time until which `work` arrivals are expected from `last_s` on."""
+        run = self._run
+        if run.doubling_s is None:
+            return last_s + work / run.rate_per_s
+        rate = self.rate_at(last_s)
+        growth = math.log(2) / run.doubling_s
+        if last_s >= self._frozen_at_s or rate >= run.max_rate_per_s:
+            return last_s + work / rate
+        return last_s + math.log1p(work * growth / rate) / growth

@@ -1,0 +1,300 @@
+"""`aqua-profile`: run, show, diff, push.
+
+What a script may read goes to standard output (`--json`), what a person watches to standard error.
+Exit codes: 0 done; 1 the profile is partial because the budget was spent; 2 the input or a setting
+is wrong; 3 the endpoint (or the coordinator) failed: with `run`, what was measured before is still
+written and printed, marked partial, and can be resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from aqua_profiler.llm import Listener
+    from aqua_protocol.profile import ModelProfile
+
+EXIT_PARTIAL, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
+
+app = typer.Typer(
+    name="aqua-profile",
+    help="Measure what a model can lend or needs under its own workload, and label it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+run = typer.Typer(no_args_is_help=True, help="Measure a deployment.")
+app.add_typer(run, name="run")
+
+
+class Api(StrEnum):
+    """Operations of an OpenAI-compatible server."""
+
+    AUTO = "auto"
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class Format(StrEnum):
+    """How `show` shows."""
+
+    TEXT = "text"
+    JSON = "json"
+    PLACER = "placer"
+    KUBERNETES = "kubernetes"
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the profile here: .json or .yaml.")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or .svg.")]
+Budget = Annotated[float, typer.Option("--budget-s", min=1, max=86_400, help="Seconds in all.")]
+Threshold = Annotated[
+    str, typer.Option("--threshold", help="Spare memory from which a model is a producer.")
+]
+Hbm = Annotated[str | None, typer.Option("--hbm", help="Memory of the GPU, for example 80GB.")]
+Hardware = Annotated[str, typer.Option(help="For the provenance; default: this machine.")]
+ProfileFile = Annotated[Path, typer.Argument(help="A profile.")]
+
+
+@run.command()
+def llm(  # noqa: PLR0917 - a command has as many arguments as options
+    endpoint: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")],
+    model: Annotated[str, typer.Option(help="As the server calls it.")],
+    lengths: Annotated[
+        Path, typer.Option(help="Prompt and output lengths: CSV, or a trace; .gz or not.")
+    ],
+    ttft_s: Annotated[
+        float, typer.Option(min=0.001, help="Limit of the time to first token.")
+    ] = 1.0,
+    tbt_p99_s: Annotated[
+        float, typer.Option(min=0.0001, help="Limit of the p99 of the time between tokens.")
+    ] = 0.1,
+    ttft_quantile: Annotated[
+        float, typer.Option(min=0.01, max=0.999, help="Share of requests that must keep --ttft-s.")
+    ] = 0.5,
+    budget_s: Budget = 600.0,
+    min_rate: Annotated[float, typer.Option(min=0.001, help="Requests/s; no search below.")] = 0.02,
+    max_rate: Annotated[
+        float, typer.Option(min=0.001, help="Requests/s; no search above.")
+    ] = 200.0,
+    step: Annotated[float, typer.Option(min=0.01, help="Of the linear search, requests/s.")] = 0.5,
+    precision: Annotated[
+        float, typer.Option(min=0.002, max=0.5, help="Relative standard error to reach.")
+    ] = 0.018,
+    threshold: Threshold = "10GB",
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="Size of the engine's KV cache per GPU, if it does not say.")
+    ] = None,
+    model_folder: Annotated[
+        Path | None, typer.Option(help="With the model's config.json, to size its KV cache.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of the model.")] = 1,
+    hbm: Hbm = None,
+    bursts: Annotated[
+        str, typer.Option(help="Factors of the stable rate; the first sets needed_bytes.")
+    ] = "2,1.5,3",
+    burst_s: Annotated[float, typer.Option(min=1, help="Length of a burst.")] = 60.0,
+    long_prompt_tokens: Annotated[int, typer.Option(min=0, help="A prompt to have room for.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Prefixes to keep cached.")] = 0,
+    api: Annotated[Api, typer.Option(help="Operation to load.")] = Api.AUTO,
+    token: Annotated[
+        str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
+    ] = None,
+    stall_s: Annotated[float, typer.Option(min=1, help="Silence that counts as a stall.")] = 30.0,
+    seed: Annotated[int, typer.Option(min=0, max=10**6, help="Of arrivals and lengths.")] = 0,
+    journal: Annotated[
+        Path | None, typer.Option(help="To resume from; default: beside --output.")
+    ] = None,
+    hardware: Hardware = "",
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Find the highest rate that meets the objective, and the memory left over at it."""
+    from aqua_profiler.errors import ProfileInvalidError
+    from aqua_profiler.lengths import read_lengths
+    from aqua_profiler.llm import Plan, profile_llm
+    from aqua_profiler.objective import Objective
+    from aqua_profiler.provenance import provenance
+    from aqua_protocol import ConfigError, parse_bytes
+
+    if min_rate > max_rate:
+        raise ConfigError(
+            f"--min-rate {min_rate:g} is above --max-rate {max_rate:g}", remedy="Swap them."
+        )
+    workload = read_lengths(lengths)
+    if not model or len(model) > 256:  # noqa: PLR2004 - the schema's bound
+        raise ProfileInvalidError(f"{model!r} cannot be a model's name", remedy="Give --model.")
+    if journal is None and output is not None:
+        journal = output.with_name(output.name + ".journal")
+    plan = Plan(
+        url=endpoint,
+        model=model,
+        lengths=workload,
+        objective=Objective(
+            ttft_s=ttft_s,
+            tbt_s=tbt_p99_s,
+            ttft_quantile=ttft_quantile,
+            precision=precision,
+            step_per_s=step,
+            min_rate_per_s=min_rate,
+            max_rate_per_s=max_rate,
+        ),
+        budget_s=budget_s,
+        api=None if api is Api.AUTO else api.value,
+        token=token,
+        seed=seed,
+        threshold_bytes=parse_bytes(threshold),
+        tensor_parallel=tensor_parallel,
+        hbm_bytes=None if hbm is None else parse_bytes(hbm),
+        kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
+        model_folder=model_folder,
+        bursts=_factors(bursts),
+        burst_s=burst_s,
+        long_prompt_tokens=long_prompt_tokens,
+        prefix_tokens=prefix_tokens,
+        stall_s=stall_s,
+        journal=journal,
+        provenance=provenance(workload.digest, hardware=hardware),
+    )
+    with _watching(budget_s, quiet=as_json) as listener:
+        outcome = profile_llm(plan, listener)
+    _deliver(outcome.profile, output, plot, as_json=as_json)
+    if outcome.error is not None:
+        _say(f"aqua-profile: {outcome.error.message} [{outcome.error.code}]")
+        _say(f"  {outcome.error.remedy}")
+        raise typer.Exit(EXIT_FAILED)
+    if outcome.profile.partial:
+        raise typer.Exit(EXIT_PARTIAL)
+
+
+@app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="Profiles; one, but for the placer.")],
+    form: Annotated[Format, typer.Option("--format", "-f")] = Format.TEXT,
+    servers: Annotated[int, typer.Option(min=1, help="For the placer: how many servers.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="For the placer: GPUs of a server.")] = 8,
+    hbm_gb: Annotated[float, typer.Option(min=0.001, help="For the placer: of a GPU.")] = 80.0,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Show a profile: as text, as input of aqua-place, as Kubernetes metadata, as a picture."""
+    from aqua_profiler.files import read_profile
+    from aqua_profiler.showing import kubernetes, lines_of, placer_input
+
+    profiles = [read_profile(path) for path in files]
+    if form is Format.PLACER:
+        typer.echo(placer_input(profiles, servers, gpus, hbm_gb), nl=False)
+    for profile in profiles:
+        if as_json or form is Format.JSON:
+            typer.echo(profile.model_dump_json())
+        elif form is Format.KUBERNETES:
+            _print_json({"metadata": kubernetes(profile)})
+        elif form is Format.TEXT:
+            typer.echo("\n".join(lines_of(profile)))
+        if plot is not None:
+            _draw(profile, plot)
+
+
+@app.command()
+def diff(
+    old: ProfileFile,
+    new: ProfileFile,
+    as_json: Json = False,
+) -> None:
+    """Say in what two profiles differ; exit 1 if they do."""
+    from aqua_profiler.files import read_profile
+    from aqua_profiler.showing import differences
+
+    found = differences(read_profile(old), read_profile(new))
+    if as_json:
+        _print_json(found)
+    else:
+        for name, entry in found.items():
+            ratio = f"  (x {entry['ratio']:.3f})" if "ratio" in entry else ""
+            typer.echo(f"{name:28s} {entry['old']} -> {entry['new']}{ratio}")
+    if found:
+        raise typer.Exit(1)
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    from aqua_protocol import ConfigError
+
+    try:
+        factors = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        factors = (0.0,)
+    if any(not 1 < factor <= 100 for factor in factors):  # noqa: PLR2004 - a sane bound
+        raise ConfigError(
+            f"--bursts {text!r} are not factors above 1", remedy="Write them as in 2,1.5,3."
+        )
+    return factors
+
+
+@contextmanager
+def _watching(budget_s: float, *, quiet: bool) -> Iterator[Listener]:
+    """Progress with the time left, on a terminal; silence elsewhere."""
+    from aqua_profiler.progress import Silence, Terminal
+
+    if quiet or not sys.stderr.isatty():
+        yield Silence()
+        return
+    with Terminal(budget_s) as listener:
+        yield listener
+
+
+def _deliver(
+    profile: ModelProfile, output: Path | None, plot: Path | None, *, as_json: bool
+) -> None:
+    from aqua_profiler.files import write_profile
+    from aqua_profiler.showing import lines_of
+
+    if output is not None:
+        write_profile(profile, output)
+    if plot is not None:
+        _draw(profile, plot)
+    if as_json:
+        typer.echo(profile.model_dump_json())
+    else:
+        typer.echo("\n".join(lines_of(profile)))
+
+
+def _draw(profile: ModelProfile, path: Path) -> None:
+    from aqua_profiler.plotting import draw
+
+    draw(profile, path)
+    _say(str(path))
+
+
+def _print_json(content: Any) -> None:  # noqa: ANN401 - JSON
+    import json
+
+    typer.echo(json.dumps(content))
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def main() -> None:
+    """Entry point: typed errors become a line, a remedy and an exit code."""
+    from aqua_protocol.errors import AquaError, ConfigError
+
+    try:
+        app()
+    except AquaError as error:
+        if "--json" in sys.argv:
+            typer.echo(error.to_body().model_dump_json())
+        _say(f"aqua-profile: {error.message} [{error.code}]")
+        if error.remedy:
+            _say(f"  {error.remedy}")
+        sys.exit(EXIT_WRONG if isinstance(error, ConfigError) else EXIT_FAILED)

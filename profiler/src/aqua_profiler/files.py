@@ -1,0 +1,51 @@
+"""Profiles as files: JSON or YAML in, JSON or YAML out, by the name's ending."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from aqua_profiler.errors import ProfileInvalidError
+from aqua_protocol.profile import ModelProfile
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """Read a profile.
+
+    Raises:
+        ProfileInvalidError: Unreadable, not JSON or YAML, or not a profile.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ProfileInvalidError(
+            f"cannot read {path}: {error}", remedy="Give a file that aqua-profile wrote."
+        ) from error
+    try:
+        return ModelProfile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "profile"
+        raise ProfileInvalidError(
+            f"{path}: {place}: {first['msg']}", remedy="Give a file that aqua-profile wrote."
+        ) from error
+
+
+def write_profile(profile: ModelProfile, path: Path) -> None:
+    """Write a profile; whole or not at all."""
+    content = profile.model_dump(mode="json")
+    if path.suffix in {".yaml", ".yml"}:
+        import yaml
+
+        text = yaml.safe_dump(content, sort_keys=False)
+    else:
+        text = json.dumps(content, indent=2) + "\n"
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,292 @@
+"""The search for the highest rate that meets the objective: from the runs so far to the next one.
+
+A pure function of what was measured, so it can be resumed from a journal and tried on a virtual
+clock. It goes
+
+1. up a *ramp*, the rate doubling every few seconds, until the endpoint falls behind. That brackets
+   the rate for the price of about one run (the paper bisects within 1 to 10 requests/s);
+2. where requests queued, slightly above the capacity, until the capacity is known well enough; then
+   to the rate that follows, to see the objective met in the steady state;
+3. where latency rises without a queue: halving the bracket by interpolation, then by the paper's
+   linear steps.
+
+Whatever contradicts the estimate moves it: all runs count in `estimating`, at every decision.
+
+Source: Aqua section 4.1. Ours: the ramp, the backlog's throughput, one estimate from all runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from aqua_profiler.estimating import Estimate, estimate, is_measured, meets
+from aqua_profiler.objective import Objective, Run, Unloaded
+from aqua_profiler.observing import Summary
+
+RAMP_SHARE: Final = 0.05
+"""Of the budget for one doubling: a ramp of six leaves two thirds."""
+
+LEAST_DOUBLING_S: Final = 2.0
+RAMP_BACKLOG: Final = 40
+FIRST_BACKLOG: Final = 60.0
+"""Of first tokens, per request/s of the capacity; within the bounds below."""
+
+LEAST_BACKLOG: Final = 100
+USUAL_BACKLOG: Final = 240
+MOST_BACKLOG: Final = 1200
+STEADY_REQUESTS: Final = 150
+MOST_RUNS: Final = 24
+
+STEADY_BELOW: Final = 0.96
+"""A steady run is made at that share of the estimate. At the estimate itself half of all runs would
+fail by definition; a little below, a failure says that the estimate is wrong."""
+
+STEADY_FROM: Final = 0.88
+CURVE_REQUESTS: Final = 350
+CURVE_PRECISION: Final = 1.5
+"""A crossing of curves is exact enough at so many times the precision: its error contains
+the scatter of whole runs already."""
+
+WALK_STEPS: Final = 3.0
+RELATIVE_STEP: Final = 0.05
+
+REQUESTS_PER_RATE: Final = 130.0
+"""Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
+0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
+
+LEAST_REQUESTS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of a search.
+
+    Attributes:
+        estimate: What is known.
+        complete: The objective was seen met near the rate, and a limit above it; else the profile
+            is partial.
+        reason: Why it ended, for people.
+        at_cap: The rate is the highest that was allowed, not a limit of the endpoint.
+    """
+
+    estimate: Estimate
+    complete: bool
+    reason: str
+    at_cap: bool = False
+
+
+def next_step(
+    objective: Objective,
+    unloaded: Unloaded,
+    runs: Sequence[Summary],
+    *,
+    left_s: float,
+    budget_s: float,
+    seed: int,
+) -> Run | Verdict:
+    """What to run now, or the end.
+
+    Args:
+        objective: What is looked for.
+        unloaded: What a lone request takes.
+        runs: All so far, in order.
+        left_s: Seconds that are left of the budget.
+        budget_s: The whole of it.
+        seed: Of the search; every run gets its own from it.
+    """
+    known = estimate(objective, unloaded, runs)
+    planner = _Planner(objective, unloaded, runs, known, left_s, seed * 1_000 + len(runs))
+    if not runs:
+        return planner.ramp(budget_s)
+    if len(runs) >= MOST_RUNS:
+        return planner.verdict("as many runs as a search may make")
+    if left_s < planner.shortest_s:
+        return planner.verdict("the budget is spent")
+    return planner.next()
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    objective: Objective
+    unloaded: Unloaded
+    runs: Sequence[Summary]
+    known: Estimate
+    left_s: float
+    seed: int
+
+    @property
+    def shortest_s(self) -> float:
+        """A run that could still say something, with its drain."""
+        return 2.0 + 3 * self.unloaded.residence_s
+
+    @property
+    def sent(self) -> int:
+        """Requests so far."""
+        return sum(run.sent for run in self.runs)
+
+    def ramp(self, budget_s: float) -> Run:
+        """From a rate that a server which takes one request at a time just sustains."""
+        objective = self.objective
+        start = 0.7 / max(self.unloaded.residence_s, 1e-3)
+        return Run(
+            rate_per_s=min(max(start, objective.min_rate_per_s), objective.max_rate_per_s),
+            seed=self.seed,
+            doubling_s=max(
+                min(LEAST_DOUBLING_S, 0.5 * RAMP_SHARE * budget_s),
+                min(RAMP_SHARE * budget_s, self.unloaded.residence_s / 3),
+            ),
+            max_rate_per_s=objective.max_rate_per_s,
+            enough_backlog=RAMP_BACKLOG,
+            patience=5.0,
+            least_s=0.0,
+            most_s=0.5 * self.left_s,
+        )
+
+    def next(self) -> Run | Verdict:
+        """After the ramp."""
+        known, objective = self.known, self.objective
+        if known.rate_per_s is None:
+            return self._towards_the_cap()
+        if known.rate_per_s >= objective.max_rate_per_s:
+            return self._towards_the_cap()
+        if self._is_spent():
+            return self.verdict("as precise as so many requests allow")
+        return self._queue() if known.queueing else self._curve()
+
+    def _towards_the_cap(self) -> Run | Verdict:
+        cap = self.objective.max_rate_per_s
+        if self.known.ok_per_s >= cap:
+            return self.verdict("the highest rate allowed meets the objective", at_cap=True)
+        highest = max(run.rate_per_s for run in self.runs)
+        if any(run.rate_per_s >= cap and is_measured(run) for run in self.runs):
+            return self._steady(max(self.known.ok_per_s * 1.2, 0.8 * cap))
+        return self._steady(min(cap, max(highest, 2 * self.known.ok_per_s)))
+
+    def _is_spent(self) -> bool:
+        rate = self.known.rate_per_s or 0.0
+        return self.sent > max(LEAST_REQUESTS, REQUESTS_PER_RATE * rate) and self._is_confirmed()
+
+    # --- Queues -------------------------------------------------------------------------
+
+    def _queue(self) -> Run | Verdict:
+        known = self.known
+        assert known.rate_per_s is not None, known
+        assert known.capacity is not None, known
+        settled = any(
+            backlog.starts >= LEAST_BACKLOG - 20
+            for run in self.runs
+            if not run.ramp
+            for backlog in run.backlogs
+        )
+        if not settled and not self._overshot():
+            first = min(max(FIRST_BACKLOG * known.capacity.per_s, LEAST_BACKLOG), USUAL_BACKLOG)
+            return self._saturate(round(first))
+        if not self._is_confirmed():
+            return self._steady(STEADY_BELOW * known.rate_per_s)
+        if known.error > self.objective.precision:
+            wanted = known.capacity.dispersion / self.objective.precision**2
+            have = sum(b.starts for run in self.runs if not run.ramp for b in run.backlogs)
+            allowed = max(LEAST_REQUESTS, REQUESTS_PER_RATE * known.rate_per_s) - self.sent
+            more = min(max(wanted - have, LEAST_BACKLOG), MOST_BACKLOG, max(allowed, LEAST_BACKLOG))
+            return self._saturate(round(more))
+        return self.verdict("known to the precision asked for")
+
+    def _overshot(self) -> bool:
+        """Runs meant to overload did not, twice: the steady ones know better."""
+        capacity = self.known.capacity
+        assert capacity is not None, self.known
+        return sum(not run.ramp and not run.backlogs for run in self.runs) >= 4  # noqa: PLR2004
+
+    def _is_confirmed(self) -> bool:
+        """A steady run near the estimate met the objective."""
+        rate = self.known.rate_per_s
+        assert rate is not None, self.known
+        return any(
+            is_measured(run) and meets(self.objective, run) and run.rate_per_s >= STEADY_FROM * rate
+            for run in self.runs
+        )
+
+    def _saturate(self, starts: int) -> Run:
+        capacity = self.known.capacity
+        assert capacity is not None, self.known
+        excess = 1.08 + min(0.17, 1.5 * capacity.error)
+        # Where a run above the estimate met the objective, the estimate is too low.
+        rate = max(capacity.per_s * excess, 1.15 * self.known.ok_per_s)
+        # A backlog of so many at that rate waits (excess - 1) times its length in the end.
+        length_s = starts / capacity.per_s
+        patience = max(6.0, 2 * (excess - 1) * length_s / self.objective.ttft_s)
+        return self._run(
+            rate,
+            requests=round(2.5 * starts) + 50,
+            backlog=starts,
+            patience=patience,
+            most_s=3 * length_s + 4 * self.unloaded.residence_s + 20,
+        )
+
+    # --- Curves -------------------------------------------------------------------------
+
+    def _curve(self) -> Run | Verdict:
+        known, objective = self.known, self.objective
+        assert known.rate_per_s is not None, known
+        low, high = known.ok_per_s, known.violated_per_s
+        if high <= objective.min_rate_per_s * 1.01:
+            return self.verdict("the lowest rate allowed violates the objective")
+        if known.error <= CURVE_PRECISION * objective.precision and self._is_confirmed():
+            return self.verdict("known to the precision asked for")
+        step = min(objective.step_per_s, RELATIVE_STEP * high)
+        if not self._is_confirmed():
+            # Below the estimate by a step at a time, until the objective is seen met.
+            tries = sum(
+                is_measured(run) and STEADY_FROM * known.rate_per_s <= run.rate_per_s
+                for run in self.runs
+            )
+            return self._measure(known.rate_per_s - tries * step)
+        # To both sides of the estimate in turn: a slope needs a distance.
+        side = 1 if sum(run.rate_per_s > known.rate_per_s for run in self.runs) % 2 else -1
+        reach = step if high - low <= WALK_STEPS * step else 0.25 * (high - low)
+        return self._measure(known.rate_per_s + side * reach)
+
+    # --- Runs ---------------------------------------------------------------------------
+
+    def _steady(self, rate: float) -> Run:
+        return self._run(rate, requests=STEADY_REQUESTS, backlog=0, patience=5.0, most_s=240.0)
+
+    def _measure(self, rate: float) -> Run:
+        """For quantiles of tokens: as long as a third of what is left allows."""
+        most_s = max(10.0, 0.3 * self.left_s)
+        requests = CURVE_REQUESTS
+        return self._run(rate, requests=requests, backlog=0, patience=5.0, most_s=most_s)
+
+    def _run(
+        self, rate: float, *, requests: int, backlog: int, patience: float, most_s: float
+    ) -> Run:
+        objective = self.objective
+        return Run(
+            rate_per_s=min(max(rate, objective.min_rate_per_s), objective.max_rate_per_s),
+            seed=self.seed,
+            enough_requests=requests,
+            enough_backlog=backlog,
+            patience=patience,
+            least_s=min(10.0, 0.1 * self.left_s),
+            # What is queued at the end has to be answered within the budget too.
+            most_s=max(1.0, min(most_s, 0.8 * self.left_s - self.unloaded.residence_s)),
+        )
+
+    def verdict(self, reason: str, *, at_cap: bool = False) -> Verdict:
+        """The end, as far as it came."""
+        known = self.known
+        near = known.rate_per_s is not None and self._is_confirmed()
+        complete = at_cap or (near and (known.capacity is not None or known.violated_per_s < 1e9))  # noqa: PLR2004
+        if at_cap:
+            known = Estimate(
+                self.objective.max_rate_per_s,
+                0.0,
+                None,
+                queueing=False,
+                capacity=None,
+                ok_per_s=known.ok_per_s,
+                violated_per_s=known.violated_per_s,
+            )
+        return Verdict(known, complete, reason, at_cap)

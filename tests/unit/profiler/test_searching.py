@@ -1,0 +1,149 @@
+"""The search on servers whose capacity is known, on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from aqua_profiler.lengths import Lengths, lengths_of
+from aqua_profiler.objective import Objective, Unloaded
+from aqua_profiler.observing import Stop, Summary
+from aqua_profiler.searching import Verdict, next_step
+from harness.queueing import Server, drive, true_rate, unloaded_of
+
+BUDGET_S: Final = 600.0
+SEEDS: Final = 20
+SWEEP_STEP: Final = 0.5
+SWEEP_REQUESTS: Final = 200
+"""At each rate of a plain linear sweep: no more than the search takes to see one rate's median."""
+
+
+def _chat(rows: int = 800) -> Lengths:
+    generator = random.Random(3)
+    return lengths_of(
+        [
+            (
+                max(1, min(4000, round(generator.lognormvariate(5.0, 1.0)))),
+                max(1, min(60, round(generator.lognormvariate(2.3, 0.7)))),
+            )
+            for _ in range(rows)
+        ]
+    )
+
+
+CHAT: Final = _chat()
+
+SERVERS: Final = {
+    "sixteen slots": Server(
+        16, lambda _p, _r: 0.02, lambda _n, _r: (16 / 20 - 0.02) / (CHAT.mean_output - 1)
+    ),
+    "five slots": Server(
+        5, lambda _p, _r: 0.05, lambda _n, _r: (5 / 5 - 0.05) / (CHAT.mean_output - 1)
+    ),
+    "one at a time": Server(1, lambda _p, _r: 0.05, lambda _n, _r: 0.0),
+}
+
+
+def _search(
+    server: Server, seed: int, objective: Objective, budget_s: float = BUDGET_S
+) -> tuple[Verdict, list[Summary], float]:
+    unloaded = unloaded_of(server, CHAT.drawn(seed), seed)
+    runs: list[Summary] = []
+    used_s = 0.0
+    while True:
+        left_s = budget_s - used_s
+        step = next_step(objective, unloaded, runs, left_s=left_s, budget_s=budget_s, seed=seed)
+        if isinstance(step, Verdict):
+            return step, runs, used_s
+        summary, seconds = drive(
+            server, CHAT.drawn(step.seed), step, objective, unloaded, drain_s=left_s - step.most_s
+        )
+        runs.append(summary)
+        used_s += seconds
+
+
+def _sweep_requests(rate: float) -> int:
+    return SWEEP_REQUESTS * (int(rate / SWEEP_STEP) + 1)
+
+
+@pytest.mark.parametrize("name", list(SERVERS))
+def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) -> None:
+    server, objective = SERVERS[name], Objective()
+    truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=60_000)
+    for seed in range(SEEDS):
+        verdict, runs, used_s = _search(server, seed, objective)
+        rate = verdict.estimate.rate_per_s
+        assert rate is not None
+        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
+        assert verdict.complete, (seed, verdict)
+        assert sum(run.sent for run in runs) <= _sweep_requests(truth) / 2, seed
+        assert used_s <= BUDGET_S, seed
+
+
+def test_the_same_seed_gives_the_same_search() -> None:
+    first = _search(SERVERS["five slots"], 3, Objective())
+    again = _search(SERVERS["five slots"], 3, Objective())
+    assert first[0] == again[0]
+    assert first[1] == again[1]
+
+
+def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
+    server, objective = SERVERS["five slots"], Objective()
+    verdict, runs, _ = _search(server, 4, objective)
+    unloaded = unloaded_of(server, CHAT.drawn(4), 4)
+    kept = [Summary.from_json(run.as_json()) for run in runs]
+    step = next_step(objective, unloaded, kept, left_s=100.0, budget_s=BUDGET_S, seed=4)
+    assert isinstance(step, Verdict)
+    assert step.estimate == verdict.estimate
+
+
+def test_a_short_budget_is_kept_and_makes_a_partial_profile() -> None:
+    verdict, _, used_s = _search(SERVERS["five slots"], 1, Objective(), budget_s=15.0)
+    assert used_s < 15.5
+    assert not verdict.complete
+    assert verdict.estimate.confidence < 0.9
+
+
+def test_a_server_faster_than_the_highest_rate_allowed_is_said_to_be_so() -> None:
+    verdict, _, _ = _search(SERVERS["one at a time"], 1, Objective(max_rate_per_s=6.0))
+    assert verdict.at_cap
+    assert verdict.complete
+    assert verdict.estimate.rate_per_s == 6.0
+
+
+def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
+    server = Server(64, lambda _p, _r: 0.02, lambda n, _r: 0.02 + 0.004 * n)
+    verdict, runs, _ = _search(server, 2, Objective())
+    assert verdict.estimate.limited_by == "tbt"
+    assert verdict.estimate.rate_per_s is not None
+    assert any(run.stop is Stop.SLOW_TOKENS or (run.tbt_s or 0) > 0.1 for run in runs)
+    assert 9.0 < verdict.estimate.rate_per_s < 16.0
+
+
+def test_nothing_is_concluded_from_a_ramp_alone() -> None:
+    server, objective = SERVERS["sixteen slots"], Objective()
+    unloaded = unloaded_of(server, CHAT.drawn(0), 0)
+    ramp = next_step(objective, unloaded, [], left_s=600, budget_s=600, seed=0)
+    assert not isinstance(ramp, Verdict)
+    summary, _ = drive(server, CHAT.drawn(ramp.seed), ramp, objective, unloaded)
+    assert summary.stop is Stop.BACKLOG
+    spent = next_step(objective, unloaded, [summary], left_s=0.0, budget_s=600, seed=0)
+    assert isinstance(spent, Verdict)
+    assert not spent.complete
+
+
+def test_a_lone_request_that_misses_the_limit_leaves_no_rate_that_meets_it() -> None:
+    server = Server(4, lambda _p, _r: 1.5, lambda _n, _r: 0.01)
+    verdict, _, _ = _search(server, 0, Objective(min_rate_per_s=0.1))
+    assert verdict.estimate.ok_per_s == 0.0
+    assert not verdict.complete
+
+
+def test_a_ramp_starts_where_a_server_that_takes_one_request_at_a_time_keeps_up() -> None:
+    objective = replace(Objective(), max_rate_per_s=50.0)
+    ramp = next_step(objective, Unloaded(0.1, 2.0, 0.02), [], left_s=100, budget_s=100, seed=0)
+    assert not isinstance(ramp, Verdict)
+    assert ramp.rate_per_s * 2.0 < 1
