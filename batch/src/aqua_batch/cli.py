@@ -6,12 +6,14 @@ done (the reason on stderr), 130 interrupted; an interrupted run is resumed by t
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,8 @@ from aqua_batch.policies import Policy
 from aqua_protocol.errors import AquaError
 
 if TYPE_CHECKING:
+    from aqua_batch.fleet import Fleet
+    from aqua_batch.ray_fleet import RayFleet
     from aqua_batch.records import Rejection
     from aqua_batch.running import Progress
     from aqua_batch.tokens import Tokenizer
@@ -80,21 +84,31 @@ def order(  # noqa: PLR0917 - Typer's options
     """Write IN in an order that blends compute- and memory-bound requests."""
     from aqua_batch.forecast import forecast
     from aqua_batch.hardware import describe
-    from aqua_batch.planning import plan, read_lengths, tokenize
+    from aqua_batch.planning import NothingToRunError, plan, read_lengths, tokenize
     from aqua_batch.policies import policy_for
     from aqua_batch.records import read_batch
     from aqua_batch.report import draw_usage, plan_report
     from aqua_batch.tokens import load_tokenizer
 
-    _refuse_same(source, output)
+    report_path = report or _beside(output, ".plan.json")
+    errors_path = errors or _beside(output, ".errors.jsonl")
+    _refuse_same(source, output, report_path, report_path.with_suffix(".png"), errors_path)
     target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)
     words = load_tokenizer(tokenizer)
     _say_fallback(words)
     batch = read_batch(source)
-    with _bar("tokenising", len(batch.entries)) as advance:
-        tokenized = tokenize(
-            batch, words, longest_tokens=target.longest_tokens, on_progress=advance
-        )
+    try:
+        with _bar("tokenising", len(batch.entries)) as advance:
+            tokenized = tokenize(
+                batch,
+                words,
+                longest_tokens=target.longest_tokens,
+                capacity_tokens=target.capacity_tokens,
+                on_progress=advance,
+            )
+    except NothingToRunError as error:
+        _write_rejections(error.rejections, errors_path)
+        raise
     prepared = plan(tokenized, target, read_lengths(lengths) if lengths else {})
     chosen = policy_for(
         policy,
@@ -102,7 +116,7 @@ def order(  # noqa: PLR0917 - Typer's options
         capacity_tokens=target.capacity_tokens,
         max_step_tokens=max_step_tokens,
     )
-    with _bar("planning", len(tokenized.entries)) as advance:
+    with _bar("planning", tokenized.prompts.count) as advance:
         course = forecast(
             prepared,
             chosen,
@@ -111,14 +125,15 @@ def order(  # noqa: PLR0917 - Typer's options
             on_progress=advance,
         )
     with _replaced(output) as file:
-        entries = [tokenized.entries[index] for index in course.admitted.tolist()]
+        # An entry stands where the first of its rows is admitted.
+        owners = dict.fromkeys(tokenized.owner[course.admitted].tolist())
+        entries = [tokenized.entries[index] for index in owners]
         for line in batch.lines(entries):
             file.write(line + b"\n")
     summary = plan_report(tokenized, prepared, course, target, words, policy.value)
-    report_path = report or output.with_suffix(".plan.json")
     report_path.write_text(json.dumps(summary, indent=2) + "\n")
     draw_usage(course, report_path.with_suffix(".png"))
-    _write_rejections(tokenized.rejections, errors or output.with_suffix(".errors.jsonl"))
+    _write_rejections(tokenized.rejections, errors_path)
     if as_json:
         typer.echo(json.dumps(summary))
     else:
@@ -129,7 +144,7 @@ def order(  # noqa: PLR0917 - Typer's options
 def run(  # noqa: PLR0917 - as above
     source: Input,
     output: Annotated[Path, typer.Option("--output", "-o", help="Results, appended as they come.")],
-    model: Annotated[str, typer.Option(help="Model folder for vLLM.")],
+    model: Annotated[str, typer.Option(help="Model folder for vLLM; the same path on each node.")],
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer folder, if it is not the model's.")
     ] = None,
@@ -139,52 +154,137 @@ def run(  # noqa: PLR0917 - as above
         str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")
     ] = "{}",
     errors: ErrorsOption = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Run one vLLM on each of so many nodes of a Ray cluster. Without it: one vLLM, "
+            "here, and no Ray.",
+            rich_help_panel="Several nodes",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="The cluster, host:port of its head. RAY_ADDRESS otherwise, or the one that this "
+            "machine belongs to.",
+            rich_help_panel="Several nodes",
+        ),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="GPUs of each engine. Its tensor_parallel_size otherwise, or none in a cluster "
+            "without GPUs.",
+            rich_help_panel="Several nodes",
+        ),
+    ] = None,
+    cpus_per_node: Annotated[
+        int,
+        typer.Option(
+            min=1, help="CPUs that Ray keeps for each engine.", rich_help_panel="Several nodes"
+        ),
+    ] = 1,
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=86400,
+            help="How long to wait for Ray to find room for the engines.",
+            rich_help_panel="Several nodes",
+        ),
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run IN on the vLLM of this environment; run again to resume.
+    """Run IN on vLLM; run again to resume.
 
     Requests that OUT already answers are not run again. Kill it at any moment.
-    """
-    from aqua_batch.journal import Journal
-    from aqua_batch.records import read_batch
-    from aqua_batch.tokens import load_tokenizer
-    from aqua_batch.vllm_engine import VllmEngine
 
-    _refuse_same(source, output)
+    One engine in this process, from the vLLM of this environment:
+
+        aqua-batch run in.jsonl -o out.jsonl --model ./Llama-3.1-8B
+
+    One engine on each of two machines, which share the file evenly. Both have aqua-batch[ray],
+    vLLM and the model:
+
+        ray start --head                                  # on the first
+
+        ray start --address FIRST:6379                    # on the second
+
+        aqua-batch run in.jsonl -o out.jsonl --model /models/Llama-3.1-8B --nodes 2
+
+    If a machine or an engine dies, the others take over what it had not answered.
+    """
+    from aqua_batch.bodies import run_problem
+    from aqua_batch.hardware import describe
+    from aqua_batch.journal import Journal
+    from aqua_batch.planning import NothingToRunError, tokenize
+    from aqua_batch.records import read_batch
+    from aqua_batch.running import Run
+    from aqua_batch.tokens import load_tokenizer
+
+    errors_path = errors or _beside(output, ".errors.jsonl")
+    _refuse_same(source, output, errors_path)
     options = _options(engine_options)
+    if nodes is None and (ray_address is not None or gpus_per_node is not None):
+        _refuse_ray_options()
     batch = read_batch(source)
     words = load_tokenizer(tokenizer or model)
-    with Journal(output) as journal:
+    with Journal(output) as journal, ExitStack() as stack:
         resumed = len(journal.finished)
-        engine = VllmEngine(model, {"tokenizer": tokenizer or model, **options})
-        # After the engine has started, not before: see `engine`.
-        from aqua_batch.hardware import describe
-        from aqua_batch.planning import tokenize
-        from aqua_batch.running import Run
-
-        with _bar("tokenising", len(batch.entries)) as advance:
-            tokenized = tokenize(
-                batch, words, longest_tokens=engine.longest_tokens, on_progress=advance
+        options = {"tokenizer": tokenizer or model, **options}
+        if nodes is None:
+            fleet: Fleet = _local_fleet(model, options)
+        else:
+            gpus = gpus_per_node
+            fleet = stack.enter_context(
+                _ray_fleet(model, options, nodes, ray_address, gpus, cpus_per_node, wait_s)
             )
-        _write_rejections(tokenized.rejections, errors or output.with_suffix(".errors.jsonl"))
+        facts = fleet.facts
+        try:
+            with _bar("tokenising", len(batch.entries)) as advance:
+                tokenized = tokenize(
+                    batch,
+                    words,
+                    longest_tokens=facts.longest_tokens,
+                    capacity_tokens=facts.capacity_tokens,
+                    problem_of=run_problem,
+                    on_progress=advance,
+                )
+        except NothingToRunError as error:
+            _write_rejections(error.rejections, errors_path)
+            raise
+        _write_rejections(tokenized.rejections, errors_path)
         target = describe(
             gpu,
             Path(model) if Path(model).exists() else None,
-            capacity_tokens=engine.capacity_tokens,
+            capacity_tokens=facts.capacity_tokens,
         )
         started = time.monotonic()
         with _run_bar(len(tokenized.entries)) as show:
             ran = Run(
-                batch, tokenized, engine, journal, target.cost, policy, time.monotonic, show
+                batch,
+                tokenized,
+                fleet,
+                journal,
+                model=model,
+                cost=target.cost,
+                policy=policy,
+                on_progress=show,
+                on_loss=_say,
             ).finish()
-        counters = engine.cache_counters()
+        seconds = time.monotonic() - started
+        counters = fleet.cache_counters()
     summary = {
         "requests": len(tokenized.entries),
         "ran": ran,
         "resumed": resumed,
         "rejected_lines": len(tokenized.rejections),
-        "seconds": time.monotonic() - started,
+        "seconds": seconds,
         "policy": policy.value,
+        "nodes": nodes or 1,
         "prefix_cache": {
             "queried_tokens": counters.queried_tokens,
             "hit_tokens": counters.hit_tokens,
@@ -194,9 +294,72 @@ def run(  # noqa: PLR0917 - as above
         typer.echo(json.dumps(summary))
     else:
         typer.echo(
-            f"{ran} requests run, {resumed} from before, {summary['seconds']:.1f} s; "
+            f"{ran} requests run, {resumed} from before, {seconds:.1f} s; "
             f"prefix cache: {counters.hit_tokens} of {counters.queried_tokens} tokens"
         )
+
+
+def _local_fleet(model: str, options: dict[str, Any]) -> Fleet:
+    from aqua_batch.fleet import LocalFleet
+    from aqua_batch.vllm_engine import VllmEngine
+
+    return LocalFleet(VllmEngine(model, options), time.monotonic)
+
+
+def _ray_fleet(
+    model: str,
+    options: dict[str, Any],
+    nodes: int,
+    address: str | None,
+    gpus: int | None,
+    cpus: int,
+    wait_s: float,
+) -> RayFleet:
+    from functools import partial
+
+    from aqua_batch.ray_fleet import Placement, RayFleet
+    from aqua_batch.vllm_engine import VllmEngine
+
+    size = math.prod(
+        int(options.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size")
+    )
+    if size > 1:
+        # Inside a placement group vLLM would ask Ray for more places; the engine's are its own.
+        options.setdefault("distributed_executor_backend", "mp")
+    placement = Placement(
+        node_count=nodes,
+        gpus=size if gpus is None else gpus,
+        gpus_are_asked=gpus is not None,
+        cpus=cpus,
+        wait_s=wait_s,
+    )
+    options["tokenizer"] = _anywhere(options["tokenizer"])
+    engine = partial(VllmEngine, _anywhere(model), options)
+    return RayFleet(engine, placement, address=address, say=_say)
+
+
+def _anywhere(name: str) -> str:
+    """A folder by its full path, as actors start in folders of their own; a name as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _refuse_ray_options() -> None:
+    from aqua_protocol.errors import ConfigError
+
+    raise ConfigError(
+        "--ray-address and --gpus-per-node are for several nodes",
+        remedy="Say how many: --nodes N.",
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"aqua-batch: {text}\n")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A file that lies beside `path`, named after it."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    return plain.with_suffix(ending)
 
 
 def _options(text: str) -> dict[str, Any]:
@@ -214,22 +377,28 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
-def _refuse_same(source: Path, output: Path) -> None:
+def _refuse_same(source: Path, *outputs: Path) -> None:
+    """No output may be the input, or another output."""
     from aqua_protocol.errors import ConfigError
 
-    if output.exists() and source.exists() and output.samefile(source):
-        raise ConfigError(
-            f"{output} is the input itself", remedy="Write to another file; the input stays."
-        )
-    if not output.parent.is_dir():
-        raise ConfigError(f"no folder {output.parent}", remedy="Make it first.")
+    for output in outputs:
+        if output.exists() and source.exists() and output.samefile(source):
+            raise ConfigError(
+                f"{output} is the input itself", remedy="Write to another file; the input stays."
+            )
+        if not output.parent.is_dir():
+            raise ConfigError(f"no folder {output.parent}", remedy="Make it first.")
+    places = [output.resolve() for output in outputs]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} would be written twice", remedy="Name different files.")
 
 
 def _say_fallback(tokenizer: Tokenizer) -> None:
     if not tokenizer.exact:
-        sys.stderr.write(
-            "aqua-batch: no tokenizer given: planning by bytes. Prefixes are found all the same, "
-            "token counts are about four times too high. Say --tokenizer FOLDER for exact plans.\n"
+        _say(
+            "no tokenizer given: planning by bytes. Prefixes are found all the same, token counts "
+            "are about four times too high. Say --tokenizer FOLDER for exact plans."
         )
 
 
@@ -240,11 +409,12 @@ def _write_rejections(rejections: list[Rejection], path: Path) -> None:
     if not rejections:
         path.unlink(missing_ok=True)
         return
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         write_errors(file, rejections)
     for rejection in rejections[:5]:
-        sys.stderr.write(f"aqua-batch: line {rejection.line}: {rejection.message}\n")
-    sys.stderr.write(f"aqua-batch: {len(rejections)} lines cannot be run, see {path}\n")
+        _say(f"line {rejection.line}: {rejection.message}")
+    count = "1 line" if len(rejections) == 1 else f"{len(rejections)} lines"
+    _say(f"{count} cannot be run, see {path}")
 
 
 def _print_plan(summary: dict[str, Any], output: Path, report: Path) -> None:
@@ -266,7 +436,7 @@ def _replaced(path: Path) -> Iterator[Any]:
     """Write a file aside and put it in place when it is whole."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        with aside.open("wb") as file:
+        with gzip.open(aside, "wb") if path.suffix == ".gz" else aside.open("wb") as file:
             yield file
         aside.replace(path)
     finally:
@@ -286,7 +456,7 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
-    """Requests done and time left; off a terminal a line every ten seconds."""
+    """Requests done, nodes and time left; off a terminal a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -307,6 +477,8 @@ def _run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
             nonlocal spoken
             now = time.monotonic()
             left = _time_left(now - started, state.work_done)
+            if state.nodes > 1:
+                left = f"{state.nodes} nodes, {left}"
             bar.update(task, completed=state.done, left=left)
             if not terminal and now - spoken >= 10.0:  # noqa: PLR2004 - see the docstring
                 spoken = now

@@ -1,15 +1,17 @@
-"""What the feed wants of an engine.
+"""What the feed and the fleets want of an engine.
 
-Apart from the feed because an engine must be startable before any policy is loaded: vLLM's CPU
-build scans all loaded modules when it starts, and trips over the wrappers that llvmlite (under
-numba, under the policies) leaves in them.
+An engine works on *rows*: one prompt and one answer each, known to it by their index in the share
+that it serves (`share`). Anything that steps can be one: a stock vLLM, the forecast's counting
+engine, a test's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from aqua_batch.answers import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +38,57 @@ class Engine(Protocol):
 
     def step(self, token_budget: int) -> StepEvents:
         """Take one step. An engine with a budget of its own ignores `token_budget`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounters:
+    """An engine's own count of prefix-cache lookups.
+
+    Attributes:
+        queried_tokens: Prompt tokens looked up.
+        hit_tokens: Prompt tokens found.
+    """
+
+    queried_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says of itself.
+
+    Attributes:
+        capacity_tokens: KV tokens that fit.
+        max_step_tokens: Most tokens of a step.
+        longest_tokens: Prompt and answer that the model holds; None for no limit.
+    """
+
+    capacity_tokens: int
+    max_step_tokens: int
+    longest_tokens: int | None
+
+
+class BatchEngine(Engine, Protocol):
+    """An engine that makes answers of what it runs."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Sizes."""
+        ...
+
+    def serve(
+        self,
+        prompt_of: Callable[[int], list[int]],
+        wish_of: Callable[[int], Mapping[str, Any]],
+    ) -> None:
+        """Name the pool that the next requests are indices into: token ids, sampling fields."""
+        ...
+
+    def take_answers(self) -> list[Answer]:
+        """Answers since the last call."""
+        ...
+
+    def cache_counters(self) -> CacheCounters:
+        """Its own prefix-cache counters, from its start."""
         ...

@@ -35,6 +35,11 @@ class Journal:
         self.path = path
         self.finished: dict[str, int] = {}
         self._unsynced = 0
+        if path.suffix == ".gz":
+            raise ConfigError(
+                f"{path}: results are appended as plain lines, which gzip is not",
+                remedy="Name a .jsonl file, and compress it when the run has ended.",
+            )
         try:
             self._file = path.open("a+b")
         except OSError as error:

@@ -9,21 +9,16 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aqua_batch.bodies import Problem, known_length, output_limit
 from aqua_batch.hardware import Target
-from aqua_batch.records import (
-    BatchFile,
-    Entry,
-    Rejection,
-    RejectionCode,
-    known_length,
-    output_limit,
-)
+from aqua_batch.records import BatchFile, Entry, Rejection, RejectionCode
 from aqua_batch.tokens import Tokenizer, prompt_tokens
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve import (
@@ -41,54 +36,83 @@ NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class TokenizedBatch:
-    """Requests as token ids.
+class Prompts:
+    """Rows as token ids: one prompt and one answer each.
 
     Attributes:
-        entries: Requests that can run, in order of the file; index i below is entry i.
         tokens: All prompts, one after another.
         offsets: Where each prompt starts, and the end of the last.
         known: Output lengths that requests fix, UNKNOWN elsewhere.
-        limit: Most output tokens of each request.
-        rejections: All lines that cannot run, those of the file included.
+        limit: Most output tokens of each row.
     """
 
-    entries: list[Entry]
     tokens: Int32s
     offsets: Int64s
     known: Int32s
     limit: Int32s
-    rejections: list[Rejection]
 
-    def prompt(self, index: int) -> list[int]:
-        """Token ids of one request."""
-        prompt: list[int] = self.tokens[self.offsets[index] : self.offsets[index + 1]].tolist()
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.known)
+
+    def prompt(self, row: int) -> list[int]:
+        """Token ids of one row."""
+        prompt: list[int] = self.tokens[self.offsets[row] : self.offsets[row + 1]].tolist()
         return prompt
 
-    def keep(self, indices: Int64s) -> TokenizedBatch:
-        """Only these requests, in this order."""
-        lengths = np.diff(self.offsets)[indices]
+    def keep(self, rows: Int64s) -> Prompts:
+        """Only these rows, in this order."""
+        lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         tokens = np.empty(int(offsets[-1]), np.int32)
-        for place, index in enumerate(indices.tolist()):
-            start, end = self.offsets[index], self.offsets[index + 1]
+        for place, row in enumerate(rows.tolist()):
+            start, end = self.offsets[row], self.offsets[row + 1]
             tokens[offsets[place] : offsets[place + 1]] = self.tokens[start:end]
-        return replace(
-            self,
-            entries=[self.entries[index] for index in indices.tolist()],
-            tokens=tokens,
-            offsets=offsets,
-            known=self.known[indices],
-            limit=self.limit[indices],
-        )
+        return Prompts(tokens, offsets, self.known[rows], self.limit[rows])
 
-    def pool(self, lengths: Mapping[str, int]) -> RequestPool:
-        """The pool, with lengths that are known from elsewhere, by custom_id."""
-        sampled = np.array(
-            [lengths.get(entry.custom_id, UNKNOWN) for entry in self.entries], dtype=np.int32
-        )
+    def unsampled(self) -> Int32s:
+        """No lengths known from elsewhere."""
+        return np.full(self.count, UNKNOWN, np.int32)
+
+    def pool(self, sampled: Int32s) -> RequestPool:
+        """The pool, with lengths that were observed."""
         tree = PrefixTree.from_tokens(self.tokens, self.offsets)
         return RequestPool(tree, self.known, sampled, self.limit)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedBatch:
+    """Requests as token ids.
+
+    Attributes:
+        entries: Requests that can run, in order of the file.
+        prompts: Their rows: as many as each wants answers, one entry's after another's.
+        owner: Entry of each row, as an index.
+        rejections: All lines that cannot run, those of the file included.
+    """
+
+    entries: list[Entry]
+    prompts: Prompts
+    owner: Int32s
+    rejections: list[Rejection]
+
+    def first_rows(self) -> Int64s:
+        """First row of each entry."""
+        return np.searchsorted(self.owner, np.arange(len(self.entries))).astype(np.int64)
+
+    def lengths(self, total_tokens: Mapping[str, int]) -> Int32s:
+        """Observed output lengths by row, UNKNOWN elsewhere.
+
+        Args:
+            total_tokens: What requests generated in all their answers together, by custom_id.
+        """
+        by_entry = np.full(len(self.entries), UNKNOWN, np.int32)
+        for index, entry in enumerate(self.entries):
+            total = total_tokens.get(entry.custom_id, 0)
+            if total > 0:
+                by_entry[index] = max(1, round(total / entry.part_count))
+        return by_entry[self.owner]
 
 
 def tokenize(
@@ -96,12 +120,16 @@ def tokenize(
     tokenizer: Tokenizer,
     *,
     longest_tokens: int | None,
+    capacity_tokens: int = NO_LIMIT,
+    problem_of: Callable[[str, dict[str, Any]], Problem | None] = lambda _url, _body: None,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> TokenizedBatch:
-    """Tokenise a batch, and reject what the model cannot hold.
+    """Tokenise a batch, and reject what the model or its memory cannot hold.
 
     Args:
         longest_tokens: Tokens of prompt and output that fit in the model; None for no limit.
+        capacity_tokens: KV tokens that fit in memory.
+        problem_of: A further check of URL and body: what the engine cannot do.
         on_progress: Called with the number of requests done.
 
     Raises:
@@ -110,54 +138,83 @@ def tokenize(
     entries: list[Entry] = []
     rejections = list(batch.rejections)
     flat = array("i")
-    ends, known, limits = [0], [], []
+    ends, known, limits, owner = [0], [], [], []
+    longest = min(longest_tokens or NO_LIMIT, capacity_tokens)
+    holder = "memory" if longest == capacity_tokens else "model"
     for done, (entry, body) in enumerate(
         zip(batch.entries, batch.bodies(batch.entries), strict=True), start=1
     ):
         on_progress(done)
-        try:
-            tokens = prompt_tokens(tokenizer, entry.url, body)
-        except ValueError as error:
-            rejections.append(
-                Rejection(entry.line, RejectionCode.INVALID_REQUEST, str(error), entry.custom_id)
-            )
-            continue
-        limit = output_limit(body)
-        if longest_tokens is not None and len(tokens) >= longest_tokens:
-            message = f"the prompt has {len(tokens)} tokens, the model holds {longest_tokens}"
-            rejections.append(
-                Rejection(entry.line, RejectionCode.CONTEXT_LENGTH, message, entry.custom_id)
-            )
-            continue
-        if not tokens:
-            message = "the prompt has no tokens"
-            rejections.append(
-                Rejection(entry.line, RejectionCode.INVALID_REQUEST, message, entry.custom_id)
-            )
-            continue
-        room = NO_LIMIT if longest_tokens is None else longest_tokens - len(tokens)
-        flat.extend(tokens)
-        ends.append(len(flat))
-        entries.append(entry)
-        fixed = known_length(body)
-        known.append(UNKNOWN if fixed is None else min(fixed, room))
-        limits.append(room if limit is None else min(limit, room))
+        found = _prompts_of(entry, body, tokenizer, problem_of)
+        if isinstance(found, list):
+            size = max(map(len, found))
+            if size < longest:
+                fixed, limit = known_length(entry.url, body), output_limit(entry.url, body)
+                for prompt in found:
+                    room = longest - len(prompt)
+                    for _ in range(entry.answer_count):
+                        flat.extend(prompt)
+                        ends.append(len(flat))
+                        owner.append(len(entries))
+                        known.append(UNKNOWN if fixed is None else min(fixed, room))
+                        limits.append(room if limit is None else min(limit, room))
+                entries.append(entry)
+                continue
+            message = f"the prompt has {size} tokens, the {holder} holds {longest}"
+            found = Rejection(entry.line, RejectionCode.CONTEXT_LENGTH, message, entry.custom_id)
+        rejections.append(found)
+    rejections.sort(key=lambda rejection: rejection.line)
     if not entries:
-        first = min(rejections, key=lambda rejection: rejection.line)
-        raise ConfigError(
+        first = rejections[0]
+        raise NothingToRunError(
             f"{batch.path}: none of {len(rejections)} lines can be run; "
             f"line {first.line}: {first.message}",
-            remedy="Mend the lines; the errors file names each.",
+            rejections,
         )
-    rejections.sort(key=lambda rejection: rejection.line)
     return TokenizedBatch(
         entries,
-        np.frombuffer(flat, dtype=np.int32),
-        np.array(ends, dtype=np.int64),
-        np.array(known, dtype=np.int32),
-        np.array(limits, dtype=np.int32),
+        Prompts(
+            np.frombuffer(flat, dtype=np.int32),
+            np.array(ends, dtype=np.int64),
+            np.array(known, dtype=np.int32),
+            np.array(limits, dtype=np.int32),
+        ),
+        np.array(owner, dtype=np.int32),
         rejections,
     )
+
+
+class NothingToRunError(ConfigError):
+    """Every line of the batch is rejected.
+
+    Attributes:
+        rejections: All of them, for the errors file.
+    """
+
+    def __init__(self, message: str, rejections: list[Rejection]) -> None:
+        super().__init__(message, remedy="Mend the lines; the errors file names each.")
+        self.rejections = rejections
+
+
+def _prompts_of(
+    entry: Entry,
+    body: dict[str, Any],
+    tokenizer: Tokenizer,
+    problem_of: Callable[[str, dict[str, Any]], Problem | None],
+) -> list[list[int]] | Rejection:
+    """Token ids of each prompt of a request, or what is wrong with it."""
+    problem = problem_of(entry.url, body)
+    if problem is None:
+        try:
+            prompts = prompt_tokens(tokenizer, entry.url, body)
+        except ValueError as error:
+            problem = Problem(str(error), "body")
+        else:
+            if all(prompts):
+                return prompts
+            problem = Problem("the prompt has no tokens", "body")
+    code = RejectionCode.INVALID_REQUEST
+    return Rejection(entry.line, code, problem.message, entry.custom_id, problem.param)
 
 
 def read_lengths(path: Path) -> dict[str, int]:
@@ -187,4 +244,4 @@ def read_lengths(path: Path) -> dict[str, int]:
 
 def plan(tokenized: TokenizedBatch, target: Target, lengths: Mapping[str, int]) -> PreparedPool:
     """Order the batch for the target."""
-    return prepare(tokenized.pool(lengths), target.cost)
+    return prepare(tokenized.prompts.pool(tokenized.lengths(lengths)), target.cost)

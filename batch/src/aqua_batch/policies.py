@@ -30,7 +30,7 @@ def policy_for(
     seed: int = 0,
 ) -> AdmissionPolicy:
     """The named policy over a prepared pool."""
-    # Loaded late: an engine must be able to start before the policies are (see `engine`).
+    # Loaded late: the command line needs the names long before the policies, if at all.
     import numpy as np
 
     from aqua_schedulers import baselines

@@ -2,29 +2,43 @@
 
 A batch is read once, line by line; a request keeps its place in the file rather than its text, so
 a file of gigabytes costs a few hundred bytes per line. A bad line never takes the rest of the file
-with it: it becomes a `Rejection` with its line number, and `errors` writes those as OpenAI's error
-file does.
+with it: it becomes a `Rejection` with its line number, and `write_errors` writes those as OpenAI's
+error file does.
+
+Places need a file that can be read twice, in any order. A gzip file and a pipe cannot, so they are
+copied to a temporary file first.
 
 Source: OpenAI Batch API, "Preparing your batch file": custom_id, method, url, body.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import re
+import shutil
+import tempfile
+import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import IO, Any, Final, TextIO, cast
 
+from aqua_batch.bodies import COMPLETION_URL, URLS, answer_count, form_problem, prompt_parts
 from aqua_protocol.errors import ConfigError
-
-CHAT_URL: Final = "/v1/chat/completions"
-COMPLETION_URL: Final = "/v1/completions"
-URLS: Final = (CHAT_URL, COMPLETION_URL)
 
 LONGEST_LINE_BYTES: Final = 64 * 2**20
 """A longer line is a mistake (a file without line ends), and would take the memory."""
+
+LONE_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Where JSON may spell half a character; whole ones come in pairs."""
+
+GZIP: Final = b"\x1f\x8b"
+UTF8_MARK: Final = b"\xef\xbb\xbf"
+UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 class RejectionCode(StrEnum):
@@ -63,6 +77,8 @@ class Entry:
     Attributes:
         line: Line number, from 1.
         start, size: Where the line lies in the file, in bytes, its line end not included.
+        answer_count: Answers to each prompt.
+        part_count: Prompts times answers: what an engine has to generate.
     """
 
     line: int
@@ -70,6 +86,17 @@ class Entry:
     url: str
     start: int
     size: int
+    answer_count: int = 1
+    part_count: int = 1
+
+
+class _Content:
+    """A file that can be read in any order; a copy goes when nobody holds it any more."""
+
+    def __init__(self, path: Path, *, is_copy: bool) -> None:
+        self.path = path
+        if is_copy:
+            weakref.finalize(self, path.unlink, missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +104,16 @@ class BatchFile:
     """A batch as read.
 
     Attributes:
+        path: As the user named it.
         entries: Requests that can run, in order of the file.
         rejections: Lines that cannot, in order of the file.
+        content: What the lines are read from: the file, or its copy.
     """
 
     path: Path
     entries: list[Entry]
     rejections: list[Rejection]
+    content: _Content
 
     def bodies(self, entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
         """The bodies of some entries, read again from the file."""
@@ -93,14 +123,14 @@ class BatchFile:
 
     def lines(self, entries: Iterable[Entry]) -> Iterator[bytes]:
         """The lines of some entries, as they stand in the file, without line ends."""
-        with self.path.open("rb") as file:
+        with self.content.path.open("rb") as file:
             for entry in entries:
                 file.seek(entry.start)
                 yield file.read(entry.size)
 
 
 def read_batch(path: Path) -> BatchFile:
-    """Read and check a batch file.
+    """Read and check a batch file, gzipped or not.
 
     Raises:
         ConfigError: The file cannot be read, or has no line at all.
@@ -108,41 +138,89 @@ def read_batch(path: Path) -> BatchFile:
     entries: list[Entry] = []
     rejections: list[Rejection] = []
     first_line: dict[str, int] = {}
-    start = 0
     try:
-        with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(LONGEST_LINE_BYTES):
-                number += 1
-                content = raw.rstrip(b"\r\n")
-                begin, start = start, start + len(raw)
-                if number == 1 and content.startswith(b"\xef\xbb\xbf"):
-                    content, begin = content[3:], begin + 3
-                if not content.strip():
-                    continue
-                checked = _check(content, number, begin, first_line)
+        content = _readable(path)
+        with content.path.open("rb") as file:
+            start = file.read(len(UTF8_MARK))
+            if start.startswith(UTF16_MARKS):
+                raise ConfigError(
+                    f"{path} is written in UTF-16",
+                    remedy="JSON wants UTF-8: iconv -f UTF-16 -t UTF-8.",
+                )
+            file.seek(len(UTF8_MARK) if start == UTF8_MARK else 0)
+            for number, begin, raw in _lines(file):
+                checked = _check(raw, number, begin, first_line)
                 if isinstance(checked, Entry):
                     entries.append(checked)
                 else:
                     rejections.append(checked)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(
+            f"{path} is not a whole gzip file: {error}", remedy="Copy or compress it again."
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", remedy="Check the path.") from error
     if not entries and not rejections:
         raise ConfigError(
             f"{path} is empty: it has no requests", remedy="Write one JSON request per line."
         )
-    return BatchFile(path, entries, rejections)
+    return BatchFile(path, entries, rejections, content)
 
 
-def _check(  # noqa: PLR0911 - one return per way to be wrong
-    content: bytes, line: int, start: int, first_line: dict[str, int]
+def _readable(path: Path) -> _Content:
+    """The file itself where it can be read in any order, a plain copy where it cannot."""
+    with path.open("rb") as file:
+        content = _Content(path, is_copy=False) if file.seekable() else _copy(file)
+    with content.path.open("rb") as file:
+        if file.read(len(GZIP)) != GZIP:
+            return content
+        file.seek(0)
+        with gzip.open(file) as plain:
+            return _copy(cast("IO[bytes]", plain))
+
+
+def _copy(file: IO[bytes]) -> _Content:
+    handle, name = tempfile.mkstemp(prefix="aqua-batch-", suffix=".jsonl")
+    content = _Content(Path(name), is_copy=True)
+    with os.fdopen(handle, "wb") as copy:
+        shutil.copyfileobj(file, copy)
+    return content
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
+    """Number, place and content of each line; None where it is too long to be read."""
+    number, begin = 0, file.tell()
+    while raw := file.readline(LONGEST_LINE_BYTES):
+        number += 1
+        size = len(raw)
+        content: bytes | None = raw.rstrip(b"\r\n")
+        while len(raw) == LONGEST_LINE_BYTES and not raw.endswith(b"\n"):
+            raw = file.readline(LONGEST_LINE_BYTES)
+            size += len(raw)
+            content = None
+        if content is None or content.strip():
+            yield number, begin, content
+        begin += size
+
+
+def _check(  # noqa: C901, PLR0911 - one branch and return per way to be wrong
+    content: bytes | None, line: int, start: int, first_line: dict[str, int]
 ) -> Entry | Rejection:
+    if content is None:
+        message = f"longer than {LONGEST_LINE_BYTES >> 20} MiB"
+        return Rejection(line, RejectionCode.INVALID_REQUEST, message)
     try:
         value = json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else error.reason
-        return Rejection(line, RejectionCode.INVALID_JSON, f"not valid JSON: {reason}{where}")
+        if LONE_SURROGATE.search(content):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        message = f"not valid JSON: {error.msg} at column {error.colno}"
+        return Rejection(line, RejectionCode.INVALID_JSON, message)
+    except UnicodeEncodeError:
+        return Rejection(line, RejectionCode.INVALID_JSON, "text with half a character (\\ud800)")
+    except ValueError as error:  # bytes that are not UTF-8, numbers of thousands of digits
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error
+        return Rejection(line, RejectionCode.INVALID_JSON, f"not valid JSON: {reason}")
     except RecursionError:
         return Rejection(line, RejectionCode.INVALID_JSON, "JSON nested too deeply")
     if not isinstance(value, dict):
@@ -168,12 +246,13 @@ def _check(  # noqa: PLR0911 - one return per way to be wrong
         code, message, param = problem
         return Rejection(line, code, message, custom_id, param)
     first_line[custom_id] = line
-    return Entry(line, custom_id, value["url"], start, len(content))
+    url, body = value["url"], value["body"]
+    answers = answer_count(body)
+    prompts = len(prompt_parts(body)) if url == COMPLETION_URL else 1
+    return Entry(line, custom_id, url, start, len(content), answers, prompts * answers)
 
 
-def _request_problem(  # noqa: PLR0911 - as above
-    value: dict[str, Any],
-) -> tuple[RejectionCode, str, str] | None:
+def _request_problem(value: dict[str, Any]) -> tuple[RejectionCode, str, str] | None:
     """What is wrong with a line that has an id of its own: code, message, field."""
     if value.get("method", "POST") != "POST":
         return RejectionCode.INVALID_METHOD, "method must be POST", "method"
@@ -183,60 +262,8 @@ def _request_problem(  # noqa: PLR0911 - as above
     body = value.get("body")
     if not isinstance(body, dict):
         return RejectionCode.INVALID_REQUEST, "body must be an object", "body"
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        return (
-            RejectionCode.INVALID_REQUEST,
-            "max_tokens must be a positive integer",
-            "body.max_tokens",
-        )
-    if body.get("n", 1) != 1:
-        return RejectionCode.INVALID_REQUEST, "only n = 1 can be run", "body.n"
-    if url == CHAT_URL:
-        return _messages_problem(body.get("messages"))
-    prompt = body.get("prompt")
-    is_text = isinstance(prompt, str) and prompt != ""
-    is_tokens = (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-    )
-    if not (is_text or is_tokens):
-        message = "prompt must be a non-empty string or a list of token ids"
-        return RejectionCode.INVALID_REQUEST, message, "body.prompt"
-    return None
-
-
-def _messages_problem(messages: object) -> tuple[RejectionCode, str, str] | None:
-    if not isinstance(messages, list) or not messages:
-        message = "messages must be a non-empty list"
-        return RejectionCode.INVALID_REQUEST, message, "body.messages"
-    for index, each in enumerate(messages):
-        if not isinstance(each, dict) or not isinstance(each.get("role"), str):
-            message = f"message {index} must be an object with a role"
-            return RejectionCode.INVALID_REQUEST, message, f"body.messages[{index}]"
-        content = each.get("content")
-        if not isinstance(content, str | list | None):
-            message = f"content of message {index} must be text or a list of parts"
-            return RejectionCode.INVALID_REQUEST, message, f"body.messages[{index}].content"
-    return None
-
-
-def output_limit(body: dict[str, Any]) -> int | None:
-    """Most tokens that a request may generate, if it says so."""
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    return int(limit) if limit is not None else None
-
-
-def known_length(body: dict[str, Any]) -> int | None:
-    """Tokens that a request will generate, if it fixes them.
-
-    vLLM's `ignore_eos`, and `min_tokens` at the limit, do: that is how media tokens are asked for.
-    """
-    limit = output_limit(body)
-    if limit is not None and (body.get("ignore_eos") is True or body.get("min_tokens") == limit):
-        return limit
-    return None
+    problem = form_problem(url, body)
+    return None if problem is None else (RejectionCode.INVALID_REQUEST, *problem)
 
 
 def write_errors(file: TextIO, rejections: Iterable[Rejection]) -> None:

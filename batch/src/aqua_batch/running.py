@@ -1,28 +1,48 @@
-"""Runs a batch file to its end, from wherever an earlier run left it.
+"""Runs a batch file to its end, from wherever an earlier run left it, on as many engines as it has.
 
 Finished requests are taken out first; their lengths serve as the sample. Where there is none, a
 small part of the requests (1 %, spread over the prefix tree) runs first and is measured: these
 requests have to run anyway, so the sample costs nothing but their order. Then the rest runs in the
 policy's order, with results on disk before they count.
+
+Several engines get a share each, equal in both resources (`split_among`), before they begin. When
+an engine is lost, what its share had left waits; an engine that is free, because it ended its own
+share or came back, takes as much of it as each living one would get. What had been answered stays
+answered. Requests that no engine survives would kill one after another: the run stops when
+`MOST_DEATHS` engines have died over the same requests without answering any of their share.
+
+Source: BlendServe section 6.1, "Data parallelism"; the rest of this page is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_batch.engine import Engine
-from aqua_batch.feed import BlendFeed
+from aqua_batch.answers import Answer, Answers, result_line
+from aqua_batch.bodies import sampling
+from aqua_batch.fleet import Event, Fleet, Lost, Ready, Report
 from aqua_batch.journal import Journal
 from aqua_batch.planning import TokenizedBatch
-from aqua_batch.policies import Policy, policy_for
-from aqua_batch.records import BatchFile, Entry
-from aqua_protocol.errors import CapacityError
-from aqua_schedulers.blendserve import UNKNOWN, ResourceCost, choose_sample, prepare
+from aqua_batch.policies import Policy
+from aqua_batch.records import BatchFile
+from aqua_batch.share import Share
+from aqua_protocol.errors import UnavailableError
+from aqua_schedulers.blendserve import (
+    UNKNOWN,
+    LengthEstimate,
+    PreparedPool,
+    ResourceCost,
+    choose_sample,
+    prepare,
+    split_among,
+)
 
 Int64s = NDArray[np.int64]
 
@@ -32,31 +52,8 @@ SAMPLE_PROBABILITY: Final = 0.01
 LEAST_TO_SAMPLE: Final = 200
 """Smaller pools run at once: a sample of a request or two says nothing."""
 
-
-class BatchEngine(Engine, Protocol):
-    """An engine that makes results of what it runs."""
-
-    @property
-    def capacity_tokens(self) -> int:
-        """KV tokens that fit."""
-        ...
-
-    @property
-    def max_step_tokens(self) -> int:
-        """Most tokens of a step."""
-        ...
-
-    def serve(
-        self,
-        prompt_of: Callable[[int], list[int]],
-        entry_of: Callable[[int], tuple[Entry, dict[str, Any]]],
-    ) -> None:
-        """Name the pool that the next requests are indices into."""
-        ...
-
-    def take_results(self) -> list[dict[str, Any]]:
-        """Results since the last call, in OpenAI's output format."""
-        ...
+MOST_DEATHS: Final = 3
+"""Engines that may die over the same requests without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,114 +62,270 @@ class Progress:
 
     Attributes:
         done, total: Requests.
-        work_done: Share of the work, by compute and memory time: what "time left" goes by, as
-            requests differ by orders of magnitude.
+        work_done: Share of the work of this run, by compute and memory time: what "time left"
+            goes by, as requests differ by orders of magnitude.
+        running: Rows that engines work on.
+        nodes: Engines that live.
     """
 
     done: int
     total: int
     work_done: float
     running: int
+    nodes: int
 
 
-@dataclass(frozen=True, slots=True)
 class Run:
-    """A run's fixed parts.
+    """A batch on its way through a fleet.
 
-    Attributes:
-        cost: Coefficients of the engine.
-        now: The clock, in seconds.
-        on_progress: Called after each step that ended a request.
+    Args:
+        model: The name that answers carry where a request names none.
+        cost: Coefficients of the engines.
+        clock_s: Unix time, for the `created` of answers.
+        on_progress: Called when an answer or an engine came or went.
+        on_loss: Told of each engine that is lost, in words.
     """
 
-    batch: BatchFile
-    tokenized: TokenizedBatch
-    engine: BatchEngine
-    journal: Journal
-    cost: ResourceCost
-    policy: Policy
-    now: Callable[[], float]
-    on_progress: Callable[[Progress], None]
+    def __init__(  # noqa: PLR0913 - what a run is made of, by keyword
+        self,
+        batch: BatchFile,
+        tokenized: TokenizedBatch,
+        fleet: Fleet,
+        journal: Journal,
+        *,
+        model: str,
+        cost: ResourceCost,
+        policy: Policy,
+        clock_s: Callable[[], float] = time.time,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_loss: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._batch = batch
+        self._tokenized = tokenized
+        self._prompts = tokenized.prompts
+        self._owner = tokenized.owner
+        self._fleet = fleet
+        self._journal = journal
+        self._model = model
+        self._cost = cost
+        self._policy = policy
+        self._clock_s = clock_s
+        self._on_progress = on_progress
+        self._on_loss = on_loss
+        self._answers = Answers()
+        self._first_row = tokenized.first_rows()
+        self._observed = tokenized.lengths(journal.finished)
+        finished = np.array(
+            [each.custom_id in journal.finished for each in tokenized.entries], bool
+        )
+        self._is_left = ~finished[tokenized.owner]
+        self._done = int(finished.sum())
+        self._work = np.zeros(self._prompts.count)
+        self._work_done = 0.0
+        self._work_left = 0.0
+        self._idle: dict[int, None] = {}
+        self._assigned: dict[int, Int64s] = {}
+        self._running: dict[int, int] = {}
+        self._orphans: deque[tuple[Int64s, bool]] = deque()
+        self._fruitful: set[int] = set()
+        self._deaths = np.zeros(self._prompts.count, np.int8)
 
     def finish(self) -> int:
         """Run what is left of the batch; returns the number of requests run.
 
         Raises:
-            CapacityError: A request does not fit in the engine's memory.
+            UnavailableError: The engines are gone, or die whatever they are given.
         """
-        self._check_fits()
-        left = self._left()
-        count = len(left)
-        sample = self._sample(left)
-        if len(sample):
-            self._run_part(sample, Policy.DFS)
-        left = self._left()
-        if len(left):
-            self._run_part(left, self.policy)
-        self.journal.sync()
-        return count
-
-    def _check_fits(self) -> None:
-        largest = int(np.diff(self.tokenized.offsets).max())
-        if largest >= self.engine.capacity_tokens:
-            raise CapacityError(
-                f"a prompt of {largest} tokens does not fit in {self.engine.capacity_tokens}",
-                remedy="Give the engine more KV memory, or drop the request.",
-            )
+        before = self._done
+        rows = self._left()
+        if len(rows):
+            whole = self._prepare(rows)
+            sample = self._sample(rows, whole)
+            if len(sample):
+                self._run_part(sample, self._prepare(sample), Policy.DFS)
+                rows = self._left()
+                whole = self._prepare(rows)
+            self._run_part(rows, whole, self._policy)
+        assert not self._is_left.any(), f"{int(self._is_left.sum())} rows were never answered"
+        self._journal.sync()
+        return self._done - before
 
     def _left(self) -> Int64s:
-        """Requests without a result, as indices into the batch."""
-        finished = self.journal.finished
-        left = [i for i, e in enumerate(self.tokenized.entries) if e.custom_id not in finished]
-        return np.array(left, dtype=np.int64)
+        return np.flatnonzero(self._is_left).astype(np.int64)
 
-    def _observed(self) -> dict[str, int]:
-        """Lengths of finished requests, where they generated anything."""
-        return {each: tokens for each, tokens in self.journal.finished.items() if tokens > 0}
+    def _prepare(self, rows: Int64s) -> PreparedPool:
+        """Order some rows, with what is known about the lengths of all."""
+        lengths = self._lengths(rows)
+        part = self._prompts.keep(rows)
+        prepared = prepare(part.pool(part.unsampled()), self._cost, lengths=lengths)
+        self._work[rows] = prepared.compute_s + prepared.resources.leaf_memory_s
+        self._work_left = float(self._work[self._is_left].sum())
+        return prepared
 
-    def _sample(self, left: Int64s) -> Int64s:
-        """Requests to run first, to learn lengths from; none where enough are known."""
-        unknown: Int64s = left[self.tokenized.known[left] == UNKNOWN]
-        if len(unknown) < LEAST_TO_SAMPLE:
+    def _lengths(self, rows: Int64s) -> LengthEstimate:
+        return self._prompts.pool(self._observed).estimate().take(rows)
+
+    def _sample(self, rows: Int64s, whole: PreparedPool) -> Int64s:
+        """Rows to run first, to learn lengths from; none where enough are known."""
+        unknown = int((self._prompts.known[rows] == UNKNOWN).sum())
+        observed = int((self._observed != UNKNOWN).sum())
+        if unknown < LEAST_TO_SAMPLE or observed >= SAMPLE_PROBABILITY * unknown:
             return np.empty(0, np.int64)
-        if len(self._observed()) >= SAMPLE_PROBABILITY * len(unknown):
-            return np.empty(0, np.int64)
-        part = self.tokenized.keep(left)
-        chosen = choose_sample(
-            part.pool({}).tree, part.known, probability=SAMPLE_PROBABILITY, seed=0
+        known = self._prompts.known[rows]
+        return rows[choose_sample(whole.tree, known, probability=SAMPLE_PROBABILITY, seed=0)]
+
+    def _run_part(self, rows: Int64s, prepared: PreparedPool, policy: Policy) -> None:
+        """Run some rows to their end, whatever becomes of the engines meanwhile."""
+        nodes = self._fleet.ready_nodes()
+        self._idle = dict.fromkeys(nodes)
+        if not nodes:  # all died since the last part ended
+            self._orphans.append((rows, False))
+        for node, part in zip(nodes, split_among(prepared, max(1, len(nodes))), strict=False):
+            if len(part):
+                alone = prepared if len(nodes) == 1 else None
+                self._begin(node, rows if alone else rows[part], policy, alone)
+        while self._assigned or self._orphans:
+            done = self._done
+            for event in self._fleet.wait():
+                self._take(event)
+            while self._orphans and self._idle:
+                self._begin(next(iter(self._idle)), self._adopt(), policy, None)
+            if self._done > done:
+                self._show()
+
+    def _take(self, event: Event) -> None:
+        """Book what happened at a node."""
+        node = event.node
+        if isinstance(event, Report):
+            rows = self._assigned[node]
+            for answer in event.answers:
+                self._book(int(rows[answer.request]), answer)
+                self._fruitful.add(node)
+            self._running[node] = event.running
+            if event.left == 0:
+                del self._assigned[node], self._running[node]
+                self._idle[node] = None
+        elif isinstance(event, Ready):
+            self._idle[node] = None
+            self._show()
+        else:
+            self._mourn(event)
+            self._show()
+
+    def _mourn(self, event: Lost) -> None:
+        """Keep what a lost engine leaves behind for another."""
+        self._idle.pop(event.node, None)
+        self._running.pop(event.node, None)
+        rows = self._assigned.pop(event.node, np.empty(0, np.int64))
+        rows = rows[self._is_left[rows]]
+        if len(rows) == 0:
+            self._on_loss(event.reason)
+            return
+        self._orphans.append((rows, False))
+        self._on_loss(f"{event.reason}; {len(rows)} requests of its share will run again")
+        if event.node in self._fruitful:
+            return
+        self._deaths[rows] += 1
+        if self._deaths[rows].max() >= MOST_DEATHS:
+            self._journal.sync()
+            raise UnavailableError(
+                f"{MOST_DEATHS} engines died over the same requests without answering one, "
+                f"last: {event.reason}",
+                remedy="What was finished is kept, and the same command goes on from there. "
+                "See the engines' logs for why they die.",
+            )
+
+    def _adopt(self) -> Int64s:
+        """Rows that a lost engine left, for one that is free: its part among the living."""
+        rows, is_cut = self._orphans.popleft()
+        living = len(self._fleet.ready_nodes())
+        if is_cut or living == 1:
+            return rows
+        parts = [rows[part] for part in split_among(self._prepare(rows), living) if len(part)]
+        self._orphans.extend((part, True) for part in parts[1:])
+        return parts[0]
+
+    def _begin(
+        self, node: int, rows: Int64s, policy: Policy, prepared: PreparedPool | None
+    ) -> None:
+        del self._idle[node]
+        self._fruitful.discard(node)
+        self._assigned[node] = rows
+        lengths = prepared.lengths if prepared is not None else self._lengths(rows)
+        wishes = _Wishes(
+            self._batch, self._tokenized, rows, rows - self._first_row[self._owner[rows]]
         )
-        sample: Int64s = left[chosen]
-        return sample
+        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self._cost, prepared)
+        self._fleet.begin(node, share)
 
-    def _run_part(self, part: Int64s, policy: Policy) -> None:
-        """Run some requests, with what is known about the lengths of all."""
-        estimate = self.tokenized.pool(self._observed()).estimate().take(part)
-        mine = self.tokenized.keep(part)
-        prepared = prepare(mine.pool({}), self.cost, lengths=estimate)
-        work = prepared.compute_s + prepared.resources.leaf_memory_s
-        engine = self.engine
-        capacity, most = engine.capacity_tokens, engine.max_step_tokens
-        feed = BlendFeed(
-            policy_for(policy, prepared, capacity_tokens=capacity, max_step_tokens=most),
-            prepared.tree,
-            engine,
-            capacity_tokens=capacity,
+    def _book(self, row: int, answer: Answer) -> None:
+        """Take an answer; on disk once its line of the file has all of them."""
+        assert self._is_left[row], f"row {row} was answered twice"
+        self._is_left[row] = False
+        self._work_done += self._work[row]
+        self._work_left -= self._work[row]
+        if answer.output_tokens > 0:
+            self._observed[row] = answer.output_tokens
+        index = int(self._owner[row])
+        entry, first = self._tokenized.entries[index], int(self._first_row[index])
+        answers = self._answers.add(entry, row - first, answer)
+        if answers is None:
+            return
+        offsets = self._prompts.offsets[first : first + entry.part_count + 1]
+        (body,) = self._batch.bodies([entry])
+        self._journal.record(
+            result_line(
+                entry,
+                answers,
+                np.diff(offsets).tolist(),
+                model=body.get("model", self._model),
+                created_s=int(self._clock_s()),
+            )
+        )
+        self._done += 1
+
+    def _show(self) -> None:
+        total = self._work_done + max(0.0, self._work_left)
+        self._on_progress(
+            Progress(
+                self._done,
+                len(self._tokenized.entries),
+                self._work_done / total if total else 1.0,
+                sum(self._running.values()),
+                len(self._fleet.ready_nodes()),
+            )
         )
 
-        def entry_of(request: int) -> tuple[Entry, dict[str, Any]]:
-            entry = mine.entries[request]
-            return entry, next(self.batch.bodies([entry]))
 
-        engine.serve(mine.prompt, entry_of)
-        before = len(self.tokenized.entries) - len(self._left())
-        done_work, total_work = 0.0, float(work.sum())
-        while feed.left_count > 0:
-            events = feed.step(self.now())
-            for result in engine.take_results():
-                self.journal.record(result)
-            if events.finished:
-                done_work += float(work[np.array(events.finished)].sum())
-                done = before + len(part) - feed.left_count
-                total = len(self.tokenized.entries)
-                share = min(1.0, done_work / total_work)
-                self.on_progress(Progress(done, total, share, feed.running_count))
+class _Wishes(Sequence[Mapping[str, Any]]):
+    """Sampling fields of some rows, read from the batch file when they are asked for."""
+
+    def __init__(
+        self, batch: BatchFile, tokenized: TokenizedBatch, rows: Int64s, parts: Int64s
+    ) -> None:
+        self._batch = batch
+        self._entries = tokenized.entries
+        self._owner = tokenized.owner[rows].tolist()
+        self._limit = tokenized.prompts.limit[rows].tolist()
+        self._part = parts.tolist()
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - no slices: nobody takes them
+        (body,) = self._batch.bodies([self._entries[self._owner[index]]])
+        return self._wish(index, body)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        bodies = self._batch.bodies(self._entries[owner] for owner in self._owner)
+        return (self._wish(index, body) for index, body in enumerate(bodies))
+
+    def _wish(self, index: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        limit = self._limit[index]
+        wish = {**sampling(body), "max_tokens": limit}
+        if "min_tokens" in wish:
+            wish["min_tokens"] = min(wish["min_tokens"], limit)
+        if "seed" in wish:
+            # Several answers to one prompt would be one and the same.
+            wish["seed"] += self._part[index]
+        return wish

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from aqua_batch.records import CHAT_URL
+from aqua_batch.bodies import CHAT_URL, prompt_parts
 from aqua_protocol.errors import ConfigError
 
 logger = logging.getLogger("aqua_batch")
@@ -44,16 +44,18 @@ class Tokenizer(Protocol):
         ...
 
 
-def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> list[int]:
-    """Token ids of a checked request's prompt.
+def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> list[list[int]]:
+    """Token ids of each prompt of a checked request.
 
     Raises:
         ValueError: The chat template refuses the messages.
     """
     if url == CHAT_URL:
-        return tokenizer.chat(body["messages"])
-    prompt = body["prompt"]
-    return tokenizer.text(prompt) if isinstance(prompt, str) else list(prompt)
+        return [tokenizer.chat(_as_texts(body["messages"]))]
+    return [
+        tokenizer.text(prompt) if isinstance(prompt, str) else prompt
+        for prompt in prompt_parts(body)
+    ]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -79,20 +81,33 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
     """Messages as text, where no template is known: roles and contents, line by line."""
-    lines = [f"{message['role']}: {_content(message.get('content'))}\n" for message in messages]
+    lines = [f"{message['role']}: {_text_of(message.get('content'))}\n" for message in messages]
     return "".join(lines) + "assistant:"
 
 
-def _content(content: object) -> str:
-    """The text of a message; parts that are no text are named, not read."""
+def _as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose contents are plain texts.
+
+    Most templates print the content as it comes: a list of parts would be in the prompt as Python
+    writes lists.
+    """
+    return [
+        {**message, "content": _text_of(message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _text_of(content: object) -> str:
+    """The text of a message, parts joined as vLLM does; parts that are no text are named."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    parts = cast("list[Any]", content)
-    return "".join(
-        str(part.get("text", f"<{part.get('type', 'part')}>")) if isinstance(part, dict) else ""
-        for part in parts
+    parts = cast("list[dict[str, Any]]", content)
+    return "\n".join(
+        part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts
     )
 
 

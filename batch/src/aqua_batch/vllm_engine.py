@@ -8,44 +8,14 @@ Prompts go in as token ids, the ones the plan was made from: what the plan calls
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from aqua_batch.engine import StepEvents
-from aqua_batch.records import CHAT_URL, Entry, output_limit
+from aqua_batch.answers import Answer
+from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
 from aqua_protocol.errors import ConfigError
-
-SAMPLING_FIELDS: Final = (
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-"""Fields of a body that vLLM's SamplingParams knows under the same name."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCounters:
-    """The engine's own count of prefix-cache lookups.
-
-    Attributes:
-        queried_tokens: Prompt tokens looked up.
-        hit_tokens: Prompt tokens found.
-    """
-
-    queried_tokens: int
-    hit_tokens: int
 
 
 class VllmEngine:
@@ -69,79 +39,70 @@ class VllmEngine:
             from vllm import LLM, SamplingParams
         except ImportError as error:
             raise ConfigError(
-                "vLLM is not installed in this environment",
+                f"vLLM is not installed in this environment: {error}",
                 remedy="pip install vllm, and aqua-batch into the same environment.",
             ) from error
         self._sampling = SamplingParams
         try:
-            self._llm = LLM(
-                model=model, enable_prefix_caching=True, disable_log_stats=False, **options
-            )
-        except (ValueError, OSError, RuntimeError) as error:
+            with _llvmlite_without_surprises():
+                self._llm = LLM(
+                    model=model, enable_prefix_caching=True, disable_log_stats=False, **options
+                )
+        except (ValueError, TypeError, OSError, RuntimeError) as error:
             raise ConfigError(
                 f"vLLM cannot serve {model}: {error}", remedy="Try it with `vllm serve` first."
             ) from error
         self._engine = self._llm.llm_engine
-        self._model = model
         self._prompt_of: Callable[[int], list[int]] | None = None
-        self._entry_of: Callable[[int], tuple[Entry, dict[str, Any]]] | None = None
+        self._wish_of: Callable[[int], Mapping[str, Any]] | None = None
+        self._pool = 0
         self._running: dict[str, int] = {}
         self._begun: set[int] = set()
         self._refused: list[int] = []
-        self.results: list[dict[str, Any]] = []
+        self._answers: list[Answer] = []
 
     @property
-    def capacity_tokens(self) -> int:
-        """KV tokens that fit."""
-        config = self._engine.vllm_config.cache_config
-        return int(config.num_gpu_blocks) * int(config.block_size)
-
-    @property
-    def max_step_tokens(self) -> int:
-        """Most tokens that vLLM computes in a step."""
-        return int(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
-
-    @property
-    def longest_tokens(self) -> int:
-        """Prompt and output that the model holds."""
-        return int(self._engine.vllm_config.model_config.max_model_len)
+    def facts(self) -> EngineFacts:
+        """What vLLM found out when it started."""
+        config = self._engine.vllm_config
+        cache = config.cache_config
+        return EngineFacts(
+            # vLLM keeps one block for itself.
+            capacity_tokens=(int(cache.num_gpu_blocks) - 1) * int(cache.block_size),
+            max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),
+            longest_tokens=int(config.model_config.max_model_len),
+        )
 
     def serve(
         self,
         prompt_of: Callable[[int], list[int]],
-        entry_of: Callable[[int], tuple[Entry, dict[str, Any]]],
+        wish_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
         """Name the pool that the next requests are indices into."""
         assert not self._running, "the last pool has not ended"
-        self._prompt_of, self._entry_of = prompt_of, entry_of
+        self._prompt_of, self._wish_of = prompt_of, wish_of
+        self._pool += 1
 
     def submit(self, request: int) -> None:
         """Add a request of the pool."""
-        assert self._prompt_of is not None and self._entry_of is not None, "no pool"  # noqa: PT018 - one condition
-        entry, body = self._entry_of(request)
-        prompt = self._prompt_of(request)
-        given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
-        limit = output_limit(body)
-        room = self.longest_tokens - len(prompt)
-        given["max_tokens"] = room if limit is None else min(limit, room)
+        assert self._prompt_of is not None and self._wish_of is not None, "no pool"  # noqa: PT018 - one condition
+        name = f"{self._pool}-{request}"
         try:
-            params = self._sampling(**given)
-            self._engine.add_request(entry.custom_id, {"prompt_token_ids": prompt}, params)
+            params = self._sampling(**self._wish_of(request))
+            prompt = {"prompt_token_ids": self._prompt_of(request)}
+            self._engine.add_request(name, prompt, params)
         except (ValueError, TypeError) as error:
             # The engine's word on this request alone; the others go on.
-            self.results.append(_failure(entry, str(error)))
+            self._answers.append(Answer(request, "", "error", 0, 0, str(error)))
             self._refused.append(request)
             return
-        self._running[entry.custom_id] = request
+        self._running[name] = request
 
     def step(self, token_budget: int) -> StepEvents:
         """One step of vLLM; its budget is its own."""
         del token_budget
-        started, finished, tokens = (
-            list(self._refused),
-            list(self._refused),
-            [0] * len(self._refused),
-        )
+        started, finished = list(self._refused), list(self._refused)
+        tokens = [0] * len(self._refused)
         self._refused.clear()
         for output in self._engine.step() if self._running else ():
             request = self._running.get(output.request_id)
@@ -159,12 +120,20 @@ class VllmEngine:
                 del self._running[output.request_id]
                 finished.append(request)
                 tokens.append(generated)
-                self.results.append(self._success(request, output, completion))
+                self._answers.append(
+                    Answer(
+                        request,
+                        completion.text,
+                        completion.finish_reason or "stop",
+                        generated,
+                        output.num_cached_tokens or 0,
+                    )
+                )
         return StepEvents(started, finished, tokens)
 
-    def take_results(self) -> list[dict[str, Any]]:
-        """Results since the last call, in OpenAI's output format."""
-        taken, self.results = self.results, []
+    def take_answers(self) -> list[Answer]:
+        """Answers since the last call."""
+        taken, self._answers = self._answers, []
         return taken
 
     def cache_counters(self) -> CacheCounters:
@@ -175,42 +144,32 @@ class VllmEngine:
             int(values.get("vllm:prefix_cache_hits", 0)),
         )
 
-    def _success(self, request: int, output: Any, completion: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's types
-        assert self._entry_of is not None
-        entry, body = self._entry_of(request)
-        reason = completion.finish_reason
-        prompt_count, output_count = len(output.prompt_token_ids), len(completion.token_ids)
-        chat = entry.url == CHAT_URL
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
-        if chat:
-            choice["message"] = {"role": "assistant", "content": completion.text}
-        else:
-            choice["text"] = completion.text
-        answer = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{entry.custom_id}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": body.get("model", self._model),
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": prompt_count,
-                "completion_tokens": output_count,
-                "total_tokens": prompt_count + output_count,
-                "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
-            },
-        }
-        return {
-            "id": f"batch_req_line_{entry.line}",
-            "custom_id": entry.custom_id,
-            "response": {"status_code": 200, "request_id": output.request_id, "body": answer},
-            "error": None,
-        }
 
+@contextmanager
+def _llvmlite_without_surprises() -> Iterator[None]:
+    """Let vLLM start although numba is loaded.
 
-def _failure(entry: Entry, message: str) -> dict[str, Any]:
-    return {
-        "id": f"batch_req_line_{entry.line}",
-        "custom_id": entry.custom_id,
-        "response": None,
-        "error": {"code": "engine_error", "message": message, "line": entry.line},
-    }
+    vLLM's CPU build looks through everything that loaded modules hold, by `hasattr(x, "__dict__")`
+    and `vars(x).get`. llvmlite, which numba brings, holds a library object that has *any*
+    attribute one asks it for: its `__dict__` is a function of the library, and vLLM stops with
+    "no attribute 'get'". The policies are compiled by numba, and so may be much in a program that
+    uses this class. While vLLM starts, that object says that it has no `__dict__`.
+    """
+    holder = sys.modules.get("llvmlite.binding.ffi")
+    library = getattr(holder, "lib", None)
+    if library is None or isinstance(getattr(library, "__dict__", {}), dict):
+        yield
+        return
+    kind: Any = type(library)
+    answer = kind.__getattr__
+
+    def answer_honestly(self: object, name: str) -> object:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return answer(self, name)
+
+    kind.__getattr__ = answer_honestly
+    try:
+        yield
+    finally:
+        kind.__getattr__ = answer

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
         (["--tokenizer", "no-such-tokenizer"], "no-such-tokenizer"),
         (["--gpu", "abacus"], "abacus"),
         (["--max-model-len", "3"], "none of"),
-        (["--kv-tokens", "100"], "KV tokens"),
+        (["--kv-tokens", "3"], "memory holds 3"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line_and_leaves_no_output(
@@ -74,6 +75,49 @@ def test_what_cannot_be_done_is_one_clear_line_and_leaves_no_output(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
+
+
+def test_a_prompt_that_no_memory_holds_does_not_take_the_others_with_it(
+    batch: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    done = aqua_batch("order", batch, "-o", out, "--kv-tokens", 100, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == len(out.read_text().splitlines()) == 5
+    lines = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    errors = [json.loads(each)["error"] for each in lines]
+    assert sum(each["code"] == "context_length_exceeded" for each in errors) == 40
+
+
+def test_an_errors_file_never_overwrites_the_input(batch: Path, tmp_path: Path) -> None:
+    content = batch.read_bytes()
+    renamed = batch.rename(tmp_path / "a.errors.jsonl")
+    for options in (
+        ["-o", tmp_path / "a.jsonl"],
+        ["-o", tmp_path / "b.jsonl", "--errors", renamed],
+    ):
+        done = aqua_batch("order", renamed, *options)
+        assert done.returncode == 2
+        assert "input itself" in done.stderr
+        assert renamed.read_bytes() == content
+
+
+def test_a_zipped_file_and_a_pipe_are_read_and_a_zipped_file_is_written(
+    batch: Path, tmp_path: Path
+) -> None:
+    zipped, out = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz"
+    zipped.write_bytes(gzip.compress(batch.read_bytes()))
+    done = aqua_batch("order", zipped, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert len(gzip.decompress(out.read_bytes()).splitlines()) == 45
+    assert (tmp_path / "out.plan.json").exists()
+    command = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
+    arguments = ["order", "/dev/stdin", "-o", str(tmp_path / "piped.jsonl")]
+    piped = subprocess.run(
+        [*command, *arguments], input=zipped.read_bytes(), capture_output=True, check=False
+    )
+    assert piped.returncode == 0, piped.stderr
+    assert len((tmp_path / "piped.jsonl").read_bytes().splitlines()) == 45
 
 
 def test_an_empty_or_absent_file_and_an_output_over_the_input_are_refused(
@@ -100,3 +144,18 @@ def test_a_run_without_vllm_says_what_to_install(batch: Path, tmp_path: Path) ->
     done = aqua_batch("run", batch, "-o", out, "--model", tmp_path, "--tokenizer", "bytes")
     assert done.returncode == 2
     assert "pip install vllm" in done.stderr
+
+
+def test_several_nodes_without_ray_or_without_their_number_say_what_to_do(
+    batch: Path, tmp_path: Path
+) -> None:
+    run = ["run", batch, "-o", tmp_path / "o.jsonl", "--model", tmp_path, "--tokenizer", "bytes"]
+    done = aqua_batch(*run, "--ray-address", "localhost:6379")
+    assert done.returncode == 2
+    assert "--nodes N" in done.stderr
+    code = "import sys; sys.modules['ray'] = None; from aqua_batch.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, run), "--nodes", "2"]
+    bare = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert bare.returncode == 2
+    assert "pip install 'aqua-batch[ray]'" in bare.stderr
+    assert "Traceback" not in bare.stderr

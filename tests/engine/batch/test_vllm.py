@@ -79,6 +79,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> VllmEngine:
+    # Whoever uses the class may have compiled things long before.
+    import aqua_schedulers.blendserve  # noqa: F401 - for numba
     from aqua_batch.vllm_engine import VllmEngine
 
     return VllmEngine(str(model), OPTIONS)
@@ -88,6 +90,7 @@ def run(
     engine: VllmEngine, model: Path, file: Path, out: Path, policy: str
 ) -> tuple[int, int, dict[str, str]]:
     """Hit tokens, queried tokens and texts by custom_id of one run from an empty cache."""
+    from aqua_batch.fleet import LocalFleet
     from aqua_batch.hardware import describe
     from aqua_batch.journal import Journal
     from aqua_batch.planning import tokenize
@@ -99,12 +102,12 @@ def run(
     assert engine._engine.reset_prefix_cache()
     before = engine.cache_counters()
     batch = read_batch(file)
-    tokenized = tokenize(batch, load_tokenizer(str(model)), longest_tokens=engine.longest_tokens)
-    cost = describe("A100-80GB", model, capacity_tokens=engine.capacity_tokens).cost
+    fleet = LocalFleet(engine, time.monotonic)
+    words, longest = load_tokenizer(str(model)), fleet.facts.longest_tokens
+    tokenized = tokenize(batch, words, longest_tokens=longest)
+    cost = describe("A100-80GB", model, capacity_tokens=fleet.facts.capacity_tokens).cost
     with Journal(out) as journal:
-        plan = Run(
-            batch, tokenized, engine, journal, cost, Policy(policy), lambda: 0.0, lambda _: None
-        )
+        plan = Run(batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=Policy(policy))
         assert plan.finish() == len(batch.entries)
     after = engine.cache_counters()
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -50,7 +50,7 @@ def test_bad_lines_are_named_and_good_ones_kept(tmp_path: Path) -> None:
         b'{"custom_id": "\xff"}',
         "[1, 2]",
         json.dumps({"url": "/v1/completions", "body": {"prompt": "x"}}),
-        line("f", n=3),
+        line("f", n=0),
         chat("g", ("user", "hi")),
     )
     batch = read_batch(file)
@@ -104,14 +104,14 @@ def test_prompts_longer_than_the_model_are_rejected_and_limits_cut_to_it(tmp_pat
     file = batch_of(tmp_path, line("a", prompt="x" * 50), line("b", prompt="y" * 20))
     tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=23)
     assert [entry.custom_id for entry in tokenized.entries] == ["b"]
-    assert tokenized.limit.tolist() == [3]
+    assert tokenized.prompts.limit.tolist() == [3]
     (rejection,) = tokenized.rejections
     assert rejection.code is RejectionCode.CONTEXT_LENGTH
     assert "50 tokens" in rejection.message
 
 
 def test_a_file_without_any_good_line_names_its_first_error(tmp_path: Path) -> None:
-    batch = read_batch(batch_of(tmp_path, "{", line("a", n=2)))
+    batch = read_batch(batch_of(tmp_path, "{", line("a", n="2")))
     with pytest.raises(ConfigError, match="none of 2 lines can be run; line 1"):
         tokenize(batch, ByteTokenizer(), longest_tokens=None)
 
@@ -124,8 +124,8 @@ def test_token_ids_are_taken_as_they_are_and_fixed_lengths_known(tmp_path: Path)
         line("c"),
     )
     tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
-    assert tokenized.prompt(0) == [5, 6, 7]
-    assert tokenized.known.tolist() == [900, 9, -1]
+    assert tokenized.prompts.prompt(0) == [5, 6, 7]
+    assert tokenized.prompts.known.tolist() == [900, 9, -1]
 
 
 def test_lengths_of_an_earlier_run_place_its_requests(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_byte_tokenizer_says_that_it_is_not_exact() -> None:
 
 def test_message_parts_become_text_and_others_are_named() -> None:
     parts = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {}}]
-    assert plain_chat([{"role": "user", "content": parts}]).startswith("user: see <image_url>")
+    assert plain_chat([{"role": "user", "content": parts}]).startswith("user: see \n<image_url>")
 
 
 @pytest.mark.parametrize("name", ["no-such-encoding", "./no/such/folder"])
@@ -249,9 +249,8 @@ def test_a_result_is_recorded_once(tmp_path: Path) -> None:
             journal.record(result("a"))
 
 
-def test_requests_can_be_taken_out_of_a_tokenized_batch(tmp_path: Path) -> None:
+def test_rows_can_be_taken_out_of_a_tokenized_batch(tmp_path: Path) -> None:
     file = batch_of(tmp_path, *(line(name, prompt=name * 3) for name in "abc"))
     tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
-    part = tokenized.keep(np.array([2, 0]))
-    assert [entry.custom_id for entry in part.entries] == ["c", "a"]
+    part = tokenized.prompts.keep(np.array([2, 0]))
     assert [bytes(part.prompt(index)) for index in range(2)] == [b"ccc", b"aaa"]

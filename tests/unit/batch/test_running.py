@@ -1,25 +1,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aqua_batch.engine import StepEvents
+from aqua_batch.engine import CacheCounters
 from aqua_batch.feed import BlendFeed
+from aqua_batch.fleet import Event, Fleet, LocalFleet, Lost, Ready, Report
 from aqua_batch.forecast import SERIES_ROWS, forecast
 from aqua_batch.hardware import describe
 from aqua_batch.journal import Journal
 from aqua_batch.planning import plan, tokenize
 from aqua_batch.policies import Policy, policy_for
-from aqua_batch.records import Entry, read_batch
-from aqua_batch.running import LEAST_TO_SAMPLE, Progress, Run
+from aqua_batch.records import read_batch
+from aqua_batch.running import LEAST_TO_SAMPLE, MOST_DEATHS, Progress, Run
+from aqua_batch.share import Share, ShareRun
 from aqua_batch.tokens import ByteTokenizer
-from aqua_protocol.errors import CapacityError, ConfigError
+from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_schedulers.admission import BatchView, StepPlan
+from harness.counting_engine import CountingEngine
 
 
 def write_batch(path: Path, count: int) -> Path:
@@ -36,62 +39,30 @@ def write_batch(path: Path, count: int) -> Path:
     return file
 
 
-class CountingEngine:
-    """Generates `max_tokens` letters for each request; dies on demand."""
-
-    capacity_tokens = 20_000
-    max_step_tokens = 512
-
-    def __init__(self, dies_after: int | None = None) -> None:
-        self.submitted: list[str] = []
-        self._left: dict[int, int] = {}
-        self._new: list[int] = []
-        self._dies_after = dies_after
-        self._results: list[dict[str, Any]] = []
-
-    def serve(
-        self,
-        prompt_of: Callable[[int], list[int]],
-        entry_of: Callable[[int], tuple[Entry, dict[str, Any]]],
-    ) -> None:
-        self._prompt_of, self._entry_of = prompt_of, entry_of
-
-    def submit(self, request: int) -> None:
-        entry, body = self._entry_of(request)
-        assert self._prompt_of(request) == list(body["prompt"].encode())
-        self.submitted.append(entry.custom_id)
-        self._left[request] = body["max_tokens"]
-        self._new.append(request)
-
-    def step(self, token_budget: int) -> StepEvents:
-        if self._dies_after is not None and len(self.submitted) >= self._dies_after:
-            raise KeyboardInterrupt
-        started, self._new = self._new, []
-        finished, tokens = [], []
-        for request in list(self._left):
-            self._left[request] -= 1
-            if self._left[request] == 0:
-                del self._left[request]
-                entry, body = self._entry_of(request)
-                finished.append(request)
-                tokens.append(body["max_tokens"])
-                usage = {"completion_tokens": body["max_tokens"]}
-                answer = {"custom_id": entry.custom_id, "response": {"body": {"usage": usage}}}
-                self._results.append(answer)
-        return StepEvents(started, finished, tokens)
-
-    def take_results(self) -> list[dict[str, Any]]:
-        taken, self._results = self._results, []
-        return taken
-
-
-def run_of(
-    file: Path, engine: CountingEngine, journal: Journal, seen: list[Progress], policy: Policy
+def run_over(
+    file: Path,
+    fleet: Fleet,
+    journal: Journal,
+    policy: Policy = Policy.FORESIGHT,
+    **options: Any,  # noqa: ANN401 - those of Run,  # noqa: ANN401 - those of Run
 ) -> Run:
     batch = read_batch(file)
-    tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(
+        batch,
+        ByteTokenizer(),
+        longest_tokens=fleet.facts.longest_tokens,
+        capacity_tokens=fleet.facts.capacity_tokens,
+    )
     cost = describe("A100-80GB", None).cost
-    return Run(batch, tokenized, engine, journal, cost, policy, lambda: 0.0, seen.append)
+    return Run(batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=policy, **options)
+
+
+def local(engine: CountingEngine) -> LocalFleet:
+    return LocalFleet(engine, lambda: 0.0)
+
+
+def ids_in(out: Path) -> list[str]:
+    return [json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("policy", Policy)
@@ -100,50 +71,192 @@ def test_a_run_answers_every_request_once(tmp_path: Path, policy: Policy) -> Non
     seen: list[Progress] = []
     engine = CountingEngine()
     with Journal(tmp_path / "out.jsonl") as journal:
-        assert run_of(file, engine, journal, seen, policy).finish() == 300
+        run = run_over(file, local(engine), journal, policy, on_progress=seen.append)
+        assert run.finish() == 300
         assert len(journal.finished) == 300
-    assert sorted(engine.submitted) == sorted(f"r{index}" for index in range(300))
+    assert len(engine.submitted) == len(set(engine.submitted)) == 300
     assert seen[-1].done == seen[-1].total == 300
     assert seen[-1].running == 0
     assert [state.done for state in seen] == sorted(state.done for state in seen)
+    assert seen[-1].work_done == pytest.approx(1.0)
 
 
 def test_an_interrupted_run_resumes_without_repeating(tmp_path: Path) -> None:
     file = write_batch(tmp_path, 300)
-    seen: list[Progress] = []
     out = tmp_path / "out.jsonl"
-    first = CountingEngine(dies_after=150)
     with Journal(out) as journal, pytest.raises(KeyboardInterrupt):
-        run_of(file, first, journal, seen, Policy.FORESIGHT).finish()
-    finished = {json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()}
+        run_over(file, local(CountingEngine(dies_after=150)), journal).finish()
+    finished = ids_in(out)
     assert 0 < len(finished) < 300
     second = CountingEngine()
     with Journal(out) as journal:
-        ran = run_of(file, second, journal, seen, Policy.FORESIGHT).finish()
-    assert ran == 300 - len(finished)
-    assert not finished & set(second.submitted)
-    ids = [json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()]
-    assert sorted(ids) == sorted(f"r{index}" for index in range(300))
+        ran = run_over(file, local(second), journal).finish()
+    assert ran == len(second.submitted) == 300 - len(finished)
+    assert sorted(ids_in(out)) == sorted(f"r{index}" for index in range(300))
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 10), tmp_path / "out.jsonl"
+    for ran in (10, 0):
+        with Journal(out) as journal:
+            assert run_over(file, local(CountingEngine()), journal).finish() == ran
+    assert len(ids_in(out)) == 10
 
 
 def test_a_large_batch_of_unknown_lengths_is_sampled_first(tmp_path: Path) -> None:
     file = write_batch(tmp_path, 3 * LEAST_TO_SAMPLE)
+    engine = CountingEngine()
     seen: list[Progress] = []
-    engine = CountingEngine()
     with Journal(tmp_path / "out.jsonl") as journal:
-        run_of(file, engine, journal, seen, Policy.FORESIGHT).finish()
-    sample = engine.submitted[:6]
-    kinds = {int(name[1:]) % 3 == 0 for name in sample}
+        run_over(file, local(engine), journal, on_progress=seen.append).finish()
+    kinds = {prompt.startswith("draw") for prompt in engine.submitted[:6]}
     assert kinds == {True, False}, "the sample holds both kinds of request"
+    sampled = next(state for state in seen if state.done == 6)
+    assert sampled.work_done < 0.1, "time left is reckoned over the run, not over the sample"
 
 
-def test_a_prompt_that_never_fits_stops_the_run_before_it_starts(tmp_path: Path) -> None:
-    file = write_batch(tmp_path, 3)
-    engine = CountingEngine()
-    engine.capacity_tokens = 100
-    with Journal(tmp_path / "out.jsonl") as journal, pytest.raises(CapacityError):
-        run_of(file, engine, journal, [], Policy.FORESIGHT).finish()
-    assert engine.submitted == []
+def test_answers_wanted_of_one_line_come_in_one_line(tmp_path: Path) -> None:
+    body = {"prompt": ["left", "right"], "n": 2, "max_tokens": 3, "seed": 5, "model": "mine"}
+    row = {"custom_id": "several", "url": "/v1/completions", "body": body}
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(row))
+    with Journal(out) as journal:
+        assert run_over(file, local(CountingEngine()), journal, clock_s=lambda: 7.0).finish() == 1
+    (line,) = out.read_text().splitlines()
+    response = json.loads(line)["response"]["body"]
+    made = [json.loads(choice["text"]) for choice in response["choices"]]
+    assert [each["prompt"] for each in made] == ["left", "left", "right", "right"]
+    assert [each["wish"]["seed"] for each in made] == [5, 6, 7, 8], "or all would be the same"
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2, 3]
+    assert response["usage"]["prompt_tokens"] == len("left") + len("right")
+    assert response["usage"]["completion_tokens"] == 4 * 3
+    assert (response["model"], response["created"]) == ("mine", 7)
+
+
+# --- Several engines -----------------------------------------------------------------------
+
+
+class PaperFleet:
+    """Engines in this process that take turns; `plan` says what happens before which turn.
+
+    Args:
+        plan: Events by turn. A lost engine's unreported answers are lost, as in a real fleet.
+    """
+
+    def __init__(self, count: int, plan: Mapping[int, Event] | None = None) -> None:
+        self.engines = {node: CountingEngine() for node in range(count)}
+        self.facts = self.engines[0].facts
+        self.lives = [self.engines[node] for node in self.engines]
+        self._plan = dict(plan or {})
+        self._runs: dict[int, ShareRun] = {}
+        self._turn = 0
+
+    def ready_nodes(self) -> list[int]:
+        return list(self.engines)
+
+    def begin(self, node: int, share: Share) -> None:
+        assert node not in self._runs, "it has a share already"
+        self._runs[node] = ShareRun(share.packed(), self.engines[node])
+
+    def wait(self) -> list[Event]:
+        self._turn += 1
+        event = self._plan.pop(self._turn, None)
+        if isinstance(event, Lost):
+            del self.engines[event.node]
+            self._runs.pop(event.node, None)
+            return [event]
+        if isinstance(event, Ready):
+            self.engines[event.node] = CountingEngine()
+            self.lives.append(self.engines[event.node])
+            return [event]
+        reports: list[Event] = []
+        for node, run in list(self._runs.items()):
+            answers = run.step(0.0)
+            if run.left_count == 0:
+                del self._runs[node]
+            reports.append(Report(node, answers, run.running_count, run.left_count))
+        assert reports or self._plan, "nothing will ever happen again"
+        return reports
+
+    def cache_counters(self) -> CacheCounters:
+        return CacheCounters(0, 0)
+
+
+def test_engines_share_a_batch_evenly_and_answer_each_request_once(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 300), tmp_path / "out.jsonl"
+    fleet = PaperFleet(3)
+    with Journal(out) as journal:
+        assert run_over(file, fleet, journal).finish() == 300
+    assert sorted(ids_in(out)) == sorted(f"r{index}" for index in range(300))
+    work = [len(engine.submitted) for engine in fleet.lives]
+    assert sum(work) == 300
+    assert min(work) > 60, f"an engine had little to do: {work}"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {20: Lost(1, "gone")},
+        {20: Lost(1, "gone"), 21: Lost(0, "gone")},
+        {20: Lost(1, "gone"), 22: Ready(1)},
+        {20: Lost(0, "gone"), 30: Lost(1, "gone"), 31: Lost(2, "gone"), 32: Ready(1), 33: Ready(0)},
+        {1: Lost(2, "gone"), 400: Ready(2)},
+    ],
+    ids=["one", "two", "one comes back", "all, two come back", "at once"],
+)
+def test_what_a_lost_engine_had_not_answered_is_answered_by_others(
+    tmp_path: Path, plan: dict[int, Event]
+) -> None:
+    file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
+    fleet = PaperFleet(3, plan)
+    said: list[str] = []
+    with Journal(out) as journal:
+        assert run_over(file, fleet, journal, on_loss=said.append).finish() == 150
+    names = ids_in(out)
+    assert len(names) == len(set(names)) == 150
+    lost = sum(isinstance(event, Lost) for event in plan.values())
+    assert len(said) == lost
+    assert all("gone" in each for each in said)
+
+
+def test_finished_requests_of_a_lost_engine_are_not_repeated(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
+    fleet = PaperFleet(2, {200: Lost(1, "gone")})
+    first = fleet.engines[1]
+    with Journal(out) as journal:
+        run_over(file, fleet, journal).finish()
+    runs = [json.loads(raw) for raw in out.read_text().splitlines()]
+    answered = {
+        json.loads(each["response"]["body"]["choices"][0]["text"])["prompt"] for each in runs
+    }
+    assert len(answered) == 150
+    again = set(first.submitted) & set(fleet.engines[0].submitted)
+    assert 0 < len(again) < len(first.submitted)
+
+
+def test_engines_that_die_together_are_no_sign_of_bad_requests(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
+    plan: dict[int, Event] = {1 + death: Lost(death, "power cut") for death in range(MOST_DEATHS)}
+    with Journal(out) as journal:
+        assert run_over(file, PaperFleet(MOST_DEATHS + 1, plan), journal).finish() == 150
+
+
+def test_an_engine_that_dies_whatever_it_is_given_ends_the_run(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 60), tmp_path / "out.jsonl"
+    plan: dict[int, Event] = {}
+    for death in range(MOST_DEATHS):
+        plan |= {2 * death + 1: Lost(0, "segmentation fault"), 2 * death + 2: Ready(0)}
+    with Journal(out) as journal, pytest.raises(UnavailableError, match="segmentation fault"):
+        run_over(file, PaperFleet(1, plan), journal).finish()
+    with Journal(out) as journal:
+        assert run_over(file, PaperFleet(1), journal).finish() == 60
+
+
+def test_the_death_of_an_engine_without_work_stops_nothing(tmp_path: Path) -> None:
+    file, out = write_batch(tmp_path, 3), tmp_path / "out.jsonl"
+    plan: dict[int, Event] = {1 + death: Lost(4 + death, "gone") for death in range(MOST_DEATHS)}
+    with Journal(out) as journal:
+        assert run_over(file, PaperFleet(4 + MOST_DEATHS, plan), journal).finish() == 3
 
 
 class NeverAdmits:
@@ -154,7 +267,7 @@ class NeverAdmits:
 def test_a_policy_that_admits_nothing_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
     batch = read_batch(write_batch(tmp_path, 3))
     tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
-    tree = tokenized.pool({}).tree
+    tree = tokenized.prompts.pool(tokenized.prompts.unsampled()).tree
     feed = BlendFeed(NeverAdmits(), tree, CountingEngine(), capacity_tokens=1000)
     with pytest.raises(ConfigError, match="admits none"):
         feed.step(0.0)

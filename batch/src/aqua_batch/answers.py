@@ -1,0 +1,122 @@
+"""From what an engine generated to a line of OpenAI's output file.
+
+An engine answers *rows*: one prompt, one answer. A line of the batch file may want more of them
+(`n`, or several prompts), which then run like any others, on whatever engine has room. `Answers`
+holds the rows of a line until all are there, and makes the record.
+
+Source: OpenAI Batch API, "Retrieving the results"; the objects `chat.completion` and
+`text_completion` of its API reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aqua_batch.bodies import CHAT_URL
+from aqua_batch.records import Entry, RejectionCode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of a row.
+
+    Attributes:
+        request: The row, as the engine was given it.
+        finish_reason: "stop" or "length"; "error" where `error` says why.
+        output_tokens: Tokens generated.
+        cached_tokens: Prompt tokens that the engine had in its prefix cache.
+        error: The engine's refusal of this row.
+    """
+
+    request: int
+    text: str
+    finish_reason: str
+    output_tokens: int
+    cached_tokens: int
+    error: str | None = None
+
+
+class Answers:
+    """Answers by line of the file, until a line is complete."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[int, Answer]] = {}
+
+    def held(self, entry: Entry, part: int) -> bool:
+        """Whether this part of an incomplete line is answered."""
+        return part in self._held.get(entry.custom_id, ())
+
+    def add(self, entry: Entry, part: int, answer: Answer) -> list[Answer] | None:
+        """Keep an answer; returns all of the line's, by part, once none is missing."""
+        parts = self._held.setdefault(entry.custom_id, {})
+        parts[part] = answer
+        if len(parts) < entry.part_count:
+            return None
+        del self._held[entry.custom_id]
+        return [parts[index] for index in range(entry.part_count)]
+
+
+def result_line(
+    entry: Entry, answers: list[Answer], prompt_tokens: list[int], *, model: str, created_s: int
+) -> dict[str, Any]:
+    """A line of the output file.
+
+    Args:
+        answers: One for each part of the entry.
+        prompt_tokens: Lengths of the prompts, one for each part.
+        model: The name to answer with.
+    """
+    record: dict[str, Any] = {
+        "id": f"batch_req_line_{entry.line}",
+        "custom_id": entry.custom_id,
+        "response": None,
+        "error": None,
+    }
+    refusal = next((each.error for each in answers if each.error is not None), None)
+    if refusal is not None:
+        record["error"] = {
+            "code": RejectionCode.ENGINE.value,
+            "message": f"line {entry.line}: {refusal}",
+            "param": None,
+            "line": entry.line,
+        }
+        return record
+    chat = entry.url == CHAT_URL
+    # A prompt is counted once, however many answers it has.
+    firsts = range(0, len(answers), entry.answer_count)
+    prompt = sum(prompt_tokens[part] for part in firsts)
+    output = sum(answer.output_tokens for answer in answers)
+    record["response"] = {
+        "status_code": 200,
+        "request_id": f"req_line_{entry.line}",
+        "body": {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{entry.custom_id}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": created_s,
+            "model": model,
+            "choices": [_choice(index, answer, chat=chat) for index, answer in enumerate(answers)],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+                "prompt_tokens_details": {
+                    "cached_tokens": sum(answers[part].cached_tokens for part in firsts)
+                },
+            },
+        },
+    }
+    return record
+
+
+def _choice(index: int, answer: Answer, *, chat: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+    }
+    if chat:
+        choice["message"] = {"role": "assistant", "content": answer.text}
+    else:
+        choice["text"] = answer.text
+    return choice

@@ -1,0 +1,116 @@
+"""The engines that a run has, as one object: shares go in, answers and losses come out.
+
+A fleet starts engines and carries shares to them; it decides nothing about requests. What is lost
+with an engine is the run's affair (`running`), which alone knows what has been answered. Nodes are
+numbers from 0; one that is lost and comes back, on the same machine or another, keeps its number.
+
+`LocalFleet` is one engine in this process. `ray_fleet` has engines on the nodes of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from aqua_batch.answers import Answer
+from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
+from aqua_batch.share import Share, ShareRun
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A node has worked on its share.
+
+    Attributes:
+        answers: New answers, by index in the share.
+        running, left: Rows that the engine works on, and rows without an answer.
+    """
+
+    node: int
+    answers: list[Answer]
+    running: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A node's engine is gone, and what it had not reported with it."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A node that was lost has an engine again, without a share."""
+
+    node: int
+
+
+Event = Report | Lost | Ready
+
+
+class Fleet(Protocol):
+    """Engines; each works on one share at a time."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What all engines can hold: the least of each."""
+        ...
+
+    def ready_nodes(self) -> list[int]:
+        """Nodes that can be given a share, or work on one."""
+        ...
+
+    def begin(self, node: int, share: Share) -> None:
+        """Give a share to a ready node whose last one has ended."""
+        ...
+
+    def wait(self) -> list[Event]:
+        """Block until something happens.
+
+        Raises:
+            UnavailableError: No engine is left, and none comes back.
+        """
+        ...
+
+    def cache_counters(self) -> CacheCounters:
+        """Sum of the engines' own prefix-cache counters; lost engines are not in it."""
+        ...
+
+
+class LocalFleet:
+    """One engine in this process. If it dies, so does the run."""
+
+    def __init__(self, engine: BatchEngine, now: Callable[[], float]) -> None:
+        self._engine = engine
+        self._now = now
+        self._run: ShareRun | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The engine's."""
+        return self._engine.facts
+
+    def ready_nodes(self) -> list[int]:
+        """The one."""
+        return [0]
+
+    def begin(self, node: int, share: Share) -> None:
+        """Give the engine its share."""
+        assert node == 0 and self._run is None, f"node {node} is not idle"  # noqa: PT018 - one condition
+        self._run = ShareRun(share, self._engine)
+
+    def wait(self) -> list[Event]:
+        """One step."""
+        run = self._run
+        assert run is not None, "nothing to wait for"
+        answers = run.step(self._now())
+        if run.left_count == 0:
+            self._run = None
+        return [Report(0, answers, run.running_count, run.left_count)]
+
+    def cache_counters(self) -> CacheCounters:
+        """The engine's."""
+        return self._engine.cache_counters()
