@@ -132,7 +132,7 @@ class LedgerRoom:
             if noun not in PERMANENT:
                 leaked.append(f"{key} never expires")
             elif noun == "lease":
-                owner = (await self.pipeline.command("HGET", key, "producer_id")).decode()
+                owner = (await self.books.lease(key.removeprefix(KEYS["lease"]))).producer_id
                 index, lease_id = KEYS["producer_leases"] + owner, key.removeprefix(KEYS["lease"])
                 if await self.pipeline.command("ZSCORE", index, lease_id) is None:
                     leaked.append(f"{key} is not booked on {owner}")

@@ -27,7 +27,7 @@ if not step(lease, EVENT.renew) then
     'lease_id', ARGV[1], 'state', lease.state)
 end
 lease.ttl_us = tonumber(ARGV[3])
-redis.call('HSET', KEY.lease .. lease.lease_id, 'ttl_us', integer(lease.ttl_us))
+write_lease(lease)
 if lease.state ~= STATE.granted then
   set_deadline(lease, clock_us + lease.ttl_us)
 end
