@@ -151,6 +151,7 @@ MODELS: Final[dict[str, Model]] = {
             "Mistral-7B", (32, 4096, 32, 8, 14336, 32000), f"{_CONFIG} mistralai/Mistral-7B-v0.1"
         ),
         _llama("Qwen3-8B", (36, 4096, 32, 8, 12288, 151936), f"{_CONFIG} Qwen/Qwen3-8B"),
+        _llama("Yi-34B", (60, 7168, 56, 8, 20480, 64000), f"{_CONFIG} 01-ai/Yi-34B"),
         _shaped("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, f"{_CONFIG} Qwen/Qwen3-32B"),
     )
 }

@@ -371,7 +371,11 @@ def replay(
 @app.command()
 def paper(
     names: Annotated[
-        list[str], typer.Argument(help="table3, figure3, figure5 .. figure12, beyond, or all.")
+        list[str],
+        typer.Argument(
+            help="table3, figure3, figure5 .. figure12, beyond (BlendServe), aqua-figure8, "
+            "aqua-figure9, aqua-figure13, or all."
+        ),
     ],
     request_count: Annotated[
         int, typer.Option("--requests", help="Requests per trace.", min=1000)
@@ -392,7 +396,7 @@ def paper(
 ) -> None:
     """Reproduce tables or figures of a paper and print ours beside the published numbers."""
     from aqua_simulator.papers.blendserve import Laboratory
-    from aqua_simulator.papers.figures import FIGURES
+    from aqua_simulator.papers.index import FIGURES
     from aqua_simulator.papers.report import Reproduction
 
     wanted = _figures(names, FIGURES)
@@ -512,7 +516,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
 
 
 def _image(plots: Path, key: str) -> Path:
-    return plots / f"blendserve-{key}.png"
+    return plots / (f"{key}.png" if key.startswith("aqua") else f"blendserve-{key}.png")
 
 
 def _write_page(output: Path, made: list[Reproduction], plots: Path | None) -> None:

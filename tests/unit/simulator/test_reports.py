@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aqua_simulator.offline.planned import PolicyName
+from aqua_simulator.offline.planned import DENSE_TOKENS, PolicyName, dense_tokens
 from aqua_simulator.papers.blendserve import TRACES, Laboratory, gain, grid
 from aqua_simulator.papers.figures import FIGURES, figure3, figure5
 from aqua_simulator.papers.page import page
@@ -48,7 +48,7 @@ def test_a_reproduction_reads_back_from_its_json() -> None:
     assert again.to_markdown() == made.to_markdown()
 
 
-def test_a_page_shows_numbers_surrogates_sensitivity_and_what_is_missing() -> None:
+def test_a_page_shows_numbers_surrogates_and_sensitivity() -> None:
     made = Reproduction(
         "key",
         "Title",
@@ -60,7 +60,7 @@ def test_a_page_shows_numbers_surrogates_sensitivity_and_what_is_missing() -> No
     text = page([made], {"key": "images/key.png"})
     assert "| one | 2 | 12,346 | +1.23e+04 | % |" in text
     assert "![Title](images/key.png)" in text
-    for words in ("Surrogates:", "- a stand-in", "Sensitivity:", "| case | 4 |", "Not reproduced"):
+    for words in ("Surrogates:", "- a stand-in", "Sensitivity:", "| case | 4 |"):
         assert words in text
 
 
@@ -115,3 +115,14 @@ def test_a_plot_is_the_same_bytes_twice(tmp_path: Path) -> None:
     assert made.save_plot(two)
     assert one.read_bytes() == two.read_bytes()
     assert not figure5(Laboratory()).save_plot(tmp_path / "none.png")
+
+
+def test_dense_steps_are_whole_tiles_at_the_wanted_efficiency() -> None:
+    linear = {"floor_s": 9.09e-3, "s_per_token": 67.7e-6, "exponent": 1.28}
+    assert dense_tokens(**linear) == DENSE_TOKENS == 384
+    assert [dense_tokens(**linear, efficiency=share) for share in (0.7, 0.76, 0.83, 0.9)] == [
+        256,
+        384,
+        384,
+        640,
+    ]

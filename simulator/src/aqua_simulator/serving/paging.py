@@ -52,3 +52,7 @@ class PageStore:
         assert tokens <= self.used_tokens, (tokens, self.used_tokens)
         self.used_tokens -= tokens
         self.paged_in_tokens += tokens
+
+    def read(self, tokens: int) -> None:
+        """Copy in what stays stored: a cached prefix, which takes no room of preempted contexts."""
+        self.paged_in_tokens += tokens

@@ -19,6 +19,8 @@ class Arrival:
     Attributes:
         prefix: Identities of the prompt's leading chunks of `prefix_chunk_tokens`; two requests
             with equal leading identities share these tokens. Empty when nothing is known.
+        stored_tokens: Leading prompt tokens whose keys and values are in the engine's page store
+            for good, computed by an earlier request; they are copied in at admission.
     """
 
     request_id: str
@@ -27,10 +29,13 @@ class Arrival:
     output_tokens: int
     prefix: tuple[int, ...] = ()
     prefix_chunk_tokens: int = 0
+    stored_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ConfigError(f"request {self.request_id}: lengths must be at least 1")
+        if not 0 <= self.stored_tokens < self.prompt_tokens:
+            raise ConfigError(f"request {self.request_id}: its last token is always computed")
 
 
 class Phase(StrEnum):
