@@ -53,7 +53,10 @@ KEEP: Final = Decision()
 _ARRIVAL: Final = FirstComeFirstServed()
 
 Growth = Callable[[RequestView], int]
-"""Blocks that a request takes until the end of a turn, beside those it holds or misses."""
+"""Blocks that a request takes until the end of a turn, beside those it holds or misses.
+
+Of the shortest turn: a prompt may arrive at any step and shorten a long one.
+"""
 
 
 class _Table:
@@ -164,6 +167,7 @@ class Turns:
         self._has_changed = False
         self._backlog_tokens = 0
         self._token_budget = 0
+        self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
         self._leaving: set[str] = set()
 
     # --- Events ------------------------------------------------------------------------------
@@ -243,6 +247,7 @@ class Turns:
         if ranking is not self._ranking:
             self._ranking = ranking
             self._lobby.rank_by(ranking)
+            self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
 
     def _by_arrival(self, engine: EngineView) -> tuple[str, ...]:
         """The first that fit by their arrival, and one more, which the engine may try."""
@@ -263,8 +268,7 @@ class Turns:
 
     def _fill(self, engine: EngineView) -> Decision:
         """Admissions into free memory, leaving a guess of what those inside will need."""
-        steps = self._turn_steps()
-        tokens = self._backlog_tokens + engine.running_count * steps
+        tokens = self._backlog_tokens + engine.running_count * self._horizon_steps
         room = engine.free_blocks
         if engine.running_count:
             room -= -(-tokens // self._block_tokens)
@@ -315,7 +319,7 @@ class Turns:
         )
         # As many as are inside fit in memory at once: the upper bound of the decode share.
         share = max(1, engine.token_budget - engine.running_count)
-        prompts.seat(table, growth, share * self._turn_steps() - backlog)
+        prompts.seat(table, growth, share * self._horizon_steps - backlog)
         decodes.seat(table, growth)
         prompts.seat(table, growth)
         for queue in queues:
@@ -343,16 +347,12 @@ class Turns:
         floor = self._floors.get(request.request_id, (0, 0))
         return not request.is_pinned and (request.output_tokens, request.computed_tokens) > floor
 
-    def _turn_steps(self) -> int:
-        """Steps to plan for: the shortest turn, as a prompt may arrive at any step."""
-        return self._ranking.turn_iterations(prompts_wait=True)
-
     def _growth(self, request: RequestView) -> int:
         """Blocks that it takes beside those held or missing until the end of a turn."""
         size = self._block_tokens
         known = request.prompt_tokens + request.output_tokens
         has = known if request.missing_blocks else request.computed_tokens
-        return max(0, -(-(known + self._turn_steps()) // size) - -(-has // size))
+        return max(0, -(-(known + self._horizon_steps) // size) - -(-has // size))
 
 
 def _pending_tokens(request: RequestView) -> int:
