@@ -231,3 +231,21 @@ def test_unknown_names_and_settings_are_refused() -> None:
         policy_named("lifo")
     with pytest.raises(ConfigError, match="slice_iterations must be at least 1"):
         FairSettings(slice_iterations=0)
+
+
+def test_first_token_first_pays_for_recomputation_with_prompts_let_in() -> None:
+    policy = fair(PolicyName.FIRST_TOKEN)
+    running = [decoding(policy, name, 20) for name in "ab"]
+    policy.added(RequestView("p", 1.0, 8, missing_blocks=2))
+    nowhere = seen(running, location=Location.NOWHERE)
+    # Two prompts of 8 tokens were let in (a and b themselves): one context of 27 may go ...
+    assert at_turn(policy, nowhere).preempt == (Preemption("b", Eviction.RECOMPUTE),)
+    policy.preempted(RequestView("b", 0.0, 8, output_tokens=20, missing_blocks=7))
+    policy.admitted("p")
+    policy.added(RequestView("q", 2.0, 8, missing_blocks=2))
+    running = [running[0], RequestView("p", 1.0, 8, 1, 8, held_blocks=3)]
+    # ... and then none, except to a store.
+    assert at_turn(policy, seen(running, location=Location.NOWHERE)) == Decision()
+    slow = PagingRates(1.0, block_bytes=1000, prefill_tokens_per_s=1000.0)
+    swapped = at_turn(policy, seen(running, rates=slow)).preempt
+    assert [each.eviction for each in swapped] == [Eviction.SWAP]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from aqua_protocol.errors import CapacityError
+from aqua_protocol.errors import CapacityError, ConfigError
+from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -26,11 +27,15 @@ def engine(
     in_flight: int = 1,
     store: PageStore | None = None,
     time_of: IterationTime | None = None,
+    policy: PolicyName = PolicyName.FCFS,
+    fcfs_on_host: bool = False,
 ) -> Engine:
     settings = EngineSettings(
         max_num_batched_tokens=budget, steps_in_flight=in_flight, kv_bytes_per_token=1
     )
-    return Engine("e", settings, time_of or steady(), PagedMemory(blocks, 16), store)
+    fair = FairSettings(slice_iterations=2, fcfs_on_host=fcfs_on_host)
+    memory = PagedMemory(blocks, 16)
+    return Engine("e", settings, time_of or steady(), memory, store, policy_named(policy, fair))
 
 
 def test_one_request_takes_its_chunks_and_then_a_step_per_token() -> None:
@@ -167,3 +172,51 @@ def test_a_summary_names_throughput_and_latencies() -> None:
     assert result["request_count"] == 2
     assert result["makespan_s"] == pytest.approx(max(row.last_token_s for row in served))
     assert result["tokens_per_s"] == pytest.approx(266 / result["makespan_s"])
+
+
+LONG_AND_SHORT = (Arrival("long", 0.0, 100, 60), Arrival("short", 10.0, 100, 4))
+
+
+def test_turns_serve_a_late_prompt_before_a_long_answer_ends() -> None:
+    fcfs = {row.request_id: row for row in engine(blocks=11).run(LONG_AND_SHORT)}
+    for policy in (PolicyName.CFS, PolicyName.FIRST_TOKEN):
+        run = engine(blocks=11, policy=policy, store=PageStore("peer", 10_000, 1e9))
+        fair = {row.request_id: row for row in run.run(LONG_AND_SHORT)}
+        assert fair["short"].ttft_s < 8.0
+        assert fcfs["short"].ttft_s > 40.0
+        # Each of the few steps that the short one takes is lost to the long one, no more.
+        assert fair["long"].last_token_s <= fcfs["long"].last_token_s + 6.0
+        assert run.store is not None
+        assert run.store.paged_out_tokens > 0
+
+
+def test_turns_end_where_contexts_would_go_to_host_memory() -> None:
+    waits = {}
+    for location in (Location.HOST, Location.PEER):
+        store = PageStore("s", 10_000, 1e9, location=location)
+        run = engine(blocks=11, policy=PolicyName.CFS, store=store, fcfs_on_host=True)
+        waits[location] = {row.request_id: row.ttft_s for row in run.run(LONG_AND_SHORT)}["short"]
+    assert waits[Location.PEER] < 8.0
+    assert waits[Location.HOST] > 40.0
+
+
+def test_under_turns_a_resumed_decode_runs_before_a_prompt_that_is_still_computed() -> None:
+    seen: list[Batch] = []
+
+    def attention(batch: Batch) -> float:
+        seen.append(batch)
+        return 0.0
+
+    time_of = IterationTime("spy", lambda _tokens: 1.0, attention, lambda _count: 0.0)
+    run = engine(blocks=30, budget=10, policy=PolicyName.CFS, time_of=time_of)
+    run.run([Arrival("a", 0.0, 10, 30), Arrival("b", 3.0, 200, 1), Arrival("c", 4.0, 200, 1)])
+    # Once a decodes, it decodes in every step that it is in memory: prompts get the other nine.
+    computing = [batch for batch in seen if batch.chunks and batch.decoding_count]
+    assert computing
+    assert all(batch.tokens <= 10 for batch in seen)
+    assert {batch.chunks[0].tokens for batch in computing} <= {9, 8, 7, 6, 5, 4, 3, 2, 1}
+
+
+def test_a_request_id_is_used_once() -> None:
+    with pytest.raises(ConfigError, match="'a' twice"):
+        engine().run([Arrival("a", 0.0, 10, 1), Arrival("a", 1.0, 10, 1)])

@@ -39,6 +39,11 @@ class Ranking(Protocol):
         """Whether, at equal keys, those inside stay; otherwise the earlier arrival holds memory."""
         ...
 
+    @property
+    def recompute_per_prompt_token(self) -> float:
+        """Tokens that may be computed again, by evictions, for each prompt token let in."""
+        ...
+
     def prompt_key(self, request: RequestView) -> float:
         """Of a request without an output token."""
         ...
@@ -58,6 +63,7 @@ class FirstComeFirstServed:
 
     evicts: bool = False
     keeps_equals: bool = True
+    recompute_per_prompt_token: float = inf
 
     def prompt_key(self, request: RequestView) -> float:  # noqa: ARG002 - a ranking's
         """Prompts wait for everyone who was in before."""
@@ -79,6 +85,7 @@ class LeastServedFirst:
     slice_iterations: int
     evicts: bool = True
     keeps_equals: bool = True
+    recompute_per_prompt_token: float = inf
 
     def prompt_key(self, request: RequestView) -> float:
         """Least prompt tokens computed."""
@@ -101,6 +108,9 @@ class FirstTokenFirst:
         slice_iterations: A turn while prompts wait.
         stint_tokens: Output (times the weight) that goes before all further output.
         long_factor: A turn while no prompt waits, in `slice_iterations`.
+        recompute_per_prompt_token: Evictions without a store compute contexts again, which takes
+            time from prompts, which makes more wait, which evicts more. With 1, prefill work at
+            most doubles.
     """
 
     slice_iterations: int
@@ -108,6 +118,7 @@ class FirstTokenFirst:
     long_factor: int = 8
     evicts: bool = True
     keeps_equals: bool = False
+    recompute_per_prompt_token: float = 1.0
 
     def prompt_key(self, request: RequestView) -> float:
         """Arrival, within a weight."""

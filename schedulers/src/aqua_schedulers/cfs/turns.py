@@ -18,10 +18,11 @@ Whether everyone outside fits anyway is first guessed without looking at those i
 times the steps of a turn, and the prompt tokens let in less those that steps can have computed
 since. The engine finds out at no cost where the guess was wrong: it has no block for an admission.
 
-Promises: every request outside is served within `patience_turns` and a turn for each one that
-waits longer; what is admitted fits, together with the growth of all; while somebody fits, somebody
-is admitted; the same events give the same decisions. A request is never put out before it got
-further than it was at its admission: under recompute it might otherwise never finish.
+Promises: every request outside is served within `patience_turns` and a turn for each one that waits
+longer (a ranking that bounds recomputation adds the time in which those inside finish); what is
+admitted fits, together with the growth of all; while somebody fits, somebody is admitted; the same
+events give the same decisions. A request is never put out before it got further than it was at its
+admission: under recompute it might otherwise never finish.
 
 Costs: `begin_step` and the events are O(1) or O(log n); a turn is O(m log m) in the requests
 inside and O(k log n) in those admitted; whoever else waits costs nothing.
@@ -169,6 +170,7 @@ class Turns:
         self._token_budget = 0
         self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
         self._leaving: set[str] = set()
+        self._recompute_tokens = 0.0
 
     # --- Events ------------------------------------------------------------------------------
 
@@ -185,6 +187,12 @@ class Turns:
         request = self._lobby.take(request_id)
         assert request is not None, request_id
         self._backlog_tokens += _pending_tokens(request)
+        if not request.output_tokens:
+            grant = request.prompt_tokens * self._ranking.recompute_per_prompt_token
+            # No more than a step's worth is saved up, or a calm hour would pay for a storm.
+            self._recompute_tokens = min(
+                self._recompute_tokens + grant, max(grant, self._token_budget)
+            )
 
     def preempted(self, request: RequestView) -> None:
         """A request left the batch, by our decision or by the engine's; the view is of after."""
@@ -283,6 +291,12 @@ class Turns:
         self._elapsed_steps = 0
         inside = engine.running()
         movable = [request for request in inside if self._may_leave(request)]
+        may_recompute = (
+            self._recompute_tokens > 0.0 or self._ranking.recompute_per_prompt_token == inf
+        )
+        if not may_recompute:
+            out = self._evict(movable, engine._replace(rates=None))
+            movable = [each for each in movable if out[each.request_id] is Eviction.SWAP]
         moving = {request.request_id for request in movable}
         room = engine.free_blocks + sum(request.held_blocks for request in movable)
         backlog = 0
@@ -296,7 +310,13 @@ class Turns:
         if not table.invited:
             return KEEP
         leaving = [request for request in movable if request.request_id not in table.stays]
-        return _decision(self._evict(leaving, engine), table)
+        out = self._evict(leaving, engine if may_recompute else engine._replace(rates=None))
+        for request in leaving:
+            self._floors[request.request_id] = (request.output_tokens, request.computed_tokens)
+            if out[request.request_id] is Eviction.RECOMPUTE:
+                self._recompute_tokens -= request.computed_tokens
+        self._leaving.update(out)
+        return _decision(tuple(Preemption(*each) for each in out.items()), table)
 
     def _seat(
         self, table: _Table, engine: EngineView, movable: Sequence[RequestView], backlog: int
@@ -325,10 +345,10 @@ class Turns:
         for queue in queues:
             queue.close()
 
-    def _evict(self, leaving: Sequence[RequestView], engine: EngineView) -> tuple[Preemption, ...]:
+    def _evict(self, leaving: Sequence[RequestView], engine: EngineView) -> dict[str, Eviction]:
         """What becomes of each; the store's room goes to the longest contexts."""
         store = engine.eviction_room_blocks if engine.location is not Location.NOWHERE else 0
-        out: list[Preemption] = []
+        out: dict[str, Eviction] = {}
         for request in sorted(leaving, key=lambda each: -each.computed_tokens):
             need = request.held_blocks - request.saved_blocks
             eviction = Eviction.SWAP
@@ -338,10 +358,8 @@ class Turns:
                 eviction = engine.rates.eviction(request)
             if eviction is Eviction.SWAP:
                 store -= need
-            self._floors[request.request_id] = (request.output_tokens, request.computed_tokens)
-            self._leaving.add(request.request_id)
-            out.append(Preemption(request.request_id, eviction))
-        return tuple(out)
+            out[request.request_id] = eviction
+        return out
 
     def _may_leave(self, request: RequestView) -> bool:
         floor = self._floors.get(request.request_id, (0, 0))

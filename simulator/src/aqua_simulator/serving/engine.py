@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from aqua_protocol.errors import CapacityError
+from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_schedulers.cfs import (
     EngineView,
     Eviction,
@@ -98,6 +98,7 @@ class Engine:
     step_count: int = 0
     preemption_count: int = 0
     copy_s: float = 0.0
+    _names: set[str] = field(default_factory=set, repr=False)
     _incoming: deque[Job] = field(default_factory=deque, repr=False)
     _waiting: dict[str, Job] = field(default_factory=dict, repr=False)
     _listed: tuple[str, ...] = field(default=(), repr=False)
@@ -111,7 +112,13 @@ class Engine:
 
         Raises:
             CapacityError: It can never fit in memory.
+            ConfigError: A request of that name was here before.
         """
+        if arrival.request_id in self._names:
+            raise ConfigError(
+                f"{self.name} got request {arrival.request_id!r} twice",
+                remedy="Give every request of a trace an id of its own.",
+            )
         need = self.memory.blocks_for(arrival.prompt_tokens + arrival.output_tokens)
         if need > self.memory.block_count:
             raise CapacityError(
@@ -119,6 +126,7 @@ class Engine:
                 f"{self.memory.block_count}",
                 remedy="Use a larger GPU or drop the request.",
             )
+        self._names.add(arrival.request_id)
         job = Job(arrival)
         if arrival.stored_tokens and self.store is not None:
             job.phase, job.paged_tokens = Phase.PAGED_OUT, arrival.stored_tokens
