@@ -26,6 +26,7 @@ def plan_report(
     tree, resources = prepared.tree, prepared.resources
     prompt = int(tree.prompt_tokens.sum())
     density = prepared.cost.density(tree.prompt_tokens, prepared.lengths.mean)
+    density = density[tokenized.first_rows()]  # of lines, not of the answers that each wants
     saved = prompt - course.computed_prompt_tokens
     best = prompt - tree.distinct_tokens
     return {

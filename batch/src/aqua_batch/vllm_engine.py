@@ -43,12 +43,14 @@ class VllmEngine:
                 remedy="pip install vllm, and aqua-batch into the same environment.",
             ) from error
         self._sampling = SamplingParams
+        self._refusals = _refusals()
+        failures: tuple[type[Exception], ...] = (*self._refusals, OSError, RuntimeError)
         try:
             with _llvmlite_without_surprises():
                 self._llm = LLM(
                     model=model, enable_prefix_caching=True, disable_log_stats=False, **options
                 )
-        except (ValueError, TypeError, OSError, RuntimeError) as error:
+        except failures as error:
             raise ConfigError(
                 f"vLLM cannot serve {model}: {error}", remedy="Try it with `vllm serve` first."
             ) from error
@@ -91,7 +93,7 @@ class VllmEngine:
             params = self._sampling(**self._wish_of(request))
             prompt = {"prompt_token_ids": self._prompt_of(request)}
             self._engine.add_request(name, prompt, params)
-        except (ValueError, TypeError) as error:
+        except self._refusals as error:
             # The engine's word on this request alone; the others go on.
             self._answers.append(Answer(request, "", "error", 0, 0, str(error)))
             self._refused.append(request)
@@ -143,6 +145,14 @@ class VllmEngine:
             int(values.get("vllm:prefix_cache_queries", 0)),
             int(values.get("vllm:prefix_cache_hits", 0)),
         )
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises over a request; 0.32 has a type of its own for it, older ones have not."""
+    import vllm
+
+    own = getattr(getattr(vllm, "exceptions", None), "VLLMError", ValueError)
+    return ValueError, TypeError, own
 
 
 @contextmanager
