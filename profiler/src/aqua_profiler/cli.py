@@ -177,13 +177,108 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         raise typer.Exit(EXIT_PARTIAL)
 
 
+Program = Annotated[str | None, typer.Option(help="module:factory; see docs/profiling.md.")]
+ModelName = Annotated[str, typer.Option(help="For the profile.")]
+
+
+@run.command()
+def batch(  # noqa: PLR0917 - as above
+    model: ModelName,
+    program: Program = None,
+    endpoint: Annotated[str | None, typer.Option(help="URL that takes a batch by POST.")] = None,
+    body: Annotated[str, typer.Option(help='JSON with "$batch" for the size.')] = (
+        '{"prompt": "a lighthouse at dawn", "n": "$batch"}'
+    ),
+    token: Annotated[
+        str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="GPU whose memory is read.")] = 0,
+    largest: Annotated[int, typer.Option(min=1, max=2**20, help="No batch beyond.")] = 1024,
+    budget_s: Budget = 600.0,
+    threshold: Threshold = "10GB",
+    hbm: Hbm = None,
+    hardware: Hardware = "",
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Raise the batch size until throughput saturates; what is free then can be lent."""
+    from aqua_profiler.batch import profile_batch
+    from aqua_profiler.meters import meter_for
+    from aqua_profiler.programs import HttpBatch, load
+    from aqua_protocol import ConfigError
+
+    if (program is None) == (endpoint is None):
+        raise ConfigError("nothing to run", remedy="Give one of --program and --endpoint.")
+    plan = _batch_plan(model, budget_s, largest, threshold, hbm, hardware)
+    work = load(program, "run") if program is not None else HttpBatch(endpoint or "", body, token)
+    meter = meter_for(work, device)
+    quiet = as_json or not sys.stderr.isatty()
+    try:
+        profile, error = profile_batch(
+            plan,
+            work,
+            meter,
+            lambda step: None if quiet else _say(f"{step.size}: {step.items_per_s:.2f} items/s"),
+        )
+    finally:
+        meter.close()
+    _deliver(profile, output, plot, as_json=as_json)
+    if error is not None:
+        _say(f"aqua-profile: {error.message} [{error.code}]")
+        raise typer.Exit(EXIT_FAILED)
+    if profile.partial:
+        raise typer.Exit(EXIT_PARTIAL)
+
+
+@run.command()
+def context(  # noqa: PLR0917 - as above
+    model: ModelName,
+    program: Annotated[str, typer.Option(help="module:factory; see docs/profiling.md.")],
+    long_prompt_tokens: Annotated[int, typer.Option(min=1, help="A prompt to have room for.")],
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Prefixes to keep cached.")] = 0,
+    threshold: Threshold = "10GB",
+    hbm: Hbm = None,
+    hardware: Hardware = "",
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the swap that a program needs for a long prompt, beyond its own memory."""
+    from aqua_profiler.batch import profile_context
+    from aqua_profiler.programs import load
+
+    plan = _batch_plan(model, 600.0, 1, threshold, hbm, hardware)
+    profile = profile_context(plan, load(program, "read"), long_prompt_tokens, prefix_tokens)
+    _deliver(profile, output, None, as_json=as_json)
+
+
+def _batch_plan(
+    model: str, budget_s: float, largest: int, threshold: str, hbm: str | None, hardware: str
+) -> Any:  # noqa: ANN401 - a BatchPlan; its module loads pydantic
+    from aqua_profiler.batch import BatchPlan
+    from aqua_profiler.provenance import provenance
+    from aqua_protocol import parse_bytes
+
+    return BatchPlan(
+        model=model,
+        budget_s=budget_s,
+        largest=largest,
+        threshold_bytes=parse_bytes(threshold),
+        hbm_bytes=None if hbm is None else parse_bytes(hbm),
+        provenance=provenance(hardware=hardware),
+    )
+
+
 @app.command()
 def show(
     files: Annotated[list[Path], typer.Argument(help="Profiles; one, but for the placer.")],
     form: Annotated[Format, typer.Option("--format", "-f")] = Format.TEXT,
     servers: Annotated[int, typer.Option(min=1, help="For the placer: how many servers.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="For the placer: GPUs of a server.")] = 8,
-    hbm_gb: Annotated[float, typer.Option(min=0.001, help="For the placer: of a GPU.")] = 80.0,
+    hbm_gb: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="For the placer: of a GPU; default: of those profiled on."),
+    ] = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:

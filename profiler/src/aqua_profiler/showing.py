@@ -12,6 +12,7 @@ from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 PREFIX: Final = "aqua.dev/"
 LABEL_LENGTH: Final = 63
+DEFAULT_HBM_GB: Final = 80.0
 
 COMPARED: Final = (
     "label",
@@ -92,10 +93,18 @@ def differences(old: ModelProfile, new: ModelProfile) -> dict[str, dict[str, Any
     return found
 
 
-def placer_input(profiles: Sequence[ModelProfile], servers: int, gpus: int, hbm_gb: float) -> str:
-    """A problem for `aqua-place`, in YAML; equal models become replicas."""
+def placer_input(
+    profiles: Sequence[ModelProfile], servers: int, gpus: int, hbm_gb: float | None
+) -> str:
+    """A problem for `aqua-place`, in YAML; equal models become replicas.
+
+    Without `hbm_gb` the GPUs are the largest that were profiled on: sizes then stay as measured.
+    """
     import yaml
 
+    if hbm_gb is None:
+        measured = [profile.hbm_bytes for profile in profiles if profile.hbm_bytes]
+        hbm_gb = max(measured) / 1e9 if measured else DEFAULT_HBM_GB
     models: dict[str, dict[str, Any]] = {}
     for profile in profiles:
         if profile.model in models:

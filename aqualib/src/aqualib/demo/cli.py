@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aqualib.demo.orchestration import Story
+    from aqualib.demo.planned import Arrangement
     from aqualib.demo.report import DemoReport
     from aqualib.demo.view import View
 
@@ -31,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def demo(
+def demo(  # noqa: PLR0917 - a command has as many arguments as options
     transport: Annotated[
         TransportKind | None,
         typer.Option(help="How memory is shared; the best that works here if left out."),
@@ -45,6 +46,13 @@ def demo(
     checksum: Annotated[
         bool, typer.Option("--checksum", help="Check every block that comes back.")
     ] = False,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="Profiles of both programs, by aqua-profile; with --plan."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan of aqua-place that the coordinator obeys.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, without its timeline.")
     ] = False,
@@ -67,13 +75,17 @@ def demo(
         logs = _prepare(output_directory)
         from aqualib.demo.orchestration import Options, Story
 
+        name = "quick" if quick else "full"
+        arrangement = _arrangement(name, profile or [], plan)
         options = Options(
-            scale="quick" if quick else "full",
+            scale=name,
             transport=transport,
             seed=seed,
             checksum=checksum,
             corrupt_one_byte=corrupt_one_byte,
             logs=logs,
+            spare_images=None if arrangement is None else arrangement.spare_images,
+            pairings=None if arrangement is None else arrangement.pairings,
         )
         with _view(console, quiet=as_json) as view:
             story = Story(options, view)
@@ -94,6 +106,20 @@ def demo(
             )
     if not report.succeeded:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _arrangement(scale: str, profiles: list[Path], plan: Path | None) -> Arrangement | None:
+    """What profiles and plan say, if there are any."""
+    if plan is None and not profiles:
+        return None
+    if plan is None or not profiles:
+        raise ConfigError(
+            "profiles and a plan go together", remedy="Give --profile twice and --plan."
+        )
+    from aqualib.demo.planned import read_arrangement
+    from aqualib.demo.scale import SCALES
+
+    return read_arrangement(SCALES[scale], profiles, plan)
 
 
 def _prepare(directory: Path) -> Path:

@@ -33,7 +33,7 @@ from aqualib.demo.messages import (
     Message,
     Progress,
 )
-from aqualib.demo.scale import SCALES
+from aqualib.demo.scale import scale_of
 from aqualib.engines.transformers import AquaCache
 from aqualib.transports import select
 
@@ -57,6 +57,7 @@ class ConsumerSettings(Message):
     transport: TransportKind | None
     device: str | None
     threads: int
+    spare_images: int | None = None
     answer_lengths: list[int] | None = None
     coordinator_url: str | None = None
     token: str | None = None
@@ -68,7 +69,7 @@ class ConsumerProgram:
 
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._scale = SCALES[settings.scale]
+        self._scale = scale_of(settings.scale, settings.spare_images)
         self._finished = threading.Event()
         self._generation: Generation | None = None
         self._must_corrupt = threading.Event()

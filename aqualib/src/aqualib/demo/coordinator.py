@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+import httpx
+
+from aqua_protocol.leases import PlacementPlan
 from aqualib.demo.processes import Child, Crew, DemoError, clean_environment
 
 START_LIMIT_S: Final = 30.0
@@ -30,6 +33,7 @@ class Coordinator:
     url: str
     producer_token: str
     consumer_token: str
+    operator_token: str
 
     @classmethod
     def start(cls, crew: Crew, scratch: Path) -> Self:
@@ -47,6 +51,7 @@ class Coordinator:
         tokens_file = scratch / "tokens.json"
         producer_token = _make_token(program, tokens_file, "producer", PRODUCER_ID)
         consumer_token = _make_token(program, tokens_file, "consumer", CONSUMER_ID)
+        operator_token = _make_token(program, tokens_file, "operator")
         child = crew.start_service(
             "coordinator",
             [str(program), "serve"],
@@ -56,12 +61,31 @@ class Coordinator:
                 "AQUA_TOKENS_FILE": str(tokens_file),
             },
         )
-        return cls(_address(crew, child), producer_token, consumer_token)
+        return cls(_address(crew, child), producer_token, consumer_token, operator_token)
+
+    def obey(self, pairings: PlacementPlan) -> None:
+        """Have it match as a plan says.
+
+        Raises:
+            DemoError: It does not take the plan.
+        """
+        answer = httpx.put(
+            f"{self.url}/v1/placements",
+            content=pairings.model_dump_json(),
+            headers={
+                "Authorization": f"Bearer {self.operator_token}",
+                "Content-Type": "application/json",
+            },
+            timeout=START_LIMIT_S,
+        )
+        if not answer.is_success:
+            raise DemoError(f"the coordinator refuses the plan: {answer.text}")
 
 
-def _make_token(program: Path, tokens_file: Path, role: str, member: str) -> str:
-    where = ["--file", str(tokens_file)]
-    command = [str(program), "token", *where, "--role", role, "--member", member]
+def _make_token(program: Path, tokens_file: Path, role: str, member: str | None = None) -> str:
+    command = [str(program), "token", "--file", str(tokens_file), "--role", role]
+    if member is not None:
+        command += ["--member", member]
     done = subprocess.run(  # noqa: S603 - our own program, without a shell
         command,
         capture_output=True,

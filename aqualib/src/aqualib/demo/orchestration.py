@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from aqua_protocol import TransportKind, error_from_body, format_bytes
+from aqua_protocol.leases import PlacementPlan
 from aqualib.demo.consumer_program import ConsumerSettings
 from aqualib.demo.coordinator import Coordinator
 from aqualib.demo.machine import Devices, choose_devices, compute_threads
@@ -36,7 +37,7 @@ from aqualib.demo.phases import TITLES, Observation, Phase, goals, next_phase
 from aqualib.demo.processes import Child, Crew, DemoError
 from aqualib.demo.producer_program import ProducerSettings
 from aqualib.demo.report import DemoReport, Run, make_report
-from aqualib.demo.scale import SCALES
+from aqualib.demo.scale import scale_of
 from aqualib.demo.timeline import Timeline
 from aqualib.demo.view import View
 
@@ -58,6 +59,8 @@ class Options:
         checksum: Check every block that comes back.
         corrupt_one_byte: Negative control: change a stored byte, which must not go unnoticed.
         logs: Directory for the children's logs.
+        spare_images: Room that the image service keeps, from its profile; None for the scale's own.
+        pairings: Matches that the coordinator is to obey, from a plan.
     """
 
     scale: str
@@ -66,6 +69,8 @@ class Options:
     checksum: bool
     corrupt_one_byte: bool
     logs: Path
+    spare_images: int | None = None
+    pairings: PlacementPlan | None = None
 
 
 class Story:
@@ -78,7 +83,7 @@ class Story:
 
     def __init__(self, options: Options, view: View) -> None:
         self._options = options
-        self._scale = SCALES[options.scale]
+        self._scale = scale_of(options.scale, options.spare_images)
         self._view = view
         self._timeline = Timeline(time.monotonic())
         self._phase = Phase.START
@@ -110,6 +115,9 @@ class Story:
             self._enter(Phase.START)
             coordinator = Coordinator.start(crew, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
+            if self._options.pairings is not None:
+                coordinator.obey(self._options.pairings)
+                self._note("coordinator", "obeys the plan: the LLM borrows from the image service")
             producer = crew.start_program(
                 "producer",
                 "producer_program",
@@ -119,6 +127,7 @@ class Story:
                     transport=self._options.transport,
                     device=self._devices.producer,
                     threads=compute_threads(),
+                    spare_images=self._options.spare_images,
                     coordinator_url=coordinator.url,
                     token=coordinator.producer_token,
                     socket=Path(scratch) / "image-service.sock",
@@ -167,6 +176,7 @@ class Story:
                 transport=self._options.transport,
                 device=self._devices.consumer,
                 threads=compute_threads(),
+                spare_images=self._options.spare_images,
                 coordinator_url=coordinator.url,
                 token=coordinator.consumer_token,
                 checksum=self._options.checksum,
@@ -183,6 +193,7 @@ class Story:
                 transport=self._options.transport,
                 device=self._devices.consumer,
                 threads=compute_threads(),
+                spare_images=self._options.spare_images,
                 answer_lengths=answer_lengths,
             ),
         )

@@ -30,7 +30,7 @@ from aqualib.demo.messages import (
     ReclaimMeasure,
     SetLoad,
 )
-from aqualib.demo.scale import SCALES, Scale
+from aqualib.demo.scale import Scale, scale_of
 from aqualib.engines.torch_loop import CountedAllowance, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -67,6 +67,7 @@ class ProducerSettings(Message):
     transport: TransportKind | None
     device: str | None
     threads: int
+    spare_images: int | None = None
     coordinator_url: str
     token: str
     socket: Path
@@ -110,7 +111,7 @@ class ProducerProgram:
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        self._scale: Scale = SCALES[settings.scale]
+        self._scale: Scale = scale_of(settings.scale, settings.spare_images)
         self._finished = threading.Event()
         self._load_factor = 1.0
 

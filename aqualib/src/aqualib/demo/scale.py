@@ -7,7 +7,7 @@ offer holds all that does not fit, and one image's workspace is what an idle ima
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from aqua_protocol import MIB
@@ -111,3 +111,9 @@ QUICK: Final = Scale(
 
 SCALES: Final = {"full": FULL, "quick": QUICK}
 """By name, as it travels to the programs."""
+
+
+def scale_of(name: str, spare_images: int | None) -> Scale:
+    """The scale of that name; with another number of images kept room for, if one is given."""
+    scale = SCALES[name]
+    return scale if spare_images is None else replace(scale, spare_images=spare_images)

@@ -1,0 +1,111 @@
+"""What the demo takes from profiles and a plan: how much is lent, and to whom.
+
+The image service's profile says what it can lend at its peak throughput; that replaces the room for
+images which the scale assumes. The LLM's says what it needs. The plan of `aqua-place` has to have
+put the one beside the other; its match is what the coordinator is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from aqua_protocol import ConfigError, format_bytes
+from aqua_protocol.leases import Pairing, PlacementPlan
+from aqua_protocol.plan import Match, Plan
+from aqua_protocol.profile import ModelProfile, ProfileLabel
+from aqualib.demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqualib.demo.scale import WEIGHT_BYTES, Scale
+
+Document = TypeVar("Document", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What a run is told.
+
+    Attributes:
+        spare_images: Images that the service keeps room for.
+        pairings: For the coordinator.
+    """
+
+    spare_images: int
+    pairings: PlacementPlan
+
+
+def read_arrangement(scale: Scale, profiles: list[Path], plan: Path) -> Arrangement:
+    """From files to an arrangement.
+
+    Raises:
+        ConfigError: A file is not what it should be, or the plan does not suit the demo.
+    """
+    found = {profile.model: profile for profile in (_read(path, ModelProfile) for path in profiles)}
+    read = _read(plan, Plan)
+    return arrange(scale, found, read.matches, read.plan_hash)
+
+
+def arrange(
+    scale: Scale, profiles: dict[str, ModelProfile], matches: Sequence[Match], plan_hash: str
+) -> Arrangement:
+    """Check that plan and profiles are about the demo's two programs, and fit.
+
+    Raises:
+        ConfigError: They are not, or do not.
+    """
+    producer, consumer = profiles.get(PRODUCER_ID), profiles.get(CONSUMER_ID)
+    if (
+        producer is None
+        or consumer is None
+        or producer.label is not ProfileLabel.PRODUCER
+        or consumer.label is not ProfileLabel.CONSUMER
+    ):
+        raise ConfigError(
+            f"the demo takes profiles of a producer {PRODUCER_ID!r} and a consumer {CONSUMER_ID!r}",
+            remedy="Profile aqualib.demo.profiled as docs/profiling.md shows.",
+        )
+    match = next((match for match in matches if match.consumer == CONSUMER_ID), None)
+    if match is None or match.producer != PRODUCER_ID:
+        raise ConfigError(
+            "the plan does not match the demo's consumer with its producer",
+            remedy="Solve it again from these profiles.",
+        )
+    spare, needed = producer.spare_bytes or 0, consumer.needed_bytes or 0
+    # At least as much room as the profile left, in whole images.
+    images = math.ceil((scale.memory_bytes - WEIGHT_BYTES - spare) / scale.image_bytes)
+    offer = scale_offer(scale, max(1, images))
+    # Pages do not fill slabs to the last byte, so the store takes one more than the bytes say.
+    if offer < needed + scale.slab_bytes:
+        raise ConfigError(
+            f"the image service spares {format_bytes(offer)}, the LLM needs {format_bytes(needed)}",
+            remedy="Profile both at the same size (quick or full), the service with --largest 2.",
+        )
+    return Arrangement(
+        max(1, images),
+        PlacementPlan(
+            plan_hash=plan_hash,
+            pairings=[
+                Pairing(consumer_id=CONSUMER_ID, producers=[PRODUCER_ID], reason=match.reason[:512])
+            ],
+        ),
+    )
+
+
+def scale_offer(scale: Scale, images: int) -> int:
+    """What is lent with room for so many images."""
+    spare = scale.memory_bytes - WEIGHT_BYTES - images * scale.image_bytes
+    return max(0, spare) // scale.slab_bytes * scale.slab_bytes
+
+
+def _read(path: Path, kind: type[Document]) -> Document:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"{path} is not a {kind.__name__}: {error}",
+            remedy="Give JSON that aqua-profile or aqua-place wrote.",
+        ) from error

@@ -1,0 +1,103 @@
+"""The demo's two programs as `aqua-profile` runs them, without anything lent.
+
+    aqua-profile run batch --program aqualib.demo.profiled:images_quick --model image-service ...
+    aqua-profile run context --program aqualib.demo.profiled:llm_quick --model llm ...
+
+The image service makes batches on its emulated device; the LLM reads prompts and says how large its
+keys and values are. Both are the code that the demo runs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import DynamicCache
+
+from aqualib.demo.images import ImageService
+from aqualib.demo.machine import compute_threads
+from aqualib.demo.models import build_llama
+from aqualib.demo.scale import SCALES, Scale
+from aqualib.engines.torch_loop import CountedAllowance
+from aqualib.producer.device import EmulatedMemory
+
+
+class Images:
+    """The image service, batch by batch.
+
+    Args:
+        scale: Sizes.
+
+    Attributes:
+        used_bytes: Highest use of the device during the last batch.
+        total_bytes: Of the device.
+    """
+
+    def __init__(self, scale: Scale) -> None:
+        torch.set_num_threads(compute_threads())
+        self._scale = scale
+        self._memory = EmulatedMemory(scale.memory_bytes)
+        allowance = CountedAllowance(self._memory, least_bytes=scale.memory_bytes)
+        self._service = ImageService(scale, allowance, torch.device("cpu"), seed=0)
+        self.total_bytes = scale.memory_bytes
+        self.used_bytes = self._memory.used_bytes
+
+    def run(self, size: int) -> None:
+        """Make `size` images at once.
+
+        Raises:
+            MemoryError: Their workspaces do not fit the device.
+        """
+        if size * self._scale.image_bytes > self.total_bytes - self._memory.used_bytes:
+            raise MemoryError(f"{size} images do not fit {self.total_bytes} bytes")
+        self._service.request(size, time.monotonic())
+        self.used_bytes = 0
+        while not self._service.is_idle:
+            self._service.step()
+            self.used_bytes = max(self.used_bytes, self._memory.used_bytes)
+
+
+class Llm:
+    """The LLM, prompt by prompt.
+
+    Args:
+        scale: Sizes.
+
+    Attributes:
+        used_bytes: Keys and values of the last prompt.
+        total_bytes: What keys and values may occupy on its own device.
+    """
+
+    def __init__(self, scale: Scale) -> None:
+        torch.set_num_threads(compute_threads())
+        self._model = build_llama(scale.llama, max_tokens=scale.max_tokens, seed=0)
+        self.total_bytes = scale.budget_bytes
+        self.used_bytes = 0
+
+    def read(self, tokens: int) -> int:
+        """Read a prompt; returns the bytes of its keys and values."""
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            self._model(torch.ones((1, tokens), dtype=torch.long), past_key_values=cache)
+        self.used_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return self.used_bytes
+
+
+def images_full() -> Images:
+    """The image service of `aqua-demo`."""
+    return Images(SCALES["full"])
+
+
+def images_quick() -> Images:
+    """The image service of `aqua-demo --quick`."""
+    return Images(SCALES["quick"])
+
+
+def llm_full() -> Llm:
+    """The LLM of `aqua-demo`."""
+    return Llm(SCALES["full"])
+
+
+def llm_quick() -> Llm:
+    """The LLM of `aqua-demo --quick`."""
+    return Llm(SCALES["quick"])

@@ -1,0 +1,240 @@
+"""Batch producers: raise the batch size until throughput saturates; what is free then is spare.
+
+Images and audio have no use for partial responses, so nothing is gained by batches beyond that
+size. Sizes double. Each is repeated until its throughput is known to a few percent. Throughput has
+saturated when two doublings together gained less than `LEAST_GAIN`; the peak is the smallest size
+within that share of the best. Running out of memory ends the search as well: the sizes before it
+count.
+
+Source: Aqua section 4, Figures 3 and 7(a).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
+from typing import Any, Final
+
+from aqua_profiler.errors import EndpointError
+from aqua_profiler.meters import Meter
+from aqua_profiler.programs import BatchProgram, ContextProgram
+from aqua_protocol.profile import (
+    PRODUCER_THRESHOLD_BYTES,
+    ModelProfile,
+    ProfileKind,
+    ProfileLabel,
+    Provenance,
+    label_of,
+)
+
+LEAST_GAIN: Final = 0.05
+LEAST_REPEATS, MOST_REPEATS = 3, 30
+ENOUGH_ERROR: Final = 0.02
+TOLERANCE: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What to measure.
+
+    Attributes:
+        model: For the profile.
+        budget_s: For everything.
+        largest: Batch size not to exceed.
+        threshold_bytes: From which spare memory makes a producer.
+        hbm_bytes: Of the device, where the meter's total is not it.
+        provenance: What the caller knows.
+    """
+
+    model: str
+    budget_s: float = 600.0
+    largest: int = 1024
+    threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
+    hbm_bytes: int | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch size.
+
+    Attributes:
+        size: Items in a batch.
+        items_per_s: Throughput.
+        error: Its relative standard error.
+        free_bytes: Never used while such batches ran.
+        repeats: Batches measured.
+    """
+
+    size: int
+    items_per_s: float
+    error: float
+    free_bytes: int
+    repeats: int
+
+
+def is_saturated(steps: Sequence[Step]) -> bool:
+    """Two doublings together gained next to nothing."""
+    if len(steps) < 3:  # noqa: PLR2004 - two doublings
+        return False
+    best_before = max(step.items_per_s for step in steps[:-2])
+    return max(step.items_per_s for step in steps[-2:]) < best_before * (1 + LEAST_GAIN)
+
+
+def peak(steps: Sequence[Step]) -> Step:
+    """The smallest size that reaches the best throughput, but for `LEAST_GAIN`."""
+    best = max(step.items_per_s for step in steps)
+    return next(step for step in steps if step.items_per_s * (1 + LEAST_GAIN) >= best)
+
+
+def profile_batch(
+    plan: BatchPlan,
+    program: BatchProgram,
+    meter: Meter,
+    listen: Callable[[Step], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[ModelProfile, EndpointError | None]:
+    """Measure a program that makes batches; the error says why the profile is partial."""
+    began_s = clock()
+    steps: list[Step] = []
+    notes: list[str] = []
+    error: EndpointError | None = None
+    size, ended = 1, False
+    while not ended and size <= plan.largest:
+        try:
+            step = _measure(program, meter, size, clock, began_s + plan.budget_s)
+        except EndpointError as failure:
+            error = failure
+            break
+        except Exception as failure:
+            # torch and engines have their own types for it; anything else is the program's bug.
+            if not steps or not _is_out_of_memory(failure):
+                raise
+            notes.append(f"batches of {size} do not fit the memory")
+            ended = True
+            break
+        if step is None:
+            notes.append(f"the budget was spent at a batch size of {size}")
+            break
+        steps.append(step)
+        listen(step)
+        ended = is_saturated(steps)
+        size *= 2
+    if size > plan.largest and not ended:
+        notes.append(f"throughput still rises at the largest size allowed, {plan.largest}")
+        ended = True
+    return _profile(plan, steps, meter, notes, error, complete=ended and bool(steps)), error
+
+
+def _measure(
+    program: BatchProgram, meter: Meter, size: int, clock: Callable[[], float], until_s: float
+) -> Step | None:
+    """Repeat a size until its throughput is known; None when the time is up first."""
+    program.run(size)  # Compiles, grows pools, and is not counted.
+    meter.reset()
+    times: list[float] = []
+    free_bytes: int | None = None
+    while len(times) < MOST_REPEATS:
+        if clock() >= until_s:
+            return None
+        started_s = clock()
+        program.run(size)
+        times.append(max(clock() - started_s, 1e-9))
+        free = meter.read().free_bytes
+        free_bytes = free if free_bytes is None else min(free, free_bytes)
+        if len(times) >= LEAST_REPEATS and _error(times) <= ENOUGH_ERROR:
+            break
+    assert free_bytes is not None, size
+    return Step(size, size / fmean(times), _error(times), free_bytes, len(times))
+
+
+def _error(times: Sequence[float]) -> float:
+    return stdev(times) / fmean(times) / math.sqrt(len(times))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+
+
+def _profile(
+    plan: BatchPlan,
+    steps: Sequence[Step],
+    meter: Meter,
+    notes: list[str],
+    error: EndpointError | None,
+    *,
+    complete: bool,
+) -> ModelProfile:
+    partial = not complete or error is not None
+    best = peak(steps) if steps else None
+    spare = None if best is None or partial else best.free_bytes
+    if error is not None:
+        notes = [*notes, f"the endpoint failed: {error.message}"]
+    # A batch model waits for nobody's swap: it needs none.
+    needed = None if partial else 0
+    more: dict[str, Any] = {
+        "batches": [asdict(step) for step in steps],
+        "peak_batch": None if best is None else best.size,
+        "meter": meter.name,
+        "error": None if error is None else error.to_body().model_dump(mode="json"),
+    }
+    hbm = plan.hbm_bytes
+    if hbm is None and steps:
+        hbm = meter.read().total_bytes
+    return ModelProfile(
+        model=plan.model,
+        kind=ProfileKind.BATCH,
+        label=ProfileLabel.UNKNOWN if partial else label_of(spare, needed, plan.threshold_bytes),
+        spare_bytes=spare,
+        needed_bytes=needed,
+        threshold_bytes=plan.threshold_bytes,
+        hbm_bytes=hbm,
+        stable_rate_per_s=None if best is None else best.items_per_s,
+        confidence=0.0
+        if best is None
+        else math.erf(TOLERANCE / max(best.error, 1e-6) / math.sqrt(2)),
+        requests_sent=sum(step.repeats + 1 for step in steps),
+        partial=partial,
+        notes=notes,
+        provenance=plan.provenance,
+        **more,
+    )
+
+
+def profile_context(
+    plan: BatchPlan, program: ContextProgram, tokens: int, prefix_tokens: int = 0
+) -> ModelProfile:
+    """A consumer that reads long prompts: the swap for one of `tokens`, from two short ones.
+
+    Context grows in proportion to tokens, so two prompts tell what a token takes; the program need
+    not be able to read the long one yet, which is the point.
+    """
+    short = max(1, min(64, tokens // 4))
+    first, second = program.read(short), program.read(2 * short)
+    per_token = (second - first) / short
+    fixed = max(0.0, first - short * per_token)
+    context = math.ceil(fixed + per_token * tokens)
+    budget = int(program.total_bytes)
+    prefix = math.ceil(per_token * prefix_tokens)
+    needed = max(0, context - budget) + prefix
+    spare = max(0, budget - context)
+    more: dict[str, Any] = {
+        "needs_bytes": {"long_prompt": max(0, context - budget), "prefix_cache": prefix},
+        "bytes_per_token": per_token,
+        "long_prompt_tokens": tokens,
+    }
+    return ModelProfile(
+        model=plan.model,
+        kind=ProfileKind.LLM,
+        label=label_of(spare, needed, plan.threshold_bytes),
+        spare_bytes=spare,
+        needed_bytes=needed,
+        threshold_bytes=plan.threshold_bytes,
+        hbm_bytes=plan.hbm_bytes,
+        requests_sent=2,
+        provenance=plan.provenance,
+        **more,
+    )

@@ -1,0 +1,196 @@
+"""A small OpenAI-compatible server that streams, for tests of those who load one.
+
+Real sockets and real time: requests wait in line for a slot, read their prompt, then send a token
+every so often. From a given request on it can fail, in the ways in which servers fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Fault(StrEnum):
+    """How the server fails, from its `fails_from`-th request on."""
+
+    DIES = "dies"
+    STALLS = "stalls"
+    ERRORS = "errors"
+    GARBAGE = "garbage"
+    CUTS_OFF = "cuts_off"
+    SHEDS = "sheds"
+
+
+@dataclass(frozen=True)
+class Manners:
+    """What the server is like.
+
+    Attributes:
+        slots: Requests served at once.
+        prefill_s: Time to the first token of a request in a slot.
+        token_s: Time for each further token.
+        cache_tokens: Of its KV cache, told by `/metrics`; None for a server without metrics.
+        cache_bytes: Likewise.
+        fault: How it fails, if it does.
+        fails_from: The first request that meets the fault.
+        knows_ignore_eos: If not, it refuses requests with it, as strict servers do.
+    """
+
+    slots: int = 8
+    prefill_s: float = 0.01
+    token_s: float = 0.005
+    cache_tokens: int | None = None
+    cache_bytes: int | None = None
+    fault: Fault | None = None
+    fails_from: int = 0
+    knows_ignore_eos: bool = True
+
+
+class OpenAIServer:
+    """Serves on loopback, on a thread of its own, until closed.
+
+    Attributes:
+        url: Its address.
+        asked: Requests so far.
+    """
+
+    def __init__(self, manners: Manners) -> None:
+        self._manners = manners
+        self.asked = 0
+        self._held_tokens = 0
+        self.url = ""
+        self._loop: asyncio.AbstractEventLoop
+        self._closing: asyncio.Event
+        self._slots: asyncio.Semaphore
+        self._server: asyncio.Server
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        self._slots = asyncio.Semaphore(self._manners.slots)
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._ready.set()
+        await self._closing.wait()
+        self._die()
+
+    def _die(self) -> None:
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                fields = dict(
+                    line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line
+                )
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                await self._answer(head.split(" ")[1], body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == "/metrics" and self._manners.cache_tokens is not None:
+            _plain(writer, 200, self._metrics())
+        elif path == "/v1/completions":
+            await self._complete(json.loads(body), writer)
+        else:
+            _plain(writer, 404, "no such page")
+
+    def _metrics(self) -> str:
+        manners = self._manners
+        assert manners.cache_tokens is not None
+        usage = min(1.0, self._held_tokens / manners.cache_tokens)
+        return (
+            f'vllm:kv_cache_usage_perc{{model_name="m"}} {usage}\n'
+            f'vllm:cache_config_info{{block_size="1",num_gpu_blocks="{manners.cache_tokens}",'
+            f'kv_cache_memory_bytes="{manners.cache_bytes}"}} 1\n'
+        )
+
+    async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        manners, number = self._manners, self.asked
+        self.asked += 1
+        if "ignore_eos" in asked and not manners.knows_ignore_eos:
+            _plain(writer, 400, '{"error": "unknown field ignore_eos"}')
+            return
+        fault = manners.fault if number >= manners.fails_from else None
+        if fault in {Fault.ERRORS, Fault.SHEDS}:
+            _plain(writer, 500 if fault is Fault.ERRORS else 429, "CUDA out of memory")
+            return
+        if fault is Fault.DIES:
+            self._die()
+            return
+        async with self._slots:
+            if fault is Fault.STALLS:
+                await asyncio.sleep(3600)
+            await self._stream(asked, writer, fault)
+
+    async def _stream(
+        self, asked: dict[str, Any], writer: asyncio.StreamWriter, fault: Fault | None
+    ) -> None:
+        manners, count = self._manners, asked["max_tokens"]
+        prompt = len(asked["prompt"].split())
+        self._held_tokens += prompt + count
+        try:
+            await asyncio.sleep(manners.prefill_s)
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n"
+            )
+            if fault is Fault.GARBAGE:
+                _chunk(writer, b"<html>the model is being loaded</html>\n")
+            for index in range(count):
+                last = index == count - 1
+                if last and fault is Fault.CUTS_OFF:
+                    writer.write(b"0\r\n\r\n")
+                    return
+                reason = "length" if last else None
+                _event(writer, {"choices": [{"text": " so", "finish_reason": reason}]})
+                if not last:
+                    await asyncio.sleep(manners.token_s)
+            _event(
+                writer,
+                {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": count}},
+            )
+            _chunk(writer, b"data: [DONE]\n\n")
+            writer.write(b"0\r\n\r\n")
+        finally:
+            self._held_tokens -= prompt + count
+
+
+def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+    body = text.encode()
+    writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def _event(writer: asyncio.StreamWriter, content: dict[str, Any]) -> None:
+    _chunk(writer, b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")

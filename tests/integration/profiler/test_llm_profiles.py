@@ -1,0 +1,159 @@
+"""Profiles of a real HTTP server: what is found, and what a failing one may never be called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from aqua_profiler.cli import app
+from aqua_profiler.errors import EndpointError
+from aqua_profiler.files import read_profile
+from aqua_protocol.profile import ProfileLabel
+from harness.openai_server import Fault, Manners, OpenAIServer
+
+LENGTHS = "prompt_tokens,output_tokens\n" + "".join(f"{20 + n},{2 + n % 4}\n" for n in range(40))
+
+
+def _profile(
+    tmp_path: Path, manners: Manners, *options: str, budget_s: float = 12.0
+) -> tuple[int, dict[str, Any]]:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    with OpenAIServer(manners) as server:
+        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json"]
+        command += ["--lengths", str(lengths), "--ttft-s", "1", "--tbt-p99-s", "0.1"]
+        result = CliRunner().invoke(app, [*command, "--budget-s", str(budget_s), *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (Fault.DIES, "endpoint_gone"),
+        (Fault.STALLS, "endpoint_stalled"),
+        (Fault.ERRORS, "endpoint_refused"),
+        (Fault.GARBAGE, "endpoint_garbled"),
+        (Fault.CUTS_OFF, "endpoint_garbled"),
+    ],
+)
+@pytest.mark.parametrize("fails_from", [0, 60])
+def test_a_failing_endpoint_leaves_a_partial_profile_and_a_clear_error(
+    tmp_path: Path, fault: Fault, code: str, fails_from: int
+) -> None:
+    manners = Manners(fault=fault, fails_from=fails_from, cache_tokens=10**6, cache_bytes=10**11)
+    output = tmp_path / "profile.json"
+    exit_code, content = _profile(tmp_path, manners, "--stall-s", "2", "--output", str(output))
+    assert exit_code == 3
+    assert content["partial"] is True
+    assert content["label"] == "unknown"
+    assert content["spare_bytes"] is None
+    assert content["error"]["code"] == code
+    assert content["error"]["remedy"]
+    assert read_profile(output).partial
+
+
+def test_nobody_listening_is_a_clear_error(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    result = CliRunner().invoke(
+        app,
+        [
+            *("run", "llm", "--endpoint", "http://127.0.0.1:9", "--model", "m", "--json"),
+            *("--lengths", str(lengths), "--budget-s", "5"),
+        ],
+    )
+    assert result.exit_code == 3
+    content = json.loads(result.stdout)
+    assert content["partial"] is True
+    assert content["error"]["code"] == "endpoint_gone"
+
+
+def test_without_metrics_the_spare_memory_is_unknown_and_said_to_be(tmp_path: Path) -> None:
+    exit_code, content = _profile(tmp_path, Manners(), "--max-rate", "20")
+    assert exit_code == 0
+    assert content["partial"] is False
+    assert content["label"] == "unknown"
+    assert content["spare_bytes"] is None
+    assert content["needed_bytes"] is None
+    assert any("/metrics" in note for note in content["notes"])
+
+
+def test_a_cache_that_stays_empty_makes_a_producer(tmp_path: Path) -> None:
+    manners = Manners(cache_tokens=10**6, cache_bytes=40 * 10**9)
+    exit_code, content = _profile(tmp_path, manners, "--max-rate", "20")
+    assert exit_code == 0
+    assert content["label"] == "producer"
+    assert 39e9 < content["spare_bytes"] <= 40e9
+    assert content["stable_rate_per_s"] == 20.0
+
+
+def test_bursts_beyond_the_cache_make_a_consumer(tmp_path: Path) -> None:
+    manners = Manners(cache_tokens=100, cache_bytes=10**6, prefill_s=0.02)
+    options = ["--max-rate", "20", "--bursts", "2", "--burst-s", "2"]
+    exit_code, content = _profile(tmp_path, manners, *options, budget_s=25.0)
+    assert exit_code == 0
+    assert content["label"] == "consumer"
+    (burst,) = content["bursts"]
+    assert burst["factor"] == 2.0
+    assert content["needed_bytes"] == burst["needed_bytes"] > 0
+    assert burst["requests"] > 40
+
+
+def test_a_strict_server_that_does_not_know_ignore_eos_is_profiled_without(tmp_path: Path) -> None:
+    exit_code, content = _profile(tmp_path, Manners(knows_ignore_eos=False), "--max-rate", "20")
+    assert exit_code == 0
+    assert content["stable_rate_per_s"] == 20.0
+
+
+def test_a_server_that_sheds_load_is_not_called_faulty(tmp_path: Path) -> None:
+    manners = Manners(fault=Fault.SHEDS, fails_from=60)
+    exit_code, content = _profile(tmp_path, manners, budget_s=10.0)
+    assert exit_code == 3 or content["partial"]
+    assert content["label"] == "unknown"
+
+
+def test_an_interrupted_profile_goes_on_from_its_journal(tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    broken = Manners(fault=Fault.DIES, fails_from=90)
+    options = ["--max-rate", "20", "--output", str(output)]
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    exit_code, first = _profile(tmp_path, broken, *options)
+    assert exit_code == 3
+    journal = output.with_name(output.name + ".journal")
+    kept = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert "unloaded" in kept[1]
+    # The same endpoint is back, at another port: the journal is told where.
+    with OpenAIServer(Manners()) as server:
+        kept[0]["subject"]["url"] = server.url
+        journal.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json"]
+        command += ["--lengths", str(lengths), "--budget-s", "12", *options]
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    content = json.loads(result.stdout)
+    assert content["runs"][: len(first["runs"])] == first["runs"]
+    assert not journal.exists()
+    assert read_profile(output).label is ProfileLabel.UNKNOWN
+
+
+def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    journal.write_text('{"subject": {"url": "http://elsewhere"}}\n')
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    with pytest.raises(Exception, match="about something else") as caught:
+        CliRunner().invoke(
+            app,
+            [
+                *("run", "llm", "--endpoint", "http://127.0.0.1:9", "--model", "m"),
+                *("--lengths", str(lengths), "--journal", str(journal)),
+            ],
+            catch_exceptions=False,
+        )
+    assert not isinstance(caught.value, EndpointError)

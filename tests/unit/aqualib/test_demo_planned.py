@@ -1,0 +1,60 @@
+"""What the demo takes from profiles and a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from aqua_protocol import MIB, ConfigError
+from aqua_protocol.plan import Match
+from aqua_protocol.profile import ModelProfile, ProfileLabel
+from aqualib.demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqualib.demo.planned import arrange
+from aqualib.demo.scale import QUICK, scale_of
+
+
+def _profiles(spare: int = 12 * MIB, needed: int = 5 * MIB) -> dict[str, ModelProfile]:
+    return {
+        PRODUCER_ID: ModelProfile(
+            model=PRODUCER_ID, label=ProfileLabel.PRODUCER, spare_bytes=spare
+        ),
+        CONSUMER_ID: ModelProfile(
+            model=CONSUMER_ID, label=ProfileLabel.CONSUMER, needed_bytes=needed
+        ),
+    }
+
+
+def _matches(producer: str = PRODUCER_ID) -> list[Match]:
+    return [
+        Match(
+            consumer=CONSUMER_ID,
+            consumer_shard=0,
+            producer=producer,
+            producer_shard=0,
+            server="server/0",
+            covered_gb=0.005,
+            reason="the only one",
+        )
+    ]
+
+
+def test_the_room_for_images_follows_from_what_the_profile_spares() -> None:
+    arrangement = arrange(QUICK, _profiles(), _matches(), "0" * 64)
+    assert arrangement.spare_images == 2
+    assert scale_of("quick", 2).offer_bytes == 10 * MIB
+    (pairing,) = arrangement.pairings.pairings
+    assert (pairing.consumer_id, list(pairing.producers)) == (CONSUMER_ID, [PRODUCER_ID])
+
+
+def test_a_plan_that_matches_others_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not match"):
+        arrange(QUICK, _profiles(), _matches("someone-else"), "0" * 64)
+
+
+def test_a_need_beyond_the_offer_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="needs"):
+        arrange(QUICK, _profiles(spare=5 * MIB), _matches(), "0" * 64)
+
+
+def test_profiles_of_other_programs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="takes profiles"):
+        arrange(QUICK, {}, _matches(), "0" * 64)
