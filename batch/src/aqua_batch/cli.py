@@ -25,7 +25,7 @@ from aqua_protocol.errors import AquaError
 if TYPE_CHECKING:
     from aqua_batch.fleet import Fleet
     from aqua_batch.ray_fleet import RayFleet
-    from aqua_batch.records import Rejection
+    from aqua_batch.records import BatchFile, Rejection
     from aqua_batch.running import Progress
     from aqua_batch.tokens import Tokenizer
 
@@ -86,7 +86,6 @@ def order(  # noqa: PLR0917 - Typer's options
     from aqua_batch.hardware import describe
     from aqua_batch.planning import NothingToRunError, plan, read_lengths, tokenize
     from aqua_batch.policies import policy_for
-    from aqua_batch.records import read_batch
     from aqua_batch.report import draw_usage, plan_report
     from aqua_batch.tokens import load_tokenizer
 
@@ -96,7 +95,7 @@ def order(  # noqa: PLR0917 - Typer's options
     target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)
     words = load_tokenizer(tokenizer)
     _say_fallback(words)
-    batch = read_batch(source)
+    batch = _read(source)
     try:
         with _bar("tokenising", len(batch.entries)) as advance:
             tokenized = tokenize(
@@ -206,14 +205,14 @@ def run(  # noqa: PLR0917 - as above
 
         aqua-batch run in.jsonl -o out.jsonl --model ./Llama-3.1-8B
 
-    One engine on each of two machines, which share the file evenly. Both have aqua-batch[ray],
-    vLLM and the model:
+    One engine on each of two machines, which share the file evenly. Both have vLLM, aqua-batch with
+    its extra "ray", and the model:
 
         ray start --head                                  # on the first
 
         ray start --address FIRST:6379                    # on the second
 
-        aqua-batch run in.jsonl -o out.jsonl --model /models/Llama-3.1-8B --nodes 2
+        aqua-batch run in.jsonl -o out.jsonl --model /models/Llama --nodes 2
 
     If a machine or an engine dies, the others take over what it had not answered.
     """
@@ -221,7 +220,6 @@ def run(  # noqa: PLR0917 - as above
     from aqua_batch.hardware import describe
     from aqua_batch.journal import Journal
     from aqua_batch.planning import NothingToRunError, tokenize
-    from aqua_batch.records import read_batch
     from aqua_batch.running import Run
     from aqua_batch.tokens import load_tokenizer
 
@@ -230,7 +228,7 @@ def run(  # noqa: PLR0917 - as above
     options = _options(engine_options)
     if nodes is None and (ray_address is not None or gpus_per_node is not None):
         _refuse_ray_options()
-    batch = read_batch(source)
+    batch = _read(source)
     words = load_tokenizer(tokenizer or model)
     with Journal(output) as journal, ExitStack() as stack:
         resumed = len(journal.finished)
@@ -350,6 +348,14 @@ def _refuse_ray_options() -> None:
         "--ray-address and --gpus-per-node are for several nodes",
         remedy="Say how many: --nodes N.",
     )
+
+
+def _read(source: Path) -> BatchFile:
+    from aqua_batch.records import read_batch
+
+    size = source.stat().st_size if source.is_file() else 0
+    with _bar("reading", size) as advance:
+        return read_batch(source, advance)
 
 
 def _say(text: str) -> None:

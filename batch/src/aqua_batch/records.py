@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -129,8 +129,11 @@ class BatchFile:
                 yield file.read(entry.size)
 
 
-def read_batch(path: Path) -> BatchFile:
+def read_batch(path: Path, on_progress: Callable[[int], None] = lambda _: None) -> BatchFile:
     """Read and check a batch file, gzipped or not.
+
+    Args:
+        on_progress: Called with the number of bytes read, before zipping.
 
     Raises:
         ConfigError: The file cannot be read, or has no line at all.
@@ -149,6 +152,7 @@ def read_batch(path: Path) -> BatchFile:
                 )
             file.seek(len(UTF8_MARK) if start == UTF8_MARK else 0)
             for number, begin, raw in _lines(file):
+                on_progress(begin)
                 checked = _check(raw, number, begin, first_line)
                 if isinstance(checked, Entry):
                     entries.append(checked)

@@ -62,7 +62,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of that name.
 
     Args:
-        name: A folder with a Hugging Face tokenizer, a tiktoken encoding or model, or "bytes".
+        name: A folder with a Hugging Face tokenizer, the name ("owner/name") of one in the Hugging
+            Face cache of this machine, a tiktoken encoding or model, or "bytes".
 
     Raises:
         ConfigError: Neither is there, or its library is not installed.
@@ -70,7 +71,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     if Path(name).is_dir():
-        return _from_folder(Path(name))
+        return _from_transformers(name)
+    if name.count("/") == 1 and name[0] not in "./~":
+        return _from_transformers(name)
     if "/" in name or name.startswith("."):
         raise ConfigError(
             f"no tokenizer folder {name!r}",
@@ -155,22 +158,28 @@ class _FolderTokenizer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _from_transformers(name: str) -> Tokenizer:
+    """What transformers finds on this machine; nothing is downloaded, which could take for ever."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{folder} is a Hugging Face tokenizer, and transformers is not installed",
+            f"{name} is a Hugging Face tokenizer, and transformers is not installed",
             remedy="pip install 'aqua-batch[transformers]'",
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        if not Path(name).is_dir():
+            raise ConfigError(
+                f"no tokenizer {name!r}: neither a folder nor in this machine's Hugging Face cache",
+                remedy=f"`hf download {name}` puts it there; or give a folder with tokenizer.json.",
+            ) from error
         raise ConfigError(
-            f"{folder} holds no tokenizer that transformers can read: {error}",
+            f"{name} holds no tokenizer that transformers can read: {error}",
             remedy="Give the folder that has tokenizer.json.",
         ) from error
-    return _FolderTokenizer(str(folder), tokenizer)
+    return _FolderTokenizer(name, tokenizer)
 
 
 class _TiktokenTokenizer:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from harness.tiny_llama import write_tiny_llama
 
 
 def aqua_batch(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -159,3 +162,25 @@ def test_several_nodes_without_ray_or_without_their_number_say_what_to_do(
     assert bare.returncode == 2
     assert "pip install 'aqua-batch[ray]'" in bare.stderr
     assert "Traceback" not in bare.stderr
+
+
+def test_a_model_in_the_hugging_face_cache_is_found_by_its_name(
+    batch: Path, tmp_path: Path
+) -> None:
+    cached = tmp_path / "cache" / "models--owner--tiny"
+    write_tiny_llama(cached / "snapshots" / "0123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    arguments = ["order", str(batch), "-o", str(tmp_path / "out.jsonl"), "--json"]
+    done = subprocess.run(
+        [
+            *[sys.executable, "-c", "from aqua_batch.cli import main; main()"],
+            *[*arguments, "--tokenizer", "owner/tiny"],
+        ],
+        env={**os.environ, "HF_HUB_CACHE": str(cached.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokenizer"] == {"name": "owner/tiny", "exact": True}

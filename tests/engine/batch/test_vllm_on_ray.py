@@ -81,7 +81,7 @@ def wait_for(out: Path, count: int, command: subprocess.Popen[str]) -> None:
     while len(texts(out)) < count:
         assert command.poll() is None, f"ended too early: {command.communicate()[1][-3000:]}"
         assert time.monotonic() < end, "no results"
-        time.sleep(0.01)  # a file on disk has no event to wait for; bounded above
+        time.sleep(0.05)  # a file on disk has no event to wait for; bounded above
 
 
 def engines() -> list[psutil.Process]:

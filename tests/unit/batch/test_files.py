@@ -157,7 +157,7 @@ def test_message_parts_become_text_and_others_are_named() -> None:
     assert plain_chat([{"role": "user", "content": parts}]).startswith("user: see \n<image_url>")
 
 
-@pytest.mark.parametrize("name", ["no-such-encoding", "./no/such/folder"])
+@pytest.mark.parametrize("name", ["no-such-encoding", "./no/such/folder", "nobody/nothing"])
 def test_an_unknown_tokenizer_is_an_error_with_a_remedy(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(name)
