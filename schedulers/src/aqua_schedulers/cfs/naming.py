@@ -54,7 +54,7 @@ class FairSettings:
     block_tokens: int = 16
     slice_iterations: int = 5
     stint_tokens: int = 4
-    patience_turns: int = 100
+    patience_turns: int = 1000
     fcfs_on_host: bool = False
 
     def __post_init__(self) -> None:
