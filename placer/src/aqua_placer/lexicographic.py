@@ -1,12 +1,14 @@
 """The default objective: cover the most demand first, then balance, then move little.
 
-1. Bound: the layer cake over all groups, and with few types the fractional program over contents.
+1. Bound: the layer cake over all groups, all groups on one giant server where that is affordable,
+   and with few types the fractional program over contents.
 2. The min-max optimum (`portfolio`) tells how well balanced a placement can be at all.
 3. The smallest thresholds (H x C + M) at which contents still cover everything coverable, by
    bisection over fractional programs. Mostly these are the min-max thresholds themselves: the best
    coverage is rarely at odds with the paper's objective, but most placements that are optimal by
    the paper's objective cover far less.
-4. Whole servers at those thresholds, then exchanges judged by exact coverage (`pursuit`).
+4. Whole servers at those thresholds by the duals (`rounding`); where sizes all differ, consumers
+   with their producers as blocks, then exchanges judged by exact coverage (`pursuit`).
 
 Coverage within `COVERAGE_TOLERANCE` of the best counts as equal, so that rounding noise of one
 part in a thousand does not cost balance.
@@ -28,6 +30,7 @@ from aqua_placer.dealing import deal_contents, worst
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, balance
 from aqua_placer.instance import GRAIN_GB, Instance
+from aqua_placer.lockstep import lockstep_bound_gb
 from aqua_placer.portfolio import (
     Incumbent,
     from_fraction,
@@ -35,6 +38,7 @@ from aqua_placer.portfolio import (
 )
 from aqua_placer.prefixes import covered_gb, roster
 from aqua_placer.pursuit import judge_for, pursue
+from aqua_placer.rounding import Fraction, round_servers
 from aqua_placer.thresholds import MAX_COLUMNS, Mode, contents_by_server, cover, whole_servers
 from aqua_placer.units import form_units, of_units
 
@@ -55,15 +59,24 @@ UNIT_ROUNDS: Final = 60
 
 SINGLE_ROUNDS: Final = 40
 
-PAIR_ROUNDS: Final = 8_000
+PAIR_ROUNDS: Final = 4_800
 """Servers x rounds of two-group exchanges per threshold: about a second."""
 
 MAX_TIGHTENINGS: Final = 3
 
 TINY_CLUSTER: Final = 40
-RESTARTS: Final = 2
-RESTART_TOLERANCE_GB: Final = 3.0
-"""Servers up to which the search starts again from its best, and how far each start may stray."""
+"""Servers up to which the search starts again from its best with more room."""
+
+RESTART_ROOMS: Final = (
+    *((0.25, 0, 3.0), (0.75, 2, 8.0), (0.25, 0, 8.0)),
+    *((0.75, 2, 5.0), (2.5, 2, 8.0), (0.75, 2, 8.0)),
+)
+"""How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
+servers may get worse, start after start: what the last groups need to change places is found beyond
+the balance, and the balance is regained after."""
+
+RESTARTED: Final = 6e-4
+"""Relative distance to the bound at which no further start is worth its time."""
 
 EXACT_LIMIT_S: Final = 2.0
 """For one integer program over few contents on few servers; milliseconds as a rule."""
@@ -145,6 +158,7 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     best.goal = even.value
     if best.done or budget.expired():
         return best
+    best.bound_gb = min(best.bound_gb, lockstep_bound_gb(instance) + GRAIN_GB)
     rng = np.random.default_rng(seed)
     space = (
         content_space(instance.servers, instance.types, full=instance.is_full)
@@ -165,9 +179,8 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     if found is None:
         _by_units(best, rng, seed)
         return best
-    aim, allowed, servers_of = found
-    best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
-    _whole(best, space, worth, aim, (allowed, servers_of), rng, seed)
+    aim, fraction = found
+    _whole(best, space, worth, aim, fraction, rng, seed)
     if len(space.rows) <= MAX_COLUMNS and instance.servers.count <= TINY_CLUSTER and not best.done:
         _exactly(best, space, worth)
     if best.covered_gb < best.bound_gb * (1 - COVERAGE_TOLERANCE) and not budget.expired():
@@ -177,17 +190,12 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
 
 def _least_thresholds(
     best: Harvest, space: ContentSpace, worth: Floats, aim: Aim, most: float, step: float
-) -> tuple[Aim, Bools, Floats] | None:
+) -> tuple[Aim, Fraction] | None:
     """The thresholds of least H x C + M at which contents still reach `most`."""
     goal = most * (1 - COVERAGE_TOLERANCE)
     cnt_key, mem_key = np.abs(space.cnt), np.abs(space.mem_gb)
     chosen = None
     value = np.inf
-
-    def attempt(cnt: int, mem: float) -> tuple[Bools, Floats] | None:
-        allowed = (cnt_key <= cnt) & (mem_key <= mem + GRAIN_GB / 2)
-        _, servers_of, reached, _ = cover(space, allowed, best.budget, worth)
-        return (allowed, servers_of) if servers_of is not None and reached >= goal else None
 
     for cnt in np.unique(cnt_key[cnt_key >= aim.cnt]).tolist():
         if best.budget.expired() or aim.hbm_gb * cnt + aim.mem_gb >= value - GRAIN_GB:
@@ -198,20 +206,31 @@ def _least_thresholds(
         width = 1
         probe = 0
         while low + 1 < high and not best.budget.expired():
-            found = attempt(cnt, aim.mem_gb + probe * step)
-            if found is None:
+            trial = Aim(cnt, aim.mem_gb + probe * step, aim.mode, aim.hbm_gb)
+            found = _fraction_within(space, worth, trial, best.budget)
+            if found is None or worth @ found.servers_of < goal:
                 low = probe
                 probe = min(low + width, high - 1)
                 width *= 3
             else:
                 high = probe
                 width = 1
-                mem = aim.mem_gb + probe * step
-                if aim.hbm_gb * cnt + mem < value - GRAIN_GB:
-                    value = aim.hbm_gb * cnt + mem
-                    chosen = (Aim(cnt, mem, aim.mode, aim.hbm_gb), *found)
+                if aim.hbm_gb * cnt + trial.mem_gb < value - GRAIN_GB:
+                    value = aim.hbm_gb * cnt + trial.mem_gb
+                    chosen = (trial, found)
                 probe = (low + high) // 2
     return chosen
+
+
+def _fraction_within(
+    space: ContentSpace, worth: Floats, aim: Aim, budget: Budget
+) -> Fraction | None:
+    """The fractional servers of most worth within the thresholds; None when there are none."""
+    allowed = (np.abs(space.cnt) <= aim.cnt) & (np.abs(space.mem_gb) <= aim.mem_gb + GRAIN_GB / 2)
+    _, servers_of, _, duals = cover(space, allowed, budget, worth)
+    if servers_of is None or duals is None:
+        return None
+    return Fraction(allowed, servers_of, duals)
 
 
 def _whole(
@@ -219,35 +238,33 @@ def _whole(
     space: ContentSpace,
     worth: Floats,
     aim: Aim,
-    fraction: tuple[Bools, Floats],
+    fraction: Fraction,
     rng: np.random.Generator,
     seed: int,
 ) -> None:
-    """Few types: the floor with the rest dealt, then the integer program, at rising thresholds."""
+    """Few types: whole servers of the same worth, at rising thresholds; exchanges where needed."""
     instance, budget = best.instance, best.budget
-    allowed, servers_of = fraction
-    for _ in range(MAX_WIDENINGS + 1):
-        start = from_fraction(instance, space, servers_of, Mode.ABS, budget)
-        if start is not None:
-            _pursue(best, start, aim, rng)
-        if best.done or budget.expired():
-            return
-        chosen, _, _ = whole_servers(
-            space, allowed, servers_of, budget, worth=worth, limit_s=1.0, gap=1e-4, seed=seed
-        )
+    for widening in range(MAX_WIDENINGS + 1):
+        best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
+        enough = best.bound_gb * (1 - COVERAGE_TOLERANCE)
+        chosen = round_servers(space, fraction, worth, enough, budget, seed)
         if chosen is not None:
             start = deal_contents(instance, space.types, contents_by_server(space, chosen))
-            _pursue(best, start, aim, rng)
-        if best.covered_gb >= best.bound_gb * (1 - COVERAGE_TOLERANCE) or budget.expired():
+            best.offer(start, "whole")
+        if best.covered_gb >= enough or budget.expired():
             return
+        if widening:
+            # Contents alone did not do it with a quantum to spare: exchanges may.
+            dealt = from_fraction(instance, space, fraction.servers_of, Mode.ABS, budget)
+            _pursue(best, best.placement if dealt is None else dealt, aim, rng)
+            if best.covered_gb >= enough or budget.expired():
+                return
         # Whole servers need more room than fractional ones: one quantum at a time.
         aim = Aim(aim.cnt, aim.mem_gb + instance.quantum_gb, aim.mode, aim.hbm_gb)
-        best.goal = aim.hbm_gb * aim.cnt + aim.mem_gb
-        allowed = (np.abs(space.cnt) <= aim.cnt) & (np.abs(space.mem_gb) <= aim.mem_gb + GRAIN_GB)
-        _, widened, _, _ = cover(space, allowed, budget, worth)
+        widened = _fraction_within(space, worth, aim, budget)
         if widened is None:
             return
-        servers_of = widened
+        fraction = widened
 
 
 def _exactly(best: Harvest, space: ContentSpace, worth: Floats) -> None:
@@ -312,24 +329,25 @@ def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     layout = Layout(instance, placement)
     servers = instance.servers.count
     small = servers <= LARGE_CLUSTER and instance.servers.gpus.max() <= WINDOW
-    pair_rounds = min(300, PAIR_ROUNDS // servers) if small else 0
+    pair_rounds = min(200, PAIR_ROUNDS // servers) if small else 0
     enough = best.bound_gb * (1 - POLISHED)
     if servers <= TINY_CLUSTER and best.covered_gb < enough:
         # Few blocks to choose from: look beyond their balance first, several times.
-        for _ in range(RESTARTS):
-            aim = Aim(cnt, mem + instance.hbm_gb / 4, Mode.ABS, instance.hbm_gb)
-            trial = Layout(instance, best.placement)
-            for order, rounds in ((1, 2 * SINGLE_ROUNDS), (2, pair_rounds)):
+        for start, (more_mem, more_cnt, tolerance_gb) in enumerate(RESTART_ROOMS):
+            room_gb = more_mem * instance.hbm_gb
+            aim = Aim(cnt + more_cnt, mem + room_gb, Mode.ABS, instance.hbm_gb)
+            trial = Layout(instance, placement if start % 2 else best.placement)
+            for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds // 2)):
                 pursue(
                     trial,
                     judge_for(trial, aim),
                     rng,
                     budget,
-                    Effort(rounds, order, 80, RESTART_TOLERANCE_GB),
+                    Effort(rounds, order, 40, tolerance_gb),
                     target_gb=enough,
                 )
             best.offer(trial.placement(), "coverage")
-            if best.covered_gb >= enough or budget.expired():
+            if best.covered_gb >= best.bound_gb * (1 - RESTARTED) or budget.expired():
                 break
         layout = Layout(instance, best.placement)
         cnt, mem = worst(instance, best.placement, Mode.ABS)

@@ -21,6 +21,10 @@ FEASIBILITY_TOLERANCE: Final = 1e-7
 """HiGHS's own default for rows and columns, stated because rounding below relies on it."""
 
 
+UNLIMITED_NODES: Final = 2**31 - 1
+"""HiGHS's own default."""
+
+
 class Verdict(StrEnum):
     """What a solver can say about a model."""
 
@@ -68,9 +72,20 @@ def columns_of(dense: Floats) -> tuple[Ints, Ints, Floats]:
 
 
 def solve(
-    model: Model, budget: Budget, *, limit_s: float, seed: int = 0, gap: float = 0.0
+    model: Model,
+    budget: Budget,
+    *,
+    limit_s: float,
+    seed: int = 0,
+    gap: float = 0.0,
+    max_nodes: int | None = None,
 ) -> Answer:
-    """Solve within `limit_s` and what the budget has left; an interrupt ends it early."""
+    """Solve within `limit_s` and what the budget has left; an interrupt ends it early.
+
+    Args:
+        max_nodes: Where to stop searching by work instead of by time, so that the same model
+            gives the same answer on a busy machine.
+    """
     import highspy
 
     remaining_s = min(limit_s, budget.remaining_s())
@@ -84,6 +99,7 @@ def solve(
         ("time_limit", remaining_s),
         ("mip_rel_gap", gap),
         ("mip_abs_gap", 1e-9),
+        ("mip_max_nodes", UNLIMITED_NODES if max_nodes is None else max_nodes),
     ):
         highs.setOptionValue(option, value)
     lp = highspy.HighsLp()

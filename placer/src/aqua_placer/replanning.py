@@ -20,6 +20,7 @@ import numpy as np
 from aqua_placer.budget import Budget
 from aqua_placer.columns import Floats, Ints
 from aqua_placer.constrained import constrained_groups, repair
+from aqua_placer.cycles import Cycles
 from aqua_placer.dealing import first_fit, worst
 from aqua_placer.errors import ProblemInvalidError
 from aqua_placer.exchange import Aim, Layout, subsets
@@ -100,6 +101,8 @@ def replace_groups(
     rng = np.random.default_rng(seed)
     search = _Search(layout, judge, prices, target, max_moves, rng)
     arrivals = bool((instance.current < 0).any())
+    if target.objective is Objective.COVERAGE and not arrivals and Cycles.suit(layout):
+        Cycles(layout, judge, prices, home).run(target.goal, max_moves, budget)
     for price in FALLING_PRICES:
         toll = Toll(home, size, price)
         free = price == FALLING_PRICES[0]

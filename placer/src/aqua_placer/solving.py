@@ -115,6 +115,8 @@ def _by_milp(instance: Instance, request: Request, budget: Budget) -> Found:
         placement = pack(instance, budget)
         if instance.is_constrained:
             placement = repair(instance, placement, budget, request.seed)
+    elif not instance.is_constrained:
+        placement = in_order(instance, placement)
     if request.objective is Objective.COVERAGE:
         bound = min(result.bound, layer_bound_gb(instance))
         return Found(placement, 0.0, coverage_bound_gb=bound)
@@ -142,6 +144,23 @@ def _constrained(instance: Instance, request: Request, budget: Budget) -> Found:
     return Found(
         layout.placement(), relaxed.balance_bound, relaxed.signed_bound, relaxed.coverage_bound_gb
     )
+
+
+def in_order(instance: Instance, placement: Ints) -> Ints:
+    """The same placement with the servers of a class renamed in the order of their first groups.
+
+    Some solvers (CBC) answer the same question now with one and now with another of the
+    placements that differ in server names alone.
+    """
+    servers, first = np.unique(placement, return_index=True)
+    renamed = np.arange(instance.servers.count)
+    class_of = instance.servers.class_of
+    for kind in range(len(instance.servers.counts)):
+        held = servers[class_of[servers] == kind]
+        by_first = held[np.argsort(first[np.isin(servers, held)], kind="stable")]
+        renamed[by_first] = np.nonzero(class_of == kind)[0][: len(held)]
+    result: Ints = renamed[placement]
+    return result
 
 
 def slots_of(instance: Instance, placement: Ints) -> Ints:

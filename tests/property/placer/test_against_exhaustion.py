@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 
 from aqua_placer.budget import Budget
 from aqua_placer.checking import check_plan
+from aqua_placer.covering import layer_bound_gb
+from aqua_placer.lockstep import lockstep_bound_gb
 from aqua_placer.reading import instance_from
 from aqua_placer.solving import Request, place
 from aqua_protocol.plan import MatchingMode, Objective, Plan
@@ -87,6 +89,9 @@ def test_weights_count_in_coverage_and_its_bound(problem: dict[str, Any]) -> Non
     assert plan.coverage_bound_gb >= best.coverage - TOLERANCE_GB
     assert best.coverage * (1 - 1e-3) - TOLERANCE_GB <= plan.coverage_gb
     assert plan.coverage_gb <= best.coverage + TOLERANCE_GB
+    instance = instance_from(problem)
+    assert lockstep_bound_gb(instance) >= best.coverage - TOLERANCE_GB
+    assert layer_bound_gb(instance) >= lockstep_bound_gb(instance) - TOLERANCE_GB
 
 
 @SLOW
