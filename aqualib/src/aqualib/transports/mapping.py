@@ -97,8 +97,14 @@ class HostMapping:
                 os.pwrite(fd, b"\0", start)
         except OSError as error:
             raise _failure("allocate", self.nbytes, error.errno) from error
-        # Refusals (no contiguous memory, `deny`, an old kernel) leave small pages behind.
-        _libc.madvise(self.address, whole, _MADV_COLLAPSE)
+        if _libc.madvise(self.address, whole, _MADV_COLLAPSE) == 0:
+            return
+        if ctypes.get_errno() == errno.EINVAL:
+            return  # `deny`, or an old kernel: small pages it is.
+        # One piece found no contiguous memory or a page under way, and the kernel gave all later
+        # ones up with it. One by one is slower, and leaves small pages only where it must.
+        for start in range(0, whole, HUGE_PAGE_BYTES):
+            _libc.madvise(self.address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
 
     def populate(self) -> None:
         """Fault every page in, writable, without changing a byte.
