@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqua_protocol import ProtocolError, TransportError
 from aqua_protocol.channel import Goodbye, Ping, Pong, ProducerMessage, Reclaim
+from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
     from aqualib.consumer.attachment import Attachment
@@ -84,6 +85,7 @@ class EventThread:
     # --- The thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        run_promptly()
         while not self._is_closing:
             for key, _ in self._selector.select():
                 attachment = key.data

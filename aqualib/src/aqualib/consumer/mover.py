@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 from aqua_protocol import TransportError
 from aqualib.consumer.carrier import Carrier
 from aqualib.consumer.itinerary import Drain, GiveBack, Promotion
+from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
     from aqualib.consumer.extents import Run
@@ -104,6 +105,7 @@ class Mover:
     # --- The unmapping thread -------------------------------------------------------------
 
     def _finish_moves(self) -> None:
+        run_promptly()
         while (item := self._copied.get()) is not None:
             if isinstance(item, GiveBack):
                 self._give_back(item)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
+from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +80,7 @@ class Custodian:
         self._thread.join()
 
     def _run(self) -> None:
+        run_promptly()
         while True:
             try:
                 parting = self._partings.get(timeout=self._pause_s())

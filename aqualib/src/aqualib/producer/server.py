@@ -47,6 +47,7 @@ from aqua_protocol.channel import (
     Released,
 )
 from aqualib.channel import Channel, ChannelClosedError, PeerCredentials, listen
+from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,6 +238,7 @@ class LeaseServer:
     # --- The loop -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        run_promptly()
         due_at_s = float("inf")
         while not self._stopping:
             pause_s = max(0.0, due_at_s - time.monotonic())
