@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aqualib.demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
-from aqualib.demo.phases import Observation, Phase, goals, next_phase
+from aqualib.demo.phases import Goal, Observation, Patience, Phase, goals, next_phase
 from aqualib.demo.scale import QUICK
 
 RECLAIM = ReclaimMeasure(bytes=8, first_slab_ms=1.0, total_ms=2.0)
@@ -106,3 +106,17 @@ def test_a_reclaim_from_before_the_burst_does_not_end_it() -> None:
 def test_every_phase_says_what_it_waits_for() -> None:
     for phase in Phase:
         assert all(goal.text for goal in goals(phase, Observation(None, None, None), QUICK))
+
+
+def test_patience_starts_again_with_every_count_that_is_new() -> None:
+    patience = Patience(now_s=10.0)
+    assert patience.stalled_s([Goal("0/3 tokens", is_met=False)], now_s=12.0) == 0
+    assert patience.stalled_s([Goal("0/3 tokens", is_met=False)], now_s=15.0) == 3
+    assert patience.stalled_s([Goal("1/3 tokens", is_met=False)], now_s=20.0) == 0
+
+
+def test_a_goal_that_is_met_now_and_then_is_progress_only_once() -> None:
+    patience = Patience(now_s=0.0)
+    for now_s, is_met in enumerate([False, True, False, True, False]):
+        stalled_s = patience.stalled_s([Goal("all pages with the peer", is_met)], float(now_s))
+    assert stalled_s == 3

@@ -38,7 +38,8 @@ from aqualib.engines.transformers import AquaCache
 from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
-LEASE_WAIT_S: Final = 30.0
+LEASE_WAIT_S: Final = 60.0
+"""Without another slab meanwhile."""
 
 SIGN_BYTE: Final = 3
 SIGN_BIT: Final = 0x80
@@ -133,10 +134,13 @@ class ConsumerProgram:
             CapacityError: None was lent in time.
         """
         until_s = time.monotonic() + LEASE_WAIT_S
-        while aqua.stats().leased_bytes < self._scale.offer_bytes:
+        before = 0
+        while (leased := aqua.stats().leased_bytes) < self._scale.offer_bytes:
+            if leased > before:
+                before, until_s = leased, time.monotonic() + LEASE_WAIT_S
             if time.monotonic() > until_s:
                 raise CapacityError(
-                    f"only {format_bytes(aqua.stats().leased_bytes)} of"
+                    f"only {format_bytes(leased)} of"
                     f" {format_bytes(self._scale.offer_bytes)} were lent within"
                     f" {LEASE_WAIT_S:.0f} s; the coordinator says:"
                     f" {aqua.coordinator_error or 'nothing wrong'}"

@@ -5,9 +5,10 @@
     host memory, enough tokens ──> CALM ── pages back with the peer ──> AGAIN
     AGAIN ── all pages with the peer, enough tokens ──> VERIFY
 
-No phase ends because time has passed; a phase that lasts too long is a failure with a reason. What
-goes with entering a phase (double the arrivals, halve them, let the generation end) is the
-orchestration's business.
+No phase ends because time has passed. One that makes no progress for too long is a failure with a
+reason; progress is a goal met, or a count that a goal shows, seen for the first time in the phase.
+So a busy machine takes longer and no more than that. What goes with entering a phase (double the
+arrivals, halve them, let the generation end) is the orchestration's business.
 """
 
 from __future__ import annotations
@@ -92,6 +93,26 @@ def next_phase(phase: Phase, seen: Observation, scale: Scale) -> Phase:
         return phase
     order = list(Phase)
     return order[order.index(phase) + 1]
+
+
+class Patience:
+    """For how long a phase has made no progress.
+
+    Args:
+        now_s: When the phase began.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._known: set[Goal] = set()
+        self._since_s = now_s
+
+    def stalled_s(self, found: list[Goal], now_s: float) -> float:
+        """Seconds since `found`, the goals as they stand at `now_s`, last had any news."""
+        # What was there before is no news: goals that are met now and then would last for ever.
+        if not self._known.issuperset(found):
+            self._known.update(found)
+            self._since_s = now_s
+        return now_s - self._since_s
 
 
 def _start(seen: Observation, scale: Scale) -> list[Goal]:
