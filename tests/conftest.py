@@ -35,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        # A deadline for each example measures the machine: a busy one would fail at random.
+        settings.register_profile("no-deadline", deadline=None)
+        settings.load_profile("no-deadline")
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): ignored without pytest-timeout")
 
