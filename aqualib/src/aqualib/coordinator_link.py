@@ -34,13 +34,14 @@ from aqua_protocol import (
 from aqua_protocol.ids import new_idempotency_key
 from aqua_protocol.leases import LeaseAction, LeaseGrant, LeaseRenewal, LeaseRequest, LeaseView
 from aqua_protocol.members import ConsumerAck, ConsumerReport, ProducerAck, ProducerReport
+from aqua_protocol.profile import ModelProfile, Profiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
-    from aqualib.settings import Settings
+from aqualib.settings import Settings
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -174,6 +175,13 @@ class CoordinatorLink:
         """Give up a lease's right; a second release is harmless."""
         action = LeaseAction(epoch=epoch)
         return _parse(self._repeat("POST", f"leases/{lease_id}/release", action), LeaseView)
+
+    # --- Profiles -------------------------------------------------------------------------
+
+    def profile(self, model: str) -> ModelProfile | None:
+        """What `aqua-profile` has measured of a model, if it was pushed; one attempt."""
+        answer = self._send("GET", "profiles", None, params={"model": model})
+        return next(iter(_parse(answer, Profiles).profiles), None)
 
     # --- Inside ---------------------------------------------------------------------------
 

@@ -321,6 +321,29 @@ def diff(
         raise typer.Exit(1)
 
 
+@app.command()
+def push(
+    file: ProfileFile,
+    url: Annotated[
+        str, typer.Option(envvar="AQUA_COORDINATOR_URL", help="The coordinator.")
+    ] = "http://127.0.0.1:7700",
+    token: Annotated[
+        str | None, typer.Option(envvar="AQUA_TOKEN", help="A token of role operator.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Send a profile to the coordinator, where informers find it."""
+    from aqua_profiler.files import read_profile
+    from aqua_profiler.pushing import push as send
+
+    profile = read_profile(file)
+    send(profile, url, token)
+    if as_json:
+        _print_json({"model": profile.model, "label": profile.label.value, "url": url})
+    else:
+        _say(f"{url}: the profile of {profile.model}")
+
+
 def _factors(text: str) -> tuple[float, ...]:
     from aqua_protocol import ConfigError
 

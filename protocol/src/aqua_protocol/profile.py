@@ -14,16 +14,16 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from aqua_protocol.wire import ByteCount
+from aqua_protocol.wire import ByteCount, Flag
 
 PROFILE_VERSION: Final = 1
 
 PRODUCER_THRESHOLD_BYTES: Final = 10 * 10**9
 """A model with less to spare is no producer (Aqua section 4: "above a threshold (e.g., 10 GB)")."""
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
 
 
 class ProfileLabel(StrEnum):
@@ -91,17 +91,17 @@ class ModelProfile(BaseModel):
         default=0, description="Swap it needs to absorb its bursts; None: not measured."
     )
     threshold_bytes: ByteCount = PRODUCER_THRESHOLD_BYTES
-    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     hbm_bytes: ByteCount | None = Field(default=None, description="HBM of the GPU profiled on.")
     stable_rate_per_s: NotNegative | None = Field(
         default=None, description="Highest rate that meets the objective; batch: items at peak."
     )
-    confidence: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    confidence: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
         default=None, description="Probability that the true rate is within 5% of it."
     )
     requests_sent: Count | None = None
     bursts: list[Burst] = Field(default_factory=list)
-    partial: bool = Field(default=False, description="The profiling run did not finish.")
+    partial: Flag = Field(default=False, description="The profiling run did not finish.")
     notes: list[str] = Field(default_factory=list, description="What a reader should know.")
     provenance: Provenance = Field(default_factory=Provenance)
 
@@ -125,6 +125,14 @@ class ModelProfile(BaseModel):
     def added(self, name: str) -> Any:  # noqa: ANN401 - whatever the profiler added
         """A field that this version does not fix; None if it is not there."""
         return (self.model_extra or {}).get(name)
+
+
+class Profiles(BaseModel):
+    """Profiles, by model, as the coordinator lists them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    profiles: list[ModelProfile]
 
 
 def label_of(

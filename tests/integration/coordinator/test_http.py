@@ -106,6 +106,23 @@ async def test_a_lease_from_first_report_to_last_slab(http: httpx.AsyncClient) -
         assert gone.content == b""
 
 
+async def test_a_profile_replaces_the_one_before_and_is_read_by_model(
+    http: httpx.AsyncClient,
+) -> None:
+    first = {"model": "org/sd", "label": "producer", "spare_bytes": 5}
+    second = first | {"spare_bytes": 7, "peak_batch": 8}
+    for profile in (first, second, {"model": "other", "label": "neutral"}):
+        assert (await http.put("/v1/profiles", json=profile)).status_code == 200
+    (kept,) = (await http.get("/v1/profiles", params={"model": "org/sd"})).json()["profiles"]
+    assert (kept["spare_bytes"], kept["peak_batch"]) == (7, 8)
+    everything = (await http.get("/v1/profiles")).json()["profiles"]
+    assert [profile["model"] for profile in everything] == ["org/sd", "other"]
+    unknown = await http.get("/v1/profiles", params={"model": "nobody"})
+    assert unknown.json() == {"profiles": []}
+    wrong = await http.put("/v1/profiles", json={"model": "x", "label": "producer"})
+    assert error_of(wrong).code == "request_invalid"
+
+
 async def test_every_listing_answers(http: httpx.AsyncClient) -> None:
     producer, consumer = PaperProducer(), PaperConsumer()
     await join(http, producer)
@@ -359,6 +376,8 @@ ROLE_CASES = [
     ("POST", "/v1/leases/lease-1/revoke", Role.OPERATOR, lambda: {"epoch": 1}),
     ("POST", "/v1/reclaims", Role.OPERATOR, lambda: {"producer_id": "producer", "bytes": SLAB}),
     ("PUT", "/v1/placements", Role.OPERATOR, lambda: {"pairings": []}),
+    ("PUT", "/v1/profiles", Role.OPERATOR, lambda: {"model": "m", "label": "neutral"}),
+    ("GET", "/v1/profiles", None, lambda: None),
     ("DELETE", "/v1/producers/producer?incarnation=life-1", Role.PRODUCER, lambda: None),
     ("DELETE", "/v1/consumers/consumer?incarnation=life-1", Role.CONSUMER, lambda: None),
     ("GET", "/v1/leases", None, lambda: None),

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aqua_protocol import ConfigError
 from aqua_protocol.members import LoadReport
+from aqua_protocol.profile import ModelProfile
 from aqualib.producer.informer import Decision, OfferMore, Profile, TakeBack, Watch, decide, observe
 
 SLAB = 64 << 20
@@ -184,3 +186,20 @@ def test_a_load_that_wobbles_around_the_steady_state_never_reclaims(rates: list[
     for second, rate in enumerate(rates):
         watch = observe(LLM, load(rate=rate), watch, float(second))
         assert decide(LLM, load(rate=rate), watch, float(second)) is None
+
+
+def test_a_measured_profile_says_what_an_engine_lends_and_up_to_which_rate() -> None:
+    fields = {"model": "m", "label": "producer", "spare_bytes": 38 * GB, "stable_rate_per_s": 2.5}
+    llm = Profile.measured(ModelProfile.model_validate(fields | {"kind": "llm"}), SLAB)
+    assert (llm.spare_bytes, llm.steady_requests_per_s) == (38 * GB, 2.5)
+    batch = Profile.measured(ModelProfile.model_validate(fields | {"kind": "batch"}), SLAB)
+    assert (batch.spare_bytes, batch.steady_requests_per_s) == (None, None)
+
+
+@pytest.mark.parametrize("changes", [{"partial": True}, {"label": "unknown"}])
+def test_nothing_is_lent_by_a_profile_that_is_partial_or_no_producers(
+    changes: dict[str, object],
+) -> None:
+    fields = {"model": "m", "label": "producer", "spare_bytes": 38 * GB}
+    with pytest.raises(ConfigError, match="nothing is lent"):
+        Profile.measured(ModelProfile.model_validate(fields | changes), SLAB)

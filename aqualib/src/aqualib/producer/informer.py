@@ -25,8 +25,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from aqua_protocol import TransportError, UnavailableError, format_bytes
-from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES
+from aqua_protocol import ConfigError, TransportError, UnavailableError, format_bytes
+from aqua_protocol.profile import (
+    PRODUCER_THRESHOLD_BYTES,
+    ModelProfile,
+    ProfileKind,
+    ProfileLabel,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -67,6 +72,29 @@ class Profile:
     least_offer_bytes: int = PRODUCER_THRESHOLD_BYTES
     calm_s: float = 5.0
     pressure_s: float = 0.0
+
+    @classmethod
+    def measured(cls, measured: ModelProfile, slab_bytes: int) -> Self:
+        """What `aqua-profile` found out about a producer.
+
+        Raises:
+            ConfigError: The profile is not a whole one of a producer.
+        """
+        if measured.partial or measured.label is not ProfileLabel.PRODUCER:
+            label = "partial" if measured.partial else measured.label.value
+            raise ConfigError(
+                f"the profile of {measured.model!r} is {label}, so nothing is lent by it",
+                remedy="Profile a producer to the end, or write the informer's profile yourself.",
+            )
+        least_bytes = min(measured.threshold_bytes, measured.spare_bytes or 0)
+        if measured.kind is ProfileKind.BATCH:
+            return cls(slab_bytes, least_offer_bytes=least_bytes)
+        return cls(
+            slab_bytes,
+            spare_bytes=measured.spare_bytes,
+            steady_requests_per_s=measured.stable_rate_per_s or None,
+            least_offer_bytes=least_bytes,
+        )
 
     def __post_init__(self) -> None:
         assert self.slab_bytes > 0, self

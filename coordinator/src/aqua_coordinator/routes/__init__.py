@@ -15,6 +15,7 @@ from aqua_coordinator.routes import (
     offers,
     placements,
     producers,
+    profiles,
     reclaims,
 )
 
@@ -26,6 +27,7 @@ ALL: Final[list[APIRouter]] = [
     leases.router,
     reclaims.router,
     placements.router,
+    profiles.router,
     events.router,
     health.router,
 ]

@@ -41,6 +41,7 @@ from aqua_protocol.members import (
     OfferView,
     ProducerReport,
 )
+from aqua_protocol.profile import ModelProfile
 
 MIN_REDIS_VERSION: Final = (7, 0)
 """First with libraries of functions, whose flags make a refused write refuse the whole script."""
@@ -226,6 +227,16 @@ class Books:
                 for name, producers in sorted(zip(pairings[::2], pairings[1::2], strict=True))
             ],
         )
+
+    async def put_profile(self, profile: ModelProfile) -> None:
+        """Keep a model's profile, instead of any before."""
+        await self._run(ScriptName.PUT_PROFILE, profile.model, profile.model_dump_json())
+
+    async def profiles(self, model: str = "") -> list[ModelProfile]:
+        """Profiles by model; of one model, if it is named."""
+        _, found = await self._run(ScriptName.READ_PROFILES, model)
+        profiles = [ModelProfile.model_validate_json(text) for text in found]
+        return sorted(profiles, key=lambda profile: profile.model)
 
     # --- Reading ---------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ KEYS: Final[dict[str, str]] = {
     "ended_reclaims": f"{TAG}ended_reclaims",
     "placements": f"{TAG}placements",
     "placement_reasons": f"{TAG}placement_reasons",
+    "profiles": f"{TAG}profiles",
     "probe": f"{TAG}probe",
     # Beginnings of names; an id follows.
     "producer": f"{TAG}producer:",
@@ -56,6 +57,7 @@ PERMANENT: Final[dict[str, str]] = {
     "ended_reclaims": "reclaims whose records are about to expire; the sweep empties it",
     "placements": "the placer's plan, replaced as a whole",
     "placement_reasons": "the placer's plan, replaced as a whole",
+    "profiles": "one hash, a bounded number of models; a model's profile replaces the one before",
     "producer": "deleted when the producer is removed or silent for too long",
     "producer_leases": "booked leases of a producer; empty, and thus gone, when all have ended",
     "producer_reclaims": "open reclaims of a producer; gone when all are closed",

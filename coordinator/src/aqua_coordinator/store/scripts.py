@@ -58,6 +58,8 @@ CONSTANTS: Final[Mapping[str, int | str]] = {
     "max_leases_per_member": MAX_LEASES_PER_MEMBER,
     "max_open_reclaims": MAX_RECLAIMS_PER_REPORT,
     "max_retired_incarnations": 8,
+    # Kilobytes each, and read all at once by whoever lists them.
+    "max_profiles": 1000,
     # Records that one listing call looks at, so that a narrow filter does not stall Redis.
     "max_scan": 1000,
 }
@@ -102,6 +104,8 @@ class ScriptName(StrEnum):
     READ_LEASES = "read_leases"
     READ_RECLAIMS = "read_reclaims"
     READ_PLACEMENTS = "read_placements"
+    PUT_PROFILE = "put_profile"
+    READ_PROFILES = "read_profiles"
     AUDIT_BOOKS = "audit_books"
     RUN_SEVERAL = "run_several"
 

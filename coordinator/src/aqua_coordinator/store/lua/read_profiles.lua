@@ -1,0 +1,12 @@
+-- Profiles of models, one or all.
+--
+-- KEYS[1]  the books
+-- ARGV[1]  model, or '' for all
+-- Result   {'ok', {profile, ...}}, each JSON, in no order
+-- @flags no-writes
+
+if ARGV[1] == '' then
+  return {'ok', redis.call('HVALS', KEY.profiles)}
+end
+local profile = redis.call('HGET', KEY.profiles, ARGV[1])
+return {'ok', profile and {profile} or {}}
