@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aqua_placer.columns import Floats, Ints
+from aqua_placer.columns import Bools, Floats, Ints
 from aqua_placer.instance import Instance
 from aqua_placer.prefixes import covered_gb, roster
 
@@ -36,13 +36,25 @@ def demand_gb(instance: Instance) -> float:
     return float((instance.weight * instance.tp * need).sum())
 
 
+def lendable_shards(instance: Instance) -> Ints:
+    """Shards of each group that could lend at once: no more than GPUs beside it on a server."""
+    shards: Ints = np.minimum(instance.tp, int(instance.servers.gpus.max()) - instance.tp)
+    return shards
+
+
+def can_be_served(instance: Instance) -> Bools:
+    """Whether a group and as many producer shards fit any server."""
+    fits: Bools = 2 * instance.tp <= int(instance.servers.gpus.max())
+    return fits
+
+
 def layer_bound_gb(instance: Instance) -> float:
     """Upper bound on covered demand of every placement; exact for equal weights as described."""
     spare = np.maximum(instance.r_gb.max(axis=1), 0.0)
-    need = np.maximum(-instance.r_gb.min(axis=1), 0.0)
+    need = np.where(can_be_served(instance), np.maximum(-instance.r_gb.min(axis=1), 0.0), 0.0)
     tp, weight = instance.tp, instance.weight
     edges = np.unique(np.concatenate([[0.0], spare, need]))
-    lenders = _above(spare, tp, edges)
+    lenders = _above(spare, lendable_shards(instance), edges)
     covered = np.zeros(len(edges) - 1)
     room = lenders.astype(np.float64)
     for worth in np.unique(weight[need > 0])[::-1]:

@@ -135,7 +135,7 @@ def spread_evenly(instance: Instance) -> Ints | None:
     goal = (instance.tp * sign).sum() * share
     for size in sorted(set(instance.tp.tolist()), reverse=True):
         for side in (1, -1, 0):
-            members = np.nonzero((instance.tp == size) & (sign == side))[0]
+            members = np.nonzero((instance.tp == size) & (np.sign(sign) == side))[0]
             order = np.argsort(-np.abs(instance.r_gb[members, 0]), kind="stable")
             members = members[order]
             at = 0
@@ -152,7 +152,7 @@ def spread_evenly(instance: Instance) -> Ints | None:
                 batch = batch[: len(chosen)]
                 placement[batch] = chosen
                 free[chosen] -= size
-                cnt[chosen] += size * side
+                cnt[chosen] += size * sign[batch]
                 mem[chosen] += size * instance.r_gb[batch, 0]
                 at += len(batch)
     return placement

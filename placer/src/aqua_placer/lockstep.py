@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from aqua_placer.columns import Floats
+from aqua_placer.covering import can_be_served, lendable_shards
 from aqua_placer.instance import Instance
 
 MAX_ROWS: Final = 4_000
@@ -33,10 +34,10 @@ def lockstep_bound_gb(instance: Instance) -> float:
     Where server classes differ, each group counts with its largest spare and its largest need.
     """
     spare = np.maximum(instance.r_gb.max(axis=1), 0.0)
-    need = np.maximum(-instance.r_gb.min(axis=1), 0.0)
+    need = np.where(can_be_served(instance), np.maximum(-instance.r_gb.min(axis=1), 0.0), 0.0)
     lending = np.nonzero(spare)[0]
     lending = lending[np.argsort(-spare[lending], kind="stable")]
-    level = np.concatenate([[0.0], np.repeat(spare[lending], instance.tp[lending])])
+    level = np.concatenate([[0.0], np.repeat(spare[lending], lendable_shards(instance)[lending])])
     half = min(len(level) - 1, int(instance.servers.total_gpus) // 2)
     keys = list(zip(instance.tp.tolist(), instance.weight.tolist(), strict=True))
     needs: dict[tuple[int, float], list[float]] = {}

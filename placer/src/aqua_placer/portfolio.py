@@ -148,7 +148,23 @@ def _counting_bound(
     cnt = parity_cnt(instance, cnt)
     if space is not None:
         cnt = least_cnt(space, cnt, mode, budget) or cnt
-    return cnt, ceil_to(mem, instance.quantum_gb)
+    return cnt, ceil_to(max(mem, forced_mem_gb(instance, mode)), instance.quantum_gb)
+
+
+def forced_mem_gb(instance: Instance, mode: Mode) -> float:
+    """The memory that some group brings wherever it goes, beyond what could level it there.
+
+    A group of 8 shards fills a server of 8: nothing beside it makes up for its size.
+    """
+    least = np.full(instance.num_groups, np.inf)
+    for kind, gpus in enumerate(instance.servers.gpus.tolist()):
+        r_gb = instance.r_gb[:, kind]
+        room = gpus - instance.tp
+        above = instance.tp * r_gb - room * max(float(-r_gb.min()), 0.0)
+        below = -instance.tp * r_gb - room * max(float(r_gb.max()), 0.0)
+        beyond = above if mode is Mode.SIGNED else np.maximum(above, below)
+        least = np.where(room >= 0, np.minimum(least, beyond), least)
+    return float(least.max())
 
 
 def _exchange(best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator) -> None:
