@@ -65,6 +65,9 @@ PAIR_ROUNDS: Final = 4_800
 MAX_TIGHTENINGS: Final = 3
 
 TINY_CLUSTER: Final = 40
+"""Servers up to which one integer program over few contents settles everything."""
+
+RESTARTED_SERVERS: Final = 150
 """Servers up to which the search starts again from its best with more room."""
 
 RESTART_ROOMS: Final = (
@@ -331,7 +334,7 @@ def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     small = servers <= LARGE_CLUSTER and instance.servers.gpus.max() <= WINDOW
     pair_rounds = min(200, PAIR_ROUNDS // servers) if small else 0
     enough = best.bound_gb * (1 - POLISHED)
-    if servers <= TINY_CLUSTER and best.covered_gb < enough:
+    if servers <= RESTARTED_SERVERS and best.covered_gb < enough:
         # Few blocks to choose from: look beyond their balance first, several times.
         for start, (more_mem, more_cnt, tolerance_gb) in enumerate(RESTART_ROOMS):
             room_gb = more_mem * instance.hbm_gb
