@@ -193,6 +193,9 @@ def batch(  # noqa: PLR0917 - as above
         str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
     ] = None,
     device: Annotated[int, typer.Option(min=0, help="GPU whose memory is read.")] = 0,
+    memory_url: Annotated[
+        str | None, typer.Option(help="Read memory here instead: used_bytes and total_bytes.")
+    ] = None,
     largest: Annotated[int, typer.Option(min=1, max=2**20, help="No batch beyond.")] = 1024,
     budget_s: Budget = 600.0,
     threshold: Threshold = "10GB",
@@ -204,7 +207,7 @@ def batch(  # noqa: PLR0917 - as above
 ) -> None:
     """Raise the batch size until throughput saturates; what is free then can be lent."""
     from aqua_profiler.batch import profile_batch
-    from aqua_profiler.meters import meter_for
+    from aqua_profiler.meters import UrlMeter, meter_for
     from aqua_profiler.programs import HttpBatch, load
     from aqua_protocol import ConfigError
 
@@ -212,7 +215,7 @@ def batch(  # noqa: PLR0917 - as above
         raise ConfigError("nothing to run", remedy="Give one of --program and --endpoint.")
     plan = _batch_plan(model, budget_s, largest, threshold, hbm, hardware)
     work = load(program, "run") if program is not None else HttpBatch(endpoint or "", body, token)
-    meter = meter_for(work, device)
+    meter = UrlMeter(memory_url) if memory_url else meter_for(work, device)
     quiet = as_json or not sys.stderr.isatty()
     try:
         profile, error = profile_batch(
@@ -223,6 +226,8 @@ def batch(  # noqa: PLR0917 - as above
         )
     finally:
         meter.close()
+        if isinstance(work, HttpBatch):
+            work.close()
     _deliver(profile, output, plot, as_json=as_json)
     if error is not None:
         _say(f"aqua-profile: {error.message} [{error.code}]")

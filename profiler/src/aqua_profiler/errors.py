@@ -84,6 +84,4 @@ class MeterUnavailableError(UnavailableError):
 
     code = "meter_unavailable"
     http_status = 501
-    default_remedy = (
-        "Install nvidia-ml-py or torch, or name an emulated budget with --budget-bytes."
-    )
+    default_remedy = "Install nvidia-ml-py or torch, or have the program keep its own books."

@@ -188,7 +188,10 @@ class _Profiling:
         """What the engine says of itself; it need not say anything."""
         self._listener.stage("introduction")
         folder = self._plan.model_folder
-        page = await endpoint.get("/v1/models")
+        page = None
+        # A server that knows nothing but its operation may break such connections off.
+        with contextlib.suppress(EndpointError):
+            page = await endpoint.get("/v1/models")
         card = _card(page, self._plan.model)
         if folder is None and card.get("root"):
             # The path that the engine loaded the model from: on this machine, or on another.
@@ -217,7 +220,9 @@ class _Profiling:
                     " --model-folder"
                 )
         if not self._engine and card.get("owned_by"):
-            version = await endpoint.get("/version")
+            version = None
+            with contextlib.suppress(EndpointError):
+                version = await endpoint.get("/version")
             number = _json(version).get("version", "") if version else ""
             self._engine = f"{card['owned_by']} {number}".strip()
 

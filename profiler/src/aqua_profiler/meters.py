@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, Self
 from aqua_profiler.errors import MeterUnavailableError
 
 POLL_S: Final = 0.005
+URL_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,46 @@ class ProgramMeter:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+class UrlMeter:
+    """A server that tells the memory of its device, emulated or not.
+
+    Args:
+        url: Answers JSON with `used_bytes` (the highest of late) and `total_bytes`.
+    """
+
+    name = "url"
+
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        self._url = url
+        self._client = httpx.Client(timeout=URL_TIMEOUT_S)
+
+    def reset(self) -> None:
+        """The server looks at recent batches by itself."""
+
+    def read(self) -> Memory:
+        """What the server says.
+
+        Raises:
+            MeterUnavailableError: It does not say it.
+        """
+        import httpx
+
+        try:
+            said = self._client.get(self._url).raise_for_status().json()
+            return Memory(int(said["used_bytes"]), int(said["total_bytes"]))
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise MeterUnavailableError(
+                f"{self._url} does not tell its memory: {error}",
+                remedy="Answer JSON with used_bytes and total_bytes.",
+            ) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
 
 
 def meter_for(program: Any, device: int) -> Meter:  # noqa: ANN401 - as above

@@ -91,6 +91,10 @@ class HttpBatch:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
     def run(self, size: int) -> None:
         """Ask for one batch and read all of it.
 

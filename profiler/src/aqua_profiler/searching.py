@@ -44,7 +44,7 @@ STEADY_BELOW: Final = 0.96
 fail by definition; a little below, a failure says that the estimate is wrong."""
 
 STEADY_FROM: Final = 0.88
-CURVE_REQUESTS: Final = 350
+CURVE_REQUESTS: Final = 600
 CURVE_PRECISION: Final = 1.5
 """A crossing of curves is exact enough at so many times the precision: its error contains
 the scatter of whole runs already."""

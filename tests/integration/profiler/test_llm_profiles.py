@@ -14,7 +14,9 @@ from aqua_profiler.errors import EndpointError
 from aqua_profiler.files import read_profile
 from aqua_protocol.profile import ProfileLabel
 from harness.openai_server import Fault, Manners, OpenAIServer
+from harness.scripted_server import Answer, Request, ScriptedServer
 
+GB = 10**9
 LENGTHS = "prompt_tokens,output_tokens\n" + "".join(f"{20 + n},{2 + n % 4}\n" for n in range(40))
 
 
@@ -157,3 +159,23 @@ def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
             catch_exceptions=False,
         )
     assert not isinstance(caught.value, EndpointError)
+
+
+def test_a_batch_server_is_profiled_by_what_it_tells_of_its_memory(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def answer(request: Request) -> Answer:
+        if request.method == "POST":
+            sizes.append(request.body["n"])
+            return Answer(200, {"data": []})
+        return Answer(200, {"used_bytes": (20 + sizes[-1]) * GB, "total_bytes": 80 * GB})
+
+    with ScriptedServer(answer) as server:
+        command = ["run", "batch", "--model", "sd", "--endpoint", f"{server.url}/v1/images"]
+        command += ["--memory-url", f"{server.url}/memory", "--largest", "4", "--json"]
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["label"] == "producer"
+    assert content["spare_bytes"] == (60 - content["peak_batch"]) * GB
+    assert content["meter"] == "url"

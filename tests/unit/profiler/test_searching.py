@@ -72,7 +72,7 @@ def _sweep_requests(rate: float) -> int:
 @pytest.mark.parametrize("name", list(SERVERS))
 def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) -> None:
     server, objective = SERVERS[name], Objective()
-    truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=60_000)
+    truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=40_000)
     for seed in range(SEEDS):
         verdict, runs, used_s = _search(server, seed, objective)
         rate = verdict.estimate.rate_per_s
