@@ -81,6 +81,10 @@ the balance, and the balance is regained after."""
 RESTARTED: Final = 6e-4
 """Relative distance to the bound at which no further start is worth its time."""
 
+LARGE_RESTARTS: Final = 3
+LARGE_RESTARTED: Final = 8e-4
+"""Starts and the distance that is accepted beyond `TINY_CLUSTER`, where a start takes seconds."""
+
 EXACT_LIMIT_S: Final = 2.0
 """For one integer program over few contents on few servers; milliseconds as a rule."""
 
@@ -336,7 +340,11 @@ def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     enough = best.bound_gb * (1 - POLISHED)
     if servers <= RESTARTED_SERVERS and best.covered_gb < enough:
         # Few blocks to choose from: look beyond their balance first, several times.
-        for start, (more_mem, more_cnt, tolerance_gb) in enumerate(RESTART_ROOMS):
+        rooms = RESTART_ROOMS if servers <= TINY_CLUSTER else RESTART_ROOMS[:LARGE_RESTARTS]
+        accepted = RESTARTED if servers <= TINY_CLUSTER else LARGE_RESTARTED
+        for start, (more_mem, more_cnt, tolerance_gb) in enumerate(rooms):
+            if best.covered_gb >= best.bound_gb * (1 - accepted) or budget.expired():
+                break
             room_gb = more_mem * instance.hbm_gb
             aim = Aim(cnt + more_cnt, mem + room_gb, Mode.ABS, instance.hbm_gb)
             trial = Layout(instance, placement if start % 2 else best.placement)
@@ -350,8 +358,6 @@ def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
                     target_gb=enough,
                 )
             best.offer(trial.placement(), "coverage")
-            if best.covered_gb >= best.bound_gb * (1 - RESTARTED) or budget.expired():
-                break
         layout = Layout(instance, best.placement)
         cnt, mem = worst(instance, best.placement, Mode.ABS)
     for attempt in range(1 + (MAX_TIGHTENINGS if small else 0)):
