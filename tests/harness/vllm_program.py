@@ -40,6 +40,8 @@ class Scenario:
         pause_at_step: Say `paused` before this step and wait for a line.
         await_leased_bytes: Wait for so much peer memory before the first request.
         zeroes_loads: What is paged in is zeroed: the negative control.
+        spoil_at_step: Before this step, all that is in the store stops matching its checksums.
+        abort_at_step: Before this step, every third request is aborted.
     """
 
     model: str
@@ -53,6 +55,8 @@ class Scenario:
     pause_at_step: int = 0
     await_leased_bytes: int = 0
     zeroes_loads: bool = False
+    spoil_at_step: int = 0
+    abort_at_step: int = 0
 
 
 class VllmProgram:
@@ -171,6 +175,10 @@ def _main(scenario: Scenario) -> None:
             if step == scenario.pause_at_step:
                 _say("paused", _figures(engine, courier))
                 sys.stdin.readline()
+            if step == scenario.spoil_at_step:
+                courier._store._sums ^= 1
+            if step == scenario.abort_at_step:
+                engine.abort_request([f"{turn}-{index}" for index in range(0, len(prompts), 3)])
             for output in engine.step():
                 if output.finished:
                     name = output.request_id

@@ -132,6 +132,28 @@ def test_zeroed_loads_change_the_answers(model: str, stock: dict[str, list[int]]
     assert same <= len(stock) // 4, f"{same} of {len(stock)} outputs do not depend on loads"
 
 
+def test_blocks_that_fail_their_checksum_are_computed_again(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    scenario = dataclasses.replace(on_host(model), spoil_at_step=60)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB), AQUA_CHECKSUM="1")
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["failures"].get("checksum_mismatch", 0) > 0, answer
+    assert answer["desk"]["lost_blocks"] > 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_aborted_requests_leave_nothing_behind_and_the_others_alone(
+    model: str, stock: dict[str, list[int]], load: str
+) -> None:
+    scenario = dataclasses.replace(on_host(model, load=load), abort_at_step=60)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert set(answer["tokens"]) < set(stock)
+    assert answer["tokens"].items() <= stock.items()
+    assert_paged(answer)
+
+
 def test_without_a_store_preempted_requests_are_computed_again(
     model: str, stock: dict[str, list[int]]
 ) -> None:

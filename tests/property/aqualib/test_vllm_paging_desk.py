@@ -37,6 +37,10 @@ class Request:
         return len(self.tokens)
 
     @property
+    def num_computed_tokens(self) -> int:
+        return 0
+
+    @property
     def block_hashes(self) -> list[Bytes]:
         return [tuple(self.tokens[:end]) for end in range(BLOCK, len(self.tokens) + 1, BLOCK)]
 
@@ -50,6 +54,7 @@ class World:
         self.desk = PagingDesk(
             options,
             capacity_blocks=rng.randrange(1, 30),
+            block_bytes=1,
             block_tokens=BLOCK,
             hash_tokens=BLOCK,
             is_sharing=is_sharing,
@@ -71,13 +76,17 @@ class World:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
             name = f"r{self.count}"
             self.requests[name] = Request(name, tokens, goal=len(tokens) + rng.randrange(1, 20))
+        running = [r for r in self.requests.values() if r.is_inside]
+        for request in running if desk.is_checkpointing else ():
+            is_loading = request.request_id in self.loading
+            if not is_loading and desk.is_behind(request.request_id, request.computed):
+                desk.checkpoint(request, request.computed, request.blocks)
         for request in self.requests.values():
             if not request.is_inside and request.request_id not in left and rng.random() < 0.5:
                 self.admit(request)
-        if desk.is_checkpointing:
-            for request in self.requests.values():
-                if request.is_inside and desk.is_behind(request.request_id, request.computed):
-                    desk.checkpoint(request, request.computed, request.blocks)
+        if rng.random() < 0.02:
+            desk.reset()
+            assert not any(map(desk.saved_tokens, self.requests))
         self.execute(desk.take_orders())
         self.compute()
 

@@ -77,6 +77,17 @@ def test_a_lost_place_is_not_found_and_not_taken_before_its_last_release() -> No
     assert table.put("b") == (place, True)
 
 
+def test_a_cleared_table_finds_nothing_and_frees_what_is_held_later() -> None:
+    table = filled(2, "ab")
+    (a,), (b,) = table.find("a"), table.find("b")
+    table.release([b])
+    table.clear()
+    assert table.find("a") == table.find("b") == []
+    assert table.room == 1
+    table.release([a])
+    assert table.room == 2
+
+
 def test_forgetting_spares_what_is_held() -> None:
     table = filled(2, "ab")
     table.release(table.find("b"))

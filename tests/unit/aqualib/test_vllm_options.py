@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_scheduler_without_what_is_used_is_refused_by_the_name_of_it() -> None
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace()))
     with pytest.raises(ConfigError, match=r"Scheduler\._preempt_request.*BlockPool\."):
         adapter_for("0.32.0").require(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("is_second_runner", "zeroes", "is_refused"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_paging_is_refused_where_blocks_are_zeroed_first(
+    is_second_runner: bool, zeroes: bool, is_refused: bool
+) -> None:
+    scheduler = SimpleNamespace(use_v2_model_runner=is_second_runner, needs_kv_cache_zeroing=zeroes)
+    outcome = pytest.raises(ConfigError, match="zeroed") if is_refused else nullcontext()
+    with outcome:
+        adapter_for("0.32.0").require_pageable(scheduler)
 
 
 def test_workers_together_report_the_worst() -> None:

@@ -142,6 +142,10 @@ class BlockTable:
                 del self._by_key[entry.key]
                 entry.is_lasting = False
 
+    def clear(self) -> None:
+        """Nobody finds anything any more; what is held stays so until its last release."""
+        self.lose(list(self._places))
+
     def take_dropped(self) -> list[int]:
         """Places freed since the last call and not taken again: the workers may free theirs."""
         dropped, self._dropped = sorted(self._dropped), set()

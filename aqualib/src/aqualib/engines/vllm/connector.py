@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -30,7 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from aqua_protocol import ConfigError, format_bytes
 from aqualib.consumer.default import connect
 from aqualib.engines.vllm.courier import Courier
-from aqualib.engines.vllm.options import AquaOptions, PagingMode, read_options
+from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
+from aqualib.engines.vllm.options import AquaOptions, read_options
 from aqualib.engines.vllm.orders import Orders, WorkerReport
 from aqualib.engines.vllm.paging_desk import PagingDesk
 from aqualib.engines.vllm.rows import block_rows
@@ -58,9 +58,12 @@ class AquaConnector(KVConnectorBase_V1):
             if role is KVConnectorRole.SCHEDULER
             else None
         )
+        # What cannot be loaded is computed again, whatever the command line says.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self.courier: Courier | None = None
         self._block_count = kv_cache_config.num_blocks
         self._capacity_blocks = _capacity_blocks(self.options, kv_cache_config)
+        self._meter = Meter()
         self._model = _name_of(str(vllm_config.model_config.model))
 
     # --- In the scheduler's process -------------------------------------------------------
@@ -104,6 +107,11 @@ class AquaConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             desk.note(report)
+
+    def reset_cache(self) -> bool:
+        """Forget everything that was paged out."""
+        self._the_desk.reset()
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """See `PagingDesk.finished`; vLLM may free the blocks at once."""
@@ -182,6 +190,32 @@ class AquaConnector(KVConnectorBase_V1):
             return None
         return AquaReport(report.lost_places, report.location, report.link_bytes_per_s)
 
+    # --- Figures --------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> AquaStats | None:
+        """What this half has counted since the last call."""
+        if self.desk is not None:
+            return self._meter.read(self.desk.totals())
+        return self._meter.read(self.courier.totals()) if self.courier is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AquaStats:
+        """The figures of another process."""
+        return AquaStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> AquaPromMetrics:
+        """The counters on the engine's `/metrics`."""
+        return AquaPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- The end --------------------------------------------------------------------------
+
     def shutdown(self) -> None:
         """Drop every block and leave."""
         if self.courier is not None:
@@ -198,7 +232,7 @@ def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> P
     groups = kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config
     shards = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    if len(groups) != 1 or shards != 1:
+    if options.is_paging and (len(groups) != 1 or shards != 1):
         raise ConfigError(
             f"{len(groups)} groups of KV blocks over {shards} context-parallel ranks cannot be "
             "paged",
@@ -212,6 +246,7 @@ def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> P
     return PagingDesk(
         options,
         capacity_blocks=_capacity_blocks(options, kv_cache_config),
+        block_bytes=_block_bytes(kv_cache_config) if options.is_paging else 0,
         block_tokens=block_tokens,
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
@@ -226,12 +261,12 @@ def _name_of(model: str) -> str | None:
 
 def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:
     """Places in a worker's store: the same number in every process."""
-    if options.mode is PagingMode.RECOMPUTE:
+    if not options.is_paging:
         return 0
     count = int(kv_cache_config.num_blocks)
     if options.store_bytes is None:
         return count
-    block_bytes = -(-_allocated_bytes(kv_cache_config.kv_cache_tensors) // count)
+    block_bytes = _block_bytes(kv_cache_config)
     capacity = options.store_bytes // block_bytes
     if capacity < 1:
         raise ConfigError(
@@ -241,8 +276,13 @@ def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:
     return int(capacity)
 
 
-def _allocated_bytes(tensors: Iterable[Any]) -> int:
-    return sum(int(tensor.size) for tensor in tensors)
+def _block_bytes(kv_cache_config: Any) -> int:
+    """Of one block, all layers, on one worker."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    # Layers of different sizes come as one specification, which counts them all.
+    layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
+    return int(spec.page_size_bytes) * layers
 
 
 def _with_slack(nbytes: int, block_bytes: int, slab_bytes: int) -> int:

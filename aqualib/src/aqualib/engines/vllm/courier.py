@@ -73,6 +73,9 @@ class Courier:
         self._lost: set[int] = set()
         self._failed_blocks: set[int] = set()
         self._rate = 0.0
+        self._drained_bytes = 0
+        self._reclaim_s = 0.0
+        self._reclaims: set[str] = set()
         self._reported = (Location.NOWHERE, 0.0)
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[tuple[str, list[int], list[int]] | None] = SimpleQueue()
@@ -133,7 +136,8 @@ class Courier:
 
     def take_report(self) -> WorkerReport | None:
         """What changed since the last report; None if nothing did."""
-        self._aqua.step()
+        if self._aqua.step() is not None:
+            self._follow()
         location, rate = self.location(), self._rate
         with self._lock:
             lost, self._lost = self._lost, set()
@@ -141,6 +145,30 @@ class Courier:
             return None
         self._reported = (location, rate)
         return WorkerReport(lost, location, rate)
+
+    def _follow(self) -> None:
+        """Peers lent or took back: read what that cost."""
+        stats = self._aqua.stats()
+        self._drained_bytes = stats.drained_bytes
+        ended = {
+            record.reclaim_id: record.total_ms / 1000
+            for record in stats.reclaims
+            if record.total_ms is not None
+        }
+        self._reclaim_s += sum(took for name, took in ended.items() if name not in self._reclaims)
+        self._reclaims = set(ended)
+
+    def totals(self) -> dict[str, float]:
+        """What is counted here, by the names of `engine_metrics`."""
+        with self._lock:
+            return {
+                "kv_paged_out_bytes": self.paged_blocks["out"] * self.block_bytes,
+                "kv_paged_in_bytes": self.paged_blocks["in"] * self.block_bytes,
+                "kv_paging_seconds": sum(self.paging_s.values()),
+                "kv_failures": self.failures.total(),
+                "kv_drained_bytes": self._drained_bytes,
+                "kv_reclaim_seconds": self._reclaim_s,
+            }
 
     def location(self) -> Location:
         """Where paged blocks are now; partly on a peer counts as on a peer."""

@@ -62,7 +62,9 @@ class DeskCounts:
         unsaved_blocks: Dropped for want of room: their tokens are computed again.
         restored_tokens: Of preempted requests, loaded instead of computed.
         prefix_hit_tokens: Of new requests, loaded instead of computed.
+        queried_tokens: Of new requests, looked up.
         lost_blocks: Not there when they were needed.
+        forced_preemptions: Requests put out by the policy; counted by the scheduler.
     """
 
     saved_blocks: int = 0
@@ -72,7 +74,9 @@ class DeskCounts:
     unsaved_blocks: int = 0
     restored_tokens: int = 0
     prefix_hit_tokens: int = 0
+    queried_tokens: int = 0
     lost_blocks: int = 0
+    forced_preemptions: int = 0
 
 
 class PagingDesk:
@@ -81,6 +85,7 @@ class PagingDesk:
     Args:
         options: The adapter's.
         capacity_blocks: Room of the store.
+        block_bytes: Of a KV block, on one worker.
         block_tokens: Tokens of a KV block.
         hash_tokens: Tokens of one of `block_hashes`; divides `block_tokens`.
         is_sharing: Whether requests may use each other's blocks.
@@ -91,19 +96,21 @@ class PagingDesk:
         options: AquaOptions,
         *,
         capacity_blocks: int,
+        block_bytes: int,
         block_tokens: int,
         hash_tokens: int,
         is_sharing: bool,
     ) -> None:
         assert block_tokens % hash_tokens == 0, (block_tokens, hash_tokens)
-        stores = options.mode is not PagingMode.RECOMPUTE
-        self.table: Final = BlockTable(capacity_blocks if stores else 0)
+        self.is_paging: Final = options.is_paging
+        self.table: Final = BlockTable(capacity_blocks if self.is_paging else 0)
+        self.block_bytes: Final = block_bytes
         self.block_tokens: Final = block_tokens
         self.counts: Final = DeskCounts()
-        self.location = Location.HOST if stores else Location.NOWHERE
+        self.location = Location.HOST if self.is_paging else Location.NOWHERE
         self.link_bytes_per_s = 0.0
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
-        self.has_tier: Final = is_sharing and stores
+        self.has_tier: Final = is_sharing and self.is_paging
         self._hashes_per_block = block_tokens // hash_tokens
         self._is_async = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
@@ -188,6 +195,8 @@ class PagingDesk:
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
         offer = self._offers.pop(request_id, None)
+        if saved is None and self.has_tier and not request.num_computed_tokens:
+            self.counts.queried_tokens += request.num_tokens
         if external_tokens:
             assert offer is not None, f"a load for {request_id} that was not offered"
             self._load(request_id, offer, block_ids)
@@ -248,6 +257,18 @@ class PagingDesk:
         self._until_taken = []
         return orders
 
+    def totals(self) -> dict[str, float]:
+        """What is counted here, by the names of `engine_metrics`."""
+        counts = self.counts
+        return {
+            "forced_preemptions": counts.forced_preemptions,
+            "restored_tokens": counts.restored_tokens,
+            "prefix_queried_tokens": counts.queried_tokens,
+            "prefix_hit_tokens": counts.prefix_hit_tokens,
+            "unsaved_blocks": counts.unsaved_blocks,
+            "lost_blocks": counts.lost_blocks,
+        }
+
     # --- What the workers say -------------------------------------------------------------
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
@@ -272,6 +293,15 @@ class PagingDesk:
             del saved.places[good:]
             saved.tokens = min(saved.tokens, good * self.block_tokens)
         self.table.lose(report.lost_places)
+
+    def reset(self) -> None:
+        """Forget everything: no load from now on brings back what was paged out before."""
+        for saved in self._saved.values():
+            self.table.release(saved.places)
+        self._saved.clear()
+        self._offers.clear()
+        self._checkpointed.clear()
+        self.table.clear()
 
     # --- What policies ask ----------------------------------------------------------------
 

@@ -37,6 +37,12 @@ from aqualib.engines.vllm.options import ADDITIONAL_CONFIG_KEY, AquaOptions, rea
 from aqualib.engines.vllm.paging_desk import PagingDesk
 from aqualib.engines.vllm.waiting_line import WaitingLine
 
+MIN_PREFILL_TOKENS: Final = 128
+"""A step of so many tokens is mostly prompts, and long enough to be timed."""
+
+RATE_MEMORY: Final = 0.8
+"""Weight of the past in the measured rate."""
+
 WEIGHT_STEPS: Final = 4
 """Priorities beyond this many steps either way count no further: a share of one sixteenth."""
 
@@ -76,12 +82,15 @@ class AquaScheduler(Scheduler):
         self._desk: PagingDesk | None = None
         if isinstance(self.connector, AquaConnector):
             self._desk = self.connector.desk
-            # What cannot be loaded is computed again, whatever the command line says.
-            self.recompute_kv_load_failures = True
+            adapter.require_pageable(self)
         self._line = WaitingLine()
         self.waiting = self._line
-        self._inside: set[str] = set()
+        # In the order of admission: what a decision does must not depend on string hashes.
+        self._inside: dict[str, None] = {}
         self._eviction = Eviction.SWAP
+        self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
+        self._step_started_s = 0.0
+        self._prefill_tokens_per_s = 0.0
         self.forced_preemptions = 0
 
     # --- What vLLM calls ------------------------------------------------------------------
@@ -93,11 +102,20 @@ class AquaScheduler(Scheduler):
         desk = self._desk
         if desk is not None and desk.is_checkpointing:
             self._checkpoint(desk)
+        self._step_started_s = time.perf_counter()
         output = super().schedule(*args, **kwargs)
         loading_count = 0 if desk is None else len(desk.loading_ids())
         if len(self.running) + loading_count != len(self._inside):
             self._note_admissions()
         return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """A step has ended."""
+        token_count = scheduler_output.total_num_scheduled_tokens
+        # Steps overlap under asynchronous scheduling: their time says nothing then.
+        if token_count >= MIN_PREFILL_TOKENS and not self._overlaps:
+            self._note_step(token_count)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def add_request(self, request: Any) -> None:
         """A request arrived."""
@@ -106,17 +124,28 @@ class AquaScheduler(Scheduler):
         if is_new:
             self._policy.added(self._view_outside(request))
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget all KV, for example because the weights have changed: nothing of it may return."""
+        self._eviction = Eviction.RECOMPUTE
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self._eviction = Eviction.SWAP
+            if self._desk is not None:
+                self._desk.reset()
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id)
-        self._inside.discard(request.request_id)
+        self._inside.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        if self._desk is not None and self._eviction is Eviction.SWAP:
+        desk = self._desk
+        if desk is not None and desk.is_paging and self._eviction is Eviction.SWAP:
             (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
-            self._desk.preempting(request, block_ids, request.num_computed_tokens)
+            desk.preempting(request, block_ids, request.num_computed_tokens)
         super()._preempt_request(request, *args, **kwargs)
-        self._inside.discard(request.request_id)
+        self._inside.pop(request.request_id, None)
         self._policy.preempted(self._view_outside(request))
 
     # --- Turns ----------------------------------------------------------------------------
@@ -144,6 +173,8 @@ class AquaScheduler(Scheduler):
                 self._preempt_request(self.requests[preemption.request_id], now_s)
             self._eviction = Eviction.SWAP
             self.forced_preemptions += len(leaving)
+            if desk is not None:
+                desk.counts.forced_preemptions += len(leaving)
         self._line.admit(decision.admit)
 
     def _note_admissions(self) -> None:
@@ -153,7 +184,7 @@ class AquaScheduler(Scheduler):
         if self._desk is not None:
             entered += [name for name in self._desk.loading_ids() if name not in inside]
         for name in entered:
-            inside.add(name)
+            inside[name] = None
             self._policy.admitted(name)
         if entered:
             self.running.sort(key=_is_prompt)
@@ -167,7 +198,21 @@ class AquaScheduler(Scheduler):
                 desk.checkpoint(request, computed_tokens, block_ids)
 
     def _rates(self) -> PagingRates | None:
-        return None
+        """What a load and a prompt cost, once both have been measured."""
+        desk = self._desk
+        if desk is None or not desk.link_bytes_per_s or not self._prefill_tokens_per_s:
+            return None
+        return PagingRates(
+            link_bytes_per_s=desk.link_bytes_per_s,
+            block_bytes=desk.block_bytes,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+        )
+
+    def _note_step(self, token_count: int) -> None:
+        """A step of mostly prompt tokens has ended: learn how fast prompts are computed."""
+        rate = token_count / max(time.perf_counter() - self._step_started_s, 1e-9)
+        past = self._prefill_tokens_per_s or rate
+        self._prefill_tokens_per_s = RATE_MEMORY * past + (1 - RATE_MEMORY) * rate
 
     # --- Views ----------------------------------------------------------------------------
 
@@ -175,7 +220,7 @@ class AquaScheduler(Scheduler):
         return [self._view_inside(self.requests[name]) for name in self._inside]
 
     def _view_inside(self, request: Any) -> RequestView:
-        (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        groups = self.kv_cache_manager.get_blocks(request.request_id).blocks
         return RequestView(
             request_id=request.request_id,
             arrival_s=request.arrival_time,
@@ -183,7 +228,7 @@ class AquaScheduler(Scheduler):
             output_tokens=request.num_output_tokens,
             computed_tokens=request.num_computed_tokens,
             # A block that others share does not come free.
-            held_blocks=sum(block.ref_cnt == 1 for block in blocks),
+            held_blocks=sum(block.ref_cnt == 1 for blocks in groups for block in blocks),
             weight=_weight(request),
             is_pinned=request.status != RequestStatus.RUNNING,
             saved_blocks=0 if self._desk is None else self._desk.clean_blocks(request),

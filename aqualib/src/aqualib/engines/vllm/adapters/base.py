@@ -17,7 +17,6 @@ SCHEDULER_ATTRIBUTES: Final = (
     "connector",
     "kv_cache_manager",
     "max_num_scheduled_tokens",
-    "recompute_kv_load_failures",
     "requests",
     "running",
     "scheduler_config",
@@ -28,6 +27,7 @@ SCHEDULER_METHODS: Final = (
     "_free_request",
     "_preempt_request",
     "add_request",
+    "reset_prefix_cache",
     "schedule",
     "update_from_output",
 )
@@ -73,6 +73,22 @@ class Adapter:
             raise ConfigError(
                 f"this build of vLLM {self.minor} has no {', '.join(missing)}",
                 remedy="Run without --scheduler-cls, and report the exact version of vLLM.",
+            )
+
+    def require_pageable(self, scheduler: Any) -> None:
+        """Check that blocks keep their bytes until they can be paged out.
+
+        The second model runner zeroes new blocks, where a model needs that, before it asks a
+        connector to save what was in them.
+
+        Raises:
+            ConfigError: They would be zeroed first.
+        """
+        is_early = getattr(scheduler, "use_v2_model_runner", False)
+        if is_early and getattr(scheduler, "needs_kv_cache_zeroing", False):
+            raise ConfigError(
+                "this model's blocks are zeroed before they could be paged out",
+                remedy='Set "mode": "recompute", or VLLM_USE_V2_MODEL_RUNNER=0.',
             )
 
     def max_running(self, scheduler: Any) -> int:

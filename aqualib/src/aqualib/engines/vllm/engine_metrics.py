@@ -1,0 +1,112 @@
+"""What Aqua does in an engine, on the engine's own `/metrics` and in its log.
+
+vLLM carries a connector's figures from every process to the front end, sums them and exports them
+with its own labels; this module says which there are. All are counters, sent as what was added
+since the last step, so sums over workers and engines mean what they should. With several workers
+bytes and seconds add up over them.
+
+    aqua:kv_paged_out_bytes_total, aqua:kv_paged_in_bytes_total
+    aqua:kv_paging_seconds_total            time that steps, or loads beside them, spent paging
+    aqua:kv_failures_total                  transfers that failed; their blocks are computed again
+    aqua:kv_drained_bytes_total             moved away from peers, because they wanted their memory
+    aqua:kv_reclaim_seconds_total           from their demand until the last slab was given back
+    aqua:forced_preemptions_total           requests put out at the end of a slice
+    aqua:restored_tokens_total              of preempted requests, loaded instead of computed
+    aqua:prefix_queried_tokens_total, aqua:prefix_hit_tokens_total     the tier's hit rate
+    aqua:unsaved_blocks_total               dropped for want of room in the store
+    aqua:lost_blocks_total                  not there when they were needed
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS: Final = {
+    "kv_paged_out_bytes": "KV bytes paged out.",
+    "kv_paged_in_bytes": "KV bytes paged in.",
+    "kv_paging_seconds": "Time spent paging.",
+    "kv_failures": "Transfers that failed; their blocks are computed again.",
+    "kv_drained_bytes": "KV bytes moved away from peers.",
+    "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",
+    "forced_preemptions": "Requests put out at the end of a slice.",
+    "restored_tokens": "Tokens of preempted requests that were loaded instead of computed.",
+    "prefix_queried_tokens": "Prompt tokens looked up in the prefix tier.",
+    "prefix_hit_tokens": "Prompt tokens loaded from the prefix tier.",
+    "unsaved_blocks": "Blocks of preempted requests dropped for want of room.",
+    "lost_blocks": "Blocks that were not there when they were needed.",
+}
+
+
+class AquaStats(KVConnectorStats):
+    """Additions to the counters, by name."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> AquaStats:
+        """Both, as one."""
+        names = self.data.keys() | other.data.keys()
+        sums = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
+        return AquaStats(data=sums)
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line of the engine's log."""
+        return {f"aqua:{name}": round(self.data[name], 3) for name in sorted(self.data)}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self.data
+
+
+class Meter:
+    """Turns totals into additions.
+
+    Attributes:
+        last: The totals of the last reading.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+
+    def read(self, totals: dict[str, float]) -> AquaStats | None:
+        """What was added since the last reading; None if nothing was."""
+        last = self.last
+        if totals == last:
+            return None
+        self.last = totals
+        added = {name: total - last.get(name, 0) for name, total in totals.items()}
+        return AquaStats(data={name: value for name, value in added.items() if value})
+
+
+class AquaPromMetrics(KVConnectorPromMetrics):
+    """The counters on `/metrics`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kind = metric_types[Counter]
+        self._counters = {
+            name: create_metric_per_engine(
+                kind(name=f"aqua:{name}", documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine sent."""
+        for name, value in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(value)

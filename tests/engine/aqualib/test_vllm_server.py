@@ -1,0 +1,156 @@
+"""The API server with the two flags of the tutorial, over HTTP, as a serving engineer runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+from aqua_protocol import MIB
+from harness.tiny_llama import write_tiny_llama
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    # vLLM and torch warn about themselves and each other; not ours to mend.
+    pytest.mark.filterwarnings("default"),
+]
+
+START_WITHIN_S: Final = 400.0
+AQUA: Final = [
+    "--scheduler-cls",
+    "aqualib.engines.vllm.AquaScheduler",
+    "--kv-transfer-config",
+    json.dumps(
+        {
+            "kv_connector": "AquaConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "policy": "cfs",
+                "slice_iterations": 4,
+                "store_bytes": "16MiB",
+                "is_offline": True,
+            },
+        }
+    ),
+]
+PROMPTS: Final = [f"{index} " + "tell me a story " * (1 + index % 4) for index in range(12)]
+
+
+@contextmanager
+def server(model: Path, log: Path, *flags: str) -> Iterator[httpx.Client]:
+    """A vLLM that answers on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    options = {
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--max-model-len": "512",
+        "--num-gpu-blocks-override": "24",
+        "--block-size": "32",
+        "--max-num-batched-tokens": "256",
+        "--gpu-memory-utilization": "0.1",
+        "--dtype": "float32",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [
+                *command,
+                *chain.from_iterable(options.items()),
+                "--enforce-eager",
+                *flags,
+            ],
+            stdout=sink,
+            stderr=sink,
+            env={**inherited, "OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB)},
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                await_health(client, process, log)
+                yield client
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(30)
+
+
+def await_health(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    give_up_s = time.monotonic() + START_WITHIN_S
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < give_up_s, log.read_text()[-3000:]
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.TransportError:
+            # Nobody listens yet; there is no event to wait for across processes. Bounded above.
+            process_ended(process)
+
+
+def process_ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment, or less if the server dies."""
+    try:
+        process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def answers(client: httpx.Client) -> list[str]:
+    """Greedy completions of all prompts at once."""
+
+    def ask(prompt: str) -> str:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": 100,
+            "ignore_eos": True,
+        }
+        answer = client.post("/v1/completions", json=body, timeout=300).raise_for_status().json()
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(ask, PROMPTS))
+
+
+def counters(client: httpx.Client) -> dict[str, float]:
+    """Aqua's lines on `/metrics`."""
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("aqua:")]
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    with server(model, tmp_path / "stock.log") as client:
+        expected = answers(client)
+        assert counters(client) == {}
+    assert len(set(expected)) > len(expected) // 2, "degenerate outputs would prove nothing"
+    with server(model, tmp_path / "aqua.log", *AQUA) as client:
+        assert answers(client) == expected
+        found = counters(client)
+    assert found["aqua:forced_preemptions_total"] > 10, found
+    assert found["aqua:kv_paged_out_bytes_total"] > 0
+    assert found["aqua:kv_paged_in_bytes_total"] > 0
+    assert found["aqua:restored_tokens_total"] > 500
+    assert found["aqua:kv_paging_seconds_total"] > 0
+    assert found["aqua:kv_failures_total"] == 0
