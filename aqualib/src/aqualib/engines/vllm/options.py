@@ -8,12 +8,14 @@ not about vLLM (coordinator, token, transport, checksums) are those of aqualib, 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from aqua_protocol import ConfigError, parse_bytes
-from aqua_schedulers.cfs import PolicyName
+from aqua_schedulers.cfs import FairSettings, PolicyName
+
+POLICY_DEFAULTS: Final = FairSettings()
 
 ADDITIONAL_CONFIG_KEY = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
@@ -62,22 +64,26 @@ class AquaOptions(BaseModel):
         default=PolicyName.FIRST_TOKEN, description="Who computes when memory is short."
     )
     slice_iterations: int = Field(
-        default=5, ge=1, le=10_000, description="Length of a time slice in engine steps."
+        default=POLICY_DEFAULTS.slice_iterations,
+        ge=1,
+        le=10_000,
+        description="Length of a time slice in engine steps.",
     )
     stint_tokens: int = Field(
-        default=16,
+        default=POLICY_DEFAULTS.stint_tokens,
         ge=1,
         le=1 << 20,
         description="For first-token: output before a request may first be put out.",
     )
     patience_turns: int = Field(
-        default=100,
+        default=POLICY_DEFAULTS.patience_turns,
         ge=1,
         le=1 << 20,
         description="Slices outside after which a request goes before all others.",
     )
     fcfs_on_host: bool = Field(
-        default=False, description="Stop slicing while paged KV can only go to host memory."
+        default=POLICY_DEFAULTS.fcfs_on_host,
+        description="Stop slicing while paged KV can only go to host memory.",
     )
     mode: PagingMode = Field(
         default=PagingMode.SWAP, description="When KV of preempted requests is paged out."
