@@ -85,24 +85,32 @@ def on_peer(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - as above
     return Scenario(model, aqua={**ROOM, **aqua}, await_leased_bytes=16 * MIB, pause_at_step=60)
 
 
-def assert_paged(answer: dict[str, Any]) -> None:
+def assert_paged(answer: dict[str, Any], *, forced: int = 10) -> None:
     """The load really happened, and nothing is held for requests that are gone."""
-    assert answer["forced"] > 10, answer
-    assert answer["desk"]["restored_tokens"] > 500, answer
-    assert answer["paged_blocks"]["in"] > 20, answer
-    assert answer["paged_blocks"]["out"] > 20, answer
+    assert answer["forced"] >= forced, answer
+    assert answer["desk"]["restored_tokens"] > 30 * forced, answer
+    assert answer["paged_blocks"]["in"] > forced, answer
+    assert answer["paged_blocks"]["out"] > forced, answer
     assert answer["held_places"] == 0, answer
 
 
-@pytest.mark.parametrize("policy", ["cfs", "first-token"])
 def test_swapped_requests_answer_as_if_never_preempted(
-    model: str, stock: dict[str, list[int]], policy: str
+    model: str, stock: dict[str, list[int]]
 ) -> None:
-    answer = run(on_host(model, policy=policy), AQUA_SLAB_BYTES=str(SLAB))
+    answer = run(on_host(model), AQUA_SLAB_BYTES=str(SLAB))
     assert answer["tokens"] == stock
-    assert_paged(answer)
+    assert_paged(answer, forced=100)
     assert answer["failures"] == {}
     assert answer["desk"]["clean_blocks"] > 0, "full blocks are paged out once only"
+
+
+def test_first_tokens_first_answers_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    scenario = on_host(model, policy="first-token", slice_iterations=2, stint_tokens=16)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["tokens"] == stock
+    assert_paged(answer, forced=3)
 
 
 def test_checkpointed_requests_answer_as_if_never_preempted(
