@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import IO, Final
 
-import pytest
-
 from harness.cluster import new_cluster
 
 TUTORIAL: Final = Path(__file__).resolve().parents[3] / "docs/tutorials/first-loan.md"
@@ -30,7 +28,6 @@ def read_until(output: IO[str], words: str) -> str:
     return text
 
 
-@pytest.mark.timeout(120)
 def test_the_first_loan_goes_as_the_tutorial_says() -> None:
     lend, borrow = programs()
     with new_cluster() as cluster:

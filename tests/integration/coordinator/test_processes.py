@@ -27,8 +27,6 @@ from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import running_store, short_directory
 
-pytestmark = pytest.mark.timeout(120)
-
 BOUND_S = 30.0
 # Members of these tests do not send heartbeats.
 PATIENT: Final[dict[str, Any]] = {
