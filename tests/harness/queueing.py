@@ -131,6 +131,8 @@ def drive(
             virtual.run_until(tick_s)
             if watch.is_backlogged(tick_s):
                 schedule.freeze(tick_s)
+            else:
+                schedule.thaw(tick_s)
             if not to_the_end:
                 stop = watch.should_stop(tick_s, schedule.rate_at(tick_s))
             elif watch.count >= run.enough_requests:

@@ -23,7 +23,8 @@ class Schedule:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._generator = random.Random(f"arrivals {run.seed}")
-        self._frozen_at_s = math.inf
+        self._frozen_since_s = math.inf
+        self._frozen_s = 0.0
         self._last_s = 0.0
 
     def __iter__(self) -> Iterator[float]:
@@ -37,15 +38,21 @@ class Schedule:
         run = self._run
         if run.doubling_s is None:
             return run.rate_per_s
-        doublings = min(at_s, self._frozen_at_s) / run.doubling_s
+        doublings = (min(at_s, self._frozen_since_s) - self._frozen_s) / run.doubling_s
         ratio = run.max_rate_per_s / run.rate_per_s
         if doublings >= math.log2(ratio):
             return run.max_rate_per_s
         return float(run.rate_per_s * 2.0**doublings)
 
     def freeze(self, at_s: float) -> None:
-        """Let a ramp go on at the rate it has then."""
-        self._frozen_at_s = min(self._frozen_at_s, at_s)
+        """Let a ramp go on at the rate it has then, until it thaws."""
+        self._frozen_since_s = min(self._frozen_since_s, at_s)
+
+    def thaw(self, at_s: float) -> None:
+        """Let a frozen ramp rise again from where it was: it was a hiccup."""
+        if self._frozen_since_s < at_s:
+            self._frozen_s += at_s - self._frozen_since_s
+            self._frozen_since_s = math.inf
 
     def _after(self, last_s: float, work: float) -> float:
         """The time until which `work` arrivals are expected from `last_s` on."""
@@ -54,6 +61,6 @@ class Schedule:
             return last_s + work / run.rate_per_s
         rate = self.rate_at(last_s)
         growth = math.log(2) / run.doubling_s
-        if last_s >= self._frozen_at_s or rate >= run.max_rate_per_s:
+        if last_s >= self._frozen_since_s or rate >= run.max_rate_per_s:
             return last_s + work / rate
         return last_s + math.log1p(work * growth / rate) / growth

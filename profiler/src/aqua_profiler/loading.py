@@ -155,6 +155,8 @@ class Load:
             watch.kv_usage = max(usage, watch.kv_usage or 0.0)
         if watch.is_backlogged(now_s):
             self._schedule.freeze(now_s)
+        else:
+            self._schedule.thaw(now_s)
         self._listen(Progress(self._run, rate, watch.count, watch.outstanding, now_s))
         return watch.should_stop(now_s, rate)
 

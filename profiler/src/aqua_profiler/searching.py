@@ -44,6 +44,12 @@ STEADY_BELOW: Final = 0.96
 fail by definition; a little below, a failure says that the estimate is wrong."""
 
 STEADY_FROM: Final = 0.88
+LEAST_WINDOW: Final = 20
+"""Requests of a steady run, without its warm-up, that can confirm a rate."""
+
+LEAST_PRECISION: Final = 0.1
+"""A rate that is less certain makes a partial profile."""
+
 CURVE_REQUESTS: Final = 600
 CURVE_PRECISION: Final = 1.5
 """A crossing of curves is exact enough at so many times the precision: its error contains
@@ -204,7 +210,10 @@ class _Planner:
         rate = self.known.rate_per_s
         assert rate is not None, self.known
         return any(
-            is_measured(run) and meets(self.objective, run) and run.rate_per_s >= STEADY_FROM * rate
+            is_measured(run)
+            and meets(self.objective, run)
+            and run.rate_per_s >= STEADY_FROM * rate
+            and run.window >= LEAST_WINDOW
             for run in self.runs
         )
 
@@ -278,6 +287,7 @@ class _Planner:
         """The end, as far as it came."""
         known = self.known
         near = known.rate_per_s is not None and self._is_confirmed()
+        near = near and known.error <= LEAST_PRECISION
         complete = at_cap or (near and (known.capacity is not None or known.violated_per_s < 1e9))  # noqa: PLR2004
         if at_cap:
             known = Estimate(

@@ -93,7 +93,9 @@ class AnswerStream:
                 raise EndpointGarbledError(f"a choice is no object: {_shown(data)}")
             ended = choice.get("finish_reason") is not None
             self.is_finished |= ended
-            self.tokens += _is_token(choice, ended=ended)
+            # An engine may pack a whole short answer into its end, and show no text of it: bytes
+            # of a broken character. It is an answer all the same.
+            self.tokens += _is_token(choice, ended=ended) or (ended and not self.tokens)
 
 
 def _is_token(choice: dict[str, Any], *, ended: bool) -> bool:

@@ -125,3 +125,11 @@ def test_a_ramp_doubles_and_stays_where_it_is_frozen() -> None:
     assert schedule.rate_at(60.0) == 100.0
     schedule.freeze(6.0)
     assert schedule.rate_at(60.0) == 8.0
+
+
+def test_a_ramp_that_was_frozen_by_a_hiccup_goes_on_from_there() -> None:
+    schedule = Schedule(Run(rate_per_s=1.0, seed=0, doubling_s=2.0, max_rate_per_s=100.0))
+    schedule.freeze(4.0)
+    schedule.thaw(10.0)
+    assert schedule.rate_at(10.0) == 4.0
+    assert schedule.rate_at(12.0) == 8.0

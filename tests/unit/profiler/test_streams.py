@@ -70,6 +70,14 @@ def test_an_answer_without_tokens_is_garbled() -> None:
         stream.end()
 
 
+def test_a_short_answer_packed_into_its_end_without_text_is_an_answer() -> None:
+    stream = AnswerStream()
+    stream.feed(_event(text="", finish_reason="length"))
+    stream.feed(b"data: [DONE]\n")
+    stream.end()
+    assert stream.tokens == 1
+
+
 def test_an_error_within_the_stream_is_the_endpoints() -> None:
     with pytest.raises(EndpointRefusedError, match="out of memory"):
         AnswerStream().feed(b'data: {"error": {"message": "out of memory"}}\n')
