@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 SLAB: Final = 256 * 1024
-CALL_TIMEOUT_S: Final = 30.0
-WITHIN_S: Final = 30.0
+CALL_TIMEOUT_S: Final = 60.0
+WITHIN_S: Final = 60.0
 """Bound of every wait; nothing here should need more than a second or two."""
 
 HEARTBEAT_S: Final = 0.1

@@ -19,8 +19,8 @@ import httpx
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START_WITHIN_S: Final = 60.0
-STOP_WITHIN_S: Final = 20.0
+START_WITHIN_S: Final = 120.0
+STOP_WITHIN_S: Final = 60.0
 
 
 class CoordinatorProcess:
