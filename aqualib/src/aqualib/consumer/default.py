@@ -73,7 +73,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         TransportUnavailableError: The transport asked for cannot work here.
     """
     from aqualib.coordinator_link import CoordinatorLink
-    from aqualib.identity import find_identity
+    from aqualib.identity import find_identity, require_name
     from aqualib.settings import load_settings
     from aqualib.transports import select
 
@@ -91,7 +91,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
     with contextlib.ExitStack() as undo:
         link = None if is_offline else undo.enter_context(CoordinatorLink.of(settings))
         aqua = Aqua(
-            consumer_id or f"{identity.node}-{os.getpid()}",
+            require_name("consumer_id", consumer_id or f"{identity.node}-{os.getpid()}"),
             transport=chosen,
             link=link,
             identity=identity,

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from aqualib.coordinator_link import CoordinatorLink
-from aqualib.identity import find_identity
+from aqualib.identity import find_identity, require_name
 from aqualib.producer.device import device_memory
 from aqualib.producer.lender import Producer
 from aqualib.settings import load_settings, socket_directory
@@ -61,7 +61,7 @@ def open_producer(
     )
     chosen = select(settings.transport, device)
     identity = find_identity(settings, chosen.device, model)
-    name = producer_id or f"{identity.node}-{os.getpid()}"
+    name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
     with (
         CoordinatorLink.of(settings) as link,
         Producer(

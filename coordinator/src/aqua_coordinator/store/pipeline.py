@@ -93,7 +93,7 @@ class Pipeline:
         self,
         pool: ConnectionPool,
         *,
-        lanes: int = 2,
+        lanes: int = 4,
         timeout_s: float = 5.0,
         observe: Observer | None = None,
     ) -> None:
