@@ -185,6 +185,15 @@ def _running(directory: Path) -> Iterator[tuple[subprocess.Popen[str], list[psut
             demo.kill()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children take Ctrl-C, also where a shell runs us in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_leaves_nothing_behind(short_directory: Path) -> None:
     directory = short_directory / "interrupted"
     with _running(directory) as (demo, family):
