@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import uvloop
@@ -125,7 +126,7 @@ async def load(port: int, *, connections: int, seconds: float, allocate: bool) -
     done = [loop.create_future() for _ in range(connections)]
     for future in done:
         await loop.create_connection(
-            lambda future=future: Connection(tally, allocate=allocate, done=future),  # type: ignore[misc]
+            partial(Connection, tally, allocate=allocate, done=future),
             "127.0.0.1",
             port,
         )

@@ -88,6 +88,7 @@ def test_a_limit_that_is_not_given_is_openais() -> None:
         {"temperature": "hot"},
         {"temperature": float("nan")},
         {"temperature": True},
+        {"temperature": 10**400},
         {"top_p": 0},
         {"seed": 2**63},
         {"stop": [""]},
