@@ -138,9 +138,13 @@ class Harvest:
         return covered and self._value(self.placement) <= self.goal + GRAIN_GB
 
 
-def content_worth(space: ContentSpace) -> Floats:
-    """Exact coverage of each content, shape (num_contents,)."""
+def content_worth(space: ContentSpace) -> tuple[Floats, bool]:
+    """Coverage of each content, shape (num_contents,), and whether none could be covered better.
+
+    Only exact worths bound a program over contents; others may guide it.
+    """
     types = space.types
+    is_exact = True
     result = np.zeros(len(space.rows))
     for kind, gpus in enumerate(space.servers.gpus.tolist()):
         here = np.nonzero(space.kind == kind)[0]
@@ -152,7 +156,8 @@ def content_worth(space: ContentSpace) -> Floats:
         slots[np.repeat(np.arange(len(rows)), counts), np.arange(len(flat)) - first] = flat
         table = roster(types.tp, types.r_gb[:, kind], types.weight, gpus)
         result[here] = covered_gb(table, slots)
-    return result
+        is_exact &= table.is_exact
+    return result, is_exact
 
 
 def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
@@ -177,10 +182,10 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     if space is None:
         _by_units(best, rng, seed)
         return best
-    worth = content_worth(space)
+    worth, is_exact = content_worth(space)
     everything: Bools = np.ones(len(space.rows), dtype=bool)
     _, _, most, _ = cover(space, everything, budget, worth)
-    if np.isfinite(most):
+    if is_exact and np.isfinite(most):
         best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
     found = _least_thresholds(best, space, worth, aim, most, step)
     if found is None:
@@ -188,7 +193,8 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
         return best
     aim, fraction = found
     _whole(best, space, worth, aim, fraction, rng, seed)
-    if len(space.rows) <= MAX_COLUMNS and instance.servers.count <= TINY_CLUSTER and not best.done:
+    is_tiny = len(space.rows) <= MAX_COLUMNS and instance.servers.count <= TINY_CLUSTER
+    if is_tiny and is_exact and not best.done:
         _exactly(best, space, worth)
     if best.covered_gb < best.bound_gb * (1 - COVERAGE_TOLERANCE) and not budget.expired():
         _by_units(best, rng, seed)
