@@ -86,11 +86,6 @@ class Lengths:
     digest: str
 
     @property
-    def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
-        return sum(prompt for prompt, _ in self.pairs) / len(self.pairs)
-
-    @property
     def mean_output(self) -> float:
         """Mean tokens of an output."""
         return sum(output for _, output in self.pairs) / len(self.pairs)

@@ -48,11 +48,6 @@ class PagedMemory:
         self.free_count = 0
         self._give(self.block_count)
 
-    @property
-    def used_share(self) -> float:
-        """Share of blocks in use by requests, 0 to 1."""
-        return 1.0 - self.free_count / self.block_count
-
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_tokens)

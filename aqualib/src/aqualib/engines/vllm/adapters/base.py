@@ -15,6 +15,7 @@ from aqua_protocol import ConfigError
 SCHEDULER_ATTRIBUTES: Final = (
     "cache_config",
     "connector",
+    "kv_cache_config",
     "kv_cache_manager",
     "max_num_scheduled_tokens",
     "requests",
@@ -31,7 +32,7 @@ SCHEDULER_METHODS: Final = (
     "schedule",
     "update_from_output",
 )
-MANAGER_ATTRIBUTES: Final = ("block_pool", "get_block_ids")
+MANAGER_ATTRIBUTES: Final = ("block_pool", "get_block_ids", "get_blocks")
 POOL_ATTRIBUTES: Final = ("free_block_queue", "get_num_free_blocks")
 
 
