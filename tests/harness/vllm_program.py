@@ -13,12 +13,16 @@ import random
 import select as io_select
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
+
+OFFER_WITHIN_S: Final = 60.0
 
 BLOCK_TOKENS: Final = 32
 """The smallest block of vLLM's attention for CPUs."""
@@ -42,6 +46,11 @@ class Scenario:
         zeroes_loads: What is paged in is zeroed: the negative control.
         spoil_at_step: Before this step, all that is in the store stops matching its checksums.
         abort_at_step: Before this step, every third request is aborted.
+        lend: What to lend, by vLLM's own scheduler or, with `aqua`, ours.
+        await_offered_bytes: Wait for so much to be offered, then say `offered` and wait for a line,
+            before the first request.
+        offer_at_step: Before this step, wait until anything at all is offered.
+        wave_at_step: Before this step, the requests of the round are added once more.
     """
 
     model: str
@@ -57,6 +66,10 @@ class Scenario:
     zeroes_loads: bool = False
     spoil_at_step: int = 0
     abort_at_step: int = 0
+    lend: dict[str, Any] | None = None
+    await_offered_bytes: int = 0
+    offer_at_step: int = 0
+    wave_at_step: int = 0
 
 
 class VllmProgram:
@@ -150,6 +163,14 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
             "kv_role": "kv_both",
             "kv_connector_extra_config": scenario.aqua,
         }
+    if scenario.lend is not None:
+        options["worker_cls"] = "aqualib.engines.vllm.LendingWorker"
+        options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")
+        if scenario.aqua is None:
+            options["additional_config"] = {"aqua": {"lend": scenario.lend}}
+        else:
+            transfer = options["kv_transfer_config"]
+            transfer["kv_connector_extra_config"] = {**scenario.aqua, "lend": scenario.lend}
     return LLM(model=scenario.model, disable_log_stats=False, **options).llm_engine
 
 
@@ -161,29 +182,57 @@ def _main(scenario: Scenario) -> None:
 
     engine = _engine(scenario)
     courier = _courier(scenario)
+    _before_step(scenario, 0, engine, courier)
     prompts = _prompts(scenario)
+    params = SamplingParams(temperature=0, max_tokens=scenario.output_tokens, ignore_eos=True)
+
+    def add(turn: int | str) -> None:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
+
     tokens: dict[str, list[int]] = {}
     step = 0
     for turn in range(scenario.rounds):
-        for index, prompt in enumerate(prompts):
-            params = SamplingParams(
-                temperature=0, max_tokens=scenario.output_tokens, ignore_eos=True
-            )
-            engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
+        add(turn)
         while engine.has_unfinished_requests():
             step += 1
-            if step == scenario.pause_at_step:
-                _say("paused", _figures(engine, courier))
-                sys.stdin.readline()
-            if step == scenario.spoil_at_step:
-                courier._store._sums ^= 1
+            _before_step(scenario, step, engine, courier)
             if step == scenario.abort_at_step:
                 engine.abort_request([f"{turn}-{index}" for index in range(0, len(prompts), 3)])
+            if step == scenario.wave_at_step:
+                add("wave")
             for output in engine.step():
                 if output.finished:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
     _say("done", {"tokens": tokens, "steps": step, **_figures(engine, courier)})
+    if scenario.lend is not None:
+        engine.engine_core.engine_core.scheduler.shutdown()
+
+
+def _before_step(scenario: Scenario, step: int, engine: Any, courier: Any) -> None:  # noqa: ANN401 - vLLM's, ours
+    """What the scenario wants to happen around the engine; step 0 is before any request."""
+    if step == 0 and scenario.await_offered_bytes:
+        _await_offer(engine, scenario.await_offered_bytes)
+        _say("offered", _figures(engine, courier))
+        sys.stdin.readline()
+    if step and step == scenario.pause_at_step:
+        _say("paused", _figures(engine, courier))
+        sys.stdin.readline()
+    if step and step == scenario.spoil_at_step:
+        courier._store._sums ^= 1
+    if step and step == scenario.offer_at_step:
+        _await_offer(engine, 1)
+
+
+def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
+    """Wait until the informer has offered so much: its thread has no event for others."""
+    office = engine.engine_core.engine_core.scheduler._office
+    give_up_s = time.monotonic() + OFFER_WITHIN_S
+    while office.producer.offered_bytes < nbytes:
+        assert time.monotonic() < give_up_s, office.estate
+        office.informer.wake()
+        threading.Event().wait(0.01)
 
 
 def _courier(scenario: Scenario) -> Any:  # noqa: ANN401 - a Courier, or None
@@ -223,6 +272,19 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
         "desk": {} if desk is None else asdict(desk.counts),
         "held_places": 0 if desk is None else desk.table.held_count,
     }
+    office = getattr(scheduler, "_office", None)
+    if office is not None:
+        figures |= {
+            "running": len(scheduler.running),
+            "offered_bytes": office.producer.offered_bytes,
+            "leased_bytes": office.producer.leased_bytes,
+            "absent_blocks": office.estate.out_blocks,
+            "pool_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+            "usage": scheduler.kv_cache_manager.usage,
+            "reclaims": office.metrics.reclaim_count,
+            "reclaimed_bytes": office.metrics.reclaimed_bytes,
+            "reclaim_s": office.metrics.reclaim_s,
+        }
     if courier is not None:
         stats = courier._aqua.stats()
         figures |= {

@@ -34,10 +34,12 @@ from aqua_protocol.profile import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from aqua_protocol.members import LoadReport
     from aqualib.producer.lender import Producer
+    from aqualib.producer.reclaims import Reclaim
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -247,6 +249,9 @@ class Informer:
         source: The engine.
         profile: Its profile.
         poll_s: Between two looks; memory that comes back is handed on at once.
+
+    Attributes:
+        on_reclaim: Called with the ticket of each reclaim that a look decides on.
     """
 
     def __init__(
@@ -256,6 +261,7 @@ class Informer:
         self._source = source
         self._profile = profile
         self._poll_s = poll_s
+        self.on_reclaim: Callable[[Reclaim], None] | None = None
         self._watch = Watch()
         # What the engine gave up and has not been told to take back. An offer made before counts.
         self._surrendered_bytes = producer.committed_bytes
@@ -283,8 +289,12 @@ class Informer:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._producer.on_returned = self._woken.set
+        self._producer.on_returned = self.wake
         self._thread.start()
+
+    def wake(self) -> None:
+        """Look at once: the engine has something to say. Never waits; any thread may call it."""
+        self._woken.set()
 
     def close(self) -> None:
         """Stop watching; the offer stays as it is. Harmless when repeated."""
@@ -312,7 +322,9 @@ class Informer:
                 self._offer(nbytes)
             case TakeBack(nbytes):
                 logger.info("load rises: reclaiming %s", format_bytes(nbytes))
-                self._producer.reclaim(nbytes)
+                ticket = self._producer.reclaim(nbytes)
+                if self.on_reclaim is not None:
+                    self.on_reclaim(ticket)
         return decision
 
     def _run(self) -> None:

@@ -398,22 +398,52 @@ class CudaDevice:
         Raises:
             CudaError: The memory has another size, or this GPU cannot reach it.
         """
-        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self.ordinal), ACCESS_READ_WRITE)
-        address = c_ulonglong()
-        with self._current(), contextlib.ExitStack() as undo:
-            self.driver.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
-            undo.callback(self.driver.call, "cuMemAddressFree", address.value, nbytes)
-            self.driver.call("cuMemMap", address.value, nbytes, 0, handle, 0)
-            undo.callback(self.driver.call, "cuMemUnmap", address.value, nbytes)
-            self.driver.call("cuMemSetAccess", address.value, nbytes, byref(access), 1)
-            undo.pop_all()
-        return address.value
+        address = self.reserve(nbytes)
+        try:
+            self.map_at(address, handle, nbytes)
+        except CudaError:
+            self.free_reserved(address, nbytes)
+            raise
+        return address
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Take a mapping out of the address space; no copy or kernel may be using it."""
+        self.unmap_at(address, nbytes)
+        self.free_reserved(address, nbytes)
+
+    def reserve(self, nbytes: int) -> int:
+        """Addresses with nothing behind them yet; to `free_reserved`.
+
+        Raises:
+            CudaError: Not a multiple of the granularity.
+        """
+        address = c_ulonglong()
+        with self._current():
+            self.driver.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+        return address.value
+
+    def free_reserved(self, address: int, nbytes: int) -> None:
+        """Give addresses back that have nothing behind them any more."""
+        with self._current():
+            self.driver.call("cuMemAddressFree", address, nbytes)
+
+    def map_at(self, address: int, handle: int, nbytes: int) -> None:
+        """Put memory behind reserved addresses, for this GPU to read and write.
+
+        Raises:
+            CudaError: The memory has another size, or this GPU cannot reach it.
+        """
+        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self.ordinal), ACCESS_READ_WRITE)
+        with self._current(), contextlib.ExitStack() as undo:
+            self.driver.call("cuMemMap", address, nbytes, 0, handle, 0)
+            undo.callback(self.driver.call, "cuMemUnmap", address, nbytes)
+            self.driver.call("cuMemSetAccess", address, nbytes, byref(access), 1)
+            undo.pop_all()
+
+    def unmap_at(self, address: int, nbytes: int) -> None:
+        """Take the memory away from behind reserved addresses; nothing may be using it."""
         with self._current():
             self.driver.call("cuMemUnmap", address, nbytes)
-            self.driver.call("cuMemAddressFree", address, nbytes)
 
     def zero(self, address: int, nbytes: int) -> None:
         """Fill with zeros and wait. The driver does not promise clean memory."""

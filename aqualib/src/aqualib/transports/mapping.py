@@ -35,6 +35,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -114,19 +115,43 @@ class HostMapping:
         """
         self._advise(_MADV_POPULATE_WRITE)
 
+    def vacate(self, start: int, nbytes: int) -> None:
+        """Give the pages of a stretch of private memory back; touching it is a crash from now on.
+
+        Args:
+            start: First byte, counted from `address`; a multiple of the page size, like `nbytes`.
+            nbytes: Size of the stretch.
+
+        Raises:
+            TransportError: The kernel allows no more mappings (`vm.max_map_count`).
+        """
+        flags = _MAP_FIXED | _MAP_NORESERVE
+        _map(self.address + start, nbytes, None, flags, _PROT_NONE)
+
+    def refill(self, start: int, nbytes: int) -> None:
+        """Put zeroed pages behind a vacated stretch.
+
+        Raises:
+            TransportError: Memory ran out; the stretch stays vacated.
+        """
+        _map(self.address + start, nbytes, None, _MAP_FIXED)
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+            self._advise(advice, start, nbytes)
+
     def unmap(self) -> None:
         """Give the address range back. Harmless when repeated; nothing may look at it any more."""
         if self.address:
             address, self.address = self.address, 0
             _require(_libc.munmap(address, self.nbytes), "unmap", self.nbytes)
 
-    def _advise(self, advice: int) -> None:
-        if _libc.madvise(self.address, self.nbytes, advice) != 0:
+    def _advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
+        size = self.nbytes if nbytes is None else nbytes
+        if _libc.madvise(self.address + start, size, advice) != 0:
             # A kernel that does not know the advice (MADV_POPULATE_WRITE came with 5.14) works
             # too: pages then appear on first touch.
             if ctypes.get_errno() == errno.EINVAL:
                 return
-            _require(-1, "fault in", self.nbytes)
+            _require(-1, "fault in", size)
 
 
 def require_whole_pages(nbytes: int) -> None:

@@ -15,7 +15,6 @@ refused by vLLM itself at its start.
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any, Final
 
 import torch
@@ -30,7 +29,7 @@ from aqua_protocol import ConfigError, format_bytes
 from aqualib.consumer.default import connect
 from aqualib.engines.vllm.courier import Courier
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
-from aqualib.engines.vllm.options import AquaOptions, read_options
+from aqualib.engines.vllm.options import AquaOptions, model_name, options_of
 from aqualib.engines.vllm.orders import Orders, WorkerReport
 from aqualib.engines.vllm.paging_desk import PagingDesk
 from aqualib.engines.vllm.rows import block_rows
@@ -52,7 +51,7 @@ class AquaConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.options: Final = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self.options: Final = options_of(vllm_config)
         self.desk: Final = (
             open_desk(self.options, vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER
@@ -64,7 +63,7 @@ class AquaConnector(KVConnectorBase_V1):
         self._block_count = kv_cache_config.num_blocks
         self._capacity_blocks = _capacity_blocks(self.options, kv_cache_config)
         self._meter = Meter()
-        self._model = _name_of(str(vllm_config.model_config.model))
+        self._model = model_name(vllm_config)
 
     # --- In the scheduler's process -------------------------------------------------------
 
@@ -251,12 +250,6 @@ def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> P
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
     )
-
-
-def _name_of(model: str) -> str | None:
-    """A model's folder or id, as the books take names."""
-    letters = re.sub(r"[^A-Za-z0-9._:-]+", "-", model.rstrip("/").rpartition("/")[2])
-    return letters.strip("-._:") or None
 
 
 def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:

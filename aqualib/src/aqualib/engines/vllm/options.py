@@ -7,6 +7,7 @@ not about vLLM (coordinator, token, transport, checksums) are those of aqualib, 
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -14,6 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from aqua_protocol import ConfigError, parse_bytes
 from aqua_schedulers.cfs import FairSettings, PolicyName
+from aqualib.engines.vllm.lending.options import LendingOptions
+from aqualib.engines.vllm.plugin import CONNECTOR
 
 POLICY_DEFAULTS: Final = FairSettings()
 
@@ -107,6 +110,36 @@ class AquaOptions(BaseModel):
     is_offline: bool = Field(
         default=False, description="Ask no coordinator: everything paged lives in host memory."
     )
+    lend: LendingOptions | None = Field(
+        default=None, description="Lend what the KV cache does not need; see `LendingOptions`."
+    )
+
+
+def options_of(vllm_config: Any) -> AquaOptions:
+    """The connector's options, or, without our connector, those of `--additional-config`.
+
+    Raises:
+        ConfigError: One is wrong, or they contradict each other.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        options = read_options(transfer.kv_connector_extra_config)
+        if options.lend is not None and options.is_paging and not options.is_offline:
+            raise ConfigError(
+                "an engine that lends memory does not borrow any at the same time",
+                remedy='Add "is_offline": true (page to host memory) or "mode": "recompute", or '
+                'drop "lend".',
+            )
+        return options
+    additional = vllm_config.additional_config
+    given = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
+    options = read_options(given)
+    if options.lend is not None and transfer is not None:
+        raise ConfigError(
+            f"{transfer.kv_connector} reads the KV cache whenever it likes, so none of it is lent",
+            remedy=f'Use {CONNECTOR}, or no connector, or drop "lend".',
+        )
+    return options
 
 
 def read_options(given: dict[str, Any]) -> AquaOptions:
@@ -123,3 +156,10 @@ def read_options(given: dict[str, Any]) -> AquaOptions:
             "; ".join(faults),
             remedy=f"kv_connector_extra_config takes: {', '.join(AquaOptions.model_fields)}.",
         ) from error
+
+
+def model_name(vllm_config: Any) -> str | None:
+    """The model's folder or id, as the books take names."""
+    last = str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
+    letters = re.sub(r"[^A-Za-z0-9._:-]+", "-", last)
+    return letters.strip("-._:") or None

@@ -303,6 +303,11 @@ class PagingDesk:
         self._checkpointed.clear()
         self.table.clear()
 
+    @property
+    def ordered_blocks(self) -> Collection[int]:
+        """Blocks that the next step pages out, whoever owns them by now."""
+        return self._orders.out_blocks
+
     # --- What policies ask ----------------------------------------------------------------
 
     def saved_tokens(self, request_id: str) -> int:

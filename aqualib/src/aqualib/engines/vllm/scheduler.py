@@ -15,11 +15,11 @@ Within a slice, and while nobody waits, a step costs one call of the policy.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any, Final, Self
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
@@ -33,7 +33,8 @@ from aqua_schedulers.cfs import (
 )
 from aqualib.engines.vllm.adapters import adapter_for
 from aqualib.engines.vllm.connector import AquaConnector
-from aqualib.engines.vllm.options import ADDITIONAL_CONFIG_KEY, AquaOptions, read_options
+from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.paging_desk import PagingDesk
 from aqualib.engines.vllm.waiting_line import WaitingLine
 
@@ -47,7 +48,7 @@ WEIGHT_STEPS: Final = 4
 """Priorities beyond this many steps either way count no further: a share of one sixteenth."""
 
 
-class AquaScheduler(Scheduler):
+class AquaScheduler(LendingScheduler):
     """See the module. Made by vLLM from `--scheduler-cls`.
 
     Under asynchronous scheduling vLLM wants another base class; making this one gives that.
@@ -65,7 +66,7 @@ class AquaScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         adapter = adapter_for(vllm.__version__)
         adapter.require(self)
-        options = _options_of(vllm_config)
+        options = options_of(vllm_config)
         block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._policy = policy_named(
             options.policy,
@@ -98,7 +99,8 @@ class AquaScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Let the policy decide, then vLLM schedule."""
         if self._policy.begin_step():
-            self._decide()
+            with self._block_lock:
+                self._decide()
         desk = self._desk
         if desk is not None and desk.is_checkpointing:
             self._checkpoint(desk)
@@ -147,6 +149,9 @@ class AquaScheduler(Scheduler):
         super()._preempt_request(request, *args, **kwargs)
         self._inside.pop(request.request_id, None)
         self._policy.preempted(self._view_outside(request))
+
+    def _still_read(self) -> Collection[int]:
+        return () if self._desk is None else self._desk.ordered_blocks
 
     # --- Turns ----------------------------------------------------------------------------
 
@@ -249,16 +254,6 @@ class AquaScheduler(Scheduler):
 
 class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
     """The same under asynchronous scheduling."""
-
-
-def _options_of(vllm_config: Any) -> AquaOptions:
-    """The connector's options, or, without our connector, those of `--additional-config`."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == AquaConnector.__name__:
-        return read_options(transfer.kv_connector_extra_config)
-    additional = vllm_config.additional_config
-    given = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
-    return read_options(given)
 
 
 def _is_prompt(request: Any) -> bool:

@@ -7,6 +7,7 @@ an hour later in the middle of a burst.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +34,22 @@ SCHEDULER_METHODS: Final = (
     "update_from_output",
 )
 MANAGER_ATTRIBUTES: Final = ("block_pool", "get_block_ids", "get_blocks")
+LENDER_ATTRIBUTES: Final = (
+    "finish_requests",
+    "get_request_counts",
+    "kv_cache_config",
+    "num_lookahead_tokens",
+    "shutdown",
+)
+LENDER_POOL_ATTRIBUTES: Final = (
+    "blocks",
+    "evict_blocks",
+    "free_blocks",
+    "get_num_free_blocks",
+    "num_gpu_blocks",
+    "touch",
+)
+LENDER_BLOCK_ATTRIBUTES: Final = ("block_id", "is_null", "ref_cnt")
 POOL_ATTRIBUTES: Final = ("free_block_queue", "get_num_free_blocks")
 
 
@@ -64,6 +81,24 @@ class Adapter:
             ("KVCacheManager", manager, MANAGER_ATTRIBUTES),
             ("BlockPool", pool, POOL_ATTRIBUTES),
         ]
+        self._require(wanted, "Run without --scheduler-cls")
+
+    def require_lendable(self, scheduler: Any) -> None:
+        """Check a scheduler for everything that lending uses of it.
+
+        Raises:
+            ConfigError: Names what is missing.
+        """
+        pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+        (block, *_) = getattr(pool, "blocks", None) or [None]
+        wanted = [
+            ("Scheduler", scheduler, LENDER_ATTRIBUTES),
+            ("BlockPool", pool, LENDER_POOL_ATTRIBUTES),
+            ("KVCacheBlock", block, LENDER_BLOCK_ATTRIBUTES),
+        ]
+        self._require(wanted, 'Run without "lend"')
+
+    def _require(self, wanted: Sequence[tuple[str, Any, Sequence[str]]], instead: str) -> None:
         missing = [
             f"{owner}.{name}"
             for owner, thing, names in wanted
@@ -73,7 +108,7 @@ class Adapter:
         if missing:
             raise ConfigError(
                 f"this build of vLLM {self.minor} has no {', '.join(missing)}",
-                remedy="Run without --scheduler-cls, and report the exact version of vLLM.",
+                remedy=f"{instead}, and report the exact version of vLLM.",
             )
 
     def require_pageable(self, scheduler: Any) -> None:

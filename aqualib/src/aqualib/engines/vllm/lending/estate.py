@@ -1,0 +1,210 @@
+"""The estate: an engine's KV cache as something to lend from, between scheduler and informer.
+
+Two threads meet here. The scheduler's steps use blocks; the informer's looks ask for memory and
+bring it back (`shrink` and `grow` of a `LoadSource`). One lock, the scheduler's own, is held for as
+long as the block pool is looked at or changed, and never while memory moves:
+
+    shrink:  ceiling down, free blocks out (lock) -> granules that are free, marked (lock)
+             -> released                            later steps: more blocks come free, are taken
+    grow:    granules restored -> marked, their blocks given back (lock)
+
+Promises: a block in use has all of its memory; a block that is out is used by no step, running or
+queued; at least `keep_blocks` blocks and, when an offer is made, `keep_free_blocks` free ones stay,
+so the longest request fits and goes on. What is given up counts in whole slabs.
+
+A shrink may still be waiting for blocks when memory gets short here: then the blocks that are out
+and whose memory is still there go back in the next step, and the shrink is over.
+
+Blocks leave by number from the top, and blocks in use are waited for, not moved: requests end, and
+a partial answer is a fine one. On an engine that is idle all of it happens at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqua_protocol import TransportError, format_bytes
+from aqua_protocol.members import LoadReport
+from aqualib.engines.vllm.lending.ceiling import BlockCeiling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqualib.engines.vllm.lending.granules import GranuleMap, Mask
+    from aqualib.engines.vllm.lending.memory import KvMemory
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The engine's load, as its scheduler counts.
+
+    Attributes:
+        waiting_count: Requests that the last step left waiting.
+        requests_per_s: Rate of arrivals over the last seconds.
+    """
+
+    waiting_count: int
+    requests_per_s: float
+
+
+class KvEstate:
+    """See the module; a `LoadSource`.
+
+    Args:
+        ceiling: On the engine's block pool.
+        granules: Of its KV cache.
+        memory: Under it.
+        slab_bytes: Unit of what is given up.
+        keep_blocks: Blocks that are never given up, from number 0 on.
+        block_bytes: Of one block, all layers.
+        lock: The scheduler's.
+        read_load: The engine's load now.
+        count_free: Free blocks of the pool now.
+
+    Attributes:
+        on_grown: Called when blocks are in use again, on the informer's thread.
+    """
+
+    def __init__(  # noqa: PLR0913 - one by one, by keyword: everything that two threads share
+        self,
+        *,
+        ceiling: BlockCeiling,
+        granules: GranuleMap,
+        memory: KvMemory,
+        slab_bytes: int,
+        keep_blocks: int,
+        block_bytes: int,
+        lock: threading.RLock,
+        read_load: Callable[[], EngineLoad],
+        count_free: Callable[[], int],
+    ) -> None:
+        self._ceiling = ceiling
+        self._granules = granules
+        self._memory = memory
+        self._slab_bytes = slab_bytes
+        self._keep_blocks = keep_blocks
+        self._block_bytes = block_bytes
+        self._lock = lock
+        self._read_load = read_load
+        self._count_free = count_free
+        self.on_grown: Callable[[], None] | None = None
+        # Granules without memory, or about to lose it.
+        self._gone: Mask = np.zeros(granules.count, np.bool_)
+        self._surrendered_bytes = 0
+        # Blocks are out, or awaited, whose memory is still here.
+        self._is_shrinking = False
+        # Steps are numbered from 1 on; a step's blocks are in use until its output is there.
+        self._begun_steps = 0
+        self._ended_steps = 0
+
+    def __repr__(self) -> str:
+        return f"KvEstate({format_bytes(self._surrendered_bytes)} given up, {self._ceiling!r})"
+
+    # --- What can be seen -----------------------------------------------------------------
+
+    @property
+    def most_bytes(self) -> int:
+        """What an idle engine could give up."""
+        most = self._granules.bytes_above(self._keep_blocks)
+        return most - most % self._slab_bytes
+
+    @property
+    def surrendered_bytes(self) -> int:
+        """What it has given up, in whole slabs."""
+        return self._surrendered_bytes
+
+    @property
+    def out_blocks(self) -> int:
+        """Blocks out of use."""
+        return self._ceiling.out_count
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the KV cache."""
+        return self._ceiling.block_count * self._block_bytes
+
+    # --- The scheduler's thread, under the lock -------------------------------------------
+
+    def before_step(self, *, is_anyone_waiting: bool) -> None:
+        """A step is about to be scheduled."""
+        if not self._is_shrinking:
+            return
+        if is_anyone_waiting or self._ceiling.is_pool_short:
+            self._let_go()
+        else:
+            self._ceiling.settle(self._begun_steps)
+
+    def step_begun(self) -> None:
+        """A step was scheduled; one without requests may still page blocks out."""
+        self._begun_steps += 1
+
+    def step_ended(self) -> None:
+        """The output of the oldest step under way is there."""
+        self._ended_steps += 1
+
+    # --- The informer's thread ------------------------------------------------------------
+
+    def load(self) -> LoadReport:
+        """The engine's load; blocks that are out count as used."""
+        load = self._read_load()
+        return LoadReport(
+            queue_length=load.waiting_count,
+            memory_used_bytes=self.total_bytes - self._count_free() * self._block_bytes,
+            memory_total_bytes=self.total_bytes,
+            requests_per_s=load.requests_per_s,
+        )
+
+    def shrink(self, nbytes: int) -> int:
+        """Give up to `nbytes` to the device; returns how much it was, whole slabs."""
+        before = self._surrendered_bytes
+        wanted = min(before + nbytes, self.most_bytes)
+        with self._lock:
+            ceiling = max(self._keep_blocks, self._granules.ceiling_for(wanted))
+            self._ceiling.lower(ceiling, self._begun_steps)
+            self._is_shrinking = True
+            is_unused = self._ceiling.out & (self._ceiling.since <= self._ended_steps)
+            free = self._granules.free(is_unused) & ~self._gone
+            granule_bytes = self._granules.granule_bytes
+            gone_count = int(self._gone.sum())
+            goal = min(wanted, (gone_count + int(free.sum())) * granule_bytes)
+            goal -= goal % self._slab_bytes
+            if goal <= before:
+                return 0
+            leaving = self._granules.highest(free, -(-goal // granule_bytes) - gone_count)
+            self._gone |= leaving
+            if goal == wanted:
+                self._let_go()
+        try:
+            self._memory.release(leaving)
+        except TransportError:
+            with self._lock:
+                self._gone &= ~leaving
+                self._let_go()
+            raise
+        self._surrendered_bytes = goal
+        return goal - before
+
+    def grow(self, nbytes: int) -> None:
+        """`nbytes` given up before are free on the device: take them back into use.
+
+        Raises:
+            TransportError: Somebody else took them; nothing has changed.
+        """
+        goal = max(0, self._surrendered_bytes - nbytes)
+        staying = self._granules.highest(self._gone, -(-goal // self._granules.granule_bytes))
+        self._memory.restore(self._gone & ~staying)
+        with self._lock:
+            self._gone = staying
+            self._surrendered_bytes = goal
+            self._let_go()
+        if self.on_grown is not None:
+            self.on_grown()
+
+    def _let_go(self) -> None:
+        """Give back every block whose memory is here."""
+        self._is_shrinking = False
+        self._ceiling.give_back(~self._granules.blocks_of(self._gone))

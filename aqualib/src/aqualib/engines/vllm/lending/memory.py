@@ -1,0 +1,148 @@
+"""Memory under an engine's KV cache that can leave and come back, address by address.
+
+The engine gets one tensor and keeps it for life; what changes is whether there is memory behind an
+address. Released granules go back to the device at once, which can then make slabs of them: what is
+lent are those slabs, never the cache's own memory. That costs a few milliseconds and spares a
+promise that nobody could keep, that a borrower's mapping ends when the engine wants its bytes back.
+Memory that returns reads as zeros.
+
+An access to a released address is a crash on a CPU as on a GPU. So whoever releases must know that
+nothing running or queued touches it; see `estate`.
+
+Which device: `HostKvMemory` here, `CudaKvMemory` in `cuda_memory`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import torch
+
+from aqualib.engines.vllm.lending.granules import Extent
+from aqualib.producer.device import EmulatedMemory
+from aqualib.transports.mapping import PAGE_BYTES, HostMapping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aqualib.engines.vllm.lending.granules import Indices, Mask
+    from aqualib.producer.device import DeviceMemory
+
+
+class KvMemory(Protocol):
+    """What a KV cache is made of."""
+
+    @property
+    def granule_bytes(self) -> int:
+        """Unit of release and restore."""
+
+    @property
+    def account(self) -> DeviceMemory:
+        """Of the device's memory, shared with the slabs; once everything is allocated."""
+
+    @property
+    def regions(self) -> list[Extent]:
+        """What `allocate` handed out, in order; granules are numbered over all of it."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A zeroed tensor of shape (nbytes,), int8, that lives as long as the process.
+
+        Raises:
+            TransportError: The device has no more.
+        """
+
+    def release(self, granules: Mask) -> None:
+        """Give the memory of these granules, all present, back to the device."""
+
+    def restore(self, granules: Mask) -> None:
+        """Put zeroed memory behind these granules, all absent; all of them or none.
+
+        Raises:
+            TransportError: The device has not got it.
+        """
+
+    def close(self) -> None:
+        """Give everything back; the tensors must not be touched any more."""
+
+
+class HostKvMemory:
+    """KV memory of a CPU: private pages, dropped and made unreachable while they are lent.
+
+    Args:
+        granule_bytes: A multiple of the page size.
+        budget_bytes: Stands in for the device's memory; as large as the cache itself if None.
+    """
+
+    def __init__(self, granule_bytes: int, budget_bytes: int | None = None) -> None:
+        assert granule_bytes % PAGE_BYTES == 0, granule_bytes
+        self.granule_bytes: Final = granule_bytes
+        self._budget_bytes = budget_bytes
+        self._mappings: list[HostMapping] = []
+        self._account: DeviceMemory | None = None
+
+    @property
+    def account(self) -> DeviceMemory:
+        """See `KvMemory.account`.
+
+        Raises:
+            TransportError: The cache is larger than the budget.
+        """
+        if self._account is None:
+            nbytes = sum(mapping.nbytes for mapping in self._mappings)
+            account = EmulatedMemory(self._budget_bytes or nbytes)
+            account.take(nbytes)
+            self._account = account
+        return self._account
+
+    @property
+    def regions(self) -> list[Extent]:
+        """See `KvMemory.regions`."""
+        return [Extent(mapping.address, mapping.nbytes) for mapping in self._mappings]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See `KvMemory.allocate`."""
+        assert self._account is None, "all is allocated before any is lent"
+        mapping = HostMapping(-(-nbytes // self.granule_bytes) * self.granule_bytes)
+        self._mappings.append(mapping)
+        return tensor_at(mapping.address, nbytes, torch.device("cpu"))
+
+    def release(self, granules: Mask) -> None:
+        """See `KvMemory.release`."""
+        for mapping, start, nbytes in self._stretches(granules):
+            mapping.vacate(start, nbytes)
+        self.account.give_back(int(granules.sum()) * self.granule_bytes)
+
+    def restore(self, granules: Mask) -> None:
+        """See `KvMemory.restore`."""
+        self.account.take(int(granules.sum()) * self.granule_bytes)
+        for mapping, start, nbytes in self._stretches(granules):
+            mapping.refill(start, nbytes)
+
+    def close(self) -> None:
+        """See `KvMemory.close`."""
+        for mapping in self._mappings:
+            mapping.unmap()
+        self._mappings.clear()
+
+    def _stretches(self, granules: Mask) -> Iterator[tuple[HostMapping, int, int]]:
+        """Mapping, offset and size of each run of neighbours."""
+        before = 0
+        for mapping in self._mappings:
+            count = mapping.nbytes // self.granule_bytes
+            for first, last in runs_of(granules[before : before + count]):
+                size = (last - first) * self.granule_bytes
+                yield mapping, int(first) * self.granule_bytes, int(size)
+            before += count
+
+
+def runs_of(mask: Mask) -> Indices:
+    """Runs of True in a mask: rows of (first, one past the last)."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return edges.reshape(-1, 2)
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that torch does not own, as a tensor of shape (nbytes,), int8."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # noqa: SLF001 - torch has no public constructor over a foreign pointer
+    return torch.empty(0, dtype=torch.int8, device=device).set_(storage)

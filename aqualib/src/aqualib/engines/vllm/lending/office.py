@@ -1,0 +1,122 @@
+"""The lending office of an engine: estate, producer and informer, opened and closed as one.
+
+Lives in the engine's process, beside its scheduler. The informer's thread looks at the load several
+times a second, and at once when a step has left requests waiting; the producer's own threads talk
+to consumers and to the coordinator. The engine's thread does none of this.
+
+A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
+informer's and the producer's affair, and the engine goes on with the blocks that it has.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import start_http_server
+
+from aqua_protocol import ConfigError, format_bytes
+from aqualib.engines.vllm.lending.ceiling import BlockCeiling
+from aqualib.engines.vllm.lending.estate import KvEstate
+from aqualib.engines.vllm.lending.metrics import LenderMetrics
+from aqualib.producer.informer import Informer
+from aqualib.producer.opening import open_producer
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection
+
+    from aqualib.engines.vllm.lending.estate import EngineLoad
+    from aqualib.engines.vllm.lending.options import LendingOptions
+    from aqualib.engines.vllm.lending.worker import LendableCache
+    from aqualib.producer.lender import Producer
+
+logger: Final = logging.getLogger("aqualib")
+
+
+class LendingOffice:
+    """See the module.
+
+    Args:
+        options: What to lend.
+        cache: The engine's KV cache.
+        pool: vLLM's pool of its blocks.
+        keep_blocks: Blocks that the longest request needs, and the null block.
+        lock: The scheduler's.
+        read_load: The engine's load now.
+        still_read: Free blocks that the next step is going to read.
+        model: What runs here, for people.
+
+    Raises:
+        ConfigError: A setting is wrong, or the cache is too small to lend a slab.
+        TransportError: The producer's socket cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        options: LendingOptions,
+        cache: LendableCache,
+        *,
+        pool: Any,
+        keep_blocks: int,
+        lock: threading.RLock,
+        read_load: Callable[[], EngineLoad],
+        still_read: Callable[[], Collection[int]],
+        model: str | None,
+    ) -> None:
+        block_bytes = cache.block_bytes
+        cache_bytes = len(pool.blocks) * block_bytes
+        reserve_bytes = options.reserve_of(cache_bytes)
+        with ExitStack() as opened:
+            self.producer: Final[Producer] = opened.enter_context(
+                open_producer(device=str(cache.device), memory=cache.memory.account, model=model)
+            )
+            slab_bytes = self.producer.slab_bytes
+            self.estate: Final = KvEstate(
+                ceiling=BlockCeiling(pool, -(-reserve_bytes // block_bytes), still_read),
+                granules=cache.granules,
+                memory=cache.memory,
+                slab_bytes=slab_bytes,
+                keep_blocks=keep_blocks,
+                block_bytes=block_bytes,
+                lock=lock,
+                read_load=read_load,
+                count_free=pool.get_num_free_blocks,
+            )
+            most_bytes = self.estate.most_bytes
+            if not most_bytes:
+                raise ConfigError(
+                    f"a KV cache of {format_bytes(cache_bytes)} that keeps {keep_blocks} blocks "
+                    f"of {format_bytes(block_bytes)} has no slab ({format_bytes(slab_bytes)}) "
+                    "to lend",
+                    remedy="Make the KV cache larger, AQUA_SLAB_BYTES smaller (that of the "
+                    "consumers too), or --max-model-len shorter.",
+                )
+            profile = options.profile(
+                cache_bytes=cache_bytes, most_bytes=most_bytes, slab_bytes=slab_bytes
+            )
+            self.metrics: Final = LenderMetrics(self.estate, self.producer)
+            self.estate.on_grown = self.metrics.blocks_came_back
+            if options.metrics_port is not None:
+                server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
+                opened.callback(server.server_close)
+                opened.callback(server.shutdown)
+            self.informer: Final = Informer(self.producer, self.estate, profile)
+            self.informer.on_reclaim = self.metrics.reclaim_began
+            opened.enter_context(self.informer)
+            self._opened = opened.pop_all()
+        logger.info(
+            "lends up to %s of its KV cache of %s while the load is low",
+            format_bytes(min(most_bytes, (profile.spare_bytes or 0) - reserve_bytes)),
+            format_bytes(cache_bytes),
+        )
+
+    def requests_wait(self) -> None:
+        """A step has left requests waiting: look at the load now; never waits itself."""
+        if self.estate.surrendered_bytes:
+            self.informer.wake()
+
+    def close(self) -> None:
+        """Take everything back, as far as consumers let go in time, and leave."""
+        self._opened.close()

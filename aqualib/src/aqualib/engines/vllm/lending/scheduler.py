@@ -1,0 +1,149 @@
+"""LendingScheduler: vLLM's scheduler, whose blocks may leave and come back between steps.
+
+It decides nothing: it takes a lock around everything that moves blocks, numbers the steps, and
+counts whom a step left waiting. `AquaScheduler` is one, too. Without `"lend"` among the options
+every method is one comparison and vLLM's.
+
+Why a lock and not the step boundary: an engine without requests makes no steps, and that is when it
+has most to lend. Its thread then waits for work without holding the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any, Final, Self
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from aqua_protocol import ConfigError
+from aqualib.engines.vllm.adapters import adapter_for
+from aqualib.engines.vllm.lending.estate import EngineLoad
+from aqualib.engines.vllm.lending.office import LendingOffice
+from aqualib.engines.vllm.lending.worker import LENDABLE
+from aqualib.engines.vllm.options import model_name, options_of
+
+RATE_WINDOW_S: Final = 10.0
+
+
+class LendingScheduler(Scheduler):
+    """vLLM's own scheduler, lending. Made by vLLM from `--scheduler-cls`.
+
+    Under asynchronous scheduling vLLM wants another base class; making this one gives that.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class that fits the engine's way of scheduling."""
+        del args, kwargs
+        is_async = vllm_config.scheduler_config.async_scheduling
+        kind: Any = AsyncLendingScheduler if is_async and cls is LendingScheduler else cls
+        made: Self = object.__new__(kind)
+        return made
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self._office: LendingOffice | None = None
+        self._block_lock = threading.RLock()
+        self._left_waiting = 0
+        self._arrivals_s: deque[float] = deque()
+        options = options_of(vllm_config)
+        if options.lend is None:
+            return
+        adapter_for(vllm.__version__).require_lendable(self)
+        cache = LENDABLE.pop(vllm_config.instance_id, None)
+        if cache is None:
+            raise ConfigError(
+                "this engine's KV cache is not in memory that can be lent",
+                remedy="Add --worker-cls aqualib.engines.vllm.LendingWorker; with several GPUs "
+                "for one engine lending is not supported.",
+            )
+        self._office = LendingOffice(
+            options.lend,
+            cache,
+            pool=self.kv_cache_manager.block_pool,
+            keep_blocks=_keep_blocks(self, vllm_config),
+            lock=self._block_lock,
+            read_load=self._read_load,
+            still_read=self._still_read,
+            model=model_name(vllm_config),
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM, with the blocks that are there."""
+        office = self._office
+        if office is None:
+            return super().schedule(*args, **kwargs)
+        with self._block_lock:
+            office.estate.before_step(is_anyone_waiting=self._left_waiting > 0)
+            output = super().schedule(*args, **kwargs)
+            office.estate.step_begun()
+            was_waiting = self._left_waiting > 0
+            self._left_waiting = self.get_request_counts()[1]
+        if self._left_waiting and not was_waiting:
+            office.requests_wait()
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As vLLM; a step has ended."""
+        office = self._office
+        if office is None:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        with self._block_lock:
+            office.estate.step_ended()
+            return super().update_from_output(scheduler_output, model_runner_output)
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM; a request has arrived."""
+        if self._office is None:
+            super().add_request(request)
+            return
+        self._arrivals_s.append(time.monotonic())
+        with self._block_lock:
+            super().add_request(request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM."""
+        with self._block_lock:
+            return super().finish_requests(*args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM."""
+        with self._block_lock:
+            return super().reset_prefix_cache(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Take everything back and leave."""
+        office, self._office = self._office, None
+        if office is not None:
+            office.close()
+        super().shutdown()
+
+    def _still_read(self) -> Collection[int]:
+        """Free blocks that the next step is going to read; under the lock."""
+        return ()
+
+    def _read_load(self) -> EngineLoad:
+        """On the informer's thread."""
+        since_s = time.monotonic() - RATE_WINDOW_S
+        while self._arrivals_s and self._arrivals_s[0] < since_s:
+            self._arrivals_s.popleft()
+        return EngineLoad(
+            # A request that was aborted while it waited waits no more, and no step says so.
+            waiting_count=min(self._left_waiting, self.get_request_counts()[1]),
+            requests_per_s=len(self._arrivals_s) / RATE_WINDOW_S,
+        )
+
+
+class AsyncLendingScheduler(LendingScheduler, AsyncScheduler):
+    """The same under asynchronous scheduling."""
+
+
+def _keep_blocks(scheduler: Any, vllm_config: Any) -> int:
+    """Blocks of the longest request that the engine takes, and the null block."""
+    tokens: int = vllm_config.model_config.max_model_len + scheduler.num_lookahead_tokens
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return 1 + sum(-(-tokens // int(group.kv_cache_spec.block_size)) for group in groups)

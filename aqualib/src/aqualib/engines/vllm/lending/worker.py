@@ -1,0 +1,165 @@
+"""LendingWorker: vLLM's worker, whose KV cache lies in memory that can leave and come back.
+
+vLLM makes its KV cache with one call of `torch.zeros` for each tensor, in the midst of much else,
+and offers no door there that all supported versions have. A torch function mode, which is active
+only while the cache is made, answers just these calls: by size and type, as the cache's own
+configuration lists them. Whatever else torch does meanwhile goes its way.
+
+What comes out is looked at, not believed: a cache that lies anywhere else refuses the start.
+
+Without `"lend"` among the options it is vLLM's worker. The scheduler of the same process finds the
+memory by the engine's name, in `LENDABLE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.platforms import current_platform
+
+from aqua_protocol import ConfigError
+from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
+from aqualib.engines.vllm.lending.memory import HostKvMemory
+from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.rows import block_rows
+from aqualib.settings import load_settings
+from aqualib.transports.mapping import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from aqualib.engines.vllm.lending.memory import KvMemory
+    from aqualib.settings import Settings
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+MAX_HOST_GRANULES: Final = 1 << 18
+"""A shrink looks at each of them, in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendableCache:
+    """A KV cache, ready to be lent from.
+
+    Attributes:
+        memory: Under it.
+        granules: Which blocks are where in it.
+        block_bytes: Of one block, all layers.
+        device: Where it is.
+    """
+
+    memory: KvMemory
+    granules: GranuleMap
+    block_bytes: int
+    device: torch.device
+
+
+LENDABLE: Final[dict[str, LendableCache]] = {}
+"""KV caches of this process by the engine's instance id, until its scheduler has come for them."""
+
+
+class LendingWorker(PlatformWorker):
+    """See the module. Made by vLLM from `--worker-cls`."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the KV cache, in memory of ours if this engine lends.
+
+        Raises:
+            ConfigError: The cache cannot be lent from.
+        """
+        if options_of(self.vllm_config).lend is None:
+            super().initialize_from_config(kv_cache_config)
+            return
+        if self.vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError(
+                "sleep mode frees a KV cache that it made itself, which leaves none to lend",
+                remedy='Run without --enable-sleep-mode, or drop "lend".',
+            )
+        sizes = {int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors}
+        memory = _memory_for(self.device, kv_cache_config, load_settings())
+        with KvSupply(memory, sizes):
+            super().initialize_from_config(kv_cache_config)
+        LENDABLE[self.vllm_config.instance_id] = lendable(
+            memory, self.model_runner.kv_caches, kv_cache_config.num_blocks
+        )
+
+
+class KvSupply(TorchFunctionMode):
+    """While active, makes KV caches out of `memory`.
+
+    Args:
+        memory: What they are made of.
+        sizes: Bytes of the tensors to expect.
+    """
+
+    def __init__(self, memory: KvMemory, sizes: set[int]) -> None:
+        super().__init__()
+        self._memory = memory
+        self._sizes = sizes
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer the allocation of a cache; pass everything else on."""
+        del types
+        named = dict(kwargs or {})
+        if func is torch.zeros and named.get("dtype") is torch.int8 and len(args) == 1:
+            size = args[0]
+            nbytes = size if isinstance(size, int) else None
+            if nbytes in self._sizes:
+                return self._memory.allocate(nbytes)
+        return func(*args, **named)
+
+
+def lendable(memory: KvMemory, caches: Iterable[torch.Tensor], block_count: int) -> LendableCache:
+    """Find the blocks of KV caches in the memory that they were made of.
+
+    Raises:
+        ConfigError: Some lie elsewhere, or in a layout that is not known here.
+    """
+    pieces = block_rows(caches, block_count)
+    rows = [Extent(piece.data_ptr(), piece.nbytes) for piece in pieces]
+    regions = memory.regions
+    strays = [
+        row
+        for row in rows
+        if not any(
+            region.address <= row.address
+            and row.address + row.nbytes <= region.address + region.nbytes
+            for region in regions
+        )
+    ]
+    if strays or not rows:
+        raise ConfigError(
+            f"{len(strays)} of {len(rows)} parts of the KV cache were not made of memory that can "
+            "be lent",
+            remedy='Run without "lend", and report the model and the exact version of vLLM.',
+        )
+    granules = GranuleMap(
+        regions, rows, block_count=block_count, granule_bytes=memory.granule_bytes
+    )
+    block_bytes = sum(row.nbytes for row in rows) // block_count
+    return LendableCache(memory, granules, block_bytes, pieces[0].device)
+
+
+def _memory_for(device: torch.device, kv_cache_config: Any, settings: Settings) -> KvMemory:
+    """Memory of the kind that this device has."""
+    if device.type == "cuda":
+        from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
+
+        return CudaKvMemory(device)
+    nbytes = sum(int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors)
+    granule_bytes = PAGE_BYTES
+    while nbytes > MAX_HOST_GRANULES * granule_bytes and granule_bytes < settings.slab_bytes:
+        granule_bytes *= 2
+    return HostKvMemory(granule_bytes, settings.emulated_hbm_bytes)

@@ -1,0 +1,206 @@
+"""An engine that lends, by any history: no block lost, none used without memory, all come back."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aqua_protocol import TransportError
+from aqualib.engines.vllm.lending.ceiling import BlockCeiling
+from aqualib.engines.vllm.lending.estate import EngineLoad, KvEstate
+from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
+from harness.block_pool import PaperBlock, PaperPool
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.lending.granules import Mask
+    from aqualib.producer.device import DeviceMemory
+
+GRANULE = 64
+SLAB = 4 * GRANULE
+BASE = 1 << 20
+
+
+class PaperMemory:
+    """KV memory that remembers what is present; satisfies `KvMemory`."""
+
+    granule_bytes = GRANULE
+
+    def __init__(self, count: int) -> None:
+        self.present: Mask = np.ones(count, np.bool_)
+        self.is_refusing = False
+
+    @property
+    def account(self) -> DeviceMemory:
+        raise NotImplementedError
+
+    @property
+    def regions(self) -> list[Extent]:
+        return [Extent(BASE, len(self.present) * GRANULE)]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def release(self, granules: Mask) -> None:
+        self._require()
+        assert self.present[granules].all()
+        self.present &= ~granules
+
+    def restore(self, granules: Mask) -> None:
+        self._require()
+        assert not self.present[granules].any()
+        self.present |= granules
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _require(self) -> None:
+        if self.is_refusing:
+            raise TransportError("out of device memory")
+
+
+class LendingEngine(RuleBasedStateMachine):
+    """Requests come and go in steps that may overlap; the informer asks whatever it likes."""
+
+    @initialize(
+        blocks=st.integers(8, 60),
+        layer_count=st.integers(1, 3),
+        piece=st.sampled_from([24, 32, 64, 96, 200]),
+        keep=st.integers(1, 8),
+        keep_free=st.integers(0, 5),
+    )
+    def start(self, blocks: int, layer_count: int, piece: int, keep: int, keep_free: int) -> None:
+        row_bytes = blocks * piece
+        whole = -(-layer_count * row_bytes // GRANULE) * GRANULE
+        rows = [Extent(BASE + at * row_bytes, row_bytes) for at in range(layer_count)]
+        self.granules = GranuleMap(
+            [Extent(BASE, whole)], rows, block_count=blocks, granule_bytes=GRANULE
+        )
+        self.pool = PaperPool(blocks)
+        self.memory = PaperMemory(self.granules.count)
+        self.ceiling = BlockCeiling(self.pool, keep_free)
+        self.keep, self.keep_free = keep, keep_free
+        self.estate = KvEstate(
+            ceiling=self.ceiling,
+            granules=self.granules,
+            memory=self.memory,
+            slab_bytes=SLAB,
+            keep_blocks=keep,
+            block_bytes=layer_count * piece,
+            lock=threading.RLock(),
+            read_load=lambda: EngineLoad(waiting_count=0, requests_per_s=0.0),
+            count_free=self.pool.get_num_free_blocks,
+        )
+        self.requests: list[list[PaperBlock]] = []
+        self.steps: list[set[int]] = []  # Blocks that each step under way uses, oldest first.
+        self.given_bytes = 0
+
+    # --- The engine -----------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 12), is_hashed=st.booleans())
+    def admit(self, count: int, is_hashed: bool) -> None:
+        count = min(count, self.pool.get_num_free_blocks())
+        if count:
+            blocks = self.pool.get_new_blocks(count)
+            if is_hashed:
+                for block in blocks:
+                    block.block_hash = f"prefix {block.block_id}"
+            self.requests.append(blocks)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.requests) - 1))
+        self.pool.free_blocks(reversed(self.requests.pop(index)))
+
+    @precondition(lambda self: len(self.steps) < 2)
+    @rule(is_anyone_waiting=st.booleans())
+    def begin_step(self, is_anyone_waiting: bool) -> None:
+        self.estate.before_step(is_anyone_waiting=is_anyone_waiting)
+        if self.requests:
+            self.estate.step_begun()
+            self.steps.append({block.block_id for blocks in self.requests for block in blocks})
+
+    @precondition(lambda self: self.steps)
+    @rule()
+    def end_step(self) -> None:
+        self.steps.pop(0)
+        self.estate.step_ended()
+
+    # --- The informer ---------------------------------------------------------------------
+
+    @rule(slabs=st.integers(1, 6))
+    def shrink(self, slabs: int) -> None:
+        given = self.estate.shrink(slabs * SLAB)
+        assert 0 <= given <= slabs * SLAB
+        assert given % SLAB == 0
+        self.given_bytes += given
+
+    @precondition(lambda self: self.given_bytes)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        slabs = data.draw(st.integers(1, self.given_bytes // SLAB))
+        self.estate.grow(slabs * SLAB)
+        self.given_bytes -= slabs * SLAB
+
+    @rule(slabs=st.integers(1, 6))
+    def shrink_or_grow_on_a_device_that_refuses(self, slabs: int) -> None:
+        self.memory.is_refusing = True
+        for ask in (self.estate.shrink, self.estate.grow):
+            try:
+                given = ask(slabs * SLAB)
+            except TransportError:
+                continue
+            assert not given, "nothing moved, so nothing was given"
+            assert not self.given_bytes or ask == self.estate.shrink
+        self.memory.is_refusing = False
+
+    # --- What always holds ----------------------------------------------------------------
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        free = {block.block_id for block in self.pool.free}
+        used = {block.block_id for blocks in self.requests for block in blocks}
+        out = set(np.flatnonzero(self.ceiling.out))
+        assert len(free) + len(used) + len(out) + 1 == len(self.pool.blocks)
+        assert free | used | out | {0} == set(range(len(self.pool.blocks)))
+        assert self.pool.num_gpu_blocks == len(self.pool.blocks) - len(out)
+
+    @invariant()
+    def blocks_in_use_have_their_memory(self) -> None:
+        touched = self.granules.blocks_of(~self.memory.present)
+        used = {block.block_id for blocks in self.requests for block in blocks}.union(*self.steps)
+        free = {block.block_id for block in self.pool.free}
+        assert not touched[list(used | free)].any()
+        assert not touched[: self.keep].any()
+
+    @invariant()
+    def what_was_given_up_is_really_gone(self) -> None:
+        assert self.estate.surrendered_bytes == self.given_bytes
+        gone = int((~self.memory.present).sum()) * GRANULE
+        assert self.given_bytes <= gone < self.given_bytes + GRANULE + (not self.given_bytes)
+
+    @invariant()
+    def blocks_that_are_out_answer_no_prefix(self) -> None:
+        assert all(self.pool.blocks[i].block_hash is None for i in np.flatnonzero(self.ceiling.out))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "estate"):
+            return
+        while self.requests:
+            self.pool.free_blocks(self.requests.pop())
+        if self.given_bytes:
+            self.estate.grow(self.given_bytes)
+        self.estate.before_step(is_anyone_waiting=True)
+        assert self.memory.present.all()
+        assert len(self.pool.free) == len(self.pool.blocks) - 1
+        assert self.pool.get_usage() == 0
+
+
+TestLendingEngine = LendingEngine.TestCase
+TestLendingEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aqua_protocol import MIB, ConfigError
+from aqualib.engines.vllm.lending.options import LendingOptions
+from aqualib.engines.vllm.options import options_of
+
+
+def engine(
+    *,
+    connector: str | None = None,
+    extra: dict[str, Any] | None = None,
+    **aqua: Any,  # noqa: ANN401 - options
+) -> SimpleNamespace:
+    """As much of vLLM's configuration as is read."""
+    transfer = None
+    if connector is not None:
+        transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra or {})
+    return SimpleNamespace(kv_transfer_config=transfer, additional_config={"aqua": aqua})
+
+
+def test_nothing_is_lent_unless_it_is_asked_for() -> None:
+    assert options_of(engine()).lend is None
+    assert options_of(engine(lend={})).lend == LendingOptions()
+
+
+def test_sizes_may_have_units() -> None:
+    lend = options_of(engine(lend={"bytes": "5MiB"})).lend
+    assert lend is not None
+    assert lend.bytes == 5 * MIB
+
+
+def test_a_misspelt_option_refuses_the_start_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"lend\.byte:"):
+        options_of(engine(lend={"byte": 1}))
+
+
+def test_an_engine_that_borrows_does_not_lend() -> None:
+    with pytest.raises(ConfigError, match="does not borrow any at the same time"):
+        options_of(engine(connector="AquaConnector", extra={"lend": {}}))
+
+
+@pytest.mark.parametrize("extra", [{"is_offline": True}, {"mode": "recompute"}])
+def test_an_engine_that_pages_to_host_memory_or_not_at_all_may_lend(extra: dict[str, Any]) -> None:
+    options = options_of(engine(connector="AquaConnector", extra={"lend": {}, **extra}))
+    assert options.lend is not None
+
+
+def test_a_connector_that_may_read_any_block_refuses_the_start() -> None:
+    with pytest.raises(ConfigError, match="NixlConnector reads the KV cache"):
+        options_of(engine(connector="NixlConnector", lend={}))
+    assert options_of(engine(connector="NixlConnector")).lend is None
+
+
+def test_the_informer_offers_what_the_options_say_and_keeps_the_reserve() -> None:
+    options = LendingOptions(bytes=40 * MIB, reserve_bytes=8 * MIB, queue_margin=3)
+    profile = options.profile(cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB)
+    assert profile.spare_bytes == 48 * MIB
+    assert profile.reserve_bytes == 8 * MIB
+    assert profile.queue_margin == 3
+
+
+def test_by_default_half_of_the_cache_is_lent_if_that_much_can_be() -> None:
+    profile = LendingOptions().profile(cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB)
+    assert (profile.spare_bytes, profile.reserve_bytes) == (60 * MIB, 10 * MIB)
+    profile = LendingOptions().profile(cache_bytes=100 * MIB, most_bytes=30 * MIB, slab_bytes=MIB)
+    assert profile.spare_bytes == 40 * MIB
