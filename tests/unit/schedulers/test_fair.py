@@ -66,7 +66,7 @@ def at_turn(policy: FairPolicy, view: EngineView) -> Decision:
 
 
 def test_a_waiting_prompt_takes_the_place_of_the_most_served_decode() -> None:
-    policy = fair()
+    policy = fair(PolicyName.LEAST_SERVED)
     running = [decoding(policy, "a", 9), decoding(policy, "b", 3)]
     policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
     decision = at_turn(policy, seen(running))
@@ -201,6 +201,26 @@ def test_twice_the_weight_gets_twice_the_tokens() -> None:
         engine.step += 1
     tokens = [sum(each.emitted for each in kind) for kind in (heavy, light)]
     assert tokens[0] / tokens[1] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_prompt_counts_as_service() -> None:
+    policy = fair()
+    running = [decoding(policy, "a", 9), decoding(policy, "b", 3)._replace(prompt_tokens=100)]
+    policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
+    decision = at_turn(policy, seen(running))
+    assert decision == Decision(preempt=(Preemption("b", Eviction.SWAP),), admit=("c",))
+
+
+def test_who_was_ahead_does_not_wait_for_everyone_who_comes_later() -> None:
+    ends = {}
+    for name in (PolicyName.CFS, PolicyName.LEAST_SERVED):
+        long = Request("long", 0, 4, 120)
+        short = [Request(f"s{index}", 10 + 2 * index, 4, 20) for index in range(100)]
+        PagedEngine(fair(name), [long, *short], block_count=64).run()
+        ends[name] = long.last_step
+    assert ends[PolicyName.CFS] is not None
+    assert ends[PolicyName.LEAST_SERVED] is not None
+    assert ends[PolicyName.CFS] * 1.5 < ends[PolicyName.LEAST_SERVED]
 
 
 def test_first_token_first_lets_equals_finish_one_after_another() -> None:

@@ -18,14 +18,16 @@ are never in it. Those that are listed and not admitted stay listed.
 Keep decoding requests before prompts in the running list: they take one token each and prompts
 share the rest of the budget, which is section 7's partition of the batch.
 
-`PolicyName.CFS` is the paper's policy, `PolicyName.FIRST_TOKEN` ours (`ranking`), `PolicyName.FCFS`
-what stock engines do. `turns` has the rules that CFS and ours share, and what they promise.
+`PolicyName.CFS` is the paper's policy, `PolicyName.LEAST_SERVED` the same taken word by word,
+`PolicyName.FIRST_TOKEN` ours (`ranking`), `PolicyName.FCFS` what stock engines do. `turns` has the
+rules that all but the last share, and what they promise.
 
 Source: `Aqua: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Domains`, section 7.
 """
 
 from aqua_schedulers.cfs.naming import FairSettings, PolicyName, policy_named
 from aqua_schedulers.cfs.ranking import (
+    FairShare,
     FirstComeFirstServed,
     FirstTokenFirst,
     LeastServedFirst,
@@ -49,6 +51,7 @@ __all__ = [
     "Eviction",
     "FairPolicy",
     "FairSettings",
+    "FairShare",
     "FirstComeFirstServed",
     "FirstTokenFirst",
     "LeastServedFirst",

@@ -8,7 +8,7 @@ they surface, so that every event costs O(log n) and a decision looks only at th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
 
 from aqua_schedulers.cfs.ranking import Ranking
@@ -29,6 +29,7 @@ class Lobby:
         self._inhabitants: Inhabitants = OrderedDict()
         self._prompts: list[Entry] = []
         self._decodes: list[Entry] = []
+        self._decode_keys: dict[str, float] = {}
         self._prompt_count = 0
 
     def __len__(self) -> int:
@@ -54,7 +55,8 @@ class Lobby:
         found = self._inhabitants.pop(request_id, None)
         if found is None:
             return None
-        self._prompt_count -= not found[2].output_tokens
+        if self._decode_keys.pop(request_id, None) is None:
+            self._prompt_count -= 1
         return found[2]
 
     def rank_by(self, ranking: Ranking) -> None:
@@ -62,6 +64,7 @@ class Lobby:
         self._ranking = ranking
         self._prompts.clear()
         self._decodes.clear()
+        self._decode_keys.clear()
         for number, _, request in self._inhabitants.values():
             self._push(number, request)
 
@@ -71,6 +74,11 @@ class Lobby:
             if left > since_turn:
                 return
             yield request
+
+    @property
+    def decode_keys(self) -> Collection[float]:
+        """Keys of those with output tokens."""
+        return self._decode_keys.values()
 
     def prompts(self) -> Queue:
         """Those without an output token."""
@@ -84,6 +92,7 @@ class Lobby:
         if request.output_tokens:
             entry = (self._ranking.decode_key(request), request.arrival_s, number, request)
             heappush(self._decodes, entry)
+            self._decode_keys[request.request_id] = entry[0]
         else:
             entry = (self._ranking.prompt_key(request), request.arrival_s, number, request)
             heappush(self._prompts, entry)

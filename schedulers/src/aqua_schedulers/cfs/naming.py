@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.cfs.ranking import (
+    FairShare,
     FirstComeFirstServed,
     FirstTokenFirst,
     LeastServedFirst,
@@ -21,6 +22,7 @@ class PolicyName(StrEnum):
 
     FCFS = "fcfs"
     CFS = "cfs"
+    LEAST_SERVED = "least-served"
     FIRST_TOKEN = "first-token"  # noqa: S105 - a policy, not a password
 
     @classmethod
@@ -72,7 +74,8 @@ def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -
     settings = settings or FairSettings()
     rankings: dict[PolicyName, Ranking] = {
         PolicyName.FCFS: FirstComeFirstServed(),
-        PolicyName.CFS: LeastServedFirst(settings.slice_iterations),
+        PolicyName.CFS: FairShare(settings.slice_iterations),
+        PolicyName.LEAST_SERVED: LeastServedFirst(settings.slice_iterations),
         PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
     }
     return Turns(

@@ -25,12 +25,13 @@ events give the same decisions. A request is never put out before it got further
 admission: under recompute it might otherwise never finish.
 
 Costs: `begin_step` and the events are O(1) or O(log n); a turn is O(m log m) in the requests
-inside and O(k log n) in those admitted; whoever else waits costs nothing.
+inside and O(k log n) in those admitted; whoever else waits costs nothing, but for one addition where
+a ranking needs a mean.
 
 Source: Aqua section 7, with three differences. A completion gives its memory away at once but
 ends no slice, which would put out requests that have barely come in. Prompts take part until they
 fill the *turn*, not one step, or a batch of short prompts would run dry. And patience: with steady
-arrivals, "least served" alone starves whoever is ahead.
+arrivals, "least served" alone starves whoever is ahead (`ranking` says how it is read here).
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class Turns:
         self._lobby.take(request_id)
         self._floors.pop(request_id, None)
         self._leaving.discard(request_id)
+        self._wanted.forget(request_id)
         del self._numbers[request_id]
         self._has_changed = True
 
@@ -290,6 +292,7 @@ class Turns:
         self._turn_index += 1
         self._elapsed_steps = 0
         inside = engine.running()
+        self._ranking.begin_turn(inside, self._lobby.decode_keys)
         movable = [request for request in inside if self._may_leave(request)]
         may_recompute = (
             self._recompute_tokens > 0.0 or self._ranking.recompute_per_prompt_token == inf
