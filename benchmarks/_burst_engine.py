@@ -79,33 +79,19 @@ class Engine:
         self._engine = llm.llm_engine
         self._count = 0
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._schedule_us: dict[int, list[float]] = {}
-        self._time_schedule()
-
-    def _time_schedule(self) -> None:
-        """Note how long each call of the scheduler takes, by the number of running requests."""
-        schedule = self._scheduler.schedule
-
-        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as vLLM's
-            started_s = time.perf_counter()
-            output = schedule(*args, **kwargs)
-            took_us = 1e6 * (time.perf_counter() - started_s)
-            self._schedule_us.setdefault(len(self._scheduler.running), []).append(took_us)
-            return output
-
-        self._scheduler.schedule = timed
+        self._gaps_s: list[float] = []
+        self._steps = 0
 
     def figures(self, rows: list[dict[str, float]]) -> dict[str, Any]:
-        """What one run is judged by; times of the scheduler are of this run."""
-        times, self._schedule_us = self._schedule_us, {}
+        """What one run is judged by."""
+        gaps_s, self._gaps_s = self._gaps_s, []
+        steps, self._steps = self._steps, 0
         return {
             "rows": rows,
+            "tbt_p99_s": statistics.quantiles(gaps_s, n=100, method="inclusive")[98],
+            "steps": steps,
             "forced_preemptions": getattr(self._scheduler, "forced_preemptions", 0),
             "paged": self.paged(),
-            "schedule_us": {
-                count: {"median": statistics.median(some), "steps": len(some)}
-                for count, some in times.items()
-            },
         }
 
     def await_leases(self, nbytes: int) -> str:
@@ -144,6 +130,7 @@ class Engine:
 
         rng = random.Random(7)
         rows: dict[str, dict[str, float]] = {}
+        last_s: dict[str, float] = {}
         pending = sorted(arrivals)
         pending.reverse()
         started_s = time.perf_counter()
@@ -167,11 +154,15 @@ class Engine:
                 time.sleep(max(0.0, pending[-1][0] - now_s))
                 continue
             outputs = self._engine.step()
+            self._steps += 1
             now_s = time.perf_counter() - started_s
             for output in outputs:
                 row = rows[output.request_id]
                 if output.outputs[0].token_ids:
+                    if "first_s" in row:
+                        self._gaps_s.append(now_s - last_s[output.request_id])
                     row.setdefault("first_s", now_s)
+                    last_s[output.request_id] = now_s
                 if output.finished:
                     row["end_s"] = now_s
         return list(rows.values())
@@ -182,7 +173,7 @@ def serve(job: dict[str, Any]) -> None:
     engine = Engine(job)
     if job["leased_bytes"]:
         engine.await_leases(job["leased_bytes"])
-    engine.run([(0.0, 64, 16)] * 8)
+    engine.figures(engine.run([(0.0, 64, 16)] * 8))
     say("ready")
     for line in sys.stdin:
         say(engine.figures(engine.run(json.loads(line))))

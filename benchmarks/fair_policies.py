@@ -1,7 +1,7 @@
 """What fair policies do to bursts, simulated: many bursts, engines and seeds, against FCFS.
 
 python benchmarks/fair_policies.py [--seeds 2] [--json]
-Every burst runs on the serving engine under first come, first served, under Aqua's section 7 and
+Every burst runs on the serving engine under first come, first served, under Aqua's section 7, read fairly and
 under our `first-token`, over NVLink, with copies on top of computation. Gains are FCFS over the
 policy (more is better), ratios the policy over FCFS (less is better); each is a mean over seeds,
 and `worst` is the worst single burst. Bursts without any queue (FCFS waits less than a second)
@@ -42,7 +42,7 @@ SHAPES: Final = {
     "doubled for 30 s": (2.0, 30.0),
     "eightfold for 5 s": (8.0, 5.0),
 }
-POLICIES: Final = (PolicyName.CFS, PolicyName.FIRST_TOKEN)
+POLICIES: Final = (PolicyName.CFS, PolicyName.LEAST_SERVED, PolicyName.FIRST_TOKEN)
 QUEUED_S: Final = 1.0
 
 LOWER_IS_WORSE: Final = ("ttft_p99_gain", "ttft_max_gain", "throughput_ratio_vs_fcfs")

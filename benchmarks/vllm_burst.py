@@ -1,18 +1,23 @@
-"""A burst on a real vLLM: first come first served beside time slices, with and without Aqua.
+"""Bursts on a real vLLM: first come first served beside time slices, with and without Aqua.
 
-The paper's experiment (section 9.3, Figures 1 and 8) on a CPU: requests at a rate that the engine
-sustains, twice that rate for a while, then the first rate again. Memory for keys and values is
-limited, so that the burst does not fit. Four schedulers meet the same requests in one run, each in
-a fresh engine:
+The paper's experiment (section 9.3, "Fair scheduling during bursts"; Figures 1 and 8) on a CPU:
+requests at a rate that the engine sustains within an objective, twice that rate for a while, a
+pause while the surplus is redirected to new instances, then the first rate again (`_bursts` says
+how, and how seconds are scaled). Memory for keys and values is limited, so that the burst does not
+fit. Four schedulers meet the same requests in one run, in turns:
 
     fcfs        vLLM's own
     recompute   the paper's policy, preempted requests are computed again
     aqua        the paper's policy, preempted requests page into memory lent by another process
     best        our policy, likewise
 
-The stable rate is a share of what the engine was measured to finish per second when it had all
-requests at once. Lengths come from a seeded generator (log-normal, as chat logs are), or arrivals
-and lengths from a trace (`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not).
+Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
+Lengths are log-normal, as chat logs are; or arrivals and lengths come from a trace
+(`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not), which is one burst.
+
+Throughput is output tokens over busy time: those of the requests that came between the rise of the
+rate and the redirection (all of a trace), over the time in which any of them was unfinished. So it
+ends when the backlog has drained, and neither an idle engine nor the last arrival decides it.
 
 What it shows: waiting, slicing, and the cost of paging relative to that of computing, on one real
 engine. What it does not: a GPU's numbers. A CPU computes a prompt slowly, so recomputing looks
@@ -22,13 +27,9 @@ worse than on a GPU, and memory is as near as the store, so paging looks better 
 from __future__ import annotations
 
 import contextlib
-import csv
-import gzip
 import json
-import math
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -39,15 +40,32 @@ from typing import Annotated, Any, Final, Self
 
 import typer
 
+from _bursts import (
+    CALM_COUNT,
+    TTFT_OVER_TBT,
+    Arrival,
+    Load,
+    busy_s,
+    draw_lengths,
+    paper_burst,
+    read_trace,
+    steady,
+)
+
 ENGINE: Final = Path(__file__).with_name("_burst_engine.py")
 ENGINE_PYTHON: Final = Path(__file__).resolve().parents[1] / ".venv-engine/bin/python"
-
-Arrival = tuple[float, int, int]
 
 BLOCK_TOKENS: Final = 32
 STORE_BYTES: Final = 256 << 20
 SHAPE: Final = {"layers": 8, "hidden": 256}
-SLICE_ITERATIONS: Final = 8
+CAPACITY_COUNT: Final = 60
+"""Requests whose finishing rate is taken for the engine's capacity, when all are there at once."""
+TRIAL_COUNT: Final = 50
+"""Requests of a trial of a rate."""
+TRIAL_SHARES: Final = (0.5, 1.0)
+"""Of the capacity, between which the stable rate is looked for."""
+TRIALS: Final = 4
+POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
 IDLE: Final[list[Arrival]] = [(0.0, 64, 100)] * 8
 """Requests that fit into memory together: nobody waits, so nothing is to be decided."""
 IDLE_ROUNDS: Final = 9
@@ -70,19 +88,18 @@ def main(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trace: Annotated[Path | None, typer.Option(help="CSV of arrivals and lengths.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests of the generator.", min=20)] = 110,
-    seed: Annotated[int, typer.Option(help="Of the generator.")] = 0,
+    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
     blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=24)] = 64,
-    stable: Annotated[float, typer.Option(help="Stable rate over capacity.", min=0.1)] = 0.8,
-    slice_iterations: Annotated[int, typer.Option(help="Engine steps of a slice.", min=1)] = (
-        SLICE_ITERATIONS
-    ),
+    stable: Annotated[
+        float | None,
+        typer.Option(help="Stable rate over capacity; searched for if not given.", min=0.1),
+    ] = None,
+    slice_iterations: Annotated[int, typer.Option(help="Engine steps of a slice.", min=1)] = 5,
     plot: Annotated[Path | None, typer.Option(help="Where to draw TTFT and TPOT (PNG).")] = None,
 ) -> None:
-    """Measure a burst under four schedulers."""
-    given = read_trace(trace, blocks) if trace is not None else None
-    lengths = [(prompt, output) for _, prompt, output in given] if given else []
-    lengths = lengths or draw_lengths(requests, seed)
+    """Measure bursts under four schedulers."""
+    given = read_trace(trace, blocks * BLOCK_TOKENS // 4) if trace is not None else None
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-burst-")))
         python = str(ENGINE_PYTHON if ENGINE_PYTHON.exists() else sys.executable)
@@ -95,35 +112,38 @@ def main(
             note(f"starting {name}: {aqua or 'vLLM as it is'}")
             bench = Bench(python, model, blocks, aqua, environment)
             engines[name] = stack.enter_context(bench)
-        rows = engines["fcfs"].run([(0.0, *pair) for pair in lengths[:60]])["rows"]
-        capacity = len(rows) / max(row["end_s"] for row in rows)
-        note(f"capacity: {capacity:.2f} requests/s with everything there at once")
-        arrivals = given or burst(lengths, stable * capacity, seed)
-        runs = {}
-        for name, engine in engines.items():
-            note(f"the burst on {name}")
-            runs[name] = engine.run(arrivals) | {"idle": []}
-        note("turns without contention")
-        for _ in range(IDLE_ROUNDS):
-            for name in ("fcfs", "aqua", "best"):
-                runs[name]["idle"].append(engines[name].run(IDLE)["rows"])
-    summary: dict[str, Any] = compare(runs, "aqua")
-    summary["best"] = compare(runs, "best")
-    if plot is not None:
-        draw(runs, plot)
-    if as_json:
-        inputs = {
-            "capacity_requests_per_s": capacity,
-            "stable": stable,
+        inputs: dict[str, Any] = {
             "blocks": blocks,
             "block_tokens": BLOCK_TOKENS,
             "slice_iterations": slice_iterations,
-            "seed": seed,
-            "arrivals": arrivals,
             "model": SHAPE,
         }
+        if given is not None:
+            loads = [given]
+        else:
+            rate, service_s, found = stable_rate(engines["fcfs"], stable)
+            inputs |= found | {"seed": seed}
+            loads = [paper_burst(rate, service_s, seed + index) for index in range(bursts)]
+        raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in POLICY_NAMES}
+        for index, load in enumerate(loads):
+            # Who goes first changes: a machine may slow down or speed up meanwhile.
+            turn = index % len(POLICY_NAMES)
+            for name in (*POLICY_NAMES[turn:], *POLICY_NAMES[:turn]):
+                note(f"burst {index + 1} of {len(loads)}: {len(load.arrivals)} requests, {name}")
+                raw[name]["bursts"].append(engines[name].run(load.arrivals))
+        note("turns without contention")
+        order = ["fcfs", "aqua", "best"]
+        for _ in range(IDLE_ROUNDS):
+            for name in order:
+                raw[name]["idle"].append(engines[name].run(IDLE)["rows"])
+            order.reverse()
+    summary = summarize(raw, loads)
+    if plot is not None:
+        draw({name: runs["bursts"][0]["rows"] for name, runs in raw.items()}, plot)
+    if as_json:
+        inputs["loads"] = loads
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        print(json.dumps(summary | {"raw": runs, "inputs": inputs, "machine": machine}))
+        print(json.dumps(summary | {"raw": raw, "inputs": inputs, "machine": machine}))
     else:
         show(summary)
 
@@ -132,52 +152,48 @@ def policies(slice_iterations: int) -> dict[str, dict[str, Any] | None]:
     """Options of the adapter for each scheduler of the comparison."""
     cfs = {"policy": "cfs", "slice_iterations": slice_iterations, "prefix_tier": False}
     paging = {**cfs, "store_bytes": STORE_BYTES}
-    return {
-        "fcfs": None,
-        "recompute": {**cfs, "mode": "recompute"},
-        "aqua": paging,
-        "best": {**paging, "policy": "first-token"},
+    options: tuple[dict[str, Any] | None, ...] = (
+        None,
+        {**cfs, "mode": "recompute"},
+        paging,
+        {**paging, "policy": "first-token"},
+    )
+    return dict(zip(POLICY_NAMES, options, strict=True))
+
+
+def stable_rate(fcfs: Bench, share: float | None) -> tuple[float, float, dict[str, Any]]:
+    """The highest rate that holds the objective of `_bursts`, and what a request takes then.
+
+    Args:
+        fcfs: The engine to try rates on.
+        share: Of the capacity, instead of a search.
+    """
+    rows = fcfs.run([(0.0, *pair) for pair in draw_lengths(CAPACITY_COUNT, seed=-1)])["rows"]
+    capacity = len(rows) / max(row["end_s"] for row in rows)
+    note(f"capacity: {capacity:.2f} requests/s with everything there at once")
+    low, high = TRIAL_SHARES
+    lengths = draw_lengths(TRIAL_COUNT, seed=-2)
+    trials = []
+    tried = [share] if share is not None else [None] * TRIALS
+    service_s = 0.0
+    for given in tried:
+        at = given or (low + high) / 2
+        run = fcfs.run(steady(lengths, at * capacity, seed=-3))
+        ttft_s, tbt_s = p99(ttfts(run["rows"])), run["tbt_p99_s"]
+        holds = ttft_s <= TTFT_OVER_TBT * tbt_s
+        trials.append({"share": at, "ttft_p99_s": ttft_s, "tbt_p99_s": tbt_s, "holds": holds})
+        note(f"{at:.2f} of it: TTFT {ttft_s:.3f} s, between tokens {tbt_s:.3f} s (p99)")
+        if holds or not service_s or given:
+            service_s = mean_completion(run["rows"])
+        low, high = (at, high) if holds else (low, at)
+    stable = share or low
+    found = {
+        "capacity_requests_per_s": capacity,
+        "stable_share": stable,
+        "service_s": service_s,
+        "trials": trials,
     }
-
-
-# --- Requests -------------------------------------------------------------------------------
-
-
-def draw_lengths(count: int, seed: int) -> list[tuple[int, int]]:
-    """Prompt and output tokens: log-normal with long tails, cut to what the engine holds."""
-    rng = random.Random(seed)
-
-    def draw(median: float, spread: float, low: int, high: int) -> int:
-        return round(min(high, max(low, median * math.exp(rng.gauss(0, spread)))))
-
-    return [(draw(110, 0.6, 16, 480), draw(90, 0.8, 8, 480)) for _ in range(count)]
-
-
-def burst(lengths: list[tuple[int, int]], rate: float, seed: int) -> list[Arrival]:
-    """A quarter at the stable rate, half at twice that, a quarter at the stable rate again."""
-    rng = random.Random(seed + 1)
-    arrivals: list[Arrival] = []
-    now_s, quarter = 0.0, len(lengths) // 4
-    for index, (prompt, output) in enumerate(lengths):
-        is_burst = quarter <= index < len(lengths) - quarter
-        now_s += rng.expovariate(rate * (2 if is_burst else 1))
-        arrivals.append((now_s, prompt, output))
-    return arrivals
-
-
-def read_trace(path: Path, blocks: int) -> list[Arrival]:
-    """Arrivals of a file; lengths are cut to half of the engine's memory."""
-    most = blocks * BLOCK_TOKENS // 4
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    rows = list(csv.DictReader(content.decode().splitlines()))
-    return [
-        (
-            float(row["t_s"]),
-            min(most, max(1, int(row["prompt_tokens"]))),
-            min(most, max(2, int(row["output_tokens"]))),
-        )
-        for row in rows
-    ]
+    return stable * capacity, service_s, found
 
 
 # --- Engines --------------------------------------------------------------------------------
@@ -275,7 +291,8 @@ def lending(python: str, folder: Path) -> Iterator[dict[str, str]]:
         assert coordinator.stderr is not None
         url = next(json.loads(line)["url"] for line in coordinator.stderr if '"listening"' in line)
         lender = subprocess.Popen(
-            [python, str(ENGINE), "lend", url, str(STORE_BYTES)],
+            # Each of the two that page may take all that its store holds.
+            [python, str(ENGINE), "lend", url, str(2 * STORE_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -308,21 +325,41 @@ def place(gpu: str) -> dict[str, str]:
 # --- Figures --------------------------------------------------------------------------------
 
 
-def compare(runs: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
-    """The keys of one policy against the baselines."""
-    fcfs, ours, recompute = (runs[n]["rows"] for n in ("fcfs", name, "recompute"))
-    idle = zip(runs["fcfs"]["idle"], runs[name]["idle"], strict=True)
+def summarize(raw: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, Any]:
+    """The keys of the paper's policy, and of ours under `best`; `bursts` has them one by one."""
+
+    def of(name: str) -> dict[str, Any]:
+        each = [
+            compare({who: runs["bursts"][index]["rows"] for who, runs in raw.items()}, name, load)
+            for index, load in enumerate(loads)
+        ]
+        idle = zip(raw["fcfs"]["idle"], raw[name]["idle"], strict=True)
+        found = {key: statistics.median(row[key] for row in each) for key in each[0]}
+        found["idle_throughput_ratio"] = statistics.median(
+            throughput(with_aqua) / throughput(without) for without, with_aqua in idle
+        )
+        return {**found, "bursts": each}
+
+    return of("aqua") | {"best": of("best")}
+
+
+def compare(runs: dict[str, list[dict[str, float]]], name: str, load: Load) -> dict[str, float]:
+    """The keys of one policy against the baselines on one burst."""
+    fcfs, ours, recompute = (runs[who] for who in ("fcfs", name, "recompute"))
     return {
         "ttft_p99_gain": p99(ttfts(fcfs)) / p99(ttfts(ours)),
         "ttft_max_gain": max(ttfts(fcfs)) / max(ttfts(ours)),
         "completion_ratio_vs_fcfs": mean_completion(ours) / mean_completion(fcfs),
         "completion_max_ratio_vs_fcfs": max(completions(ours)) / max(completions(fcfs)),
-        "throughput_ratio_vs_fcfs": throughput(ours) / throughput(fcfs),
+        "throughput_ratio_vs_fcfs": throughput(within(ours, load)) / throughput(within(fcfs, load)),
         "completion_gain_vs_recompute": mean_completion(recompute) / mean_completion(ours),
-        "idle_throughput_ratio": statistics.median(
-            throughput(with_aqua) / throughput(without) for without, with_aqua in idle
-        ),
     }
+
+
+def within(rows: list[dict[str, float]], load: Load) -> list[dict[str, float]]:
+    """Those that arrived in the burst."""
+    first_s, last_s = load.window_s
+    return [row for row in rows if first_s <= row["arrival_s"] <= last_s]
 
 
 def ttfts(rows: list[dict[str, float]]) -> list[float]:
@@ -341,8 +378,9 @@ def mean_completion(rows: list[dict[str, float]]) -> float:
 
 
 def throughput(rows: list[dict[str, float]]) -> float:
-    """Output tokens per second of the whole run."""
-    return sum(row["output_tokens"] for row in rows) / max(row["end_s"] for row in rows)
+    """Output tokens per second in which any of them was unfinished."""
+    spans = [(row["arrival_s"], row["end_s"]) for row in rows]
+    return sum(row["output_tokens"] for row in rows) / busy_s(spans)
 
 
 def p99(values: list[float]) -> float:
@@ -350,8 +388,8 @@ def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
-def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """TTFT and time per output token by request, as in the paper's Figures 1 and 8."""
+def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """TTFT and time per output token by request of a burst, as in the paper's Figures 1 and 8."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -365,13 +403,15 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         "best": "first tokens first with Aqua (ours)",
     }
     for name, label in labels.items():
-        rows = sorted(runs[name]["rows"], key=lambda row: row["arrival_s"])
+        rows = sorted(runs[name], key=lambda row: row["arrival_s"])
         tpots = [
             1000 * (row["end_s"] - row["first_s"]) / max(1, row["output_tokens"] - 1)
             for row in rows
         ]
         above.plot(ttfts(rows), label=label)
         below.plot(tpots, label=label)
+    for axes in (above, below):
+        axes.axvline(CALM_COUNT, color="grey", linewidth=0.5)
     above.set_ylabel("time to first token (s)")
     below.set_ylabel("time per output token (ms)")
     below.set_xlabel("request, by arrival")
@@ -383,10 +423,20 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def show(summary: dict[str, Any]) -> None:
     """The figures beside their bars."""
     best = summary["best"]
+    count = len(best["bursts"])
     print(f"{'':32}{'paper':>8}{'bar':>8}{'best':>8}{'bar':>8}")
     for name, (relation, bar) in BARS.items():
         bars = f"{relation}{bar:g}", f"{BEST_BARS[name][0]}{BEST_BARS[name][1]:g}"
-        print(f"{name:32}{summary[name]:8.2f}{bars[0]:>8}{best[name]:8.2f}{bars[1]:>8}")
+        print(f"{name:32}{summary[name]:8.3f}{bars[0]:>8}{best[name]:8.3f}{bars[1]:>8}")
+    for who, found, bounds in (("paper", summary, BARS), ("best", best, BEST_BARS)):
+        held = sum(all(holds(row[key], bounds[key]) for key in row) for row in found["bursts"])
+        print(f"{who}: all but the idle bar hold on {held} of {count} bursts")
+
+
+def holds(value: float, bar: tuple[str, float]) -> bool:
+    """Whether a figure reaches its bar."""
+    relation, bound = bar
+    return value >= bound if relation == ">=" else value <= bound
 
 
 def note(text: str) -> None:

@@ -203,6 +203,16 @@ def test_twice_the_weight_gets_twice_the_tokens() -> None:
     assert tokens[0] / tokens[1] == pytest.approx(2.0, rel=0.1)
 
 
+def test_a_decode_gives_way_to_another_once_it_is_ahead_by_a_granularity() -> None:
+    for ahead, leaves in ((10, False), (50, True)):
+        policy = fair()
+        running = [decoding(policy, "a", 9)]
+        policy.preempted(decoding(policy, "b", 9)._replace(missing_blocks=4, held_blocks=0))
+        at_turn(policy, seen(running, free=3))
+        further = running[0]._replace(output_tokens=9 + ahead, computed_tokens=16 + ahead)
+        assert bool(at_turn(policy, seen([further], free=3)).preempt) is leaves
+
+
 def test_a_prompt_counts_as_service() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9), decoding(policy, "b", 3)._replace(prompt_tokens=100)]
@@ -226,13 +236,13 @@ def test_who_was_ahead_does_not_wait_for_everyone_who_comes_later() -> None:
 def test_first_token_first_lets_equals_finish_one_after_another() -> None:
     requests = [Request(f"r{i}", 0, 8, 200) for i in range(12)]
     outs = {}
-    for name in (PolicyName.CFS, PolicyName.FIRST_TOKEN):
+    for name in (PolicyName.LEAST_SERVED, PolicyName.FIRST_TOKEN):
         copies = [Request(each.name, 0, 8, 200) for each in requests]
         engine = PagedEngine(fair(name), copies, block_count=160)
         engine.run()
         outs[name] = sum(each.outs for each in copies)
         assert max(each.first_step for each in copies if each.first_step is not None) < 60
-    assert outs[PolicyName.FIRST_TOKEN] * 5 < outs[PolicyName.CFS]
+    assert outs[PolicyName.FIRST_TOKEN] * 5 < outs[PolicyName.LEAST_SERVED]
 
 
 def test_a_request_larger_than_what_growth_leaves_still_comes_in_alone() -> None:

@@ -60,7 +60,7 @@ def test_turns_shorten_the_wait_and_links_tell_in_the_time_per_token(burst: Burs
     fcfs, dram, peer, ours = outcomes(slow, [1, 2]).values()
     assert fcfs.ttft_max_s > 5 * peer.ttft_max_s
     assert dram.tpot_mean_s > 1.5 * peer.tpot_mean_s
-    assert ours.preemption_count < peer.preemption_count / 3
+    assert ours.preemption_count < peer.preemption_count / 2
     assert ours.completion_mean_s < 1.25 * fcfs.completion_mean_s
 
 

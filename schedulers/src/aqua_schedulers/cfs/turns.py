@@ -25,8 +25,8 @@ events give the same decisions. A request is never put out before it got further
 admission: under recompute it might otherwise never finish.
 
 Costs: `begin_step` and the events are O(1) or O(log n); a turn is O(m log m) in the requests
-inside and O(k log n) in those admitted; whoever else waits costs nothing, but for one addition where
-a ranking needs a mean.
+inside and O(k log n) in those admitted; whoever else waits costs nothing, but for one addition
+where a ranking needs a mean.
 
 Source: Aqua section 7, with three differences. A completion gives its memory away at once but
 ends no slice, which would put out requests that have barely come in. Prompts take part until they
@@ -101,13 +101,16 @@ class _Table:
 class _Line:
     """Those inside and those outside of one phase, merged in the ranking's order."""
 
-    def __init__(self, inside: list[Entry], queue: Queue, *, keeps_equals: bool) -> None:
+    def __init__(
+        self, inside: list[Entry], queue: Queue, *, keeps_equals: bool, margin: float
+    ) -> None:
         inside.sort()
         self._inside = inside
         self._index = 0
         self._queue = queue
         self._is_closed = False
         self._keeps_equals = keeps_equals
+        self._margin = margin
 
     def seat(self, table: _Table, growth: Growth, quota_tokens: float = inf) -> None:
         """Take requests until their pending tokens reach the quota, or memory ends.
@@ -139,7 +142,9 @@ class _Line:
                 quota_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
 
     def _goes_first(self, inner: Entry, outer: Entry) -> bool:
-        return inner[0] <= outer[0] if self._keeps_equals else inner[:3] <= outer[:3]
+        if self._keeps_equals:
+            return inner[0] <= outer[0] + self._margin
+        return inner[:3] <= outer[:3]
 
 
 class Turns:
@@ -337,8 +342,8 @@ class Turns:
             inside[is_decode].append((key, request.arrival_s, numbers[request.request_id], request))
         queues = (self._lobby.prompts(), self._lobby.decodes())
         prompts, decodes = (
-            _Line(mine, theirs, keeps_equals=ranking.keeps_equals)
-            for mine, theirs in zip(inside, queues, strict=True)
+            _Line(mine, theirs, keeps_equals=ranking.keeps_equals, margin=margin)
+            for mine, theirs, margin in zip(inside, queues, (0.0, ranking.margin), strict=True)
         )
         # As many as are inside fit in memory at once: the upper bound of the decode share.
         share = max(1, engine.token_budget - engine.running_count)

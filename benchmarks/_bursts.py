@@ -1,0 +1,140 @@
+"""The requests of `vllm_burst.py`: lengths, steady streams, the paper's burst, traces.
+
+The burst is that of Aqua section 9.3 ("Fair scheduling during bursts", Figure 8). Requests come at
+the stable rate; then, for a while, at twice that. The rise is noticed and more instances are
+ordered, which takes as long as the burst lasts; from then on newly arriving requests are redirected
+to them, until as many have been redirected as the burst brought beyond the stable rate. After that
+the stable rate resumes. So the engine meets its backlog alone and can drain it.
+
+Time on a small engine is shorter, so the paper's seconds are kept in proportion to what a request
+takes: a minute of doubled rate, where requests take about twenty seconds.
+
+The stable rate is the one that section 4.1 finds: the highest at which an objective holds. There it
+is 100 ms between tokens and a second to the first, here the same ratio of the two.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+Arrival = tuple[float, int, int]
+"""Second, prompt tokens, output tokens."""
+
+Lengths = list[tuple[int, int]]
+"""Prompt and output tokens of requests."""
+
+CALM_COUNT: Final = 25
+"""Requests at the stable rate before the burst (section 9.3), and after it."""
+
+BURST_SERVICE_TIMES: Final = 3.0
+"""A minute over about twenty seconds, the length of a request on the paper's models."""
+
+NOTICE: Final = 1.0 / 12
+"""Of the burst: rates are looked at every 5 s of a minute."""
+
+TTFT_OVER_TBT: Final = 10.0
+"""Section 4.1: a second to the first token, 100 ms between tokens."""
+
+
+class Load(NamedTuple):
+    """Requests in order of arrival, and the window in which the burst's came.
+
+    Attributes:
+        window_s: First and last second of arrivals between the rise and the redirection.
+    """
+
+    arrivals: list[Arrival]
+    window_s: tuple[float, float]
+
+
+def draw_lengths(count: int, seed: int) -> Lengths:
+    """Prompt and output tokens: log-normal with long tails, cut to what the engine holds."""
+    rng = random.Random(seed)
+
+    def draw(median: float, spread: float, low: int, high: int) -> int:
+        return round(min(high, max(low, median * math.exp(rng.gauss(0, spread)))))
+
+    return [(draw(110, 0.6, 16, 480), draw(90, 0.8, 8, 480)) for _ in range(count)]
+
+
+def steady(lengths: Lengths, rate_per_s: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals; the same seed gives the same ones at any rate, stretched."""
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+    now_s = 0.0
+    for prompt, output in lengths:
+        now_s += rng.expovariate(1.0) / rate_per_s
+        arrivals.append((now_s, prompt, output))
+    return arrivals
+
+
+def paper_burst(rate_per_s: float, service_s: float, seed: int) -> Load:
+    """The burst of the module.
+
+    Args:
+        rate_per_s: Stable rate.
+        service_s: What a request takes at that rate.
+        seed: Of arrivals and lengths.
+    """
+    rng = random.Random(seed)
+    times: list[float] = []
+    now_s = 0.0
+    for _ in range(CALM_COUNT):
+        now_s += rng.expovariate(rate_per_s)
+        times.append(now_s)
+    rise_s = now_s
+    length_s = BURST_SERVICE_TIMES * service_s
+    while (now_s := now_s + rng.expovariate(2 * rate_per_s)) <= rise_s + length_s:
+        times.append(now_s)
+    surplus = max(0, len(times) - CALM_COUNT - round(rate_per_s * length_s))
+    now_s = rise_s + length_s
+    redirected_s = rise_s + (1 + NOTICE) * length_s
+    calm = CALM_COUNT
+    while calm:
+        now_s += rng.expovariate(rate_per_s)
+        if now_s >= redirected_s and surplus:
+            surplus -= 1
+            continue
+        times.append(now_s)
+        calm -= 1
+    lengths = draw_lengths(len(times), seed)
+    return Load(
+        [(at_s, *pair) for at_s, pair in zip(times, lengths, strict=True)],
+        (rise_s, redirected_s),
+    )
+
+
+def read_trace(path: Path, most_tokens: int) -> Load:
+    """Arrivals of a file (`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not).
+
+    Args:
+        path: The file.
+        most_tokens: What prompts and outputs are cut to.
+    """
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    arrivals = [
+        (
+            float(row["t_s"]),
+            min(most_tokens, max(1, int(row["prompt_tokens"]))),
+            min(most_tokens, max(2, int(row["output_tokens"]))),
+        )
+        for row in csv.DictReader(content.decode().splitlines())
+    ]
+    first_s = min(at_s for at_s, _, _ in arrivals)
+    moved = sorted((at_s - first_s, prompt, output) for at_s, prompt, output in arrivals)
+    return Load(moved, (0.0, moved[-1][0]))
+
+
+def busy_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of these was under way."""
+    total_s, until_s = 0.0, -math.inf
+    for start_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
