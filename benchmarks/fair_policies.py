@@ -1,11 +1,11 @@
 """What fair policies do to bursts, simulated: many bursts, engines and seeds, against FCFS.
 
 python benchmarks/fair_policies.py [--seeds 2] [--json]
-Every burst runs on the serving engine under first come, first served, under Aqua's section 7, read fairly and
-under our `first-token`, over NVLink, with copies on top of computation. Gains are FCFS over the
-policy (more is better), ratios the policy over FCFS (less is better); each is a mean over seeds,
-and `worst` is the worst single burst. Bursts without any queue (FCFS waits less than a second)
-say nothing and are left out, counted.
+Every burst runs on the serving engine under first come, first served, under Aqua's section 7 (read
+fairly, and word by word) and under our `first-token`, over NVLink, with copies on top. Gains are
+FCFS over the policy (more is better), ratios the policy over FCFS (less is better); each is a mean
+over seeds, and `worst` is the worst single burst. Bursts without any queue (FCFS waits less than a
+second) say nothing and are left out, counted.
 """
 
 from __future__ import annotations
