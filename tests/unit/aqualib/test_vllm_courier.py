@@ -51,6 +51,19 @@ def test_blocks_come_back_into_other_blocks() -> None:
         assert courier.paged_blocks == {"out": 3, "in": 3}
 
 
+def test_blocks_of_an_odd_number_of_bytes_come_back_too() -> None:
+    layers = [torch.arange(BLOCKS * 9, dtype=torch.uint8).reshape(BLOCKS, 9) + at for at in (0, 7)]
+    before = [layer.clone() for layer in layers]
+    with consuming() as aqua:
+        courier = Courier(block_rows(layers, BLOCKS), aqua, 4)
+        courier.page_out(Orders(out_places=[0, 1], out_blocks=[5, 9]))
+        courier.page_in(Orders(in_places=[0, 1], in_blocks=[9, 5]))
+        courier.close()
+    for layer, was in zip(layers, before, strict=True):
+        assert torch.equal(layer[9], was[5])
+        assert torch.equal(layer[5], was[9])
+
+
 def test_more_blocks_than_the_staging_buffer_holds_go_in_stretches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -222,14 +222,13 @@ def test_a_prompt_counts_as_service() -> None:
 
 
 def test_who_was_ahead_does_not_wait_for_everyone_who_comes_later() -> None:
-    ends = {}
+    ends: dict[PolicyName, int] = {}
     for name in (PolicyName.CFS, PolicyName.LEAST_SERVED):
         long = Request("long", 0, 4, 120)
         short = [Request(f"s{index}", 10 + 2 * index, 4, 20) for index in range(100)]
         PagedEngine(fair(name), [long, *short], block_count=64).run()
+        assert long.last_step is not None
         ends[name] = long.last_step
-    assert ends[PolicyName.CFS] is not None
-    assert ends[PolicyName.LEAST_SERVED] is not None
     assert ends[PolicyName.CFS] * 1.5 < ends[PolicyName.LEAST_SERVED]
 
 

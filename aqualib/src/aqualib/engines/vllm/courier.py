@@ -58,10 +58,11 @@ class Courier:
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], aqua: Aqua, capacity_blocks: int) -> None:
-        self._rows = rows
         self._aqua = aqua
-        self._bounds = np.cumsum([0, *(row.shape[1] for row in rows)]).tolist()
-        self.block_bytes: Final[int] = self._bounds[-1]
+        self._word = _word_of(rows)
+        self._rows = [row.view(self._word) for row in rows]
+        self._bounds = np.cumsum([0, *(row.shape[1] for row in self._rows)]).tolist()
+        self.block_bytes: Final[int] = sum(row.shape[1] for row in rows)
         self.failures: Final[Counter[str]] = Counter()
         self.paged_blocks: Final[Counter[str]] = Counter()
         self.paging_s: Final[defaultdict[str, float]] = defaultdict(float)
@@ -192,8 +193,9 @@ class Courier:
             return
         rows = self._staging[: len(places)]
         index = torch.tensor(blocks, device=rows.device)
+        words = rows.view(self._word)
         for layer, (start, end) in zip(self._rows, self._pieces(), strict=True):
-            rows[:, start:end] = layer[index]
+            words[:, start:end] = layer.index_select(0, index)
         try:
             slots, transfer = self._store.page_out(rows)
             try:
@@ -237,8 +239,9 @@ class Courier:
             self._give_up(bad or pairs)
             return [pair for pair in pairs if pair not in bad] if bad else []
         index = torch.tensor([block for _, block in pairs], device=rows.device)
+        words = rows.view(self._word)
         for layer, (start, end) in zip(self._rows, self._pieces(), strict=True):
-            layer[index] = rows[:, start:end]
+            layer.index_copy_(0, index, words[:, start:end])
         return []
 
     def _give_up(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -303,6 +306,13 @@ class Courier:
         self.failures[error.code] += 1
         if self.failures[error.code] == 1:
             logger.warning("%s: %s (further cases are only counted)", what, error)
+
+
+def _word_of(rows: Sequence[torch.Tensor]) -> torch.dtype:
+    """What rows are gathered and scattered as: on a CPU torch moves them element by element."""
+    size = torch.int64.itemsize
+    fits = all(not (row.shape[1] % size or row.storage_offset() % size) for row in rows)
+    return torch.int64 if fits else torch.uint8
 
 
 def _differs(rate: float, before: float) -> bool:
