@@ -55,6 +55,7 @@ RECLAIM_FACTOR: Final = 1.2
 RECLAIM_ALLOWANCE_MS: Final = 20.0
 
 SETTLE_TIMEOUT_S: Final = 60.0
+ANSWER_TIMEOUT_S: Final = 5.0
 
 
 @dataclass
@@ -144,6 +145,7 @@ def measure_roundtrip(lender: Lender, results: Results, count: int) -> None:
     for number in range(count):
         started_s = time.perf_counter()
         attachment.channel.send(Ping(number=number))
+        attachment.channel.wait(ANSWER_TIMEOUT_S)
         message, _ = attachment.channel.receive()
         elapsed_s = time.perf_counter() - started_s
         assert message == Pong(number=number), message

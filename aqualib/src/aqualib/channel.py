@@ -6,13 +6,20 @@ whole or not at all, so several threads may send on one channel.
 
 Received descriptors are closed on exec and belong to the caller. A packet that carries more
 descriptors than its message accounts for is a protocol violation and closes them all.
+
+Who waits for a packet lingers: looks again for `LINGER_S` before it sleeps. Most packets answer one
+that was just sent, the answer takes microseconds to make, and waking a sleeping thread on an idle
+core takes several times as long.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import selectors
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +34,9 @@ from aqua_protocol.wire import Wire
 
 SO_PEERPIDFD: Final = 77
 """Linux 6.5: a pidfd of the peer as of connect time, immune to pid reuse and pid namespaces."""
+
+LINGER_S: Final = 50e-6
+"""About what going to sleep and waking up costs; waiting longer awake could only lose."""
 
 _UCRED: Final = struct.Struct("3i")
 
@@ -112,6 +122,16 @@ class Channel(Generic[MessageT]):
             raise ChannelClosedError(f"cannot send on the lease channel: {error}") from error
         return True
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to receive, be it the end; False when there is not."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        awake_until_s = time.perf_counter() + min(timeout_s, LINGER_S)
+        while not poll.poll(0):
+            if time.perf_counter() >= awake_until_s:
+                return bool(poll.poll(max(timeout_s - LINGER_S, 0.0) * 1e3))
+        return True
+
     def receive(self) -> tuple[MessageT, list[int]]:
         """Wait for the next message; the descriptors returned are owned by the caller.
 
@@ -180,6 +200,25 @@ class Channel(Generic[MessageT]):
     def close(self) -> None:
         """Close this end. Harmless when repeated."""
         self._socket.close()
+
+
+class LingeringSelector(selectors.DefaultSelector):
+    """A selector for lease channels: after something was ready, it lingers before it sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_awake = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As the selectors of the standard library."""
+        if self._is_awake:
+            awake_until_s = time.perf_counter() + LINGER_S
+            while time.perf_counter() < awake_until_s:
+                if ready := super().select(0):
+                    return ready
+        ready = super().select(timeout)
+        self._is_awake = bool(ready)
+        return ready
 
 
 def listen(path: Path, *, backlog: int = 128) -> socket.socket:

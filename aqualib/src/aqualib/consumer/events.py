@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqua_protocol import ProtocolError, TransportError
 from aqua_protocol.channel import Goodbye, Ping, Pong, ProducerMessage, Reclaim
+from aqualib.channel import LingeringSelector
 from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class EventThread:
     def __init__(self, store: FrameStore, listener: Listener) -> None:
         self._store = store
         self._listener = listener
-        self._selector = selectors.DefaultSelector()
+        self._selector = LingeringSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._arrivals: deque[Attachment] = deque()

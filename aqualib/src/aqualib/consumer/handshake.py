@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-import select
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,9 +147,7 @@ class _Incoming:
             is_last = message.last
 
     def _next(self) -> tuple[ProducerMessage, list[int]]:
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
-        if not poll.poll(max(self._deadline_s - time.monotonic(), 0.0) * 1e3):
+        if not self._channel.wait(max(self._deadline_s - time.monotonic(), 0.0)):
             raise ChannelClosedError(
                 f"{self._producer_id} accepted the connection and does not answer",
                 remedy="Look at the producer process: it is stopped or overloaded.",

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import threading
 import time
@@ -46,7 +45,13 @@ from aqua_protocol.channel import (
     Refused,
     Released,
 )
-from aqualib.channel import Channel, ChannelClosedError, PeerCredentials, listen
+from aqualib.channel import (
+    Channel,
+    ChannelClosedError,
+    LingeringSelector,
+    PeerCredentials,
+    listen,
+)
 from aqualib.prompt import run_promptly
 
 if TYPE_CHECKING:
@@ -194,7 +199,7 @@ class LeaseServer:
         if open_to_others:
             endpoint.chmod(0o666)
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector = selectors.DefaultSelector()
+        self._selector = LingeringSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._peers: set[Peer] = set()
@@ -282,7 +287,7 @@ class LeaseServer:
     def _review(self, peer: Peer, now_s: float) -> None:
         if peer.stage is Stage.HANDING:
             return
-        if peer.dead and not (peer.connected and _readable(peer.channel)):
+        if peer.dead and not (peer.connected and peer.channel.wait(0)):
             # A child of the dead process may have kept the socket, so its end may never come.
             self._hang_up(peer)
             self._host.dead(peer)
@@ -402,12 +407,6 @@ class LeaseServer:
             if not peer.dead:
                 self._selector.unregister(peer.pidfd)
             os.close(peer.pidfd)
-
-
-def _readable(channel: Channel[ConsumerMessage]) -> bool:
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _say(channel: Channel[ConsumerMessage], error: AquaError) -> None:

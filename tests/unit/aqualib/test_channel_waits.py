@@ -1,0 +1,69 @@
+"""Waiting on a lease channel: what lingering must not change."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from pydantic import TypeAdapter
+
+from aqua_protocol.channel import Ping
+from aqualib.channel import Channel, ChannelClosedError, LingeringSelector
+
+Ends = tuple[Channel[Ping], Channel[Ping]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    left, right = (
+        Channel(sock, TypeAdapter(Ping))
+        for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_a_wait_ends_without_a_packet(ends: Ends) -> None:
+    assert not ends[0].wait(0)
+    assert not ends[0].wait(0.001)
+
+
+def test_a_packet_that_is_there_is_waited_for_by_nobody(ends: Ends) -> None:
+    ends[1].send(Ping(number=1))
+    assert ends[0].wait(0)
+    assert ends[0].receive()[0] == Ping(number=1)
+
+
+def test_a_packet_that_comes_after_lingering_wakes_the_sleeper(ends: Ends) -> None:
+    timer = threading.Timer(0.05, ends[1].send, [Ping(number=2)])
+    timer.start()
+    assert ends[0].wait(60)
+    timer.join()
+
+
+def test_the_end_of_the_channel_is_something_to_receive(ends: Ends) -> None:
+    ends[1].close()
+    assert ends[0].wait(60)
+    with pytest.raises(ChannelClosedError):
+        ends[0].receive()
+
+
+def test_a_selector_that_lingers_sees_what_any_selector_sees(ends: Ends) -> None:
+    left, right = ends
+    with LingeringSelector() as selector:
+        selector.register(left, selectors.EVENT_READ, "left")
+        assert selector.select(0) == []
+        right.send(Ping(number=3))
+        for _ in range(2):  # Asleep, then awake.
+            ((key, mask),) = selector.select(60)
+            assert (key.data, mask) == ("left", selectors.EVENT_READ)
+        left.receive()
+        assert selector.select(0.001) == []
+        timer = threading.Timer(0.05, right.send, [Ping(number=4)])
+        timer.start()
+        assert selector.select(60)
+        timer.join()
