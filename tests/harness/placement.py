@@ -24,11 +24,20 @@ class Best:
 
 
 @st.composite
-def small_problems(draw: st.DrawFn, *, weights: bool = False) -> dict[str, Any]:
-    """Problems in column form: up to 3 servers of up to 4 GPUs and up to 7 groups."""
+def small_problems(
+    draw: st.DrawFn, *, weights: bool = False, classes: bool = False
+) -> dict[str, Any]:
+    """Problems in column form: up to 3 servers of up to 4 GPUs and up to 7 groups.
+
+    Args:
+        classes: Servers may be of two sizes, up to 6 GPUs.
+    """
     gpus = draw(st.integers(1, 4))
-    servers = draw(st.integers(1, 3))
-    room = [gpus] * servers
+    servers = [{"count": draw(st.integers(1, 3)), "gpus": gpus, "hbm_gb": 80}]
+    if classes:
+        servers[0]["count"] = draw(st.integers(1, 2))
+        servers.append({"count": 1, "gpus": draw(st.integers(1, 6)), "hbm_gb": 80})
+    room = sizes_of(servers)
     tp: list[int] = []
     for _ in range(draw(st.integers(1, 7))):
         size = draw(st.sampled_from([1, 1, 1, 2, 4]))
@@ -53,27 +62,29 @@ def small_problems(draw: st.DrawFn, *, weights: bool = False) -> dict[str, Any]:
             st.floats(0.1, 10).map(lambda value: round(value, 3)),
         )
         columns["weight"] = [draw(worth) for _ in tp]
-    return {
-        "servers": [{"count": servers, "gpus": gpus, "hbm_gb": 80}],
-        "groups": columns,
-    }
+    return {"servers": servers, "groups": columns}
 
 
-def placements(tp: list[int], servers: int, gpus: int) -> Iterator[list[list[int]]]:
-    """Every division of the groups over equal servers, each once up to renaming."""
-    held: list[list[int]] = [[] for _ in range(servers)]
-    free = [gpus] * servers
+def sizes_of(servers: list[dict[str, Any]]) -> list[int]:
+    """GPUs of each server."""
+    return [entry["gpus"] for entry in servers for _ in range(entry["count"])]
+
+
+def placements(tp: list[int], sizes: list[int]) -> Iterator[list[list[int]]]:
+    """Every division of the groups over servers of these sizes, each once up to renaming."""
+    held: list[list[int]] = [[] for _ in sizes]
+    free = list(sizes)
 
     def place(group: int) -> Iterator[list[list[int]]]:
         if group == len(tp):
             yield [list(members) for members in held]
             return
-        empty_seen = False
-        for server in range(servers):
+        empty_seen = set()
+        for server, gpus in enumerate(sizes):
             if not held[server]:
-                if empty_seen:
+                if gpus in empty_seen:
                     continue
-                empty_seen = True
+                empty_seen.add(gpus)
             if free[server] >= tp[group]:
                 held[server].append(group)
                 free[server] -= tp[group]
@@ -106,13 +117,13 @@ def covered_by_exhaustion(
 
 def best_by_exhaustion(problem: dict[str, Any]) -> Best:
     """The optimum of every objective over all placements."""
-    servers, columns = problem["servers"][0], problem["groups"]
+    sizes, columns = sizes_of(problem["servers"]), problem["groups"]
     tp, r_gb = columns["tp"], columns["r_gb"]
     weight = columns.get("weight") or [1.0] * len(tp)
-    hbm = servers["hbm_gb"]
+    hbm = max(entry["hbm_gb"] for entry in problem["servers"])
     cache: dict[tuple[int, ...], float] = {}
     coverage, least_abs, least_signed = 0.0, float("inf"), float("inf")
-    for held in placements(tp, servers["count"], servers["gpus"]):
+    for held in placements(tp, sizes):
         mem = [sum(tp[g] * r_gb[g] for g in members) for members in held]
         cnt = [sum(tp[g] * ((r_gb[g] > 0) - (r_gb[g] < 0)) for g in members) for members in held]
         least_abs = min(least_abs, max(map(abs, mem)) + hbm * max(map(abs, cnt)))

@@ -1,141 +1,43 @@
 """The default objective: cover the most demand first, then balance, then move little.
 
-1. Bound: the layer cake over all groups, all groups on one giant server where that is affordable,
-   and with few types the fractional program over contents.
+1. Bound: the layer cake over all groups; with few types the fractional program over contents, else
+   all groups on one giant server and the program over blocks (`blockwise`).
 2. The min-max optimum (`portfolio`) tells how well balanced a placement can be at all.
 3. The smallest thresholds (H x C + M) at which contents still cover everything coverable, by
    bisection over fractional programs. Mostly these are the min-max thresholds themselves: the best
    coverage is rarely at odds with the paper's objective, but most placements that are optimal by
    the paper's objective cover far less.
-4. Whole servers at those thresholds by the duals (`rounding`); where sizes all differ, consumers
-   with their producers as blocks, then exchanges judged by exact coverage (`pursuit`).
-
-Coverage within `COVERAGE_TOLERANCE` of the best counts as equal, so that rounding noise of one
-part in a thousand does not cost balance.
+4. Whole servers at those thresholds by the duals (`rounding`); where contents are too many to list,
+   consumers with their producers as blocks (`blockwise`), then exchanges judged by exact coverage
+   (`pursuit`).
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from aqua_placer.blockwise import COARSE_QUANTUM_GB, LARGE_CLUSTER, TINY_CLUSTER, by_blocks
 from aqua_placer.budget import Budget
 from aqua_placer.columns import Bools, Floats, Ints
 from aqua_placer.contents import ContentSpace, content_space, has_few_types
-from aqua_placer.covering import coverage_gb, layer_bound_gb
+from aqua_placer.covering import layer_bound_gb
 from aqua_placer.dealing import deal_contents, worst
-from aqua_placer.errors import ProblemInfeasibleError
-from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, balance
+from aqua_placer.exchange import Aim, Effort, Layout, balance
+from aqua_placer.harvest import COVERAGE_TOLERANCE, Harvest
 from aqua_placer.instance import GRAIN_GB, Instance
-from aqua_placer.lockstep import lockstep_bound_gb
-from aqua_placer.portfolio import (
-    Incumbent,
-    from_fraction,
-    solve_minmax,
-)
+from aqua_placer.portfolio import from_fraction, solve_minmax
 from aqua_placer.prefixes import covered_gb, roster
 from aqua_placer.pursuit import judge_for, pursue
 from aqua_placer.rounding import Fraction, round_servers
 from aqua_placer.thresholds import MAX_COLUMNS, Mode, contents_by_server, cover, whole_servers
-from aqua_placer.units import form_units, of_units
-
-COVERAGE_TOLERANCE: Final = 3e-4
-"""Coverage given up at most for balance, relative to the bound."""
 
 MAX_WIDENINGS: Final = 3
 """Steps by which the memory threshold may grow when whole servers fall short of the bound."""
 
-COARSE_QUANTUM_GB: Final = 1.0
-"""Where all sizes differ there is no grid; memory within this of the optimum is as good."""
-
-POLISHED: Final = 2e-4
-"""Relative distance to the bound at which all-distinct sizes are done."""
-
-UNIT_ROUNDS: Final = 60
-"""Rounds of exchanging whole units; where they are too coarse for the bound, more do not help."""
-
-SINGLE_ROUNDS: Final = 40
-
-PAIR_ROUNDS: Final = 4_800
-"""Servers x rounds of two-group exchanges per threshold: about a second."""
-
-MAX_TIGHTENINGS: Final = 3
-
-TINY_CLUSTER: Final = 40
-"""Servers up to which one integer program over few contents settles everything."""
-
-RESTARTED_SERVERS: Final = 150
-"""Servers up to which the search starts again from its best with more room."""
-
-RESTART_ROOMS: Final = (
-    *((0.25, 0, 3.0), (0.75, 2, 8.0), (0.25, 0, 8.0)),
-    *((0.75, 2, 5.0), (2.5, 2, 8.0), (0.75, 2, 8.0)),
-)
-"""How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
-servers may get worse, start after start: what the last groups need to change places is found beyond
-the balance, and the balance is regained after."""
-
-RESTARTED: Final = 6e-4
-"""Relative distance to the bound at which no further start is worth its time."""
-
-LARGE_RESTARTS: Final = 3
-LARGE_RESTARTED: Final = 8e-4
-"""Starts and the distance that is accepted beyond `TINY_CLUSTER`, where a start takes seconds."""
-
 EXACT_LIMIT_S: Final = 2.0
 """For one integer program over few contents on few servers; milliseconds as a rule."""
-
-POLISH_TOLERANCE_GB: Final = 0.2
-
-LARGE_CLUSTER: Final = 600
-
-
-@dataclass
-class Harvest:
-    """Best placement so far by (coverage, balance), and what bounds it."""
-
-    instance: Instance
-    budget: Budget
-    bound_gb: float
-    balance: Incumbent
-    placement: Ints
-    covered_gb: float = 0.0
-    goal: float = np.inf
-
-    def offer(self, placement: Ints, stage: str) -> None:
-        """Take the placement if it covers more, or as much and is better balanced."""
-        layout = Layout(self.instance, placement)
-        covered = float(coverage_gb(self.instance, layout.slots, layout.class_of).sum())
-        if self._better(covered, placement):
-            self.placement, self.covered_gb = placement, covered
-        self.budget.report(stage, self.covered_gb, self.bound_gb)
-
-    def _better(self, covered: float, placement: Ints) -> bool:
-        slack = COVERAGE_TOLERANCE * self.bound_gb + GRAIN_GB
-        if abs(covered - self.covered_gb) > slack:
-            return covered > self.covered_gb
-        mine, theirs = self._value(self.placement), self._value(placement)
-        if abs(mine - theirs) > GRAIN_GB:
-            return theirs < mine
-        return covered > self.covered_gb + GRAIN_GB
-
-    def _value(self, placement: Ints) -> float:
-        cnt, mem = worst(self.instance, placement, Mode.ABS)
-        return self.instance.hbm_gb * cnt + mem
-
-    @property
-    def value(self) -> float:
-        """The balance of the placement."""
-        return self._value(self.placement)
-
-    @property
-    def done(self) -> bool:
-        """Whether everything coverable is covered, as well balanced as hoped for."""
-        covered = self.covered_gb >= self.bound_gb - GRAIN_GB
-        return covered and self._value(self.placement) <= self.goal + GRAIN_GB
 
 
 def content_worth(space: ContentSpace) -> tuple[Floats, bool]:
@@ -170,7 +72,6 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     best.goal = even.value
     if best.done or budget.expired():
         return best
-    best.bound_gb = min(best.bound_gb, lockstep_bound_gb(instance) + GRAIN_GB)
     rng = np.random.default_rng(seed)
     space = (
         content_space(instance.servers, instance.types, full=instance.is_full)
@@ -180,7 +81,7 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     step = max(instance.quantum_gb, COARSE_QUANTUM_GB)
     aim = Aim(cnt, mem, Mode.ABS, instance.hbm_gb)
     if space is None:
-        _by_units(best, rng, seed)
+        by_blocks(best, rng, seed)
         return best
     worth, is_exact = content_worth(space)
     everything: Bools = np.ones(len(space.rows), dtype=bool)
@@ -189,7 +90,7 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
         best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
     found = _least_thresholds(best, space, worth, aim, most, step)
     if found is None:
-        _by_units(best, rng, seed)
+        by_blocks(best, rng, seed)
         return best
     aim, fraction = found
     _whole(best, space, worth, aim, fraction, rng, seed)
@@ -197,7 +98,7 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> Harvest:
     if is_tiny and is_exact and not best.done:
         _exactly(best, space, worth)
     if best.covered_gb < best.bound_gb * (1 - COVERAGE_TOLERANCE) and not budget.expired():
-        _by_units(best, rng, seed)
+        by_blocks(best, rng, seed)
     return best
 
 
@@ -318,71 +219,6 @@ def _exactly(best: Harvest, space: ContentSpace, worth: Floats) -> None:
                 high = probe
             else:
                 low = probe
-
-
-def _by_units(best: Harvest, rng: np.random.Generator, seed: int) -> None:
-    """Place consumers with their producers as blocks, then let single groups change places.
-
-    The blocks cover nearly everything; exchanges within their balance make up for lockstep, then
-    tighter thresholds are tried by halves for as long as the coverage holds.
-    """
-    instance, budget = best.instance, best.budget
-    unit_of = form_units(instance)
-    placement = best.placement
-    with suppress(ProblemInfeasibleError):  # Groups fit where their units need not.
-        blocks = solve_minmax(
-            of_units(instance, unit_of), Mode.ABS, budget, seed, rounds=UNIT_ROUNDS
-        )
-        assert blocks.placement is not None, "the min-max portfolio always places everything"
-        placement = blocks.placement[unit_of]
-    best.offer(placement, "units")
-    assert best.balance.placement is not None, "as above"
-    even_cnt, even_mem = worst(instance, best.balance.placement, Mode.ABS)
-    cnt, mem = worst(instance, placement, Mode.ABS)
-    layout = Layout(instance, placement)
-    servers = instance.servers.count
-    small = servers <= LARGE_CLUSTER and instance.servers.gpus.max() <= WINDOW
-    pair_rounds = min(200, PAIR_ROUNDS // servers) if small else 0
-    enough = best.bound_gb * (1 - POLISHED)
-    if servers <= RESTARTED_SERVERS and best.covered_gb < enough:
-        # Few blocks to choose from: look beyond their balance first, several times.
-        rooms = RESTART_ROOMS if servers <= TINY_CLUSTER else RESTART_ROOMS[:LARGE_RESTARTS]
-        accepted = RESTARTED if servers <= TINY_CLUSTER else LARGE_RESTARTED
-        for start, (more_mem, more_cnt, tolerance_gb) in enumerate(rooms):
-            if best.covered_gb >= best.bound_gb * (1 - accepted) or budget.expired():
-                break
-            room_gb = more_mem * instance.hbm_gb
-            aim = Aim(cnt + more_cnt, mem + room_gb, Mode.ABS, instance.hbm_gb)
-            trial = Layout(instance, placement if start % 2 else best.placement)
-            for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds // 2)):
-                pursue(
-                    trial,
-                    judge_for(trial, aim),
-                    rng,
-                    budget,
-                    Effort(rounds, order, 40, tolerance_gb),
-                    target_gb=enough,
-                )
-            best.offer(trial.placement(), "coverage")
-        layout = Layout(instance, best.placement)
-        cnt, mem = worst(instance, best.placement, Mode.ABS)
-    for attempt in range(1 + (MAX_TIGHTENINGS if small else 0)):
-        aim = Aim(cnt, mem, Mode.ABS, instance.hbm_gb)
-        for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds)):
-            if best.covered_gb < enough or attempt:
-                pursue(
-                    layout,
-                    judge_for(layout, aim),
-                    rng,
-                    budget,
-                    Effort(rounds, order, 40, POLISH_TOLERANCE_GB),
-                    target_gb=enough,
-                )
-                best.offer(layout.placement(), "coverage")
-        if budget.expired() or mem <= even_mem + COARSE_QUANTUM_GB:
-            return
-        mem = (mem + even_mem) / 2
-        cnt = max(even_cnt, cnt - 1) if attempt else cnt
 
 
 def _pursue(best: Harvest, start: Ints, aim: Aim, rng: np.random.Generator) -> None:

@@ -147,3 +147,55 @@ def solve(
         return Answer(verdict, np.array(solution.col_value), cost, info.mip_dual_bound)
     bound = cost if verdict is Verdict.OPTIMAL else -np.inf
     return Answer(verdict, np.array(solution.col_value), cost, bound, np.array(solution.row_dual))
+
+
+class GrowingProgram:
+    """A linear program that columns are added to; each solve starts where the last one ended.
+
+    Maximises, unlike `solve`, because its columns are worths. Rows stay as they were given.
+    """
+
+    def __init__(self, row_lower: Floats, row_upper: Floats) -> None:
+        import highspy
+
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs in part
+        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+            self._highs.setOptionValue(option, value)
+        self._highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        count = len(row_lower)
+        none = np.zeros(0, dtype=np.int32)
+        starts = np.zeros(count, dtype=np.int32)
+        self._highs.addRows(count, row_lower, row_upper, 0, starts, none, np.zeros(0))
+
+    def add(self, worth: Floats, starts: Ints, rows: Ints, values: Floats) -> None:
+        """Add columns with lower bound 0, in the form of `Model`."""
+        count = len(worth)
+        self._highs.addCols(
+            count,
+            worth,
+            np.zeros(count),
+            np.full(count, np.inf),
+            len(rows),
+            starts[:-1].astype(np.int32),
+            rows.astype(np.int32),
+            values,
+        )
+
+    def solve(self, limit_s: float) -> tuple[float, Floats, Floats] | None:
+        """(worth, columns, duals of the rows) of the optimum; None when there is none in time.
+
+        The duals are the worth of one more unit of a row.
+        """
+        import highspy
+
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + limit_s)
+        self._highs.run()
+        if self._highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            # Numbers got in the way of the last basis.
+            self._highs.clearSolver()
+            self._highs.run()
+        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = self._highs.getSolution()
+        worth = self._highs.getInfo().objective_function_value
+        return worth, np.array(solution.col_value), np.array(solution.row_dual)

@@ -15,12 +15,13 @@ order of sizes differ so little that the layer cake is as good.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from aqua_placer.columns import Floats
+from aqua_placer.columns import Floats, Ints
 from aqua_placer.covering import can_be_served, lendable_shards
 from aqua_placer.instance import Instance
 
@@ -28,8 +29,117 @@ MAX_ROWS: Final = 4_000
 """Runs along the most numerous kind, some 20 us each."""
 
 
-def lockstep_bound_gb(instance: Instance) -> float:
-    """Upper bound on covered demand of every placement; infinite where it would take too long.
+@dataclass(frozen=True, eq=False)
+class GiantServer:
+    """What one server that holds everything covers.
+
+    Attributes:
+        most_gb: Upper bound on covered demand of every placement.
+        order: Consumer groups by their blocks, those with the best producers first.
+    """
+
+    most_gb: float
+    order: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Consumer groups of one size and weight, the neediest first.
+
+    Attributes:
+        worth: Of a GB per shard that one group covers.
+    """
+
+    size: int
+    worth: float
+    members: Ints
+    need_gb: Floats
+
+
+State: TypeAlias = tuple[int, ...]
+
+
+class Recursion:
+    """The program: states count groups of all kinds but the last, a column counts the last."""
+
+    def __init__(self, kinds: list[Kind], level: Floats, half: int) -> None:
+        *self.others, self.last = kinds
+        self.level = level
+        self.half = half
+        self.best: dict[State, Floats] = {}
+
+    def states(self) -> list[State] | None:
+        """Numbers of the other kinds that fit, in an order that predecessors lead."""
+        counts = [range(len(kind.members) + 1) for kind in self.others]
+        if np.prod([float(len(count)) for count in counts]) > MAX_ROWS * 8:
+            return None
+        found = [state for state in product(*counts) if self._shards(state) <= self.half]
+        return found if len(found) <= MAX_ROWS else None
+
+    def _shards(self, state: State) -> int:
+        return sum(n * kind.size for n, kind in zip(state, self.others, strict=True))
+
+    def used(self, state: State) -> Ints:
+        """Shards served with 0, 1, ... groups of the last kind."""
+        first, size = self._shards(state), self.last.size
+        most = min(len(self.last.members), (self.half - first) // size)
+        used: Ints = first + size * np.arange(most + 1)
+        return used
+
+    def through(self, state: State, kind: int) -> Floats:
+        """Covered where the last block is one of `kind`."""
+        used, own = self.used(state), self.others[kind]
+        before = self.best[_without(state, kind)][: len(used)]
+        last = own.need_gb[state[kind] - 1]
+        covered: Floats = before + own.worth * np.minimum(last, self.level[used])
+        return covered
+
+    def gains(self, state: State) -> Floats:
+        """What the groups of the last kind add, one after the other."""
+        used = self.used(state)[1:]
+        gains: Floats = self.last.worth * np.minimum(
+            self.last.need_gb[: len(used)], self.level[used]
+        )
+        return gains
+
+    def solve(self, state: State) -> float:
+        """Fill in a state whose predecessors are known; returns the most it covers."""
+        reached = np.zeros(len(self.used(state)))
+        for kind, count in enumerate(state):
+            if count:
+                reached = np.maximum(reached, self.through(state, kind))
+        total = np.concatenate([[0.0], np.cumsum(self.gains(state))])
+        self.best[state] = total + np.maximum.accumulate(reached - total)
+        return float(self.best[state].max())
+
+    def order(self, state: State) -> Ints:
+        """The groups that the best of `state` serves, by their blocks."""
+        found = []
+        count = int(self.best[state].argmax())
+        while count or any(state):
+            # Whichever kind explains the value best is the one whose block came last.
+            choices = {
+                kind: float(self.through(state, kind)[count]) for kind, n in enumerate(state) if n
+            }
+            if count:
+                earlier = float(self.best[state][count - 1])
+                choices[len(self.others)] = earlier + float(self.gains(state)[count - 1])
+            kind = max(choices, key=lambda kind: choices[kind])
+            if kind == len(self.others):
+                count -= 1
+                found.append(self.last.members[count])
+            else:
+                state = _without(state, kind)
+                found.append(self.others[kind].members[state[kind]])
+        return np.array(found[::-1], dtype=np.int64)
+
+
+def _without(state: State, kind: int) -> State:
+    return (*state[:kind], state[kind] - 1, *state[kind + 1 :])
+
+
+def on_giant_server(instance: Instance) -> GiantServer | None:
+    """The most that could be covered and by which blocks; None where it would take too long.
 
     Where server classes differ, each group counts with its largest spare and its largest need.
     """
@@ -39,43 +149,19 @@ def lockstep_bound_gb(instance: Instance) -> float:
     lending = lending[np.argsort(-spare[lending], kind="stable")]
     level = np.concatenate([[0.0], np.repeat(spare[lending], lendable_shards(instance)[lending])])
     half = min(len(level) - 1, int(instance.servers.total_gpus) // 2)
-    keys = list(zip(instance.tp.tolist(), instance.weight.tolist(), strict=True))
-    needs: dict[tuple[int, float], list[float]] = {}
-    for key, wanted in zip(keys, need.tolist(), strict=True):
-        if wanted > 0:
-            needs.setdefault(key, []).append(wanted)
-    kinds = [
-        (size, size * weight, np.sort(np.array(wanted))[::-1][: half // size])
-        for (size, weight), wanted in needs.items()
-        if size <= half
-    ]
+    served = np.nonzero((need > 0) & (instance.tp <= half))[0]
+    kinds = []
+    for size, weight in sorted({(int(instance.tp[g]), float(instance.weight[g])) for g in served}):
+        members = served[(instance.tp[served] == size) & (instance.weight[served] == weight)]
+        members = members[np.argsort(-need[members], kind="stable")][: half // size]
+        kinds.append(Kind(size, size * weight, members, need[members]))
     if not kinds:
-        return 0.0
-    kinds.sort(key=lambda kind: len(kind[2]))
-    *others, (size, worth, wanted) = kinds
-    counts = [range(len(depth) + 1) for _, _, depth in others]
-    if np.prod([float(len(count)) for count in counts]) > MAX_ROWS * 8:
-        return np.inf
-    states = [
-        state
-        for state in product(*counts)
-        if sum(n * tp for n, (tp, _, _) in zip(state, others, strict=True)) <= half
-    ]
-    if len(states) > MAX_ROWS:
-        return np.inf
-    best: dict[tuple[int, ...], Floats] = {}
-    most = 0.0
-    for state in states:
-        base = sum(n * tp for n, (tp, _, _) in zip(state, others, strict=True))
-        used = base + size * np.arange(min(len(wanted), (half - base) // size) + 1)
-        reached = np.zeros(len(used))
-        for kind, (_, value, depth) in enumerate(others):
-            if state[kind]:
-                previous = best[(*state[:kind], state[kind] - 1, *state[kind + 1 :])]
-                gain = value * np.minimum(depth[state[kind] - 1], level[used])
-                reached = np.maximum(reached, previous[: len(used)] + gain)
-        gains = np.zeros(len(used))
-        np.cumsum(worth * np.minimum(wanted[: len(used) - 1], level[used[1:]]), out=gains[1:])
-        best[state] = gains + np.maximum.accumulate(reached - gains)
-        most = max(most, float(best[state].max()))
-    return most
+        return GiantServer(0.0, np.zeros(0, dtype=np.int64))
+    kinds.sort(key=lambda kind: len(kind.members))
+    program = Recursion(kinds, level, half)
+    states = program.states()
+    if states is None:
+        return None
+    covered = [program.solve(state) for state in states]
+    final = int(np.argmax(covered))
+    return GiantServer(covered[final], program.order(states[final]))

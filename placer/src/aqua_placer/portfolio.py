@@ -50,6 +50,9 @@ GOOD_GAP: Final = 0.001
 NEARLY: Final = 0.003
 """Relative gap at which exchanges of two groups are no longer worth their time."""
 
+USUAL_WIDTH: Final = 8
+"""GPUs of the servers that rounds are meant for."""
+
 LARGE_CLUSTER: Final = 600
 """Servers above which only those that exceed look for a partner."""
 
@@ -109,12 +112,20 @@ def parity_cnt(instance: Instance, cnt: int) -> int:
 
 
 def solve_minmax(
-    instance: Instance, mode: Mode, budget: Budget, seed: int, *, rounds: int = 200
+    instance: Instance,
+    mode: Mode,
+    budget: Budget,
+    seed: int,
+    *,
+    rounds: int = 200,
+    by_contents: bool = True,
 ) -> Incumbent:
     """Minimise the paper's objective; the incumbent always holds a placement at the end.
 
     Args:
         rounds: Rounds of exchanges per stage, at most.
+        by_contents: Whether to list contents where there are few enough; seconds for the many
+            sizes of blocks, whose balance exchanges improve anyway.
     """
     best = Incumbent(instance, mode, budget, rounds=rounds)
     rng = np.random.default_rng(seed)
@@ -122,7 +133,7 @@ def solve_minmax(
     space = class_space(instance, classes)
     cnt, mem = _counting_bound(instance, space, mode, budget)
     best.raise_bound(instance.hbm_gb * cnt + mem, "bound")
-    few = has_few_types(instance)
+    few = by_contents and has_few_types(instance)
     slack = 0.0 if instance.repeats_sizes else GOOD_GAP * abs(best.bound)
     aim = Aim(cnt, mem + slack, mode, instance.hbm_gb)
     if few and instance.servers.count > LARGE_CLUSTER:
@@ -180,7 +191,10 @@ def _exchange(best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator) 
     # Racks have so many groups that single ones, in ever other windows, find more per second.
     order = 1 if layout.slots.shape[1] > WINDOW else 2
     if value > goal + GRAIN_GB:
-        balance(layout, aim, rng, budget, Effort(2 * best.rounds, order, 120, 2.0), only_bad=large)
+        # The exchanges of a pair grow with the fourth power of its slots.
+        wider = max(min(layout.slots.shape[1], WINDOW) / USUAL_WIDTH, 1.0) if order > 1 else 1.0
+        rounds = max(10, round(2 * best.rounds / wider**3))
+        balance(layout, aim, rng, budget, Effort(rounds, order, 120, 2.0), only_bad=large)
         best.offer(layout.placement(), "exchange")
 
 

@@ -40,6 +40,7 @@ class Judge:
     aim: Aim
     rosters: tuple[Roster, ...]
     wants_coverage: bool = True
+    excess_price: float = EXCESS_PRICE
 
     def price(self, rows: Ints, kind: Ints, mem: Floats, cnt: Ints) -> Floats:
         """Price of contents `rows` (group index per slot) on servers of class `kind`."""
@@ -55,7 +56,7 @@ class Judge:
         """What exceeding the thresholds costs."""
         key = np.abs(cnt) if self.aim.mode is Mode.ABS else cnt
         over_cnt = np.maximum(key - self.aim.cnt, 0) * self.aim.hbm_gb
-        return EXCESS_PRICE * (excess(mem, self.aim) + over_cnt)
+        return self.excess_price * (excess(mem, self.aim) + over_cnt)
 
 
 def judge_for(layout: Layout, aim: Aim) -> Judge:

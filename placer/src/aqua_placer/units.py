@@ -21,7 +21,7 @@ from aqua_placer.columns import Ints
 from aqua_placer.instance import Instance
 
 
-def form_units(instance: Instance) -> Ints:
+def form_units(instance: Instance, preferred: Ints | None = None) -> Ints:
     """Unit of each group, numbered from 0; a group that stays alone is its own unit.
 
     Blocks follow the order of producers, heaviest and neediest consumers first. A producer group
@@ -37,7 +37,10 @@ def form_units(instance: Instance) -> Ints:
     unit_of = np.arange(instance.num_groups)
     shards = tp.tolist()
     at, spare_shards, unit, unit_size = 0, 0, -1, 0
-    for group in consumers[order].tolist():
+    ranked = consumers[order]
+    if preferred is not None:
+        ranked = np.concatenate([preferred, ranked[~np.isin(ranked, preferred)]])
+    for group in ranked.tolist():
         wanted = shards[group]
         if (
             spare_shards

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
+from aqua_placer.blocks import solve_blocks
 from aqua_placer.budget import Budget
 from aqua_placer.checking import check_plan
 from aqua_placer.covering import layer_bound_gb
-from aqua_placer.lockstep import lockstep_bound_gb
+from aqua_placer.lockstep import on_giant_server
 from aqua_placer.reading import instance_from
 from aqua_placer.solving import Request, place
 from aqua_protocol.plan import MatchingMode, Objective, Plan
@@ -99,8 +100,26 @@ def test_weights_count_in_coverage_and_its_bound(problem: dict[str, Any]) -> Non
     assert best.coverage * (1 - 1e-3) - TOLERANCE_GB <= plan.coverage_gb
     assert plan.coverage_gb <= best.coverage + TOLERANCE_GB
     instance = instance_from(problem)
-    assert lockstep_bound_gb(instance) >= best.coverage - TOLERANCE_GB
-    assert layer_bound_gb(instance) >= lockstep_bound_gb(instance) - TOLERANCE_GB
+    giant = on_giant_server(instance)
+    assert giant is not None
+    assert giant.most_gb >= best.coverage - TOLERANCE_GB
+    assert layer_bound_gb(instance) >= giant.most_gb - TOLERANCE_GB
+
+
+@SLOW
+@example(UNITS_THAT_DO_NOT_PACK)
+@example(MANY_WEIGHTS)
+@given(small_problems(weights=True, classes=True))
+def test_servers_of_several_sizes_are_bounded_and_used_well(problem: dict[str, Any]) -> None:
+    best = best_by_exhaustion(problem)
+    plan = solved(problem, Objective.COVERAGE)
+    assert plan.coverage_bound_gb >= best.coverage - TOLERANCE_GB
+    assert best.coverage * (1 - 1e-3) - TOLERANCE_GB <= plan.coverage_gb
+    assert plan.coverage_gb <= best.coverage + TOLERANCE_GB
+    blocks = solve_blocks(instance_from(problem), Budget(30.0))
+    assert blocks is not None
+    assert blocks.bound_gb >= best.coverage - TOLERANCE_GB
+    assert plan.balance_bound <= best.abs + TOLERANCE_GB
 
 
 @SLOW
