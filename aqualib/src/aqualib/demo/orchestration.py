@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from aqua_protocol import TransportKind, error_from_body, format_bytes
 from aqua_protocol.leases import PlacementPlan
@@ -146,7 +146,13 @@ class Story:
                 ),
             )
             self._until(crew, Phase.PREFILL)
-            consumer = self._start_consumer(crew, coordinator)
+            consumer = self._start_consumer(
+                crew,
+                "consumer",
+                coordinator_url=coordinator.url,
+                token=coordinator.consumer_token,
+                checksum=self._options.checksum,
+            )
             self._producer = producer
             self._until(crew, Phase.BURST)
             self._set_load(BURST_FACTOR)
@@ -159,7 +165,8 @@ class Story:
             harvested = self._result(crew, "consumer")
             consumer.finish()
             producer.finish()
-            self._start_reference(crew, [len(answer) for answer in harvested.answers])
+            answer_lengths = [len(answer) for answer in harvested.answers]
+            self._start_consumer(crew, "reference", answer_lengths=answer_lengths)
             compared = self._result(crew, "reference")
             self._timeline.close(time.monotonic())
         return make_report(
@@ -179,9 +186,15 @@ class Story:
 
     # --- The children ------------------------------------------------------------------
 
-    def _start_consumer(self, crew: Crew, coordinator: Coordinator) -> Child:
+    def _start_consumer(
+        self,
+        crew: Crew,
+        name: str,
+        **particulars: Any,  # noqa: ANN401 - of `ConsumerSettings`, which checks them
+    ) -> Child:
+        """Start the consumer's program; both runs differ in nothing but these particulars."""
         return crew.start_program(
-            "consumer",
+            name,
             "consumer_program",
             ConsumerSettings(
                 scale=self._options.scale,
@@ -190,24 +203,7 @@ class Story:
                 device=self._devices.consumer,
                 threads=compute_threads(),
                 spare_images=self._options.spare_images,
-                coordinator_url=coordinator.url,
-                token=coordinator.consumer_token,
-                checksum=self._options.checksum,
-            ),
-        )
-
-    def _start_reference(self, crew: Crew, answer_lengths: list[int]) -> Child:
-        return crew.start_program(
-            "reference",
-            "consumer_program",
-            ConsumerSettings(
-                scale=self._options.scale,
-                seed=self._options.seed,
-                transport=self._options.transport,
-                device=self._devices.consumer,
-                threads=compute_threads(),
-                spare_images=self._options.spare_images,
-                answer_lengths=answer_lengths,
+                **particulars,
             ),
         )
 

@@ -34,11 +34,10 @@ from aqua_protocol import (
     TransportUnavailableError,
     format_bytes,
 )
-from aqualib.transports.base import Copier, Handle
+from aqualib.transports.base import Handle
 from aqualib.transports.borrowed import BorrowedSlab
-from aqualib.transports.cuda_copier import CudaCopier
-from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, load_driver
-from aqualib.transports.host import HostSlab
+from aqualib.transports.cuda_driver import CudaDriver
+from aqualib.transports.cuda_side import CudaSide
 from aqualib.transports.tether import UNDERTAKER, Tethers
 
 PAYLOAD: Final = struct.Struct("<Q16s64s")
@@ -187,7 +186,7 @@ class OwnedIpcSlab(BorrowedSlab):
         UNDERTAKER.free_when_released(tethers, lambda: self._runtime.free(self._address))
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(CudaSide):
     """Slabs in the memory of a GPU, shared by IPC handle. See the module docstring.
 
     Args:
@@ -202,20 +201,13 @@ class CudaIpcTransport:
         runtime: Runtime | None = None,
         driver: CudaDriver | None = None,
     ) -> None:
-        self._device = device
-        self._ordinal = device.index or 0
+        super().__init__(device, driver)
         self._runtime_if_loaded = runtime
-        self._driver = driver
 
     @property
     def kind(self) -> TransportKind:
         """Name on the wire."""
         return TransportKind.CUDA_IPC
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU of this side's tensors."""
-        return self._device
 
     def check(self) -> None:
         """Make a slab and a handle to it. Opening one takes another process.
@@ -283,26 +275,8 @@ class CudaIpcTransport:
             tether, handle.fd = handle.fd, None
         return IpcSlab(self._runtime, address, nbytes, self._device, tether)
 
-    def create_host(self, nbytes: int) -> HostSlab:
-        """Host memory to spill to, faulted in and page-locked.
-
-        Raises:
-            TransportError: Memory or the locked-memory limit ran out.
-        """
-        return HostSlab(nbytes, pin=self._gpu.pin)
-
-    def copier(self) -> Copier:
-        """A stream of its own on this GPU."""
-        return CudaCopier(self._device, self._gpu)
-
     @property
     def _runtime(self) -> Runtime:
         if self._runtime_if_loaded is None:
             self._runtime_if_loaded = CupyRuntime(self._ordinal)
         return self._runtime_if_loaded
-
-    @property
-    def _gpu(self) -> CudaDevice:
-        if self._driver is None:
-            self._driver = load_driver()
-        return self._driver.device(self._ordinal)

@@ -29,11 +29,10 @@ from aqua_protocol import (
     TransportUnavailableError,
     format_bytes,
 )
-from aqualib.transports.base import Copier, Handle
+from aqualib.transports.base import Handle
 from aqualib.transports.borrowed import BorrowedSlab
-from aqualib.transports.cuda_copier import CudaCopier
-from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, CudaError, load_driver
-from aqualib.transports.host import HostSlab
+from aqualib.transports.cuda_driver import CudaDevice, CudaError
+from aqualib.transports.cuda_side import CudaSide
 
 PAYLOAD: Final = struct.Struct("<Q40s")
 """Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""
@@ -78,27 +77,16 @@ class OwnedVmmSlab(VmmSlab):
         self._gpu.release(memory)
 
 
-class CudaVmmTransport:
+class CudaVmmTransport(CudaSide):
     """Slabs in the memory of a GPU, shared by descriptor. See the module docstring.
 
-    Args:
-        device: Where this side's tensors live; importers need not use the exporter's GPU.
-        driver: The driver library; loaded when first needed.
+    Importers need not use the exporter's GPU.
     """
-
-    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
-        self._device = device
-        self._driver = driver
 
     @property
     def kind(self) -> TransportKind:
         """Name on the wire."""
         return TransportKind.CUDA_VMM
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU of this side's tensors."""
-        return self._device
 
     def check(self) -> None:
         """Lend a piece of memory to ourselves, from allocation to unmapping.
@@ -170,24 +158,6 @@ class CudaVmmTransport:
         finally:
             gpu.release(memory)  # The mapping keeps it.
         return VmmSlab(gpu, address, nbytes, self._device)
-
-    def create_host(self, nbytes: int) -> HostSlab:
-        """Host memory to spill to, faulted in and page-locked.
-
-        Raises:
-            TransportError: Memory or the locked-memory limit ran out.
-        """
-        return HostSlab(nbytes, pin=self._gpu.pin)
-
-    def copier(self) -> Copier:
-        """A stream of its own on this GPU."""
-        return CudaCopier(self._device, self._gpu)
-
-    @property
-    def _gpu(self) -> CudaDevice:
-        if self._driver is None:
-            self._driver = load_driver()
-        return self._driver.device(self._device.index or 0)
 
     def _lend_to_ourselves(self, gpu: CudaDevice) -> None:
         slab = self.create(gpu.granularity)

@@ -1,0 +1,51 @@
+"""What the transports of GPUs have in common: this side's GPU, its copier, its host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aqualib.transports.cuda_copier import CudaCopier
+from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, load_driver
+from aqualib.transports.host import HostSlab
+
+if TYPE_CHECKING:
+    import torch
+
+    from aqualib.transports.base import Copier
+
+
+class CudaSide:
+    """One process's side of a transport between GPUs.
+
+    Args:
+        device: Where this side's tensors live.
+        driver: The driver library; loaded when first needed.
+    """
+
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
+        self._device = device
+        self._ordinal = device.index or 0
+        self._driver = driver
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this side's tensors."""
+        return self._device
+
+    def create_host(self, nbytes: int) -> HostSlab:
+        """Host memory to spill to, faulted in and page-locked.
+
+        Raises:
+            TransportError: Memory or the locked-memory limit ran out.
+        """
+        return HostSlab(nbytes, pin=self._gpu.pin)
+
+    def copier(self) -> Copier:
+        """A stream of its own on this GPU."""
+        return CudaCopier(self._device, self._gpu)
+
+    @property
+    def _gpu(self) -> CudaDevice:
+        if self._driver is None:
+            self._driver = load_driver()
+        return self._driver.device(self._ordinal)
