@@ -35,7 +35,7 @@ typedef struct { Location location; int flags; } Access;
 typedef struct { int order; Location src, dst; unsigned flags; } CopyAttributes;
 
 static struct { int fd, device, ours; size_t size; } memory[SLOTS];
-static struct { uintptr_t at; size_t size; int mapped, accessible; } range[SLOTS];
+static struct Range { uintptr_t at; size_t size; int accessible; } range[SLOTS], piece[SLOTS];
 static long live[COUNTERS];
 static size_t used;
 static int initialised;
@@ -178,22 +178,34 @@ int cuMemGetAllocationPropertiesFromHandle(Prop *prop, unsigned long long handle
     return SUCCESS;
 }
 
-static int find(uintptr_t at, size_t size) {
+static int find(const struct Range *among, uintptr_t at, size_t size) {
     for (int i = 1; i < SLOTS; i++)
-        if (range[i].at == at && range[i].size == size) return i;
+        if (among[i].at == at && among[i].size == size) return i;
     return 0;
+}
+static int add(struct Range *to, uintptr_t at, size_t size) {
+    for (int i = 1; i < SLOTS; i++)
+        if (!to[i].at) {
+            to[i].at = at, to[i].size = size, to[i].accessible = 0;
+            return i;
+        }
+    return 0;
+}
+/* Whether the stretch lies within one reservation and meets no mapping. */
+static int vacant(uintptr_t at, size_t size) {
+    int within = 0;
+    for (int i = 1; i < SLOTS; i++) {
+        if (piece[i].at && piece[i].at < at + size && at < piece[i].at + piece[i].size) return 0;
+        within |= range[i].at && range[i].at <= at && at + size <= range[i].at + range[i].size;
+    }
+    return within;
 }
 int cuMemAddressReserve(unsigned long long *at, size_t size, size_t align, unsigned long long hint, unsigned long long flags) {
     if (!size || size % GRANULE || align || hint || flags) return INVALID_VALUE;
     void *start = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    for (int i = 1; i < SLOTS; i++)
-        if (!range[i].at) {
-            range[i].at = (uintptr_t)start, range[i].size = size;
-            range[i].mapped = range[i].accessible = 0;
-            break;
-        }
+    add(range, (uintptr_t)start, size);
     live[RESERVATIONS]++;
     pthread_mutex_unlock(&lock);
     *at = (uintptr_t)start;
@@ -201,8 +213,8 @@ int cuMemAddressReserve(unsigned long long *at, size_t size, size_t align, unsig
 }
 int cuMemAddressFree(unsigned long long at, size_t size) {
     pthread_mutex_lock(&lock);
-    int i = find(at, size), result = INVALID_VALUE;
-    if (i && !range[i].mapped) {
+    int i = find(range, at, size), result = INVALID_VALUE;
+    if (i && vacant(at, size)) {
         munmap((void *)at, size);
         range[i].at = 0;
         live[RESERVATIONS]--;
@@ -213,10 +225,10 @@ int cuMemAddressFree(unsigned long long at, size_t size) {
 }
 int cuMemMap(unsigned long long at, size_t size, size_t offset, unsigned long long handle, unsigned long long flags) {
     pthread_mutex_lock(&lock);
-    int i = find(at, size), result = INVALID_VALUE;
-    if (i && !range[i].mapped && !offset && !flags && handle < SLOTS && memory[handle].size == size
+    int result = INVALID_VALUE;
+    if (vacant(at, size) && !offset && !flags && handle < SLOTS && memory[handle].size == size
         && mmap((void *)at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory[handle].fd, 0) != MAP_FAILED) {
-        range[i].mapped = 1;
+        add(piece, at, size);
         live[MAPPINGS]++;
         result = SUCCESS;
     }
@@ -225,10 +237,10 @@ int cuMemMap(unsigned long long at, size_t size, size_t offset, unsigned long lo
 }
 int cuMemUnmap(unsigned long long at, size_t size) {
     pthread_mutex_lock(&lock);
-    int i = find(at, size), result = INVALID_VALUE;
-    if (i && range[i].mapped) {
+    int i = find(piece, at, size), result = INVALID_VALUE;
+    if (i) {
         mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-        range[i].mapped = range[i].accessible = 0;
+        piece[i].at = 0;
         live[MAPPINGS]--;
         result = SUCCESS;
     }
@@ -237,16 +249,17 @@ int cuMemUnmap(unsigned long long at, size_t size) {
 }
 int cuMemSetAccess(unsigned long long at, size_t size, const Access *access, size_t count) {
     pthread_mutex_lock(&lock);
-    int i = find(at, size), result = INVALID_VALUE;
-    if (i && range[i].mapped && count == 1 && access->flags == 3 && access->location.type == 1
+    int i = find(piece, at, size), result = INVALID_VALUE;
+    if (i && count == 1 && access->flags == 3 && access->location.type == 1
         && access->location.id < devices() && !mprotect((void *)at, size, PROT_READ | PROT_WRITE)) {
-        range[i].accessible = 1;
+        piece[i].accessible = 1;
         result = SUCCESS;
     }
     pthread_mutex_unlock(&lock);
     return result;
 }
 
+int cuCtxSynchronize(void) { return depth ? SUCCESS : INVALID_CONTEXT; }
 int cuStreamCreate(void **stream, unsigned flags) {
     *stream = (void *)0x2000;
     return !depth ? INVALID_CONTEXT : flags == 1 ? SUCCESS : INVALID_VALUE;

@@ -142,12 +142,24 @@ def counters(client: httpx.Client) -> dict[str, float]:
     return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
-def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(tmp_path: Path) -> None:
-    model = write_tiny_llama(tmp_path / "model")
-    with server(model, tmp_path / "stock.log") as client:
-        expected = answers(client)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What vLLM answers by itself."""
+    with server(model, tmp_path_factory.mktemp("stock") / "log") as client:
+        found = answers(client)
         assert counters(client) == {}
-    assert len(set(map(tuple, expected))) == len(expected), "degenerate outputs prove nothing"
+    assert len(set(map(tuple, found))) == len(found), "degenerate outputs prove nothing"
+    return found
+
+
+def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
     with server(model, tmp_path / "aqua.log", *AQUA) as client:
         assert answers(client) == expected
         found = counters(client)
@@ -157,3 +169,46 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(tmp_pat
     assert found["aqua:restored_tokens_total"] > 500
     assert found["aqua:kv_paging_seconds_total"] > 0
     assert found["aqua:kv_failures_total"] == 0
+
+
+def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    from aqualib.engines.vllm.lending.scheduler import SAME_PROCESS
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lend = {"bytes": "4MiB", "reserve_bytes": 0, "calm_s": 0, "metrics_port": port}
+    flags = [
+        *("--num-gpu-blocks-override", "96"),
+        *("--scheduler-cls", "aqualib.engines.vllm.LendingScheduler"),
+        *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
+        *("--distributed-executor-backend", SAME_PROCESS),
+        *("--additional-config", json.dumps({"aqua": {"lend": lend}})),
+    ]
+    with (
+        server(model, tmp_path / "lender.log", *flags) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as lender,
+    ):
+        await_offer(lender, 4 * MIB)
+        assert lending(lender)["absent_blocks"] == 64
+        assert answers(client) == expected
+        found = lending(lender)
+        assert found["reclaims_total"] >= 1, found
+        assert found["reclaimed_bytes_total"] >= 4 * MIB, found
+        await_offer(lender, 4 * MIB)
+
+
+def lending(client: httpx.Client) -> dict[str, float]:
+    """The lender's own metrics."""
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("aqua_lender_")]
+    return {name.removeprefix("aqua_lender_"): float(value) for name, value in pairs}
+
+
+def await_offer(client: httpx.Client, nbytes: int) -> None:
+    """Wait until the idle server offers so much; there is no event across processes."""
+    give_up_s = time.monotonic() + 60
+    while lending(client)["offered_bytes"] < nbytes:
+        assert time.monotonic() < give_up_s, lending(client)

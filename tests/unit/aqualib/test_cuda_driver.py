@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
-from aqualib.transports import cuda_driver
+from aqualib.transports import cuda_abi
 from aqualib.transports.cuda_driver import CudaDriver, CudaError
 from harness import fake_cuda
 
@@ -25,9 +25,9 @@ HEADERS = [
 ]
 
 LAYOUTS = {
-    "CUmemLocation": (cuda_driver.MemLocation, {"type": "type", "id": "id"}),
+    "CUmemLocation": (cuda_abi.MemLocation, {"type": "type", "id": "id"}),
     "CUmemAllocationProp": (
-        cuda_driver.MemAllocationProp,
+        cuda_abi.MemAllocationProp,
         {
             "type": "type",
             "requested_handle_types": "requestedHandleTypes",
@@ -36,9 +36,9 @@ LAYOUTS = {
             "alloc_flags": "allocFlags",
         },
     ),
-    "CUmemAccessDesc": (cuda_driver.MemAccessDesc, {"location": "location", "flags": "flags"}),
+    "CUmemAccessDesc": (cuda_abi.MemAccessDesc, {"location": "location", "flags": "flags"}),
     "CUmemcpyAttributes": (
-        cuda_driver.MemcpyAttributes,
+        cuda_abi.MemcpyAttributes,
         {
             "src_access_order": "srcAccessOrder",
             "src_loc_hint": "srcLocHint",
@@ -46,23 +46,23 @@ LAYOUTS = {
             "flags": "flags",
         },
     ),
-    "CUuuid": (cuda_driver.Uuid, {"bytes": "bytes"}),
+    "CUuuid": (cuda_abi.Uuid, {"bytes": "bytes"}),
 }
 
 CONSTANTS = {
-    "CUDA_SUCCESS": cuda_driver.SUCCESS,
-    "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_driver.ALLOCATION_TYPE_PINNED,
-    "CU_MEM_LOCATION_TYPE_DEVICE": cuda_driver.LOCATION_TYPE_DEVICE,
-    "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HANDLE_TYPE_POSIX_FD,
-    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_driver.ACCESS_READ_WRITE,
-    "CU_MEM_ALLOC_GRANULARITY_MINIMUM": cuda_driver.GRANULARITY_MINIMUM,
-    "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": cuda_driver.ATTRIBUTE_VIRTUAL_MEMORY,
+    "CUDA_SUCCESS": cuda_abi.SUCCESS,
+    "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_abi.ALLOCATION_TYPE_PINNED,
+    "CU_MEM_LOCATION_TYPE_DEVICE": cuda_abi.LOCATION_TYPE_DEVICE,
+    "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_abi.HANDLE_TYPE_POSIX_FD,
+    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_abi.ACCESS_READ_WRITE,
+    "CU_MEM_ALLOC_GRANULARITY_MINIMUM": cuda_abi.GRANULARITY_MINIMUM,
+    "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": cuda_abi.ATTRIBUTE_VIRTUAL_MEMORY,
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": (
-        cuda_driver.ATTRIBUTE_POSIX_FD_HANDLES
+        cuda_abi.ATTRIBUTE_POSIX_FD_HANDLES
     ),
-    "CU_STREAM_NON_BLOCKING": cuda_driver.STREAM_NON_BLOCKING,
-    "CU_MEMHOSTREGISTER_PORTABLE": cuda_driver.HOST_REGISTER_PORTABLE,
-    "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda_driver.COPY_IN_STREAM_ORDER,
+    "CU_STREAM_NON_BLOCKING": cuda_abi.STREAM_NON_BLOCKING,
+    "CU_MEMHOSTREGISTER_PORTABLE": cuda_abi.HOST_REGISTER_PORTABLE,
+    "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda_abi.COPY_IN_STREAM_ORDER,
 }
 
 
@@ -105,7 +105,7 @@ def test_structures_constants_and_prototypes_are_those_of_cuda_h(
             for ours, theirs in fields.items()
         ]
     lines += [f'std::printf("C {name} %lld\\n", (long long){name});' for name in CONSTANTS]
-    lines += [f'print("{name}", {name});' for name in cuda_driver._PROTOTYPES]
+    lines += [f'print("{name}", {name});' for name in cuda_abi.PROTOTYPES]
     lines.append("}")
     source = tmp_path / "facts.cpp"
     source.write_text("\n".join(lines))
@@ -133,9 +133,9 @@ def test_structures_constants_and_prototypes_are_those_of_cuda_h(
             case "C":
                 assert CONSTANTS[name] == int(rest[0]), name
             case "P":
-                ours = [ctypes.sizeof(argument) for argument in cuda_driver._PROTOTYPES[name]]  # type: ignore[arg-type] # ctypes classes
+                ours = [ctypes.sizeof(argument) for argument in cuda_abi.PROTOTYPES[name]]  # type: ignore[arg-type] # ctypes classes
                 assert ours == [int(size) for size in rest], name
-    assert len([fact for fact in facts if fact[0] == "P"]) == len(cuda_driver._PROTOTYPES)
+    assert len([fact for fact in facts if fact[0] == "P"]) == len(cuda_abi.PROTOTYPES)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,11 @@
 """The CUDA driver calls that lending device memory needs, over ctypes.
 
-Owns the binding: structures, prototypes, error names, and one `CudaDevice` per GPU that makes the
-primary context current around every call, so that any thread may use it and no thread's own
-context changes. It decides nothing about slabs; see `cuda_vmm` and `cuda_copier`.
+Owns the loaded library, error names, and one `CudaDevice` per GPU that makes the primary context
+current around every call, so that any thread may use it and no thread's own context changes. It
+decides nothing about slabs; see `cuda_vmm` and `cuda_copier`. Layouts are in `cuda_abi`.
 
 Why ctypes: torch builds disagree on which cuda-bindings they tolerate (2.10 pins 12.9, 2.11 wants
-13), CuPy has no virtual memory calls, and a dozen prototypes are less than either dependency. The
-layouts are those of cuda.h, equal in CUDA 12.8 and 13.0; a test compares them with the compiler's.
-
-Source: CUDA Driver API, "Virtual Memory Management" and "Driver Entry Point Access".
+13), CuPy has no virtual memory calls, and a dozen prototypes are less than either dependency.
 """
 
 from __future__ import annotations
@@ -21,13 +18,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from ctypes import (
-    POINTER,
     byref,
     c_char_p,
     c_int,
     c_size_t,
-    c_uint,
-    c_uint64,
     c_ulonglong,
     c_void_p,
 )
@@ -37,114 +31,35 @@ import numpy as np
 import numpy.typing as npt
 
 from aqua_protocol import TransportError, TransportUnavailableError, format_bytes
+from aqualib.transports.cuda_abi import (
+    ACCESS_READ_WRITE,
+    ALLOCATION_TYPE_PINNED,
+    ATTRIBUTE_POSIX_FD_HANDLES,
+    ATTRIBUTE_VIRTUAL_MEMORY,
+    COPY_IN_STREAM_ORDER,
+    GRANULARITY_MINIMUM,
+    HANDLE_TYPE_POSIX_FD,
+    HOST_REGISTER_PORTABLE,
+    LOCATION_TYPE_DEVICE,
+    PROTOTYPES,
+    STREAM_NON_BLOCKING,
+    SUCCESS,
+    MemAccessDesc,
+    MemAllocationProp,
+    MemcpyAttributes,
+    MemLocation,
+    Uuid,
+)
 
 Words = npt.NDArray[np.uint64]
 """Addresses or sizes, laid out as the driver reads them."""
 
 LIBRARY: Final = "libcuda.so.1"
 
-SUCCESS: Final = 0
-
-ALLOCATION_TYPE_PINNED: Final = 1
-LOCATION_TYPE_DEVICE: Final = 1
-HANDLE_TYPE_POSIX_FD: Final = 1
-ACCESS_READ_WRITE: Final = 3
-GRANULARITY_MINIMUM: Final = 0
-ATTRIBUTE_VIRTUAL_MEMORY: Final = 102
-ATTRIBUTE_POSIX_FD_HANDLES: Final = 103
-STREAM_NON_BLOCKING: Final = 1
-HOST_REGISTER_PORTABLE: Final = 1
-COPY_IN_STREAM_ORDER: Final = 1
-
 _BATCH_SYMBOL: Final = b"cuMemcpyBatchAsync"
 _BATCH_WITH_FAIL_INDEX: Final = 12080
 """The ABI of CUDA 12.8, which later drivers still serve when asked for this version."""
 _BATCH_WITHOUT_FAIL_INDEX: Final = 13000
-
-
-class MemLocation(ctypes.Structure):
-    """`CUmemLocation`: where memory is, or who may access it."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class MemAllocationFlags(ctypes.Structure):
-    """The unnamed structure at the end of `CUmemAllocationProp`; all zero for us."""
-
-    _fields_ = (
-        ("compression_type", ctypes.c_ubyte),
-        ("gpu_direct_rdma_capable", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
-class MemAllocationProp(ctypes.Structure):
-    """`CUmemAllocationProp`: what kind of memory to allocate."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("requested_handle_types", c_int),
-        ("location", MemLocation),
-        ("win32_handle_meta_data", c_void_p),
-        ("alloc_flags", MemAllocationFlags),
-    )
-
-
-class MemAccessDesc(ctypes.Structure):
-    """`CUmemAccessDesc`: who may do what with a mapping."""
-
-    _fields_ = (("location", MemLocation), ("flags", c_int))
-
-
-class MemcpyAttributes(ctypes.Structure):
-    """`CUmemcpyAttributes`: how the copies of a batch may be ordered."""
-
-    _fields_ = (
-        ("src_access_order", c_int),
-        ("src_loc_hint", MemLocation),
-        ("dst_loc_hint", MemLocation),
-        ("flags", c_uint),
-    )
-
-
-class Uuid(ctypes.Structure):
-    """`CUuuid`: 16 raw bytes."""
-
-    _fields_ = (("bytes", ctypes.c_ubyte * 16),)
-
-
-_PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int)),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
-    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(MemAllocationProp), c_int),
-    "cuMemGetAllocationPropertiesFromHandle": (POINTER(MemAllocationProp), c_ulonglong),
-    "cuMemCreate": (POINTER(c_ulonglong), c_size_t, POINTER(MemAllocationProp), c_ulonglong),
-    "cuMemRelease": (c_ulonglong,),
-    "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
-    "cuMemImportFromShareableHandle": (POINTER(c_ulonglong), c_void_p, c_int),
-    "cuMemAddressReserve": (POINTER(c_ulonglong), c_size_t, c_size_t, c_ulonglong, c_ulonglong),
-    "cuMemAddressFree": (c_ulonglong, c_size_t),
-    "cuMemMap": (c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
-    "cuMemUnmap": (c_ulonglong, c_size_t),
-    "cuMemSetAccess": (c_ulonglong, c_size_t, POINTER(MemAccessDesc), c_size_t),
-    "cuMemcpyAsync": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
-    "cuMemsetD8Async": (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamSynchronize": (c_void_p,),
-}
 
 
 class CudaError(TransportError):
@@ -166,7 +81,7 @@ class CudaDriver:
     def __init__(self, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
-            for name, arguments in _PROTOTYPES.items():
+            for name, arguments in PROTOTYPES.items():
                 call = getattr(self._library, name)
                 call.argtypes = arguments
                 call.restype = c_int
@@ -444,6 +359,11 @@ class CudaDevice:
         """Take the memory away from behind reserved addresses; nothing may be using it."""
         with self._current():
             self.driver.call("cuMemUnmap", address, nbytes)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued on this GPU by this process."""
+        with self._current():
+            self.driver.call("cuCtxSynchronize")
 
     def zero(self, address: int, nbytes: int) -> None:
         """Fill with zeros and wait. The driver does not promise clean memory."""

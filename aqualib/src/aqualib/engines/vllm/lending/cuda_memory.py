@@ -75,7 +75,7 @@ class CudaKvMemory:
 
     def release(self, granules: Mask) -> None:
         """See `KvMemory.release`."""
-        torch.cuda.synchronize(self._device)
+        self._gpu.synchronize()
         for index in np.flatnonzero(granules):
             self._unmap(int(index))
 

@@ -29,6 +29,10 @@ from aqualib.engines.vllm.options import model_name, options_of
 
 RATE_WINDOW_S: Final = 10.0
 
+SAME_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Keeps the worker beside the scheduler, which is vLLM's own choice for one GPU. Builds for
+CPUs take another process even when told `uni`, but not when told this name."""
+
 
 class LendingScheduler(Scheduler):
     """vLLM's own scheduler, lending. Made by vLLM from `--scheduler-cls`.
@@ -57,9 +61,10 @@ class LendingScheduler(Scheduler):
         cache = LENDABLE.pop(vllm_config.instance_id, None)
         if cache is None:
             raise ConfigError(
-                "this engine's KV cache is not in memory that can be lent",
-                remedy="Add --worker-cls aqualib.engines.vllm.LendingWorker; with several GPUs "
-                "for one engine lending is not supported.",
+                "this engine's KV cache is not in this process, in memory that can be lent",
+                remedy="Add --worker-cls aqualib.engines.vllm.LendingWorker; on an API server for "
+                f"CPUs also --distributed-executor-backend {SAME_PROCESS}. Engines of several "
+                "GPUs cannot lend.",
             )
         self._office = LendingOffice(
             options.lend,

@@ -1,0 +1,82 @@
+"""KV memory of a GPU over the stand-in for the driver; `tests/gpu` has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqua_protocol import MIB, TransportError, TransportUnavailableError
+from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
+from aqualib.transports.cuda_driver import CudaDriver
+from aqualib.transports.host import CPU
+from harness import fake_cuda
+
+GRANULE = 2 * MIB
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture
+def memory(library: Path) -> Iterator[CudaKvMemory]:
+    before = fake_cuda.counts(library)
+    memory = CudaKvMemory(CPU, CudaDriver(str(library)).device(0))
+    yield memory
+    memory.close()
+    assert fake_cuda.counts(library) == before
+
+
+def test_a_cache_is_zeroed_and_rounded_up_to_granules(memory: CudaKvMemory) -> None:
+    tensor = memory.allocate(3 * GRANULE - 5)
+    assert tensor.shape == (3 * GRANULE - 5,)
+    assert not tensor.any()
+    assert [region.nbytes for region in memory.regions] == [3 * GRANULE]
+
+
+def test_released_granules_return_to_the_device_and_come_back_clean(
+    memory: CudaKvMemory, library: Path
+) -> None:
+    first, second = memory.allocate(2 * GRANULE), memory.allocate(2 * GRANULE)
+    first.fill_(1)
+    second.fill_(2)
+    before = fake_cuda.counts(library)
+    inner = np.array([False, True, True, False])
+    memory.release(inner)
+    now = fake_cuda.counts(library)
+    assert before["handles"] - now["handles"] == 2
+    assert before["mappings"] - now["mappings"] == 2
+    assert now["reservations"] == before["reservations"], "addresses stay"
+    memory.restore(inner)
+    assert fake_cuda.counts(library) == before
+    assert first[:GRANULE].all()
+    assert not first[GRANULE:].any()
+    assert not second[:GRANULE].any()
+    assert second[GRANULE:].all()
+
+
+def test_a_device_that_has_not_got_it_all_gives_nothing_back(
+    memory: CudaKvMemory, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.allocate(4 * GRANULE)
+    gone = np.array([False, True, True, True])
+    memory.release(gone)
+    before = fake_cuda.counts(library)
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(3 * GRANULE))
+    with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
+        memory.restore(gone)
+    assert fake_cuda.counts(library) == before
+    monkeypatch.delenv("FAKE_CUDA_MEMORY")
+    memory.restore(gone)
+
+
+def test_a_gpu_that_cannot_map_by_hand_is_refused(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_POSIX", "0")
+    with pytest.raises(TransportUnavailableError, match="cannot map memory by hand"):
+        CudaKvMemory(CPU, CudaDriver(str(library)).device(0))
