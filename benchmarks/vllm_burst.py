@@ -88,7 +88,7 @@ def main(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trace: Annotated[Path | None, typer.Option(help="CSV of arrivals and lengths.")] = None,
-    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 4,
+    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 5,
     seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
     blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=24)] = 64,
     stable: Annotated[
@@ -112,6 +112,8 @@ def main(
             note(f"starting {name}: {aqua or 'vLLM as it is'}")
             bench = Bench(python, model, blocks, aqua, environment)
             engines[name] = stack.enter_context(bench)
+        for engine in engines.values():
+            engine.await_ready()
         inputs: dict[str, Any] = {
             "blocks": blocks,
             "block_tokens": BLOCK_TOKENS,
@@ -248,7 +250,6 @@ class Bench:
         )
 
     def __enter__(self) -> Self:
-        self._answer()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -256,6 +257,10 @@ class Bench:
         self._process.stdin.close()
         self._process.wait()
         self._log.close()
+
+    def await_ready(self) -> None:
+        """Wait until it can be given requests; engines start beside each other."""
+        self._answer()
 
     def run(self, arrivals: list[Arrival]) -> dict[str, Any]:
         """Serve these; the rows and what else was measured."""
