@@ -19,7 +19,7 @@ import csv
 import gzip
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -74,13 +74,19 @@ def steady(lengths: Lengths, rate_per_s: float, seed: int) -> list[Arrival]:
     return arrivals
 
 
-def paper_burst(rate_per_s: float, service_s: float, seed: int) -> Load:
+def paper_burst(
+    rate_per_s: float,
+    service_s: float,
+    seed: int,
+    draw: Callable[[int, int], Lengths] = draw_lengths,
+) -> Load:
     """The burst of the module.
 
     Args:
         rate_per_s: Stable rate.
         service_s: What a request takes at that rate.
         seed: Of arrivals and lengths.
+        draw: Makes so many lengths of a seed.
     """
     rng = random.Random(seed)
     times: list[float] = []
@@ -103,7 +109,7 @@ def paper_burst(rate_per_s: float, service_s: float, seed: int) -> Load:
             continue
         times.append(now_s)
         calm -= 1
-    lengths = draw_lengths(len(times), seed)
+    lengths = draw(len(times), seed)
     return Load(
         [(at_s, *pair) for at_s, pair in zip(times, lengths, strict=True)],
         (rise_s, redirected_s),

@@ -64,11 +64,11 @@ TRIAL_COUNT: Final = 50
 """Requests of a trial of a rate."""
 TRIAL_SHARES: Final = (0.5, 1.0)
 """Of the capacity, between which the stable rate is looked for."""
-TRIALS: Final = 4
+TRIALS: Final = 3
 POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
 IDLE: Final[list[Arrival]] = [(0.0, 64, 100)] * 8
 """Requests that fit into memory together: nobody waits, so nothing is to be decided."""
-IDLE_ROUNDS: Final = 9
+IDLE_ROUNDS: Final = 7
 
 HINT: Final = "`make .venv-engine/.ready` makes an environment with vLLM for CPUs"
 
@@ -88,7 +88,7 @@ def main(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trace: Annotated[Path | None, typer.Option(help="CSV of arrivals and lengths.")] = None,
-    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 5,
+    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
     blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=24)] = 64,
     stable: Annotated[

@@ -1,0 +1,184 @@
+"""How often the bars of `vllm_burst.py` hold: its bursts on a model of its engine.
+
+python benchmarks/burst_model.py [--seeds 16] [--json]
+One real burst is one draw, and a real engine serves a few in ten minutes. Here the same policies
+run on the simulator's serving engine, whose step takes what was fitted to vLLM 0.32 on two
+virtual cores (`benchmarks/vllm_burst.py`, 826 steps): a constant, and so much for each prompt token
+and each decode. Pages cost what they cost there. Lengths differ in kind and spread; the stable rate
+is a share of capacity. Prints, for each policy and kind, medians and how many bursts hold each bar.
+
+What the model leaves out: noise, the policy's own time, and whatever a step's time depends on
+beside counts of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any, Final
+
+from _bursts import Lengths, Load, busy_s, draw_lengths, paper_burst, steady
+from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
+from aqua_simulator.serving.engine import Engine, EngineSettings
+from aqua_simulator.serving.memory import PagedMemory
+from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.request import Arrival, Served
+from aqua_simulator.timing.iteration import Batch, IterationTime
+
+BLOCKS: Final = 64
+BLOCK_TOKENS: Final = 32
+KV_BYTES_PER_TOKEN: Final = 8192
+PAGE_BYTES_PER_S: Final = 2.5e9
+"""256 KiB blocks at 0.1 ms each way."""
+STEP_S: Final = 5.9e-3
+PROMPT_TOKEN_S: Final = 0.165e-3
+DECODE_S: Final = 0.5e-3
+STABLE_SHARE: Final = 0.8
+TRIAL_COUNT: Final = 120
+POLICIES: Final = (PolicyName.CFS, PolicyName.LEAST_SERVED, PolicyName.FIRST_TOKEN)
+MEAN_BAR: Final = {PolicyName.FIRST_TOKEN: 1.25}
+
+Draw = Callable[[random.Random], int]
+
+
+def log_normal(median: float, spread: float) -> Draw:
+    """Lengths around a median."""
+    return lambda rng: round(min(480, max(8, median * math.exp(rng.gauss(0, spread)))))
+
+
+KINDS: Final[dict[str, tuple[Draw, Draw]]] = {
+    "equal": (lambda _: 100, lambda _: 100),
+    "uniform": (lambda rng: rng.randint(16, 200), lambda rng: rng.randint(16, 200)),
+    "little spread": (log_normal(110, 0.3), log_normal(90, 0.3)),
+    "much spread": (log_normal(90, 0.9), log_normal(70, 1.1)),
+    "long prompts": (log_normal(250, 0.6), log_normal(50, 0.6)),
+    "long outputs": (log_normal(40, 0.6), log_normal(250, 0.5)),
+}
+"""Beside those of the benchmark."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--stable", type=float, default=STABLE_SHARE)
+    parser.add_argument("--slice", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    kinds = {"as measured": draw_lengths} | {kind: drawing(*KINDS[kind]) for kind in KINDS}
+    cases: list[dict[str, Any]] = []
+    for kind, lengths in kinds.items():
+        capacity = TRIAL_COUNT / max(
+            row.last_token_s
+            for row in serve(PolicyName.FCFS, 1, [(0.0, *each) for each in lengths(TRIAL_COUNT, 0)])
+        )
+        rate = options.stable * capacity
+        calm = serve(PolicyName.FCFS, 1, steady(lengths(TRIAL_COUNT, 1), rate, 1))
+        service_s = statistics.fmean(row.completion_s for row in calm)
+        for seed in range(options.seeds):
+            load = paper_burst(rate, service_s, seed, lengths)
+            fcfs = serve(PolicyName.FCFS, options.slice, load.arrivals)
+            for policy in POLICIES:
+                rows = serve(policy, options.slice, load.arrivals)
+                found = compare(rows, fcfs, load)
+                cases.append({"lengths": kind, "seed": seed, "policy": policy.value, **found})
+        if not options.json:
+            for policy in POLICIES:
+                show(kind, policy, [case for case in cases if case["lengths"] == kind])
+    if options.json:
+        print(json.dumps(cases))
+
+
+def drawing(prompt: Draw, output: Draw) -> Callable[[int, int], Lengths]:
+    """Pairs of lengths, seeded."""
+
+    def draw(count: int, seed: int) -> Lengths:
+        rng = random.Random(seed)
+        return [(prompt(rng), output(rng)) for _ in range(count)]
+
+    return draw
+
+
+def serve(
+    policy: PolicyName, slice_iterations: int, arrivals: list[tuple[float, int, int]]
+) -> list[Served]:
+    """All requests on an engine of its own."""
+    store = None
+    if policy is not PolicyName.FCFS:
+        store = PageStore(
+            "peer", 10**9, PAGE_BYTES_PER_S, is_overlapped=False, location=Location.PEER
+        )
+    engine = Engine(
+        "model",
+        EngineSettings(
+            max_num_batched_tokens=512,
+            steps_in_flight=1,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            may_recompute=False,
+        ),
+        IterationTime("cpu", lambda _: 0.0, computing_s, lambda _: 0.0, STEP_S),
+        PagedMemory(BLOCKS, BLOCK_TOKENS),
+        store,
+        policy_named(
+            policy, FairSettings(block_tokens=BLOCK_TOKENS, slice_iterations=slice_iterations)
+        ),
+    )
+    return engine.run([Arrival(str(index), *each) for index, each in enumerate(arrivals)])
+
+
+def computing_s(batch: Batch) -> float:
+    """What a step takes beyond the constant."""
+    prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
+    return PROMPT_TOKEN_S * prompt_tokens + DECODE_S * batch.decoding_count
+
+
+def compare(rows: list[Served], fcfs: list[Served], load: Load) -> dict[str, float]:
+    """The keys of `vllm_burst.py` that need no other engine."""
+
+    def p99(run: list[Served]) -> float:
+        return statistics.quantiles([row.ttft_s for row in run], n=100, method="inclusive")[98]
+
+    def throughput(run: list[Served]) -> float:
+        first_s, last_s = load.window_s
+        some = [row for row in run if first_s <= row.arrival_s <= last_s]
+        spans = [(row.arrival_s, row.last_token_s) for row in some]
+        return sum(row.output_tokens for row in some) / busy_s(spans)
+
+    def done(run: list[Served]) -> list[float]:
+        return [row.completion_s for row in run]
+
+    return {
+        "ttft_p99_gain": p99(fcfs) / p99(rows),
+        "ttft_max_gain": max(row.ttft_s for row in fcfs) / max(row.ttft_s for row in rows),
+        "completion_ratio_vs_fcfs": statistics.fmean(done(rows)) / statistics.fmean(done(fcfs)),
+        "completion_max_ratio_vs_fcfs": max(done(rows)) / max(done(fcfs)),
+        "throughput_ratio_vs_fcfs": throughput(rows) / throughput(fcfs),
+    }
+
+
+def show(kind: str, policy: PolicyName, cases: list[dict[str, Any]]) -> None:
+    """Medians of one policy and kind, and how many bursts hold."""
+    mine = [case for case in cases if case["policy"] == policy.value]
+    bars = {
+        "ttft_p99_gain": (1, 5.0),
+        "ttft_max_gain": (1, 5.0),
+        "completion_ratio_vs_fcfs": (-1, MEAN_BAR.get(policy, 1.5)),
+        "completion_max_ratio_vs_fcfs": (-1, 1.05),
+        "throughput_ratio_vs_fcfs": (1, 1.0),
+    }
+    parts = []
+    for key, (sign, bar) in bars.items():
+        held = sum(sign * case[key] >= sign * bar for case in mine)
+        parts.append(f"{key} {statistics.median(case[key] for case in mine):.2f} ({held})")
+    every = sum(
+        all(sign * case[key] >= sign * bar for key, (sign, bar) in bars.items()) for case in mine
+    )
+    print(f"{kind}, {policy}: {', '.join(parts)}; all: {every} of {len(mine)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
