@@ -50,7 +50,7 @@ def lend(url: str, nbytes: int) -> None:
     from aqualib.producer.opening import open_producer
 
     with open_producer(
-        "burst-lender", coordinator_url=url, device="cpu", slab_bytes=SLAB_BYTES
+        f"burst-lender-{os.getpid()}", coordinator_url=url, device="cpu", slab_bytes=SLAB_BYTES
     ) as producer:
         producer.offer(nbytes)
         print("ready", flush=True)

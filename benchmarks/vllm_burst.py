@@ -307,7 +307,8 @@ def lending(python: str, folder: Path) -> Iterator[dict[str, str]]:
         assert lender.stdin is not None
         assert lender.stdout is not None
         stack.callback(lender.stdin.close)
-        lender.stdout.readline()
+        if not lender.stdout.readline():
+            sys.exit("nobody lends memory: the benchmark's producer did not start")
         yield place("engine") | {
             "AQUA_COORDINATOR_URL": url,
             "AQUA_SLAB_BYTES": str(4 << 20),

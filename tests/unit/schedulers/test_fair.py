@@ -203,16 +203,6 @@ def test_twice_the_weight_gets_twice_the_tokens() -> None:
     assert tokens[0] / tokens[1] == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_decode_gives_way_to_another_once_it_is_ahead_by_a_granularity() -> None:
-    for ahead, leaves in ((10, False), (50, True)):
-        policy = fair()
-        running = [decoding(policy, "a", 9)]
-        policy.preempted(decoding(policy, "b", 9)._replace(missing_blocks=4, held_blocks=0))
-        at_turn(policy, seen(running, free=3))
-        further = running[0]._replace(output_tokens=9 + ahead, computed_tokens=16 + ahead)
-        assert bool(at_turn(policy, seen([further], free=3)).preempt) is leaves
-
-
 def test_a_prompt_counts_as_service() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9), decoding(policy, "b", 3)._replace(prompt_tokens=100)]

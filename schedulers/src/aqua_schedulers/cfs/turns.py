@@ -101,16 +101,13 @@ class _Table:
 class _Line:
     """Those inside and those outside of one phase, merged in the ranking's order."""
 
-    def __init__(
-        self, inside: list[Entry], queue: Queue, *, keeps_equals: bool, margin: float
-    ) -> None:
+    def __init__(self, inside: list[Entry], queue: Queue, *, keeps_equals: bool) -> None:
         inside.sort()
         self._inside = inside
         self._index = 0
         self._queue = queue
         self._is_closed = False
         self._keeps_equals = keeps_equals
-        self._margin = margin
 
     def seat(self, table: _Table, growth: Growth, quota_tokens: float = inf) -> None:
         """Take requests until their pending tokens reach the quota, or memory ends.
@@ -142,9 +139,7 @@ class _Line:
                 quota_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
 
     def _goes_first(self, inner: Entry, outer: Entry) -> bool:
-        if self._keeps_equals:
-            return inner[0] <= outer[0] + self._margin
-        return inner[:3] <= outer[:3]
+        return inner[0] <= outer[0] if self._keeps_equals else inner[:3] <= outer[:3]
 
 
 class Turns:
@@ -342,8 +337,8 @@ class Turns:
             inside[is_decode].append((key, request.arrival_s, numbers[request.request_id], request))
         queues = (self._lobby.prompts(), self._lobby.decodes())
         prompts, decodes = (
-            _Line(mine, theirs, keeps_equals=ranking.keeps_equals, margin=margin)
-            for mine, theirs, margin in zip(inside, queues, (0.0, ranking.margin), strict=True)
+            _Line(mine, theirs, keeps_equals=ranking.keeps_equals)
+            for mine, theirs in zip(inside, queues, strict=True)
         )
         # As many as are inside fit in memory at once: the upper bound of the decode share.
         share = max(1, engine.token_budget - engine.running_count)
