@@ -21,7 +21,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 Arrival = tuple[float, int, int]
 """Second, prompt tokens, output tokens."""
@@ -40,17 +40,6 @@ NOTICE: Final = 1.0 / 12
 
 TTFT_OVER_TBT: Final = 10.0
 """Section 4.1: a second to the first token, 100 ms between tokens."""
-
-
-class Load(NamedTuple):
-    """Requests in order of arrival, and the window in which the burst's came.
-
-    Attributes:
-        window_s: First and last second of arrivals between the rise and the redirection.
-    """
-
-    arrivals: list[Arrival]
-    window_s: tuple[float, float]
 
 
 def draw_lengths(count: int, seed: int) -> Lengths:
@@ -79,7 +68,7 @@ def paper_burst(
     service_s: float,
     seed: int,
     draw: Callable[[int, int], Lengths] = draw_lengths,
-) -> Load:
+) -> list[Arrival]:
     """The burst of the module.
 
     Args:
@@ -110,13 +99,10 @@ def paper_burst(
         times.append(now_s)
         calm -= 1
     lengths = draw(len(times), seed)
-    return Load(
-        [(at_s, *pair) for at_s, pair in zip(times, lengths, strict=True)],
-        (rise_s, redirected_s),
-    )
+    return [(at_s, *pair) for at_s, pair in zip(times, lengths, strict=True)]
 
 
-def read_trace(path: Path, most_tokens: int) -> Load:
+def read_trace(path: Path, most_tokens: int) -> list[Arrival]:
     """Arrivals of a file (`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not).
 
     Args:
@@ -133,8 +119,7 @@ def read_trace(path: Path, most_tokens: int) -> Load:
         for row in csv.DictReader(content.decode().splitlines())
     ]
     first_s = min(at_s for at_s, _, _ in arrivals)
-    moved = sorted((at_s - first_s, prompt, output) for at_s, prompt, output in arrivals)
-    return Load(moved, (0.0, moved[-1][0]))
+    return sorted((at_s - first_s, prompt, output) for at_s, prompt, output in arrivals)
 
 
 def busy_s(spans: Sequence[tuple[float, float]]) -> float:

@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, Final
 
-from _bursts import Lengths, Load, busy_s, draw_lengths, paper_burst, steady
+from _bursts import Lengths, busy_s, draw_lengths, paper_burst, steady
 from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
@@ -80,11 +80,11 @@ def main() -> None:
         calm = serve(PolicyName.FCFS, 1, steady(lengths(TRIAL_COUNT, 1), rate, 1))
         service_s = statistics.fmean(row.completion_s for row in calm)
         for seed in range(options.seeds):
-            load = paper_burst(rate, service_s, seed, lengths)
-            fcfs = serve(PolicyName.FCFS, options.slice, load.arrivals)
+            arrivals = paper_burst(rate, service_s, seed, lengths)
+            fcfs = serve(PolicyName.FCFS, options.slice, arrivals)
             for policy in POLICIES:
-                rows = serve(policy, options.slice, load.arrivals)
-                found = compare(rows, fcfs, load)
+                rows = serve(policy, options.slice, arrivals)
+                found = compare(rows, fcfs)
                 cases.append({"lengths": kind, "seed": seed, "policy": policy.value, **found})
         if not options.json:
             for policy in POLICIES:
@@ -136,17 +136,15 @@ def computing_s(batch: Batch) -> float:
     return PROMPT_TOKEN_S * prompt_tokens + DECODE_S * batch.decoding_count
 
 
-def compare(rows: list[Served], fcfs: list[Served], load: Load) -> dict[str, float]:
+def compare(rows: list[Served], fcfs: list[Served]) -> dict[str, float]:
     """The keys of `vllm_burst.py` that need no other engine."""
 
     def p99(run: list[Served]) -> float:
         return statistics.quantiles([row.ttft_s for row in run], n=100, method="inclusive")[98]
 
     def throughput(run: list[Served]) -> float:
-        first_s, last_s = load.window_s
-        some = [row for row in run if first_s <= row.arrival_s <= last_s]
-        spans = [(row.arrival_s, row.last_token_s) for row in some]
-        return sum(row.output_tokens for row in some) / busy_s(spans)
+        spans = [(row.arrival_s, row.last_token_s) for row in run]
+        return sum(row.output_tokens for row in run) / busy_s(spans)
 
     def done(run: list[Served]) -> list[float]:
         return [row.completion_s for row in run]

@@ -15,9 +15,8 @@ Several bursts are drawn from a seed; a figure is the median over them, and `bur
 Lengths are log-normal, as chat logs are; or arrivals and lengths come from a trace
 (`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not), which is one burst.
 
-Throughput is output tokens over busy time: those of the requests that came between the rise of the
-rate and the redirection (all of a trace), over the time in which any of them was unfinished. So it
-ends when the backlog has drained, and neither an idle engine nor the last arrival decides it.
+Throughput is output tokens over busy time, in which any request was unfinished: neither an idle
+engine nor the last arrival decides it.
 
 What it shows: waiting, slicing, and the cost of paging relative to that of computing, on one real
 engine. What it does not: a GPU's numbers. A CPU computes a prompt slowly, so recomputing looks
@@ -44,7 +43,6 @@ from _bursts import (
     CALM_COUNT,
     TTFT_OVER_TBT,
     Arrival,
-    Load,
     busy_s,
     draw_lengths,
     paper_burst,
@@ -131,15 +129,15 @@ def main(
             # Who goes first changes: a machine may slow down or speed up meanwhile.
             turn = index % len(POLICY_NAMES)
             for name in (*POLICY_NAMES[turn:], *POLICY_NAMES[:turn]):
-                note(f"burst {index + 1} of {len(loads)}: {len(load.arrivals)} requests, {name}")
-                raw[name]["bursts"].append(engines[name].run(load.arrivals))
+                note(f"burst {index + 1} of {len(loads)}: {len(load)} requests, {name}")
+                raw[name]["bursts"].append(engines[name].run(load))
         note("turns without contention")
         order = ["fcfs", "aqua", "best"]
         for _ in range(IDLE_ROUNDS):
             for name in order:
                 raw[name]["idle"].append(engines[name].run(IDLE)["rows"])
             order.reverse()
-    summary = summarize(raw, loads)
+    summary = summarize(raw)
     if plot is not None:
         draw({name: runs["bursts"][0]["rows"] for name, runs in raw.items()}, plot)
     if as_json:
@@ -331,13 +329,13 @@ def place(gpu: str) -> dict[str, str]:
 # --- Figures --------------------------------------------------------------------------------
 
 
-def summarize(raw: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, Any]:
+def summarize(raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The keys of the paper's policy, and of ours under `best`; `bursts` has them one by one."""
 
     def of(name: str) -> dict[str, Any]:
         each = [
-            compare({who: runs["bursts"][index]["rows"] for who, runs in raw.items()}, name, load)
-            for index, load in enumerate(loads)
+            compare({who: runs["bursts"][index]["rows"] for who, runs in raw.items()}, name)
+            for index in range(len(raw[name]["bursts"]))
         ]
         idle = zip(raw["fcfs"]["idle"], raw[name]["idle"], strict=True)
         found = {key: statistics.median(row[key] for row in each) for key in each[0]}
@@ -349,7 +347,7 @@ def summarize(raw: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, An
     return of("aqua") | {"best": of("best")}
 
 
-def compare(runs: dict[str, list[dict[str, float]]], name: str, load: Load) -> dict[str, float]:
+def compare(runs: dict[str, list[dict[str, float]]], name: str) -> dict[str, float]:
     """The keys of one policy against the baselines on one burst."""
     fcfs, ours, recompute = (runs[who] for who in ("fcfs", name, "recompute"))
     return {
@@ -357,15 +355,9 @@ def compare(runs: dict[str, list[dict[str, float]]], name: str, load: Load) -> d
         "ttft_max_gain": max(ttfts(fcfs)) / max(ttfts(ours)),
         "completion_ratio_vs_fcfs": mean_completion(ours) / mean_completion(fcfs),
         "completion_max_ratio_vs_fcfs": max(completions(ours)) / max(completions(fcfs)),
-        "throughput_ratio_vs_fcfs": throughput(within(ours, load)) / throughput(within(fcfs, load)),
+        "throughput_ratio_vs_fcfs": throughput(ours) / throughput(fcfs),
         "completion_gain_vs_recompute": mean_completion(recompute) / mean_completion(ours),
     }
-
-
-def within(rows: list[dict[str, float]], load: Load) -> list[dict[str, float]]:
-    """Those that arrived in the burst."""
-    first_s, last_s = load.window_s
-    return [row for row in rows if first_s <= row["arrival_s"] <= last_s]
 
 
 def ttfts(rows: list[dict[str, float]]) -> list[float]:
