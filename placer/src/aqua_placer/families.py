@@ -24,6 +24,7 @@ import numpy as np
 from aqua_protocol import ConfigError
 
 SPREAD: Final = (0.7, 1.3)
+WEIGHTS: Final = (1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,28 @@ def generate(
             "r_gb": r_gb.tolist(),
         },
     }
+
+
+def weighted(problem: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The problem with groups of unlike worth: `WEIGHTS`, drawn evenly."""
+    rng = np.random.default_rng([seed, len(problem["groups"]["tp"])])
+    weight = rng.choice(WEIGHTS, len(problem["groups"]["tp"])).tolist()
+    groups = {**problem["groups"], "weight": weight}
+    return {**problem, "name": f"{problem['name']}-weighted", "groups": groups}
+
+
+def on_mixed_servers(problem: dict[str, Any]) -> dict[str, Any]:
+    """The problem with as many GPUs of the same HBM on servers of 16, 8 and 4, a third each."""
+    gpus = sum(entry["count"] * entry["gpus"] for entry in problem["servers"])
+    hbm_gb = problem["servers"][0]["hbm_gb"]
+    wide = gpus // 3 // 16
+    usual = gpus // 3 // 8
+    narrow, rest = divmod(gpus - 16 * wide - 8 * usual, 4)
+    counts = {16: wide, 8: usual, 4: narrow, 1: rest}
+    servers = [
+        {"count": count, "gpus": size, "hbm_gb": hbm_gb} for size, count in counts.items() if count
+    ]
+    return {**problem, "name": f"{problem['name']}-mixed", "servers": servers}
 
 
 def churned(

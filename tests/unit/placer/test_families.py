@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_placer.families import FAMILIES, generate
+from aqua_placer.families import FAMILIES, WEIGHTS, generate, on_mixed_servers, weighted
 from aqua_placer.reading import instance_from
 from aqua_protocol import ConfigError
 
@@ -31,3 +31,18 @@ def test_all_sizes_differ_in_the_continuous_families() -> None:
 def test_senseless_requests_are_refused(family: str, gpus: int) -> None:
     with pytest.raises(ConfigError):
         generate(family, gpus, 0)
+
+
+def test_servers_of_several_sizes_have_as_many_gpus_and_take_every_group() -> None:
+    problem = generate("tpmix", 128, 0)
+    mixed = instance_from(on_mixed_servers(problem))
+    assert mixed.servers.total_gpus == 128
+    assert len(set(mixed.servers.gpus.tolist())) > 1
+    assert mixed.tp.tolist() == problem["groups"]["tp"]
+
+
+def test_weights_are_all_drawn_and_change_nothing_else() -> None:
+    problem = generate("tpmix", 128, 0)
+    heavy = weighted(problem, 0)
+    assert set(heavy["groups"].pop("weight")) == set(WEIGHTS)
+    assert heavy["groups"] == problem["groups"]
