@@ -37,7 +37,9 @@ class Manners:
         cache_bytes: Likewise.
         fault: How it fails, if it does.
         fails_from: The first request that meets the fault.
-        knows_ignore_eos: If not, it refuses requests with it, as strict servers do.
+        unknown: Options that it refuses by name, as strict servers do.
+        word_tokens: Tokens of a word; 0 for a server that does not count them.
+        context_tokens: A prompt and its answer must fit; told by `/v1/models`. None for no limit.
     """
 
     slots: int = 8
@@ -47,7 +49,9 @@ class Manners:
     cache_bytes: int | None = None
     fault: Fault | None = None
     fails_from: int = 0
-    knows_ignore_eos: bool = True
+    unknown: tuple[str, ...] = ()
+    word_tokens: int = 1
+    context_tokens: int | None = None
 
 
 class OpenAIServer:
@@ -56,11 +60,13 @@ class OpenAIServer:
     Attributes:
         url: Its address.
         asked: Requests so far.
+        prompts: Of all of them.
     """
 
     def __init__(self, manners: Manners) -> None:
         self._manners = manners
         self.asked = 0
+        self.prompts: list[str] = []
         self._held_tokens = 0
         self.url = ""
         self._loop: asyncio.AbstractEventLoop
@@ -117,6 +123,9 @@ class OpenAIServer:
     async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics" and self._manners.cache_tokens is not None:
             _plain(writer, 200, self._metrics())
+        elif path == "/v1/models" and self._manners.context_tokens is not None:
+            card = {"id": "m", "max_model_len": self._manners.context_tokens}
+            _plain(writer, 200, json.dumps({"data": [card]}))
         elif path == "/v1/completions":
             await self._complete(json.loads(body), writer)
         else:
@@ -135,8 +144,14 @@ class OpenAIServer:
     async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         manners, number = self._manners, self.asked
         self.asked += 1
-        if "ignore_eos" in asked and not manners.knows_ignore_eos:
-            _plain(writer, 400, '{"error": "unknown field ignore_eos"}')
+        self.prompts.append(asked["prompt"])
+        strange = next((name for name in manners.unknown if name in asked), None)
+        if strange is not None:
+            _plain(writer, 400, json.dumps({"error": f"unknown field {strange}"}))
+            return
+        needed = len(asked["prompt"].split()) * manners.word_tokens + asked["max_tokens"]
+        if manners.context_tokens is not None and needed > manners.context_tokens:
+            _plain(writer, 400, json.dumps({"error": f"{needed} tokens exceed the context"}))
             return
         fault = manners.fault if number >= manners.fails_from else None
         if fault in {Fault.ERRORS, Fault.SHEDS}:
@@ -154,7 +169,7 @@ class OpenAIServer:
         self, asked: dict[str, Any], writer: asyncio.StreamWriter, fault: Fault | None
     ) -> None:
         manners, count = self._manners, asked["max_tokens"]
-        prompt = len(asked["prompt"].split())
+        prompt = len(asked["prompt"].split()) * manners.word_tokens
         self._held_tokens += prompt + count
         try:
             await asyncio.sleep(manners.prefill_s)
@@ -173,10 +188,9 @@ class OpenAIServer:
                 _event(writer, {"choices": [{"text": " so", "finish_reason": reason}]})
                 if not last:
                     await asyncio.sleep(manners.token_s)
-            _event(
-                writer,
-                {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": count}},
-            )
+            if manners.word_tokens and "stream_options" in asked:
+                usage = {"prompt_tokens": prompt, "completion_tokens": count}
+                _event(writer, {"choices": [], "usage": usage})
             _chunk(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
         finally:

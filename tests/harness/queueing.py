@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from aqua_profiler.arrivals import Schedule
 from aqua_profiler.lengths import Lengths
 from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Observation, Stop, Summary
+from aqua_profiler.observing import Observation
+from aqua_profiler.summary import Stop, Summary
 
 TICK_S: Final = 0.05
 
@@ -44,6 +45,75 @@ class Server:
     token_s: Callable[[int, random.Random], float]
     serial_prefill: bool = False
 
+    def start(self, seed: int) -> VirtualServer:
+        """Empty, at time zero."""
+        return VirtualServer(self, seed)
+
+
+class Watcher(Protocol):
+    """Sees tokens come."""
+
+    def token(self, number: int, at_s: float) -> None:
+        """One has come."""
+
+    def finish(self, number: int, at_s: float) -> None:
+        """It was the last."""
+
+
+class Tally:
+    """Waits and gaps of all requests, and nothing else: quick.
+
+    Attributes:
+        due: When each request is due; to be filled by who submits it.
+        firsts_s: Times to first tokens, in their order.
+        gaps_s: Between tokens, in their order.
+        stays_s: From being due to the last token.
+        latest: When a request had its latest token.
+    """
+
+    def __init__(self) -> None:
+        self.due: list[float] = []
+        self.firsts_s: list[float] = []
+        self.gaps_s: list[float] = []
+        self.stays_s: list[float] = []
+        self.latest: dict[int, float] = {}
+
+    def token(self, number: int, at_s: float) -> None:
+        """One has come."""
+        before_s = self.latest.get(number)
+        if before_s is None:
+            self.firsts_s.append(at_s - self.due[number])
+        else:
+            self.gaps_s.append(at_s - before_s)
+        self.latest[number] = at_s
+
+    def finish(self, number: int, at_s: float) -> None:
+        """It was the last."""
+        self.stays_s.append(at_s - self.due[number])
+
+
+class AtWork(Protocol):
+    """A server at work, on its own clock."""
+
+    watch: Watcher | None
+
+    @property
+    def next_s(self) -> float | None:
+        """When something happens next."""
+
+    def run_until(self, when_s: float) -> None:
+        """Let everything happen until then."""
+
+    def submit(self, number: int, prompt: int, output: int, now_s: float) -> None:
+        """A request arrives."""
+
+
+class AnyServer(Protocol):
+    """A server, described."""
+
+    def start(self, seed: int) -> AtWork:
+        """Empty, at time zero."""
+
 
 @dataclass(order=True)
 class _Event:
@@ -63,7 +133,7 @@ class VirtualServer:
         self._queue: deque[tuple[int, int, int]] = deque()
         self._running = 0
         self._prefill_free_s = 0.0
-        self.watch: Observation | None = None
+        self.watch: Watcher | None = None
 
     def at(self, when_s: float, act: Callable[[float], None]) -> None:
         self._order += 1
@@ -107,7 +177,7 @@ class VirtualServer:
 
 
 def drive(
-    server: Server,
+    server: AnyServer,
     lengths: Iterator[tuple[int, int]],
     run: Run,
     objective: Objective,
@@ -121,7 +191,7 @@ def drive(
     With `to_the_end` nothing ends it but its number of requests. After `drain_s` what is still
     outstanding is given up.
     """
-    virtual = VirtualServer(server, run.seed)
+    virtual = server.start(run.seed)
     watch = Observation(run, objective, unloaded)
     virtual.watch = watch
     schedule = Schedule(run)
@@ -153,18 +223,19 @@ def drive(
     return watch.summary(stop, schedule.rate_at(ended_s), ended_s, now_s), now_s
 
 
-def unloaded_of(server: Server, lengths: Iterator[tuple[int, int]], seed: int) -> Unloaded:
+def unloaded_of(server: AnyServer, lengths: Iterator[tuple[int, int]], seed: int) -> Unloaded:
     """What lone requests take, one after the other."""
-    generator = random.Random(f"lone {seed}")
-    firsts, stays, gaps = [], [], []
-    for prompt, output in islice(lengths, 8):
-        first_s = server.prefill_s(prompt, generator)
-        pauses = [server.token_s(1, generator) for _ in range(output - 1)]
-        firsts.append(first_s)
-        stays.append(first_s + sum(pauses))
-        gaps += pauses
+    virtual, tally = server.start(seed), Tally()
+    virtual.watch = tally
+    for number, (prompt, output) in enumerate(islice(lengths, 8)):
+        due_s = 1e6 * number
+        tally.due.append(due_s)
+        virtual.submit(number, prompt, output, due_s)
+        virtual.run_until(due_s + 1e6)
     return Unloaded(
-        float(np.median(firsts)), float(np.mean(stays)), float(np.median(gaps)) if gaps else 0.0
+        float(np.median(tally.firsts_s)),
+        float(np.mean(tally.stays_s)),
+        float(np.median(tally.gaps_s)) if tally.gaps_s else 0.0,
     )
 
 
@@ -209,24 +280,71 @@ def true_rate(
     return (low + high) / 2
 
 
-def true_rate_of_tokens(
-    server: Server,
+def true_rate_in_steps(
+    server: AnyServer,
     lengths: Lengths,
     objective: Objective,
     *,
     low: float,
     high: float,
-    requests: int = 10_000,
-    tolerance: float = 0.005,
+    requests: int = 30_000,
 ) -> float:
-    """The highest rate at which the quantile of TBT meets the objective; slower."""
-    unloaded = Unloaded(objective.ttft_s / 100, 1e-9, 0.0)
-    while (high - low) / high > tolerance:
-        rate = (low + high) / 2
-        run = Run(rate, seed=99, enough_requests=requests, patience=1e9, most_s=1e9)
-        summary, _ = drive(
-            server, independent(lengths, 7), run, objective, unloaded, to_the_end=True
-        )
-        assert summary.tbt_s is not None
-        low, high = (rate, high) if summary.tbt_s <= objective.tbt_s else (low, rate)
-    return (low + high) / 2
+    """The highest rate at which TTFT and TBT meet the objective, for servers of any kind; slower.
+
+    Bisection by short runs to within an eighth, then long runs on both sides. The share of misses,
+    as log-odds, is nearly straight in the logarithm of the rate there: the truth is where a line
+    through all of them crosses what the objective allows.
+    """
+    allowed = (1 - objective.ttft_quantile, 1 - objective.tbt_quantile)
+    while high / low > 1.06:
+        rate = math.sqrt(low * high)
+        shares = _missed(server, lengths, objective, rate, requests // 2)
+        met = all(share <= most for share, most in zip(shares, allowed, strict=True))
+        low, high = (rate, high) if met else (low, rate)
+    rates = [math.sqrt(low * high) * (1 + 0.03 * place) for place in range(-2, 3)]
+    found = [_missed(server, lengths, objective, rate, requests) for rate in rates]
+    return min(
+        _crossing(rates, [shares[kind] for shares in found], most)
+        for kind, most in enumerate(allowed)
+    )
+
+
+def _crossing(rates: list[float], shares: list[float], most: float) -> float:
+    """Where a line through the log-odds of the shares meets that of `most`."""
+    kept = [
+        (math.log(rate), math.log(share / (1 - share) / most * (1 - most)))
+        for rate, share in zip(rates, shares, strict=True)
+        if 0.1 * most < share < 1 - 0.1 * (1 - most)
+    ]
+    if all(share <= most for share in shares) or len(kept) < 2:
+        met = [rate for rate, share in zip(rates, shares, strict=True) if share <= most]
+        if len(met) == len(rates):
+            return math.inf
+        above = rates[len(met)]
+        return math.sqrt(above * (met[-1] if met else rates[0]))
+    logs, odds = np.array(kept).T
+    slope, level = np.polynomial.Polynomial.fit(logs, odds, 1).convert().coef[::-1]
+    return math.exp(-float(level) / float(slope))
+
+
+def _missed(
+    server: AnyServer, lengths: Lengths, objective: Objective, rate: float, requests: int
+) -> tuple[float, float]:
+    """Shares of first tokens and of gaps beyond their limits, in the steady state."""
+    virtual, tally = server.start(99), Tally()
+    virtual.watch = tally
+    generator = random.Random(f"truth {requests}")
+    due_s = 0.0
+    for number, (prompt, output) in enumerate(islice(independent(lengths, requests), requests)):
+        due_s += generator.expovariate(rate)
+        virtual.run_until(due_s)
+        tally.due.append(due_s)
+        virtual.submit(number, prompt, output, due_s)
+    virtual.run_until(due_s)
+    skipped = requests // 20
+    waiting = [due_s - at_s for number, at_s in enumerate(tally.due) if number not in tally.latest]
+    firsts = np.array(
+        tally.firsts_s[skipped:] + [wait for wait in waiting if wait > objective.ttft_s]
+    )
+    gaps = np.array(tally.gaps_s[len(tally.gaps_s) // 20 :])
+    return float((firsts > objective.ttft_s).mean()), float((gaps > objective.tbt_s).mean())

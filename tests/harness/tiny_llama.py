@@ -16,8 +16,8 @@ CHAT_TEMPLATE: Final = (
 )
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0) -> Path:
-    """Write model and tokenizer to `folder` and return it."""
+def write_tiny_llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 2) -> Path:
+    """Write model and tokenizer to `folder` and return it; `hidden` is a multiple of 64."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,10 +36,10 @@ def write_tiny_llama(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
         num_key_value_heads=2,
         max_position_embeddings=2048,
         bos_token_id=0,

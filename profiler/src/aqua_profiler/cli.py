@@ -85,7 +85,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     min_rate: Annotated[float, typer.Option(min=0.001, help="Requests/s; no search below.")] = 0.02,
     max_rate: Annotated[
         float, typer.Option(min=0.001, help="Requests/s; no search above.")
-    ] = 200.0,
+    ] = 1000.0,
     step: Annotated[float, typer.Option(min=0.01, help="Of the linear search, requests/s.")] = 0.5,
     precision: Annotated[
         float, typer.Option(min=0.002, max=0.5, help="Relative standard error to reach.")
@@ -122,8 +122,9 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     """Find the highest rate that meets the objective, and the memory left over at it."""
     from aqua_profiler.errors import ProfileInvalidError
     from aqua_profiler.lengths import read_lengths
-    from aqua_profiler.llm import Plan, profile_llm
+    from aqua_profiler.llm import profile_llm
     from aqua_profiler.objective import Objective
+    from aqua_profiler.plan import Plan
     from aqua_profiler.provenance import provenance
     from aqua_protocol import ConfigError, parse_bytes
 

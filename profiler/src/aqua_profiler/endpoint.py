@@ -1,7 +1,8 @@
 """An OpenAI-compatible endpoint over streaming HTTP, one request at a time.
 
-Owns how a request of given lengths is put: a prompt of random common words, so that no two share a
-prefix that a cache could skip, scaled by what the server itself counts; an exact length of output
+Owns how a request of given lengths is put: a prompt of random common words, so that no two, of
+this process or another, share a prefix that a cache could skip, scaled by what the server itself
+counts; an exact length of output
 by `ignore_eos`, left out for servers that do not know it. And the translation of what can go wrong
 into the errors of `errors`.
 
@@ -14,6 +15,7 @@ costs a tenth. At 50 requests/s httpx alone filled a core and was late.
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,6 +46,10 @@ WORDS: Final = tuple(
     ).split()
 )
 """Common English: about one token each in vocabularies that people use."""
+
+CONTEXT_SHARE: Final = 0.92
+"""Of an engine's context that a prompt and its answer may aim at: words differ in their tokens, and
+one prompt too long would be an error."""
 
 
 class ShedError(Exception):
@@ -76,6 +82,7 @@ class Endpoint:
 
     Attributes:
         words_per_token: Words of a prompt for one token of the wanted length.
+        most_tokens: The engine's context, once it has said so.
     """
 
     def __init__(
@@ -89,8 +96,15 @@ class Endpoint:
         self.model = model
         self.api = api or "completions"
         self._may_switch = api is None
-        self._ignore_eos = True
+        # What strict servers may not know; each is left out once one has refused it by name.
+        self._optional: dict[str, Any] = {
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
         self.words_per_token = 1.0
+        self.most_tokens: int | None = None
+        # Asked again, the same words would come out of a prefix cache.
+        self._salt = secrets.token_hex(8)
         self._token = token
         self._session: aiohttp.ClientSession | None = None
         if not self.url.startswith(("http://", "https://")):
@@ -186,7 +200,10 @@ class Endpoint:
         return Answered(stream.tokens, stream.prompt_tokens, stream.output_tokens)
 
     def _body(self, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
-        generator = random.Random(f"prompt {seed}")
+        generator = random.Random(f"prompt {self._salt} {seed}")
+        if self.most_tokens is not None:
+            room = round(CONTEXT_SHARE * self.most_tokens) - output_tokens
+            prompt_tokens = min(prompt_tokens, max(1, room))
         count = max(1, round(prompt_tokens * self.words_per_token))
         text = " ".join(generator.choices(WORDS, k=count))
         body: dict[str, Any] = {
@@ -194,10 +211,8 @@ class Endpoint:
             "max_tokens": output_tokens,
             "temperature": 0.0,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            **self._optional,
         }
-        if self._ignore_eos:
-            body |= {"ignore_eos": True}
         if self.api == "chat":
             return body | {"messages": [{"role": "user", "content": text}]}
         return body | {"prompt": text}
@@ -209,8 +224,10 @@ class Endpoint:
         if status == NOT_FOUND and self._may_switch and self.api == "completions":
             self.api, self._may_switch = "chat", False
             raise _TryOtherwiseError
-        if status in {BAD, UNPROCESSABLE} and self._ignore_eos and "ignore_eos" in said:
-            self._ignore_eos = False
+        refused = [name for name in self._optional if name in said]
+        if status in {BAD, UNPROCESSABLE} and refused:
+            for name in refused:
+                del self._optional[name]
             raise _TryOtherwiseError
         raise EndpointRefusedError(
             f"{response.url} answered {status}: {said[:SHOWN]!r}", status=status

@@ -32,7 +32,9 @@ from typing import Final
 import numpy as np
 
 from aqua_profiler.objective import Objective, Unloaded
-from aqua_profiler.observing import DISPERSION_STARTS, SPREAD_WINDOWS, Stop, Summary
+from aqua_profiler.observing import DISPERSION_STARTS, SPREAD_WINDOWS
+from aqua_profiler.pacing import RAMP_WORTH, UNTOLD_ERROR, Paced, sustained
+from aqua_profiler.summary import Stop, Summary
 
 TOLERANCE: Final = 0.05
 """Confidence is the probability that the truth is within that share of the answer."""
@@ -175,8 +177,11 @@ def estimate(objective: Objective, unloaded: Unloaded, runs: Sequence[Summary]) 
         queue = _posterior(objective, unloaded, runs, capacity)
     steady = [run for run in runs if is_measured(run)]
     ok = max((run.rate_per_s for run in steady if meets(objective, run)), default=0.0)
+    tokens = _tokens(objective, runs)
     crossing, violated = _curve(objective, runs, ok, queue)
-    options = [option for option in (queue, crossing) if option is not None]
+    if tokens is not None and crossing is not None and crossing[2] == "tbt":
+        crossing = None
+    options = [option for option in (queue, tokens, crossing) if option is not None]
     if not options:
         return Estimate(
             None, 1.0, None, queueing=False, capacity=capacity, ok_per_s=ok, violated_per_s=violated
@@ -194,6 +199,24 @@ def estimate(objective: Objective, unloaded: Unloaded, runs: Sequence[Summary]) 
 
 
 Option = tuple[float, float, str]
+
+
+def _tokens(objective: Objective, runs: Sequence[Summary]) -> Option | None:
+    """The limit that token times set, if gaps beyond theirs have been seen."""
+    told = [run for run in runs if run.paces and run.gaps_per_request > 0]
+    steady = [run for run in told if is_measured(run)] or told
+    finished = sum(run.finished for run in steady)
+    if not finished:
+        return None
+    gaps = sum(run.gaps_per_request * run.finished for run in steady) / finished
+    paced = [Paced(run.rate_per_s, RAMP_WORTH if run.ramp else 1.0, run.paces) for run in told]
+    found = sustained(paced, gaps, 1 - objective.tbt_quantile)
+    if found is None:
+        return None
+    rate, error = found
+    if rate < objective.min_rate_per_s:  # Too slow even for one request at a time.
+        return objective.min_rate_per_s, max(error, UNTOLD_ERROR), "tbt"
+    return rate, error, "tbt"
 
 
 def _posterior(

@@ -13,7 +13,7 @@ from typing import Any
 
 from aqua_profiler.errors import JournalMismatchError
 from aqua_profiler.objective import Unloaded
-from aqua_profiler.observing import Summary
+from aqua_profiler.summary import Summary
 
 
 class Journal:

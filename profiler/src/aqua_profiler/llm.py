@@ -1,4 +1,4 @@
-"""A profile of an LLM endpoint: warm up, search, read the cache, burst, label.
+"""A profile of an LLM endpoint in the making: warm up, search, read the cache, burst.
 
 The order in which the budget is spent: lone requests (at most a tenth), the search, and where the
 model turns out not to be a producer, bursts above the stable rate. When the budget ends first, or
@@ -15,91 +15,32 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from aqua_profiler.cache import Cache, CacheGauge, cache_of
+from aqua_profiler.cache import CacheGauge, cache_of
+from aqua_profiler.composing import Findings, compose, spare_bytes
 from aqua_profiler.endpoint import Answered, Endpoint, ShedError
 from aqua_profiler.errors import EndpointError, EndpointRefusedError, EndpointStalledError
-from aqua_profiler.estimating import Estimate, estimate, is_measured, meets
+from aqua_profiler.estimating import Estimate, estimate
 from aqua_profiler.journal import Journal
-from aqua_profiler.lengths import Lengths
 from aqua_profiler.loading import Load, Progress
-from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Summary
+from aqua_profiler.objective import Run, Unloaded
+from aqua_profiler.plan import Plan
 from aqua_profiler.searching import Verdict, next_step
-from aqua_protocol.profile import (
-    PRODUCER_THRESHOLD_BYTES,
-    Burst,
-    ModelProfile,
-    ProfileKind,
-    ProfileLabel,
-    Provenance,
-    label_of,
-)
+from aqua_profiler.summary import Summary
+from aqua_protocol.profile import ModelProfile
 
 LONE_REQUESTS: Final = 6
+FIRST_PROMPT: Final = 32
 LONE_SHARE: Final = 0.1
-DEFAULT_BURSTS: Final = (2.0, 1.5, 3.0)
-"""The planned one first: a budget may end before the others."""
-
 STALL_SHARE: Final = 0.25
 """Of the budget: a stall must be found out while there is budget left to say so."""
 
-LATENESS_LIMIT_S: Final = 0.010
 SETTLE_FACTOR: Final = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-        url: Of the endpoint.
-        model: As the endpoint calls it.
-        lengths: Of its requests.
-        objective: What the rate has to meet.
-        budget_s: For everything.
-        api: `completions`, `chat` or None to find out.
-        token: For the endpoint.
-        seed: Of arrivals, lengths and words.
-        threshold_bytes: From which spare memory makes a producer.
-        tensor_parallel: GPUs that share the model.
-        hbm_bytes: Of each of them.
-        kv_bytes: Size of the KV cache per GPU, where the operator knows it.
-        model_folder: With the model's `config.json`.
-        bursts: Factors of the stable rate, in the order of importance.
-        burst_s: How long each lasts.
-        long_prompt_tokens: A prompt that should be possible beside the load.
-        prefix_tokens: Prefixes to keep cached.
-        stall_s: Silence that counts as a stall.
-        journal: Where to keep what is measured.
-        provenance: What the caller knows about the where and how.
-    """
-
-    url: str
-    model: str
-    lengths: Lengths
-    objective: Objective
-    budget_s: float
-    api: str | None = None
-    token: str | None = None
-    seed: int = 0
-    threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
-    tensor_parallel: int = 1
-    hbm_bytes: int | None = None
-    kv_bytes: int | None = None
-    model_folder: Path | None = None
-    bursts: tuple[float, ...] = DEFAULT_BURSTS
-    burst_s: float = 60.0
-    long_prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    stall_s: float = 30.0
-    journal: Path | None = None
-    provenance: Provenance = field(default_factory=Provenance)
 
 
 class Listener(Protocol):
@@ -142,14 +83,9 @@ class _Profiling:
         self._listener = listener
         self._clock = clock
         self._began_s = clock()
-        self._journal = Journal(plan.journal, _subject(plan))
+        self._journal = Journal(plan.journal, plan.subject())
         self._lengths = plan.lengths
-        self._notes: list[str] = []
-        self._lone = 0
-        self._failed_sends = 0
-        self._verdict: Verdict | None = None
-        self._cache: Cache | None = None
-        self._engine = plan.provenance.engine
+        self._findings = Findings(engine=plan.provenance.engine)
 
     @property
     def _left_s(self) -> float:
@@ -177,7 +113,7 @@ class _Profiling:
                     await asyncio.gather(following, return_exceptions=True)
             except EndpointError as failure:
                 error = failure
-        profile = self._profile(error)
+        profile = compose(plan, self._findings, self._journal, error)
         if not profile.partial:
             self._journal.remove()
         return Outcome(profile, error)
@@ -201,30 +137,31 @@ class _Profiling:
             kept = self._lengths.fitting(context)
             dropped = len(self._lengths.pairs) - len(kept.pairs)
             if dropped:
-                self._notes.append(
+                self._findings.notes.append(
                     f"{dropped} of {len(self._lengths.pairs)} requests exceed the engine's context"
                     f" of {context} tokens and were left out"
                 )
             self._lengths = kept
+            endpoint.most_tokens = context
         readings = await gauge.look()
         if readings is None or readings.usage is None:
-            self._notes.append(
+            self._findings.notes.append(
                 "the engine does not report the use of its KV cache (/metrics), so what it spares"
                 " is not known"
             )
         else:
-            self._cache = cache_of(readings.config, folder, self._plan.kv_bytes)
-            if self._cache.nbytes is None:
-                self._notes.append(
+            self._findings.cache = cache_of(readings.config, folder, self._plan.kv_bytes)
+            if self._findings.cache.nbytes is None:
+                self._findings.notes.append(
                     "the engine does not say how many bytes its KV cache has; give --kv-bytes or"
                     " --model-folder"
                 )
-        if not self._engine and card.get("owned_by"):
+        if not self._findings.engine and card.get("owned_by"):
             version = None
             with contextlib.suppress(EndpointError):
                 version = await endpoint.get("/version")
             number = _json(version).get("version", "") if version else ""
-            self._engine = f"{card['owned_by']} {number}".strip()
+            self._findings.engine = f"{card['owned_by']} {number}".strip()
 
     async def _lone_requests(self, endpoint: Endpoint) -> Unloaded:
         """One request at a time: the first warms up, the rest are measured."""
@@ -236,18 +173,28 @@ class _Profiling:
         firsts: list[float] = []
         stays: list[float] = []
         gaps: list[float] = []
+        words, tokens = 0.0, 0
         for number in range(LONE_REQUESTS):
             prompt, output = next(draw)
+            if number == 0:
+                # Nobody knows yet how many tokens a word has: this one fits whatever they are.
+                prompt = min(prompt, FIRST_PROMPT)
             times, answered = await self._lone_request(endpoint, prompt, output, seed=number)
-            if number == 0 and answered.prompt_tokens:
-                ratio = prompt / answered.prompt_tokens
-                endpoint.words_per_token = min(max(ratio * endpoint.words_per_token, 0.1), 10.0)
+            if answered.prompt_tokens:
+                words += prompt * endpoint.words_per_token
+                tokens += answered.prompt_tokens
+                endpoint.words_per_token = min(max(words / tokens, 0.1), 10.0)
             if number > 0 or self._is_late():
                 firsts.append(times[1] - times[0])
                 stays.append(times[-1] - times[0])
                 gaps += [later - earlier for earlier, later in pairwise(times[1:])]
             if firsts and self._is_late():
                 break
+        if not tokens:
+            self._findings.notes.append(
+                "the engine does not count tokens (usage), so a prompt has as many words as its"
+                " length asks for tokens"
+            )
         unloaded = Unloaded(
             ttft_s=statistics.median(firsts),
             residence_s=statistics.fmean(stays),
@@ -267,7 +214,7 @@ class _Profiling:
         asking = endpoint.ask(
             prompt, output, seed, lambda: None, lambda: times.append(self._clock())
         )
-        self._lone += 1
+        self._findings.lone_requests += 1
         task = asyncio.ensure_future(asking)
         seen, quiet_since_s = 1, self._clock()
         try:
@@ -304,7 +251,7 @@ class _Profiling:
                 seed=plan.seed,
             )
             if isinstance(step, Verdict):
-                self._verdict = step
+                self._findings.verdict = step
                 return
             self._listener.stage("ramp" if step.doubling_s else f"{step.rate_per_s:.2f} requests/s")
             summary = await self._load(endpoint, gauge, unloaded, step)
@@ -313,13 +260,13 @@ class _Profiling:
 
     async def _burst(self, endpoint: Endpoint, gauge: CacheGauge, unloaded: Unloaded) -> None:
         """Bursts above the stable rate, for models that are no producers."""
-        plan, cache = self._plan, self._cache
-        rate = None if self._verdict is None else self._verdict.estimate.rate_per_s
-        if not rate or self._verdict is None or not self._verdict.complete:
+        plan, cache, verdict = self._plan, self._findings.cache, self._findings.verdict
+        rate = None if verdict is None else verdict.estimate.rate_per_s
+        if not rate or verdict is None or not verdict.complete:
             return
         if cache is None or cache.bytes_per_token is None:
             return
-        spare = self._spare_bytes()
+        spare = spare_bytes(plan.objective, self._findings, self._journal)
         if spare is None or spare >= plan.threshold_bytes:
             return
         done = {factor for factor, _ in self._journal.bursts}
@@ -327,7 +274,7 @@ class _Profiling:
             if factor in done:
                 continue
             if self._left_s < plan.burst_s + 2 * unloaded.residence_s:
-                self._notes.append(f"no time was left for the burst of {factor:g} x")
+                self._findings.notes.append(f"no time was left for the burst of {factor:g} x")
                 continue
             self._listener.stage(f"burst of {factor:g} x")
             run = Run(
@@ -368,7 +315,7 @@ class _Profiling:
         try:
             summary = await load.go()
         except EndpointError:
-            self._failed_sends = load.summary_so_far().sent
+            self._findings.failed_sends = load.summary_so_far().sent
             raise
         if load.cancelled:
             await self._settle(endpoint, unloaded)
@@ -379,179 +326,12 @@ class _Profiling:
         prompt, output = min(self._lengths.pairs)
         until_s = self._clock() + min(20.0, 0.2 * max(self._left_s, 0.0))
         while self._clock() < until_s:
-            times, _ = await self._lone_request(endpoint, prompt, min(output, 2), seed=self._lone)
+            times, _ = await self._lone_request(
+                endpoint, prompt, min(output, 2), seed=self._findings.lone_requests
+            )
             if times[1] - times[0] <= SETTLE_FACTOR * unloaded.ttft_s:
                 return
             await asyncio.sleep(0.5)
-
-    # --- After ----------------------------------------------------------------------------
-
-    def _spare_bytes(self) -> int | None:
-        """What the cache leaves at the stable rate."""
-        cache, verdict = self._cache, self._verdict
-        if cache is None or cache.nbytes is None or verdict is None:
-            return None
-        usage = _usage_at_rate(self._plan.objective, verdict.estimate, self._journal.runs)
-        return None if usage is None else max(0, int((1 - min(usage, 1.0)) * cache.nbytes))
-
-    def _bursts(self) -> list[Burst]:
-        cache = self._cache
-        if cache is None or cache.bytes_per_token is None or cache.nbytes is None:
-            return []
-        found = []
-        for factor, summary in sorted(self._journal.bursts):
-            held = int(summary.tokens_peak * cache.bytes_per_token)
-            found.append(
-                Burst(
-                    factor=factor,
-                    seconds=summary.seconds,
-                    requests=summary.sent,
-                    context_bytes=held,
-                    needed_bytes=max(0, held - cache.nbytes),
-                )
-            )
-        return found
-
-    def _needs(self, spare: int | None, bursts: Sequence[Burst]) -> dict[str, int]:
-        """Swap by purpose."""
-        plan, cache = self._plan, self._cache
-        needs = {f"burst_{burst.factor:g}x": burst.needed_bytes for burst in bursts}
-        per_token = None if cache is None else cache.bytes_per_token
-        if per_token is not None and spare is not None:
-            if plan.long_prompt_tokens:
-                needs["long_prompt"] = max(0, int(plan.long_prompt_tokens * per_token) - spare)
-            if plan.prefix_tokens:
-                needs["prefix_cache"] = int(plan.prefix_tokens * per_token)
-        return needs
-
-    def _needed_bytes(self, needs: dict[str, int]) -> int | None:
-        """Of the planned burst or the long prompt, whichever is more, and the prefixes beside."""
-        planned = next(
-            (
-                needs[name]
-                for factor in self._plan.bursts
-                if (name := f"burst_{factor:g}x") in needs
-            ),
-            None,
-        )
-        if planned is None and not needs.get("long_prompt") and not needs.get("prefix_cache"):
-            return None
-        return max(planned or 0, needs.get("long_prompt", 0)) + needs.get("prefix_cache", 0)
-
-    def _profile(self, error: EndpointError | None) -> ModelProfile:
-        plan, journal = self._plan, self._journal
-        verdict = self._verdict
-        if verdict is None and journal.unloaded is not None:
-            known: Estimate | None = estimate(plan.objective, journal.unloaded, journal.runs)
-        else:
-            known = None if verdict is None else verdict.estimate
-        partial = error is not None or verdict is None or not verdict.complete
-        notes = list(self._notes)
-        if verdict is not None:
-            notes.append(f"the search ended: {verdict.reason}")
-        if error is not None:
-            notes.append(f"the endpoint failed: {error.message}")
-        late_s = max((run.lateness_p99_s for run in journal.runs), default=0.0)
-        if late_s > LATENESS_LIMIT_S:
-            notes.append(
-                f"the load generator itself was late by {late_s * 1e3:.0f} ms (p99): give it a core"
-            )
-        spare = None if partial else self._spare_bytes()
-        bursts = self._bursts()
-        needs = self._needs(spare, bursts)
-        needed = None if partial else self._needed_bytes(needs)
-        is_producer = spare is not None and spare >= max(1, plan.threshold_bytes)
-        if is_producer and needed is None:
-            needed = 0
-        label = ProfileLabel.UNKNOWN
-        if not partial:
-            label = label_of(spare, needed, plan.threshold_bytes)
-        near = _nearest(plan.objective, known, journal.runs)
-        sent = sum(run.sent for run in journal.runs) + sum(run.sent for _, run in journal.bursts)
-        return ModelProfile(
-            model=plan.model,
-            kind=ProfileKind.LLM,
-            label=label,
-            spare_bytes=spare,
-            needed_bytes=needed,
-            threshold_bytes=plan.threshold_bytes,
-            tensor_parallel=plan.tensor_parallel,
-            hbm_bytes=plan.hbm_bytes,
-            stable_rate_per_s=None if known is None else known.rate_per_s,
-            confidence=0.0 if known is None else known.confidence,
-            requests_sent=sent + self._lone + self._failed_sends,
-            bursts=bursts,
-            partial=partial,
-            notes=notes,
-            provenance=plan.provenance.model_copy(update={"engine": self._engine}),
-            **_more(plan, known, near, journal, self._cache, needs, late_s, error),
-        )
-
-
-def _more(
-    plan: Plan,
-    known: Estimate | None,
-    near: Summary | None,
-    journal: Journal,
-    cache: Cache | None,
-    needs: dict[str, int],
-    late_s: float,
-    error: EndpointError | None,
-) -> dict[str, Any]:
-    """Fields beyond those that the schema fixes."""
-    objective = plan.objective
-    return {
-        "objective": {
-            "ttft_s": objective.ttft_s,
-            "ttft_quantile": objective.ttft_quantile,
-            "tbt_s": objective.tbt_s,
-            "tbt_quantile": objective.tbt_quantile,
-        },
-        "rate_error": None if known is None else known.error,
-        "limited_by": None if known is None else known.limited_by,
-        "at_stable_rate": None
-        if near is None
-        else {
-            "rate_per_s": near.rate_per_s,
-            "ttft_s": near.ttft_s,
-            "ttft_p99_s": near.ttft_p99_s,
-            "tbt_s": near.tbt_s,
-            "kv_usage": near.kv_usage,
-        },
-        "kv_cache": None if cache is None else asdict(cache),
-        "needs_bytes": needs,
-        "lateness_p99_s": late_s,
-        "unloaded": None if journal.unloaded is None else asdict(journal.unloaded),
-        "runs": [run.as_json() for run in journal.runs],
-        "error": None if error is None else error.to_body().model_dump(mode="json"),
-    }
-
-
-def _nearest(
-    objective: Objective, known: Estimate | None, runs: Sequence[Summary]
-) -> Summary | None:
-    """The steady run at the highest rate that met the objective, not above the estimate."""
-    steady = [run for run in runs if is_measured(run) and meets(objective, run)]
-    if known is None or known.rate_per_s is None or not steady:
-        return None
-    return max(steady, key=lambda run: run.rate_per_s)
-
-
-def _usage_at_rate(objective: Objective, known: Estimate, runs: Sequence[Summary]) -> float | None:
-    """The highest use of the cache in a steady run near the rate; of overloads, none counts."""
-    near = _nearest(objective, known, runs)
-    return None if near is None else near.kv_usage
-
-
-def _subject(plan: Plan) -> dict[str, Any]:
-    """What makes two profiles the same measurement."""
-    return {
-        "url": plan.url,
-        "model": plan.model,
-        "workload_sha256": plan.lengths.digest,
-        "objective": asdict(plan.objective),
-        "seed": plan.seed,
-    }
 
 
 def _card(page: bytes | None, model: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from aqua_profiler.arrivals import Schedule
 from aqua_profiler.endpoint import Endpoint, ShedError
 from aqua_profiler.errors import EndpointError, EndpointStalledError
 from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Observation, Stop, Summary
+from aqua_profiler.observing import Observation
+from aqua_profiler.summary import Stop, Summary
 
 TICK_S: Final = 0.05
 LEAD_S: Final = 0.02

@@ -41,7 +41,7 @@ class Objective:
     precision: float = 0.018
     step_per_s: float = STEP_PER_S
     min_rate_per_s: float = 0.02
-    max_rate_per_s: float = 200.0
+    max_rate_per_s: float = 1000.0
 
     def __post_init__(self) -> None:
         assert self.ttft_s > 0, self

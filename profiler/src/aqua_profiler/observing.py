@@ -18,13 +18,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
-from typing import Any, Final
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
 from aqua_profiler.objective import Objective, Run, Unloaded
+from aqua_profiler.pacing import paces_of
+from aqua_profiler.summary import Backlog, Stop, Summary
 
 BACKLOG_SHARE: Final = 0.5
 """Of the way from the unloaded TTFT to the limit: far from what a busy moment does to a server
@@ -37,110 +39,22 @@ DISPERSION_STARTS: Final = 12
 SPREAD_WINDOWS: Final = 12
 LEAST_LONG_RUN: Final = 0.25
 """Of the variance between windows: an estimate from a dozen of them must not be nothing."""
+
 RECENT_GAPS: Final = 400
+SLOW_S: Final = 2.0
+"""What is recent: at least so many gaps, and so long. A server that halts for a moment, as any does
+on a busy machine, makes hundreds of gaps slow at once and says nothing about the rate."""
+
 SLOW_GAP_SHARE: Final = 0.3
 """Tokens are clearly too slow when that share of the recent gaps exceeds the limit. Less is left to
 the quantile of a whole run: batches swell for a moment at any rate."""
 
+FILLING_SDS: Final = 1.0
 BATCHES: Final = 5
 """Parts of a run whose quantiles are compared to see how exact the whole's is."""
 
 SHED_LIMIT: Final = 8
 """Requests turned away (429) that end a run: the endpoint says itself that it is too much."""
-
-
-class Stop(StrEnum):
-    """Why a run ended."""
-
-    ENOUGH = "enough"
-    BACKLOG = "backlog"
-    OVERLOAD = "overload"
-    SLOW_TOKENS = "slow_tokens"
-    SHED = "shed"
-    TIME = "time"
-    FAULT = "fault"
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """A stretch in which requests queued.
-
-    Attributes:
-        starts: First tokens after its beginning.
-        seconds: How long it lasted.
-        dispersion: Variance over mean of the counts of first tokens in short windows, about as long
-            as a queue lasts; None if it was short.
-        spread: The same in the long run: what the mean's own error follows from. Smaller where
-            decks of lengths even out what neighbours differ in.
-    """
-
-    starts: int
-    seconds: float
-    dispersion: float | None
-    spread: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What is kept of a run.
-
-    Attributes:
-        rate_per_s: Asked for; of a ramp, reached in the end.
-        ramp: It was a ramp: its quantiles say nothing about a steady state.
-        stop: Why it ended.
-        sent: Requests sent.
-        finished: Requests answered to the end.
-        shed: Requests turned away.
-        seconds: From the start to the last send.
-        window: Requests of the steady part, from which all that follows is taken.
-        ttft_s: The objective's quantile of TTFT.
-        ttft_p99_s: For people.
-        over_share: Share of requests beyond the limit of TTFT.
-        effective_count: Independent requests that the window is worth.
-        ttft_error: Relative standard error of `ttft_s`.
-        tbt_s: The objective's quantile of TBT, None without two tokens anywhere.
-        tbt_error: Relative standard error of `tbt_s`.
-        gaps: Gaps between tokens.
-        residence_s: Mean time from first to last token.
-        running: Requests between first and last token, on average.
-        backlogs: Stretches in which requests queued.
-        lateness_p99_s: Between scheduled and actual sends: the generator's own fault.
-        tokens_peak: Most tokens of context that requests in the system would hold together.
-        kv_usage: Highest share of the KV cache in use that the engine reported, if it did.
-    """
-
-    rate_per_s: float
-    ramp: bool
-    stop: Stop
-    sent: int
-    finished: int
-    shed: int
-    seconds: float
-    window: int
-    ttft_s: float
-    ttft_p99_s: float
-    over_share: float
-    effective_count: float
-    ttft_error: float
-    tbt_s: float | None
-    tbt_error: float
-    gaps: int
-    residence_s: float
-    running: float
-    backlogs: tuple[Backlog, ...]
-    lateness_p99_s: float
-    tokens_peak: int = 0
-    kv_usage: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For the journal."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Summary:
-        """Read what `as_json` wrote."""
-        backlogs = tuple(Backlog(**entry) for entry in content["backlogs"])
-        return cls(**{**content, "stop": Stop(content["stop"]), "backlogs": backlogs})
 
 
 @dataclass(slots=True)
@@ -171,11 +85,16 @@ class Observation:
         self._late = array("d")
         self._gap = array("d")
         self._gap_owner = array("L")
+        self._gap_at = array("d")
+        self._gap_crowd = array("d")
+        self._crowd_then = array("d")
+        self._change_at = array("d")
+        self._crowd = array("d")
         self._waiting: dict[int, float] = {}
         self._running = 0
         self._running_area = 0.0
         self._running_since_s = 0.0
-        self._recent_slow: deque[bool] = deque(maxlen=RECENT_GAPS)
+        self._recent: deque[tuple[float, bool]] = deque()
         self._slow = 0
         self._stretches: list[_Stretch] = []
         self._open: _Stretch | None = None
@@ -197,8 +116,10 @@ class Observation:
         self._first.append(math.nan)
         self._last.append(math.nan)
         self._latest.append(math.nan)
+        self._crowd_then.append(math.nan)
         self._held.append(prompt_tokens)
         self._waiting[number] = due_s
+        self._note_crowd(due_s)
         self._hold(prompt_tokens)
         return number
 
@@ -220,8 +141,11 @@ class Observation:
             gap = at_s - self._latest[number]
             self._gap.append(gap)
             self._gap_owner.append(number)
-            self._note_gap(slow=gap > self._objective.tbt_s)
+            self._gap_at.append(at_s)
+            self._gap_crowd.append(self._crowd_then[number])
+            self._note_gap(at_s, slow=gap > self._objective.tbt_s)
         self._latest[number] = at_s
+        self._crowd_then[number] = self.outstanding
 
     def finish(self, number: int, at_s: float) -> None:
         """Its answer is complete."""
@@ -294,14 +218,40 @@ class Observation:
         return len(self._due) >= run.enough_requests and now_s >= run.least_s
 
     def _tokens_are_slow(self, now_s: float) -> bool:
-        if len(self._recent_slow) < RECENT_GAPS or now_s < self._unloaded.residence_s:
+        count, lasts_s = len(self._recent), max(SLOW_S, self._unloaded.residence_s)
+        if count < RECENT_GAPS or now_s < lasts_s:
             return False
         allowed = 1 - self._objective.tbt_quantile
-        return self._slow > max(SLOW_GAP_SHARE, min(1.0, 2 * allowed)) * RECENT_GAPS
+        share = max(SLOW_GAP_SHARE, min(1.0, 2 * allowed))
+        if self._slow <= share * count:
+            return False
+        # In all quarters of the time: a moment's halt makes many gaps slow, but all at its end.
+        counts, slow = [0] * 4, [0] * 4
+        for at_s, is_slow in self._recent:
+            quarter = min(3, max(0, int(4 * (1 - (now_s - at_s) / lasts_s))))
+            counts[quarter] += 1
+            slow[quarter] += is_slow
+        return all(part > share * of for part, of in zip(slow, counts, strict=True) if of)
 
     def _is_steady(self, now_s: float) -> bool:
         """As many leave as come, or the queue shows already that they do not."""
-        return now_s >= 3 * self._residence_s() or self._backlog_starts > 0
+        if self._backlog_starts > 0:
+            return True
+        return now_s >= 3 * self._residence_s() and not self._is_filling(now_s)
+
+    def _is_filling(self, now_s: float) -> bool:
+        """More requests are in the system in the last third of the run than in the second.
+
+        By more than chance: numbers in the system scatter about as those of Poisson do.
+        """
+        at_s = np.maximum.accumulate(np.array(self._change_at))
+        edges = [now_s / 3, 2 * now_s / 3, now_s]
+        means = [
+            float(np.diff(np.append(np.clip(at_s, low, high), high)) @ np.array(self._crowd))
+            / (high - low)
+            for low, high in pairwise(edges)
+        ]
+        return means[1] > 1.25 * means[0] + FILLING_SDS * math.sqrt(means[0]) + 1
 
     def _residence_s(self) -> float:
         known = [
@@ -324,21 +274,30 @@ class Observation:
             self._open.times.append(at_s)
             self._backlog_starts += 1
 
-    def _note_gap(self, *, slow: bool) -> None:
-        if len(self._recent_slow) == RECENT_GAPS:
-            self._slow -= self._recent_slow[0]
-        self._recent_slow.append(slow)
+    def _note_gap(self, at_s: float, *, slow: bool) -> None:
+        since_s = at_s - max(SLOW_S, self._unloaded.residence_s)
+        self._recent.append((at_s, slow))
         self._slow += slow
+        while len(self._recent) > RECENT_GAPS and self._recent[0][0] < since_s:
+            self._slow -= self._recent.popleft()[1]
 
     def _drop(self, number: int, at_s: float) -> None:
         self._hold(-self._held[number])
-        if self._waiting.pop(number, None) is None and math.isnan(self._last[number]):
+        if self._waiting.pop(number, None) is not None:
+            self._note_crowd(at_s)
+        elif math.isnan(self._last[number]):
             self._run_more(-1, at_s)
 
     def _run_more(self, change: int, at_s: float) -> None:
         self._running_area += self._running * (at_s - self._running_since_s)
         self._running_since_s = at_s
         self._running += change
+
+        self._note_crowd(at_s)
+
+    def _note_crowd(self, at_s: float) -> None:
+        self._change_at.append(at_s)
+        self._crowd.append(self.outstanding)
 
     def _hold(self, change: int) -> None:
         self._tokens += change
@@ -366,9 +325,12 @@ class Observation:
         cut = _warm_up(due, ttft, residence_s)
         steady = ttft[cut:]
         over = steady > self._objective.ttft_s
-        gaps = np.array(self._gap)[np.array(self._gap_owner, dtype=np.int64) >= cut]
+        owners = np.array(self._gap_owner, dtype=np.int64)
+        every_gap = np.array(self._gap)
+        gaps = every_gap[owners >= cut]
         if not gaps.size:
-            gaps = np.array(self._gap)
+            gaps = every_gap
+        complete = ~np.isnan(last)
         return Summary(
             rate_per_s=rate_per_s,
             ramp=self.run.doubling_s is not None,
@@ -396,6 +358,14 @@ class Observation:
             lateness_p99_s=_quantile(np.array(self._late), 0.99),
             tokens_peak=self.tokens_peak,
             kv_usage=self.kv_usage,
+            gaps_per_request=float(complete[owners].sum() / max(1, complete.sum())),
+            paces=paces_of(
+                (np.maximum.accumulate(np.array(self._change_at)), np.array(self._crowd)),
+                (np.array(self._gap_at), every_gap, np.array(self._gap_crowd)),
+                self._objective.tbt_s,
+                min(residence_s, sending_s / 4),
+                sending_s,
+            ),
         )
 
 

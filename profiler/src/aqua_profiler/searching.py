@@ -17,13 +17,14 @@ Source: Aqua section 4.1. Ours: the ramp, the backlog's throughput, one estimate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from aqua_profiler.estimating import Estimate, estimate, is_measured, meets
 from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Summary
+from aqua_profiler.summary import Summary
 
 RAMP_SHARE: Final = 0.05
 """Of the budget for one doubling: a ramp of six leaves two thirds."""
@@ -50,15 +51,20 @@ LEAST_WINDOW: Final = 20
 LEAST_PRECISION: Final = 0.1
 """A rate that is less certain makes a partial profile."""
 
-CURVE_REQUESTS: Final = 600
+RUN_S: Final = 30.0
+"""Of requests: as many as come in that time, within bounds."""
+
+MOST_REQUESTS: Final = 1500
+RELATIVE_STEP: Final = 0.04
+TRIES_AT_THE_LEAST: Final = 3
+LONE_SHARE: Final = 0.35
+"""Of the rate at which lone requests follow each other: what a search tries at the least."""
 CURVE_PRECISION: Final = 1.5
 """A crossing of curves is exact enough at so many times the precision: its error contains
 the scatter of whole runs already."""
 
-WALK_STEPS: Final = 3.0
-RELATIVE_STEP: Final = 0.05
 
-REQUESTS_PER_RATE: Final = 130.0
+REQUESTS_PER_RATE: Final = 160.0
 """Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
 0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
 
@@ -128,6 +134,11 @@ class _Planner:
         return 2.0 + 3 * self.unloaded.residence_s
 
     @property
+    def _lone_per_s(self) -> float:
+        """Requests, one at a time."""
+        return 1 / max(self.unloaded.residence_s, 1e-3)
+
+    @property
     def sent(self) -> int:
         """Requests so far."""
         return sum(run.sent for run in self.runs)
@@ -135,7 +146,7 @@ class _Planner:
     def ramp(self, budget_s: float) -> Run:
         """From a rate that a server which takes one request at a time just sustains."""
         objective = self.objective
-        start = 0.7 / max(self.unloaded.residence_s, 1e-3)
+        start = 0.7 * self._lone_per_s
         return Run(
             rate_per_s=min(max(start, objective.min_rate_per_s), objective.max_rate_per_s),
             seed=self.seed,
@@ -171,8 +182,13 @@ class _Planner:
         return self._steady(min(cap, max(highest, 2 * self.known.ok_per_s)))
 
     def _is_spent(self) -> bool:
+        return self._allowed <= (LEAST_WINDOW if self._is_confirmed() else -0.1 * self.sent)
+
+    @property
+    def _allowed(self) -> float:
+        """Requests that may still be sent."""
         rate = self.known.rate_per_s or 0.0
-        return self.sent > max(LEAST_REQUESTS, REQUESTS_PER_RATE * rate) and self._is_confirmed()
+        return max(LEAST_REQUESTS, REQUESTS_PER_RATE * rate) - self.sent
 
     # --- Queues -------------------------------------------------------------------------
 
@@ -194,7 +210,7 @@ class _Planner:
         if known.error > self.objective.precision:
             wanted = known.capacity.dispersion / self.objective.precision**2
             have = sum(b.starts for run in self.runs if not run.ramp for b in run.backlogs)
-            allowed = max(LEAST_REQUESTS, REQUESTS_PER_RATE * known.rate_per_s) - self.sent
+            allowed = self._allowed
             more = min(max(wanted - have, LEAST_BACKLOG), MOST_BACKLOG, max(allowed, LEAST_BACKLOG))
             return self._saturate(round(more))
         return self.verdict("known to the precision asked for")
@@ -239,23 +255,42 @@ class _Planner:
     def _curve(self) -> Run | Verdict:
         known, objective = self.known, self.objective
         assert known.rate_per_s is not None, known
-        low, high = known.ok_per_s, known.violated_per_s
-        if high <= objective.min_rate_per_s * 1.01:
+        if known.violated_per_s <= objective.min_rate_per_s * 1.01:
             return self.verdict("the lowest rate allowed violates the objective")
+        lone = 1.5 * LONE_SHARE * self._lone_per_s
+        in_vain = sum(is_measured(run) and run.rate_per_s <= lone for run in self.runs)
+        if not known.ok_per_s and in_vain >= TRIES_AT_THE_LEAST:
+            return self.verdict("hardly more than one request at a time violates the objective")
         if known.error <= CURVE_PRECISION * objective.precision and self._is_confirmed():
             return self.verdict("known to the precision asked for")
-        step = min(objective.step_per_s, RELATIVE_STEP * high)
+        if known.error > LEAST_PRECISION:
+            return self._measure(self._towards_the_limit())
+        step = min(objective.step_per_s, RELATIVE_STEP * known.rate_per_s)
         if not self._is_confirmed():
-            # Below the estimate by a step at a time, until the objective is seen met.
+            # Below the estimate by a little more each time, until the objective is seen met.
             tries = sum(
                 is_measured(run) and STEADY_FROM * known.rate_per_s <= run.rate_per_s
                 for run in self.runs
             )
-            return self._measure(known.rate_per_s - tries * step)
-        # To both sides of the estimate in turn: a slope needs a distance.
+            rate = STEADY_BELOW * known.rate_per_s - tries * step
+            return self._measure(max(rate, STEADY_FROM * known.rate_per_s))
+        # To both sides of the estimate in turn: what is left of the budget goes where it matters.
         side = 1 if sum(run.rate_per_s > known.rate_per_s for run in self.runs) % 2 else -1
-        reach = step if high - low <= WALK_STEPS * step else 0.25 * (high - low)
-        return self._measure(known.rate_per_s + side * reach)
+        return self._measure(known.rate_per_s + side * step)
+
+    def _towards_the_limit(self) -> float:
+        """Where a limit is hardly known: from below, a run that is cut off teaches less."""
+        known = self.known
+        assert known.rate_per_s is not None, known
+        low, high = known.ok_per_s, known.rate_per_s
+        if low < known.violated_per_s:
+            high = min(high, known.violated_per_s)
+        if not low:
+            # A server that takes one request at a time keeps up with that much.
+            return max(
+                high * max(0.5, 1 - known.error), 0.35 / max(self.unloaded.residence_s, 1e-3)
+            )
+        return math.sqrt(low * high) if low < 0.9 * high else 1.04 * known.rate_per_s
 
     # --- Runs ---------------------------------------------------------------------------
 
@@ -265,7 +300,7 @@ class _Planner:
     def _measure(self, rate: float) -> Run:
         """For quantiles of tokens: as long as a third of what is left allows."""
         most_s = max(10.0, 0.3 * self.left_s)
-        requests = CURVE_REQUESTS
+        requests = round(max(min(RUN_S * rate, MOST_REQUESTS, self._allowed), LEAST_REQUESTS / 4))
         return self._run(rate, requests=requests, backlog=0, patience=5.0, most_s=most_s)
 
     def _run(
@@ -288,7 +323,7 @@ class _Planner:
         known = self.known
         near = known.rate_per_s is not None and self._is_confirmed()
         near = near and known.error <= LEAST_PRECISION
-        complete = at_cap or (near and (known.capacity is not None or known.violated_per_s < 1e9))  # noqa: PLR2004
+        complete = at_cap or near
         if at_cap:
             known = Estimate(
                 self.objective.max_rate_per_s,

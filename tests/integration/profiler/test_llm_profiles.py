@@ -106,10 +106,40 @@ def test_bursts_beyond_the_cache_make_a_consumer(tmp_path: Path) -> None:
     assert burst["requests"] > 40
 
 
-def test_a_strict_server_that_does_not_know_ignore_eos_is_profiled_without(tmp_path: Path) -> None:
-    exit_code, content = _profile(tmp_path, Manners(knows_ignore_eos=False), "--max-rate", "20")
+@pytest.mark.parametrize("unknown", [("ignore_eos",), ("stream_options",)])
+def test_a_strict_server_that_does_not_know_an_option_is_profiled_without(
+    tmp_path: Path, unknown: tuple[str, ...]
+) -> None:
+    exit_code, content = _profile(tmp_path, Manners(unknown=unknown), "--max-rate", "20")
     assert exit_code == 0
     assert content["stable_rate_per_s"] == 20.0
+
+
+def test_a_server_that_does_not_count_tokens_is_said_not_to(tmp_path: Path) -> None:
+    exit_code, content = _profile(tmp_path, Manners(word_tokens=0), "--max-rate", "20")
+    assert exit_code == 0
+    assert any("does not count tokens" in note for note in content["notes"])
+
+
+def test_words_of_many_tokens_do_not_overflow_the_context(tmp_path: Path) -> None:
+    # The longest prompt with its answer has 64 tokens, which is just what fits; a word has five.
+    manners = Manners(word_tokens=5, context_tokens=64)
+    exit_code, content = _profile(tmp_path, manners, "--max-rate", "20")
+    assert exit_code == 0, content
+    assert content["error"] is None
+
+
+def test_a_second_profile_of_a_seed_finds_none_of_its_prompts_in_a_cache(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    with OpenAIServer(Manners()) as server:
+        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json", "--seed", "1"]
+        command += ["--lengths", str(lengths), "--budget-s", "6", "--max-rate", "10"]
+        for _ in range(2):
+            CliRunner().invoke(app, command)
+        beginnings = [" ".join(prompt.split()[:16]) for prompt in server.prompts]
+    assert len(beginnings) > 60
+    assert len(set(beginnings)) == len(beginnings)
 
 
 def test_a_server_that_sheds_load_is_not_called_faulty(tmp_path: Path) -> None:

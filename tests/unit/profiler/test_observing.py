@@ -8,7 +8,8 @@ import numpy as np
 
 from aqua_profiler.arrivals import Schedule
 from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Observation, Stop, effective_count
+from aqua_profiler.observing import Observation, effective_count
+from aqua_profiler.summary import Stop
 
 UNLOADED = Unloaded(ttft_s=0.1, residence_s=0.5, tbt_s=0.01)
 OBJECTIVE = Objective()
@@ -90,6 +91,42 @@ def test_context_of_waiting_requests_counts_towards_the_peak() -> None:
     watch.finish(0, 1.0)
     watch.scheduled(2.0, 50)
     assert watch.tokens_peak == 305
+
+
+def test_a_moment_of_slow_tokens_does_not_end_a_run_and_two_seconds_do() -> None:
+    watch = _watch()
+    number = watch.scheduled(0.0, 10)
+    watch.sent(number, 0.0)
+    at_s = 0.0
+    for _ in range(600):
+        at_s += 0.01
+        watch.token(number, at_s)
+    others = [watch.scheduled(at_s, 10) for _ in range(300)]
+    for late_s in (0.0, 0.5):  # The server halts: 300 requests have a slow gap at once.
+        for other in others:
+            watch.token(other, at_s + 0.01 + late_s)
+    assert watch.should_stop(at_s + 0.6, 10.0) is not Stop.SLOW_TOKENS
+    for step in range(1, 6):
+        for other in others:
+            watch.token(other, at_s + 0.51 + 0.5 * step)
+    assert watch.should_stop(at_s + 3.1, 10.0) is Stop.SLOW_TOKENS
+
+
+def test_a_server_that_still_fills_is_not_steady() -> None:
+    watch = _watch(enough_requests=50, least_s=20.0)
+    events = [(0.1 * number, 0, number) for number in range(300)]
+    # Each stays a little longer than the one before: more and more are in the system.
+    events += [(0.1 * number + 0.05 + 0.04 * number, 1, number) for number in range(300)]
+    for at_s, kind, number in sorted(events):
+        if at_s > 29.0:
+            break
+        if kind == 0:
+            watch.scheduled(at_s, 10)
+            watch.sent(number, at_s)
+            watch.token(number, at_s + 0.01)
+        else:
+            watch.finish(number, at_s)
+        assert watch.should_stop(at_s, 10.0) is not Stop.ENOUGH
 
 
 def test_requests_turned_away_end_a_run() -> None:

@@ -10,9 +10,17 @@ import pytest
 
 from aqua_profiler.lengths import Lengths, lengths_of
 from aqua_profiler.objective import Objective, Unloaded
-from aqua_profiler.observing import Stop, Summary
 from aqua_profiler.searching import Verdict, next_step
-from harness.queueing import Server, drive, true_rate, unloaded_of
+from aqua_profiler.summary import Stop, Summary
+from harness.queueing import (
+    AnyServer,
+    Server,
+    drive,
+    true_rate,
+    true_rate_in_steps,
+    unloaded_of,
+)
+from harness.stepping import StepServer
 
 BUDGET_S: Final = 600.0
 SEEDS: Final = 20
@@ -36,19 +44,32 @@ def _chat(rows: int = 800) -> Lengths:
 
 CHAT: Final = _chat()
 
+GAPS: Final = CHAT.mean_output - 1
 SERVERS: Final = {
-    "sixteen slots": Server(
-        16, lambda _p, _r: 0.02, lambda _n, _r: (16 / 20 - 0.02) / (CHAT.mean_output - 1)
-    ),
-    "five slots": Server(
-        5, lambda _p, _r: 0.05, lambda _n, _r: (5 / 5 - 0.05) / (CHAT.mean_output - 1)
-    ),
+    "sixteen slots": Server(16, lambda _p, _r: 0.02, lambda _n, _r: (16 / 20 - 0.02) / GAPS),
+    "five slots": Server(5, lambda _p, _r: 0.05, lambda _n, _r: (5 / 5 - 0.05) / GAPS),
     "one at a time": Server(1, lambda _p, _r: 0.05, lambda _n, _r: 0.0),
 }
 
 
+TOKEN_SERVERS: Final[dict[str, AnyServer]] = {
+    "tokens slow down with each request": Server(
+        64, lambda _p, _r: 0.02, lambda n, _r: 0.02 + 0.004 * n
+    ),
+    "tokens of chance": Server(
+        64,
+        lambda _p, r: 0.05 * r.random(),
+        lambda n, r: (0.01 + 0.003 * n) * r.lognormvariate(0, 0.3),
+    ),
+    "steps": StepServer(base_s=0.02, decode_s=0.0024, prompt_token_s=1e-5),
+    "steps and a cache that fills": StepServer(
+        base_s=0.02, decode_s=0.002, prompt_token_s=1e-5, kv_tokens=9000
+    ),
+}
+
+
 def _search(
-    server: Server, seed: int, objective: Objective, budget_s: float = BUDGET_S
+    server: AnyServer, seed: int, objective: Objective, budget_s: float = BUDGET_S
 ) -> tuple[Verdict, list[Summary], float]:
     unloaded = unloaded_of(server, CHAT.drawn(seed), seed)
     runs: list[Summary] = []
@@ -79,6 +100,20 @@ def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) 
         assert rate is not None
         assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
         assert verdict.complete, (seed, verdict)
+        assert sum(run.sent for run in runs) <= _sweep_requests(truth) / 2, seed
+        assert used_s <= BUDGET_S, seed
+
+
+@pytest.mark.parametrize("name", list(TOKEN_SERVERS))
+def test_a_limit_of_token_times_is_found_within_5_percent_on_20_seeds(name: str) -> None:
+    server, objective = TOKEN_SERVERS[name], Objective()
+    truth = true_rate_in_steps(server, CHAT, objective, low=5.0, high=40.0, requests=16_000)
+    for seed in range(SEEDS):
+        verdict, runs, used_s = _search(server, seed, objective)
+        rate = verdict.estimate.rate_per_s
+        assert rate is not None
+        assert verdict.estimate.limited_by == "tbt", (seed, verdict)
+        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
         assert sum(run.sent for run in runs) <= _sweep_requests(truth) / 2, seed
         assert used_s <= BUDGET_S, seed
 
