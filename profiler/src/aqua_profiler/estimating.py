@@ -49,6 +49,7 @@ FILL_UNCERTAINTY: Final = 0.25
 FACTOR_SD: Final = 0.4
 """Of ln v: the law is within a factor of 1.5 for all queues tried, two times out of three."""
 
+CONTRADICTED: Final = 1.05
 LEAST_CURVE_ERROR: Final = 0.02
 CURVE_REACH: Final = 0.35
 """A latency curve counts as straight (in logarithms) within that relative distance."""
@@ -180,7 +181,11 @@ def estimate(objective: Objective, unloaded: Unloaded, runs: Sequence[Summary]) 
     tokens = _tokens(objective, runs)
     crossing, violated = _curve(objective, runs, ok, queue)
     if tokens is not None and crossing is not None and crossing[2] == "tbt":
-        crossing = None
+        # What all runs say of the server beats where single runs failed, until runs fail far below.
+        if tokens[0] < CONTRADICTED * violated:
+            crossing = None
+        else:
+            tokens = None
     options = [option for option in (queue, tokens, crossing) if option is not None]
     if not options:
         return Estimate(

@@ -35,7 +35,7 @@ from aqua_profiler.summary import Summary
 from aqua_protocol.profile import ModelProfile
 
 LONE_REQUESTS: Final = 6
-FIRST_PROMPT: Final = 32
+FIRST_PROMPT: Final = 8
 LONE_SHARE: Final = 0.1
 STALL_SHARE: Final = 0.25
 """Of the budget: a stall must be found out while there is budget left to say so."""

@@ -64,7 +64,7 @@ CURVE_PRECISION: Final = 1.5
 the scatter of whole runs already."""
 
 
-REQUESTS_PER_RATE: Final = 160.0
+REQUESTS_PER_RATE: Final = 145.0
 """Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
 0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
 
