@@ -37,6 +37,9 @@ from aqua_protocol.profile import ModelProfile
 LONE_REQUESTS: Final = 6
 FIRST_PROMPT: Final = 8
 LONE_SHARE: Final = 0.1
+LEAST_STALL_S: Final = 5.0
+"""Busy machines halt for seconds."""
+
 STALL_SHARE: Final = 0.25
 """Of the budget: a stall must be found out while there is budget left to say so."""
 
@@ -93,7 +96,7 @@ class _Profiling:
 
     @property
     def _stall_s(self) -> float:
-        return min(self._plan.stall_s, max(2.0, STALL_SHARE * self._plan.budget_s))
+        return min(self._plan.stall_s, max(LEAST_STALL_S, STALL_SHARE * self._plan.budget_s))
 
     async def go(self) -> Outcome:
         """Everything."""
