@@ -49,8 +49,8 @@ class Scenario:
         lend: What to lend, by vLLM's own scheduler or, with `aqua`, ours.
         await_offered_bytes: Wait for so much to be offered, then say `offered` and wait for a line,
             before the first request.
-        offer_at_step: Before this step, wait until anything at all is offered.
         wave_at_step: Before this step, the requests of the round are added once more.
+        offers_before_wave: The wave comes later if requests wait then, and once memory is offered.
     """
 
     model: str
@@ -68,8 +68,8 @@ class Scenario:
     abort_at_step: int = 0
     lend: dict[str, Any] | None = None
     await_offered_bytes: int = 0
-    offer_at_step: int = 0
     wave_at_step: int = 0
+    offers_before_wave: bool = False
 
 
 class VllmProgram:
@@ -192,6 +192,7 @@ def _main(scenario: Scenario) -> None:
 
     tokens: dict[str, list[int]] = {}
     step = 0
+    has_waved = False
     for turn in range(scenario.rounds):
         add(turn)
         while engine.has_unfinished_requests():
@@ -199,7 +200,8 @@ def _main(scenario: Scenario) -> None:
             _before_step(scenario, step, engine, courier)
             if step == scenario.abort_at_step:
                 engine.abort_request([f"{turn}-{index}" for index in range(0, len(prompts), 3)])
-            if step == scenario.wave_at_step:
+            if not has_waved and 0 < scenario.wave_at_step <= step and _is_ready(scenario, engine):
+                has_waved = True
                 add("wave")
             for output in engine.step():
                 if output.finished:
@@ -221,8 +223,16 @@ def _before_step(scenario: Scenario, step: int, engine: Any, courier: Any) -> No
         sys.stdin.readline()
     if step and step == scenario.spoil_at_step:
         courier._store._sums ^= 1
-    if step and step == scenario.offer_at_step:
-        _await_offer(engine, 1)
+
+
+def _is_ready(scenario: Scenario, engine: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether the wave may come: how long the first requests wait is up to the machine."""
+    if not scenario.offers_before_wave:
+        return True
+    if engine.engine_core.engine_core.scheduler.get_request_counts()[1]:
+        return False
+    _await_offer(engine, 1)
+    return True
 
 
 def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's

@@ -49,13 +49,13 @@ def waves(model: str, **changes: Any) -> Scenario:  # noqa: ANN401 - fields of a
         model,
         engine={"num_gpu_blocks_override": BLOCKS},
         request_count=24,
-        wave_at_step=150,
+        wave_at_step=120,
     )
     return dataclasses.replace(scenario, **changes)
 
 
 def lending(model: str, **changes: Any) -> Scenario:  # noqa: ANN401 - as above
-    return waves(model, lend=LEND, await_offered_bytes=LENT, offer_at_step=140, **changes)
+    return waves(model, lend=LEND, await_offered_bytes=LENT, offers_before_wave=True, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_with_turns_and_paging_and_a_coordinator_that_dies_it_answers_as_ever(
 ) -> None:
     turns = {"policy": "cfs", "slice_iterations": 4, "store_bytes": "16MiB", "is_offline": True}
     # Whoever takes turns waits nearly to the end, so nothing is offered between the waves.
-    scenario = dataclasses.replace(lending(model, aqua=turns), offer_at_step=0)
+    scenario = dataclasses.replace(lending(model, aqua=turns), offers_before_wave=False)
     with VllmProgram(scenario, **environment(sockets, coordinator.url)) as program:
         program.until("offered")
         with HolderProcess(coordinator.url, LENT, SLAB) as holder:
