@@ -155,6 +155,23 @@ def test_free_blocks_are_reused_oldest_first_and_remember_until_then() -> None:
     assert old.computed_tokens == 0
 
 
+def test_blocks_left_behind_a_prefix_that_others_published_are_not_lost() -> None:
+    memory = PagedMemory(8, 16)
+    early, other = (Job(Arrival(name, 0.0, 64, 10, (7,), 32)) for name in ("early", "other"))
+    assert memory.grow(early, 16)
+    early.computed_tokens = 16
+    memory.release(early, remember=True)
+    for job in (other, early):
+        memory.hold_cached(job)
+        assert memory.grow(job, 64)
+        job.computed_tokens = 64
+        memory.publish_prefix(job)
+        assert job.shared_chunks == 1
+        memory.release(job, remember=True)
+    assert memory.free_count == 8
+    assert memory.grow(Job(Arrival("all", 0.0, 128, 1)), 128)
+
+
 def test_memory_shrinks_only_by_what_is_free() -> None:
     memory = PagedMemory(10, 16)
     job = Job(Arrival("a", 0.0, 100, 1))

@@ -78,14 +78,14 @@ class PagedMemory:
         if job.preemption_count == 0:
             self.hit_tokens += job.computed_tokens
             self.asked_tokens += job.arrival.prompt_tokens
-        key = ("job", job.arrival.request_id)
-        if key in self._free and job.shared_chunks == job.retired_chunks:
+        # Of no use, to anybody, behind chunks that others have published since.
+        left = self._free.pop(("job", job.arrival.request_id), 0)
+        self.free_count -= left
+        if job.shared_chunks == job.retired_chunks:
             useful = (job.known_tokens - 1 - job.computed_tokens) // self.block_tokens
-            run = self._free.pop(key)
-            self.free_count -= run
-            job.block_count = min(run, useful)
-            self._give(run - job.block_count)
+            job.block_count = min(left, useful)
             job.computed_tokens += job.block_count * self.block_tokens
+        self._give(left - job.block_count)
 
     def _leading_chunks(self, job: Job) -> list[int]:
         """Leading prefix chunks of the job that are in memory, short of its last token."""
