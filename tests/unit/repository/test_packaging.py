@@ -68,8 +68,9 @@ def test_make_installs_every_distribution(path: Path) -> None:
     assert re.search(rf"-e '?{folder}(\[[a-z,]+\])?'?(\s|$)", makefile)
 
 
-def test_constraints_are_exact_and_leave_torch_to_the_machine() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-engine.txt"])
+def test_constraints_are_exact_and_leave_torch_to_the_machine(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert pins
     for pin in pins:
