@@ -212,7 +212,8 @@ class LingeringSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As the selectors of the standard library."""
         if self._is_awake:
-            awake_until_s = time.perf_counter() + LINGER_S
+            linger_s = LINGER_S if timeout is None else min(timeout, LINGER_S)
+            awake_until_s = time.perf_counter() + linger_s
             while time.perf_counter() < awake_until_s:
                 if ready := super().select(0):
                     return ready

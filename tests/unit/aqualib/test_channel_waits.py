@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -67,3 +69,28 @@ def test_a_selector_that_lingers_sees_what_any_selector_sees(ends: Ends) -> None
         timer.start()
         assert selector.select(60)
         timer.join()
+
+
+@pytest.mark.parametrize(("timeout", "looks"), [(0.0, 1), (3.0, 3), (60.0, 5), (None, 5)])
+def test_a_selector_lingers_no_longer_than_it_may_wait(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, timeout: float | None, looks: int
+) -> None:
+    looked: list[float | None] = []
+
+    def look(
+        _selector: selectors.BaseSelector, timeout: float | None = None
+    ) -> list[tuple[selectors.SelectorKey, int]]:
+        looked.append(timeout)
+        return []
+
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("aqualib.channel.time", clock)
+    monkeypatch.setattr("aqualib.channel.LINGER_S", 5.0)
+    with LingeringSelector() as selector:
+        selector.register(ends[0], selectors.EVENT_READ)
+        ends[1].send(Ping(number=5))
+        assert selector.select(0), "awake from here on"
+        monkeypatch.setattr(selectors.DefaultSelector, "select", look)
+        assert selector.select(timeout) == []
+    # A look per tick of the clock, then to sleep.
+    assert looked == [0] * (looks - 1) + [timeout]

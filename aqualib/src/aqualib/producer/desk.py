@@ -22,7 +22,7 @@ from aqua_protocol.ids import ConsumerId, Epoch, LeaseId, ReclaimId
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT, HeldLease
 from aqualib.producer.escalation import Ask, Escalation, Step, due_at_s, next_step
 from aqualib.producer.pool import SlabPool
-from aqualib.producer.reclaims import Reclaim, choose
+from aqualib.producer.reclaims import Reclaim, ReclaimTotals, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,6 +110,7 @@ class LendingDesk:
         self.pool: Final = SlabPool(slab_bytes)
         self.owed_count = 0
         self.stale_answers = 0
+        self.ended_reclaims = ReclaimTotals()
         self._policy = policy
         self._grace_s = grace_s
         self._holders: dict[LeaseId, Holder] = {}
@@ -157,6 +158,12 @@ class LendingDesk:
             effects.partings.append(Parting(slab, reclaim))
         self._ask_for(reclaim, now_s, effects)
         return reclaim, effects
+
+    def slab_closed(self, reclaim: Reclaim, now_s: float) -> None:
+        """A slab that was taken out for this reclaim is physically back."""
+        reclaim.slab_closed(now_s)
+        if reclaim.total_ms is not None:
+            self.ended_reclaims = self.ended_reclaims.plus(reclaim, reclaim.total_ms / 1e3)
 
     def deliver(self, memory: OwnedSlab) -> bool:
         """Take a replacement into the offer; False when it is not owed any more."""

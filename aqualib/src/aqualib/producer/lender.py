@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from aqualib.coordinator_link import CoordinatorLink
     from aqualib.producer.desk import Demand, Effects, Parting
     from aqualib.producer.device import DeviceMemory
-    from aqualib.producer.reclaims import Reclaim
+    from aqualib.producer.reclaims import Reclaim, ReclaimTotals
     from aqualib.reporter import Identity
     from aqualib.transports.base import OwnedSlab, Transport
 
@@ -298,6 +298,11 @@ class Producer:
             return self._desk.missing_count * self.slab_bytes
 
     @property
+    def ended_reclaims(self) -> ReclaimTotals:
+        """Reclaims that are complete, whoever asked for them."""
+        return self._desk.ended_reclaims
+
+    @property
     def stale_answers(self) -> int:
         """Answers for slabs that were not held at that generation; they changed nothing."""
         return self._desk.stale_answers
@@ -461,7 +466,7 @@ class Producer:
         if parting.reclaim is None:
             return
         with self._lock:
-            parting.reclaim.slab_closed(time.monotonic())
+            self._desk.slab_closed(parting.reclaim, time.monotonic())
         self._registration.changed()
         if self.on_returned is not None:
             self.on_returned()

@@ -3,6 +3,9 @@
     with open_producer(model="sdxl") as producer, Informer(producer, engine, profile):
         serve()
 
+A program that exports metrics hands its registry over (`registry=prometheus_client.REGISTRY`); one
+that does not serves a registry for these alone: `prometheus_client.start_http_server(9400)`.
+
 What it opens it closes: the memory is taken back, the books are told, the connection ends.
 """
 
@@ -16,18 +19,21 @@ from aqualib.coordinator_link import CoordinatorLink
 from aqualib.identity import find_identity, require_name
 from aqualib.producer.device import device_memory
 from aqualib.producer.lender import Producer
+from aqualib.producer.metrics import ProducerMetrics
 from aqualib.settings import load_settings, socket_directory
 from aqualib.transports import select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from prometheus_client import CollectorRegistry
+
     from aqua_protocol import TransportKind
     from aqualib.producer.device import DeviceMemory
 
 
 @contextlib.contextmanager
-def open_producer(
+def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     producer_id: str | None = None,
     *,
     coordinator_url: str | None = None,
@@ -37,6 +43,7 @@ def open_producer(
     memory: DeviceMemory | None = None,
     slab_bytes: int | str | None = None,
     model: str | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> Iterator[Producer]:
     """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
 
@@ -50,9 +57,11 @@ def open_producer(
             the GPU, or on a CPU a budget of `AQUA_EMULATED_HBM_BYTES`, if that is set.
         slab_bytes: Unit of offers and reclaims; must be that of the consumers.
         model: What runs here, for people.
+        registry: Where its metrics are while it is open; None leaves them out.
 
     Raises:
-        ConfigError: A value is wrong; says which and what to write instead.
+        ConfigError: A value is wrong, and which, and what to write instead; or the registry has
+            another producer's metrics.
         TransportUnavailableError: The transport asked for cannot work here.
         TransportError: The socket cannot be listened on.
     """
@@ -78,5 +87,8 @@ def open_producer(
             allowed_uids=settings.allowed_uids,
             heartbeat_s=settings.heartbeat_s,
         ) as producer,
+        contextlib.ExitStack() as exported,
     ):
+        if registry is not None:
+            exported.callback(ProducerMetrics(producer, registry).close)
         yield producer

@@ -16,6 +16,7 @@ is the moment at which the engine can allocate it.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqua_protocol.members import ReclaimReport
@@ -125,6 +126,28 @@ class Reclaim:
     def _finish(self, now_s: float) -> None:
         self.total_ms = (now_s - self._began_at_s) * 1e3
         self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimTotals:
+    """Reclaims that have ended, but those that found nothing offered.
+
+    Attributes:
+        count: How many.
+        returned_bytes: What they brought back.
+        seconds: How long they took, one added to the other.
+    """
+
+    count: int = 0
+    returned_bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, reclaim: Reclaim, seconds: float) -> ReclaimTotals:
+        """These and one more, which took so long."""
+        assert reclaim.done, reclaim
+        return ReclaimTotals(
+            self.count + 1, self.returned_bytes + reclaim.returned_bytes, self.seconds + seconds
+        )
 
 
 def choose(leases: Sequence[Sequence[Slab]], count: int) -> list[Slab]:

@@ -1,0 +1,84 @@
+"""What a producer counts, for Prometheus.
+
+    aqua_lender_offered_bytes           slabs under the offer, lent or not
+    aqua_lender_leased_bytes            of these, held by consumers
+    aqua_lender_quarantined_bytes       of these, held by consumers that overran a deadline
+    aqua_lender_reclaims_total          times that memory was taken back
+    aqua_lender_reclaimed_bytes_total   how much it was
+    aqua_lender_reclaim_seconds_total   from the request until the memory could be used again
+
+Read from the producer when somebody looks; nothing is counted twice and nothing costs a step. The
+coordinator's `aqua_producer_*` say the same as its books have it, by producer; these carry no
+labels, because a process has one producer and whoever scrapes it knows which.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from aqua_protocol import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aqualib.producer.lender import Producer
+    from aqualib.producer.reclaims import ReclaimTotals
+
+
+class ProducerMetrics(Collector):
+    """The metrics of one producer.
+
+    Args:
+        producer: Whose.
+        registry: Where to register; None makes a registry of its own.
+
+    Attributes:
+        registry: Where they are.
+
+    Raises:
+        ConfigError: The registry has an Aqua producer already.
+    """
+
+    def __init__(self, producer: Producer, registry: CollectorRegistry | None = None) -> None:
+        self.registry: Final = registry or CollectorRegistry()
+        self._producer = producer
+        try:
+            self.registry.register(self)
+        except ValueError as error:
+            raise ConfigError(
+                f"this registry has the metrics of another Aqua producer: {error}",
+                remedy="Give each producer its own registry.",
+            ) from error
+
+    @property
+    def ended_reclaims(self) -> ReclaimTotals:
+        """Reclaims that are complete."""
+        return self._producer.ended_reclaims
+
+    def close(self) -> None:
+        """Leave the registry."""
+        self.registry.unregister(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """As `collect`: reading costs next to nothing."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as of now."""
+        producer, ended = self._producer, self.ended_reclaims
+        for name, text, value in (
+            ("offered_bytes", "Slabs under the offer, lent or not.", producer.offered_bytes),
+            ("leased_bytes", "Slabs held by consumers.", producer.leased_bytes),
+            ("quarantined_bytes", "Slabs kept past a deadline.", producer.quarantined_bytes),
+        ):
+            yield GaugeMetricFamily(f"aqua_lender_{name}", text, value=value)
+        for name, text, total in (
+            ("reclaims", "Times that memory was taken back.", ended.count),
+            ("reclaimed_bytes", "Memory that was taken back.", ended.returned_bytes),
+            ("reclaim_seconds", "Until the memory could be used again.", ended.seconds),
+        ):
+            yield CounterMetricFamily(f"aqua_lender_{name}", text, value=total)
