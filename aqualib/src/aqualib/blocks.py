@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -45,6 +44,7 @@ from aqualib.checksum import matches, row_checksums
 from aqualib.consumer.extents import Run
 from aqualib.consumer.residency import FrameState
 from aqualib.metrics import Direction
+from aqualib.segments import segments, stretches
 from aqualib.tensor import Location, location_of
 from aqualib.transports.rows import are_ascending, are_neighbours, lie_within
 
@@ -71,22 +71,6 @@ class PagedOut(NamedTuple):
 
     slots: torch.Tensor
     transfer: Transfer
-
-
-class _Segment(NamedTuple):
-    """Blocks that lie next to each other: `size` from slot `start` of a frame.
-
-    Attributes:
-        ordinal: Which frame.
-        start: First slot within it.
-        size: How many.
-        at: Position of the first in the caller's order.
-    """
-
-    ordinal: int
-    start: int
-    size: int
-    at: int
 
 
 class BlockStore:
@@ -320,14 +304,14 @@ class BlockStore:
     def _give_back_room(self, ascending: Index) -> None:
         self._pager.store.give_back(
             (self._frames[segment.ordinal], Run(segment.start, segment.size))
-            for segment in _segments(ascending, self._per_frame)
+            for segment in segments(ascending, self._per_frame)
         )
 
     # --- Inside: copies -------------------------------------------------------------------
 
     def _page_in_order(self, lane: Lane, slots: Index, rows: torch.Tensor) -> None:
         """Fill consecutive rows: each stretch within one frame is one copy or one gather."""
-        for first, last in _stretches(slots // self._per_frame):
+        for first, last in stretches(slots // self._per_frame):
             frame = self._frames[slots[first] // self._per_frame]
             within = slots[first:last] % self._per_frame
             low, high = int(within.min()), int(within.max())
@@ -345,7 +329,7 @@ class BlockStore:
         if not are_ascending(slots):
             order = np.argsort(slots, kind="stable")
             slots, index = slots[order], index[torch.from_numpy(order)]
-        for segment in _segments(slots, self._per_frame):
+        for segment in segments(slots, self._per_frame):
             self._copy(
                 lane,
                 Direction.IN,
@@ -475,29 +459,6 @@ def _checked_index(index: torch.Tensor | None, limit: int) -> torch.Tensor | Non
     if not lie_within(index.numpy(), limit):
         raise ValueError(f"an index must lie within 0 and {limit - 1}")
     return index
-
-
-def _segments(slots: Index, per_frame: int) -> Iterator[_Segment]:
-    """Runs of consecutive slots, none across frames, in the order given."""
-    if not len(slots):
-        return
-    ordinal, start = divmod(int(slots[0]), per_frame)
-    if start + len(slots) <= per_frame and are_neighbours(slots):
-        # What was paged out together usually lies together.
-        yield _Segment(ordinal=ordinal, start=start, size=len(slots), at=0)
-        return
-    breaks = (slots[1:] - slots[:-1] != 1) | (slots[1:] % per_frame == 0)
-    starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    for first, last in pairwise(starts):
-        ordinal, start = divmod(int(slots[first]), per_frame)
-        yield _Segment(ordinal=ordinal, start=start, size=last - first, at=first)
-
-
-def _stretches(ordinals: Index) -> Iterator[tuple[int, int]]:
-    """Positions `first .. last - 1` of equal values."""
-    if len(ordinals):
-        starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist(), len(ordinals)]
-        yield from pairwise(starts)
 
 
 def _some(slots: Index) -> list[int]:
