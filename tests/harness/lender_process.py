@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import select as io_select
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final, Self
 
 from aqua_protocol import TransportKind
 from aqua_protocol.members import ProducerAck
-from aqualib.channel import ChannelClosedError
 from aqualib.coordinator_link import CoordinatorLink
 from aqualib.producer.lender import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
+from harness.program import Program, say
 
 WITHIN_S: Final = 60.0
 """Bound of every wait; importing torch on a busy machine is the longest."""
 
 
-class LenderProcess:
-    """A `Producer` that obeys over its standard input; a context manager that kills it.
+class LenderProcess(Program):
+    """A `Producer` that obeys, and has offered when entered.
 
     Args:
         endpoint: Of its lease channel.
@@ -55,78 +51,32 @@ class LenderProcess:
             "url": url,
             "producer_id": producer_id,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
+        super().__init__(__file__, json.dumps(options), within_s=WITHIN_S)
 
     def __enter__(self) -> Self:
-        self._answer()
+        self.answer()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
 
     def offer(self, slab_count: int) -> None:
         """Grow the offer to so many slabs."""
-        self._call("offer", slab_count * self.slab_bytes)
+        self.call("offer", slab_count * self.slab_bytes)
 
     def reclaim(self, slab_count: int) -> None:
         """Begin to take so many slabs back."""
-        self._call("reclaim", slab_count * self.slab_bytes)
+        self.call("reclaim", slab_count * self.slab_bytes)
 
     def await_reclaimed(self) -> None:
         """Wait until every slab of the last `reclaim` is back."""
-        assert self._call("wait"), "the reclaim did not end in time"
+        assert self.call("wait"), "the reclaim did not end in time"
 
     def slabs(self) -> dict[str, int]:
         """Slabs offered, free, leased and quarantined."""
-        found: dict[str, int] = self._call("slabs")
+        found: dict[str, int] = self.call("slabs")
         return found
-
-    def freeze(self) -> None:
-        """Stop the process as a hung one."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL it, and wait until it is gone."""
-        self._process.kill()
-        self._process.wait(WITHIN_S)
 
     def close(self) -> None:
         """Let it leave in good order, and wait for that."""
-        self._call("close")
-
-    def _call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the verb gives
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:  # noqa: ANN401 - as above
-        assert self._process.stdout is not None
-        ready, _, _ = io_select.select([self._process.stdout], [], [], WITHIN_S)
-        if not ready:
-            raise TimeoutError(f"the producer process did not answer within {WITHIN_S} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChannelClosedError("the producer process has ended")
-        return json.loads(line)
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("AQUA_")}
+        self.call("close")
 
 
 def _serve(options: dict[str, Any]) -> None:
@@ -166,12 +116,6 @@ def _serve(options: dict[str, Any]) -> None:
             case ["close"]:
                 producer.close()
                 say(True)
-
-
-def say(answer: object) -> None:
-    """Answer one line."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

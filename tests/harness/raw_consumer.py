@@ -17,12 +17,10 @@ import json
 import mmap
 import os
 import select
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from aqua_protocol import PROTOCOL_VERSION, ErrorBody, capability
 from aqua_protocol.channel import (
@@ -40,6 +38,7 @@ from aqua_protocol.channel import (
 )
 from aqua_protocol.members import LeaseNotice, ProducerAck, ReclaimOrder
 from aqualib.channel import Channel, ChannelClosedError, connect
+from harness.program import Program, say
 
 WITHIN_S: Final = 60.0
 """Bound of every wait; far above what anything takes."""
@@ -235,72 +234,24 @@ class RawConsumer:
         self.channel.close()
 
 
-class ConsumerProcess:
-    """A `RawConsumer` in a process of its own.
+class ConsumerProcess(Program):
+    """A `RawConsumer` in a process of its own; `call` runs a method of it there.
 
     Args:
         endpoint: Of the producer; the process connects at once.
     """
 
     def __init__(self, endpoint: str | Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(endpoint)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "connected"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the verb gives
-        """Run a method of the `RawConsumer` there and wait for what it returns."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def freeze(self) -> None:
-        """Stop the process; a hung consumer."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL it, and wait until it is gone."""
-        self.process.kill()
-        self.process.wait(WITHIN_S)
-
-    def _answer(self) -> Any:  # noqa: ANN401 - as above
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], WITHIN_S)
-        if not ready:
-            raise TimeoutError(f"the consumer process did not answer within {WITHIN_S} s")
-        line = self.process.stdout.readline()
-        if not line:
-            raise ChannelClosedError("the consumer process has ended")
-        return json.loads(line)
+        super().__init__(__file__, str(endpoint), within_s=WITHIN_S)
+        assert self.answer() == "connected"
 
 
 def _serve(endpoint: str) -> None:
     consumer = RawConsumer(endpoint)
-    sys.stdout.write('"connected"\n')
-    sys.stdout.flush()
+    say("connected")
     for line in sys.stdin:
-        verb, arguments = json.loads(line)
-        result = getattr(consumer, verb)(*arguments)
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        verb, *arguments = json.loads(line)
+        say(getattr(consumer, verb)(*arguments))
 
 
 if __name__ == "__main__":

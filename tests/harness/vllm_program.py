@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import select as io_select
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
+
+from harness.program import Program, say
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
@@ -51,6 +50,7 @@ class Scenario:
             before the first request.
         wave_at_step: Before this step, the requests of the round are added once more.
         offers_before_wave: The wave comes later if requests wait then, and once memory is offered.
+        overlaps_steps: Schedule asynchronously: a step before the last one's output is there.
     """
 
     model: str
@@ -70,10 +70,11 @@ class Scenario:
     await_offered_bytes: int = 0
     wave_at_step: int = 0
     offers_before_wave: bool = False
+    overlaps_steps: bool = False
 
 
-class VllmProgram:
-    """Runs one scenario; a context manager that kills the process.
+class VllmProgram(Program):
+    """Runs one scenario.
 
     Args:
         scenario: What to run.
@@ -81,34 +82,18 @@ class VllmProgram:
     """
 
     def __init__(self, scenario: Scenario, **environment: str) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(asdict(scenario))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        super().__init__(
+            __file__,
+            json.dumps(asdict(scenario)),
+            within_s=START_WITHIN_S,
+            **{"OMP_NUM_THREADS": "1", **environment},
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait(30)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
 
     def until(self, event: str) -> dict[str, Any]:
         """The answer that begins with `event`."""
-        assert self._process.stdout is not None
         while True:
-            ready, _, _ = io_select.select([self._process.stdout], [], [], START_WITHIN_S)
-            assert ready, f"the engine did not say {event!r} within {START_WITHIN_S} s"
-            line = self._process.stdout.readline()
-            assert line, f"the engine ended before it said {event!r}"
+            line = self.line()
+            # Between them, whatever vLLM prints.
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 if answer["event"] == event:
@@ -116,9 +101,7 @@ class VllmProgram:
 
     def go_on(self) -> None:
         """End the pause."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        self.tell("")
 
 
 def run(scenario: Scenario, **environment: str) -> dict[str, Any]:
@@ -156,6 +139,11 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
         "seed": 0,
         **scenario.engine,
     }
+    if scenario.overlaps_steps:
+        from harness.overlapping_steps import allow_overlapping_steps
+
+        allow_overlapping_steps()
+        options["async_scheduling"] = True
     if scenario.aqua is not None:
         options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
         options["kv_transfer_config"] = {
@@ -207,7 +195,7 @@ def _main(scenario: Scenario) -> None:
                 if output.finished:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
-    _say("done", {"tokens": tokens, "steps": step, **_figures(engine, courier)})
+    say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, courier)})
     if scenario.lend is not None:
         engine.engine_core.engine_core.scheduler.shutdown()
 
@@ -216,10 +204,10 @@ def _before_step(scenario: Scenario, step: int, engine: Any, courier: Any) -> No
     """What the scenario wants to happen around the engine; step 0 is before any request."""
     if step == 0 and scenario.await_offered_bytes:
         _await_offer(engine, scenario.await_offered_bytes)
-        _say("offered", _figures(engine, courier))
+        say({"event": "offered", **_figures(engine, courier)})
         sys.stdin.readline()
     if step and step == scenario.pause_at_step:
-        _say("paused", _figures(engine, courier))
+        say({"event": "paused", **_figures(engine, courier)})
         sys.stdin.readline()
     if step and step == scenario.spoil_at_step:
         courier._store._sums ^= 1
@@ -280,10 +268,12 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
     figures: dict[str, Any] = {
         "forced": getattr(scheduler, "forced_preemptions", 0),
         "desk": {} if desk is None else asdict(desk.counts),
+        "scheduler": type(scheduler).__name__,
         "held_places": 0 if desk is None else desk.table.held_count,
     }
     office = getattr(scheduler, "_office", None)
     if office is not None:
+        ended = office.metrics.ended_reclaims
         figures |= {
             "running": len(scheduler.running),
             "offered_bytes": office.producer.offered_bytes,
@@ -291,9 +281,9 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
             "absent_blocks": office.estate.out_blocks,
             "pool_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
             "usage": scheduler.kv_cache_manager.usage,
-            "reclaims": office.metrics.reclaim_count,
-            "reclaimed_bytes": office.metrics.reclaimed_bytes,
-            "reclaim_s": office.metrics.reclaim_s,
+            "reclaims": ended.count,
+            "reclaimed_bytes": ended.returned_bytes,
+            "reclaim_s": ended.seconds,
         }
     if courier is not None:
         stats = courier._aqua.stats()
@@ -309,11 +299,5 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
     return figures
 
 
-def _say(event: str, answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"event": event, **answer}) + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     _main(Scenario(**json.loads(sys.argv[1])))

@@ -132,6 +132,19 @@ def test_loads_beside_the_model_answer_as_if_never_preempted(
     assert_paged(answer)
 
 
+@pytest.mark.parametrize(
+    "aqua", [{"load": "sync"}, {"mode": "checkpoint"}, {"load": "async", "max_loading_blocks": 12}]
+)
+def test_asynchronous_scheduling_answers_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]], aqua: dict[str, Any]
+) -> None:
+    scenario = dataclasses.replace(on_host(model, **aqua), overlaps_steps=True)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["scheduler"] == "AsyncAquaScheduler"
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+
+
 def test_zeroed_loads_change_the_answers(model: str, stock: dict[str, list[int]]) -> None:
     scenario = dataclasses.replace(on_host(model), zeroes_loads=True)
     answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))

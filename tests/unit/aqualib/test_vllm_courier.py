@@ -154,3 +154,10 @@ def test_layers_that_share_a_cache_count_once() -> None:
 def test_a_layout_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot find 16 blocks"):
         block_rows([torch.zeros((3, 5, 7))], BLOCKS)
+
+
+def test_a_layout_that_keeps_the_layers_of_a_block_together_is_refused_whatever_divides() -> None:
+    # 32 elements of a layer are a multiple of 16 as well, but they are no blocks.
+    both = torch.zeros((BLOCKS, 2, 32))
+    with pytest.raises(ConfigError, match="cannot find 16 blocks"):
+        block_rows([both[:, 0], both[:, 1]], BLOCKS)

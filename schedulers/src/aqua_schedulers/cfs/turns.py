@@ -283,6 +283,8 @@ class Turns:
         if engine.running_count:
             room -= -(-tokens // self._block_tokens)
         slots = engine.max_running - engine.running_count
+        if engine.running_count and (room < 0 or slots < 1):
+            return KEEP
         table = _Table(room, slots, is_empty=not engine.running_count)
         self._seat(table, engine, [], self._backlog_tokens)
         return _decision((), table)

@@ -22,7 +22,7 @@ turn out lost (`lose`), and then whoever relied on it computes again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 
@@ -62,7 +62,7 @@ class BlockTable:
         """Blocks that some request needs."""
         return len(self._places) - len(self._idle)
 
-    def find(self, keys: Sequence[Hashable]) -> list[int]:
+    def find(self, keys: Iterable[Hashable]) -> list[int]:
         """Places of the longest run of `keys`, from the first, that is there."""
         found = []
         for key in keys:

@@ -16,7 +16,7 @@ the block again, and the worker's report removes it here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -319,7 +319,10 @@ class PagingDesk:
         """Full blocks of a running request that are in the store already."""
         if not self.table.capacity_blocks:
             return 0
-        return len(self.table.find(self._keys(request, self._blocks_of(request))))
+        # A view is made of everyone at every turn, and of most not even the first block is there:
+        # keys of their own are made as far as they are looked for.
+        keys_of = self._keys if self.has_tier else _own_keys
+        return len(self.table.find(keys_of(request, self._blocks_of(request))))
 
     def loading_ids(self) -> Collection[str]:
         """Requests whose blocks are being filled beside the model."""
@@ -375,10 +378,15 @@ class PagingDesk:
     def _keys(self, request: Any, count: int) -> list[Hashable]:
         """Keys of the first `count` full blocks, or of as many as have one."""
         if not self.has_tier:
-            return [(request.request_id, index) for index in range(count)]
+            return list(_own_keys(request, count))
         step = self._hashes_per_block
         hashes: list[Hashable] = request.block_hashes[step - 1 : count * step : step]
         return hashes
 
     def _blocks_of(self, request: Any) -> int:
         return int(request.num_tokens) // self.block_tokens
+
+
+def _own_keys(request: Any, count: int) -> Iterator[Hashable]:
+    """Keys of a request's first blocks that nobody else shares."""
+    return ((request.request_id, index) for index in range(count))

@@ -44,6 +44,8 @@ def _rows_of(cache: torch.Tensor, block_count: int) -> list[torch.Tensor]:
             parts = [memory[index] for index in product(*map(range, above))]
             if all(part.is_contiguous() for part in parts):
                 return [part.reshape(block_count, -1).view(torch.uint8) for part in parts]
+            # Further in, a size may be a multiple by chance, and mean something else.
+            break
     raise ConfigError(
         f"cannot find {block_count} blocks in a KV cache of shape {tuple(cache.shape)} and "
         f"strides {cache.stride()}",

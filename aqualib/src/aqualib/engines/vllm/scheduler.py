@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -49,18 +49,7 @@ WEIGHT_STEPS: Final = 4
 
 
 class AquaScheduler(LendingScheduler):
-    """See the module. Made by vLLM from `--scheduler-cls`.
-
-    Under asynchronous scheduling vLLM wants another base class; making this one gives that.
-    """
-
-    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Self:
-        """Choose the class that fits the engine's way of scheduling."""
-        del args, kwargs
-        is_async = vllm_config.scheduler_config.async_scheduling
-        kind: Any = AsyncAquaScheduler if is_async and cls is AquaScheduler else cls
-        made: Self = object.__new__(kind)
-        return made
+    """See the module. Made by vLLM from `--scheduler-cls`."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
@@ -192,7 +181,11 @@ class AquaScheduler(LendingScheduler):
             inside[name] = None
             self._policy.admitted(name)
         if entered:
-            self.running.sort(key=_is_prompt)
+            running = self.running
+            prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
+            if prompts:
+                decodes = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
+                running[:] = decodes + prompts
 
     def _checkpoint(self, desk: PagingDesk) -> None:
         """Have blocks paged out that the steps until now have filled."""
@@ -226,14 +219,15 @@ class AquaScheduler(LendingScheduler):
 
     def _view_inside(self, request: Any) -> RequestView:
         groups = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        # A block that others share does not come free.
+        held_blocks = sum([[block.ref_cnt for block in blocks].count(1) for blocks in groups])
         return RequestView(
             request_id=request.request_id,
             arrival_s=request.arrival_time,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
             computed_tokens=request.num_computed_tokens,
-            # A block that others share does not come free.
-            held_blocks=sum(block.ref_cnt == 1 for blocks in groups for block in blocks),
+            held_blocks=held_blocks,
             weight=_weight(request),
             is_pinned=request.status != RequestStatus.RUNNING,
             saved_blocks=0 if self._desk is None else self._desk.clean_blocks(request),
@@ -256,11 +250,12 @@ class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
     """The same under asynchronous scheduling."""
 
 
-def _is_prompt(request: Any) -> bool:
-    return bool(request.num_computed_tokens < request.num_prompt_tokens)
+AquaScheduler.asynchronous = AsyncAquaScheduler
 
 
 def _weight(request: Any) -> float:
     """A step of vLLM's priority, where smaller is more urgent, doubles the share."""
+    if not request.priority:
+        return 1.0
     steps = max(-WEIGHT_STEPS, min(WEIGHT_STEPS, int(request.priority)))
     return float(2.0**-steps)

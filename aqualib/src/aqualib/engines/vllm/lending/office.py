@@ -4,6 +4,12 @@ Lives in the engine's process, beside its scheduler. The informer's thread looks
 times a second, and at once when a step has left requests waiting; the producer's own threads talk
 to consumers and to the coordinator. The engine's thread does none of this.
 
+The load is the scheduler's own figures. vLLM has a door for plug-ins that are told the load,
+`vllm.stat_logger_plugins`, and it is not taken: loggers live in the front end's process, hear of a
+step when its output has come there, and hear nothing while no step is made. Here a request that
+has to wait is known before the step that leaves it waiting is computed, and an engine that is idle
+and has most to lend is seen to be. Who only wants to watch has `LenderMetrics` and vLLM's metrics.
+
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
 informer's and the producer's affair, and the engine goes on with the blocks that it has.
 """

@@ -2,7 +2,7 @@
 
 It decides nothing: it takes a lock around everything that moves blocks, numbers the steps, and
 counts whom a step left waiting. `AquaScheduler` is one, too. Without `"lend"` among the options
-every method is one comparison and vLLM's.
+every method is vLLM's behind a comparison, or behind the lock, which nobody else takes then.
 
 Why a lock and not the step boundary: an engine without requests makes no steps, and that is when it
 has most to lend. Its thread then waits for work without holding the lock.
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -40,11 +40,15 @@ class LendingScheduler(Scheduler):
     Under asynchronous scheduling vLLM wants another base class; making this one gives that.
     """
 
+    asynchronous: ClassVar[type[LendingScheduler]]
+    """What is made instead under asynchronous scheduling; of this class alone, not inherited."""
+
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Self:
         """Choose the class that fits the engine's way of scheduling."""
         del args, kwargs
         is_async = vllm_config.scheduler_config.async_scheduling
-        kind: Any = AsyncLendingScheduler if is_async and cls is LendingScheduler else cls
+        # A subclass of somebody else's stays what it is, as do the asynchronous ones.
+        kind: Any = vars(cls).get("asynchronous", cls) if is_async else cls
         made: Self = object.__new__(kind)
         return made
 
@@ -145,6 +149,9 @@ class LendingScheduler(Scheduler):
 
 class AsyncLendingScheduler(LendingScheduler, AsyncScheduler):
     """The same under asynchronous scheduling."""
+
+
+LendingScheduler.asynchronous = AsyncLendingScheduler
 
 
 def _keep_blocks(scheduler: Any, vllm_config: Any) -> int:

@@ -1,0 +1,97 @@
+"""What vLLM under Aqua cannot do is refused when it starts, and the refusal says what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from aqua_protocol import ConfigError
+from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
+from aqualib.engines.vllm.adapters.base import Adapter
+from aqualib.engines.vllm.lending.memory import HostKvMemory
+from aqualib.engines.vllm.lending.worker import lendable
+from aqualib.transports.mapping import PAGE_BYTES
+
+# vLLM and torch warn about themselves and each other; not ours to mend.
+pytestmark = pytest.mark.filterwarnings("default")
+
+BLOCKS = 4
+
+
+def config(*, enable_sleep_mode: bool = False) -> Any:  # noqa: ANN401 - as much of vLLM's as is read
+    return SimpleNamespace(
+        instance_id="engine",
+        kv_transfer_config=None,
+        additional_config={"aqua": {"lend": {}}},
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        model_config=SimpleNamespace(enable_sleep_mode=enable_sleep_mode),
+    )
+
+
+@pytest.fixture
+def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler without vLLM's own part: only what is looked for afterwards."""
+    monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
+
+
+def refusal(engine: Any) -> str:  # noqa: ANN401 - a call that refuses
+    with pytest.raises(ConfigError) as found:
+        engine()
+    assert found.value.remedy, "nobody is told what to do"
+    return f"{found.value.message} | {found.value.remedy}"
+
+
+@pytest.mark.usefixtures("unmade")
+@pytest.mark.parametrize("kind", [AquaScheduler, LendingScheduler])
+def test_a_version_that_nobody_has_tried(
+    kind: type[LendingScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    said = refusal(lambda: kind(config()))
+    assert "vLLM 0.33.0 is not supported" in said
+    assert "Install vLLM 0.28, 0.30, 0.31, 0.32" in said
+
+
+@pytest.mark.usefixtures("unmade")
+def test_a_build_that_has_renamed_what_lending_uses() -> None:
+    said = refusal(lambda: LendingScheduler(config()))
+    assert "BlockPool.evict_blocks" in said
+    assert 'Run without "lend"' in said
+
+
+@pytest.mark.usefixtures("unmade")
+def test_a_cache_in_another_process_or_made_by_another_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Adapter, "require_lendable", lambda *_: None)
+    said = refusal(lambda: LendingScheduler(config()))
+    assert "--worker-cls aqualib.engines.vllm.LendingWorker" in said
+
+
+def test_sleep_mode() -> None:
+    worker: Any = SimpleNamespace(vllm_config=config(enable_sleep_mode=True))
+    said = refusal(lambda: LendingWorker.initialize_from_config(worker, None))
+    assert "without --enable-sleep-mode" in said
+
+
+def test_a_cache_that_lies_elsewhere() -> None:
+    memory = HostKvMemory(PAGE_BYTES)
+    ours = memory.allocate(BLOCKS * PAGE_BYTES).view(BLOCKS, -1)
+    assert lendable(memory, [ours], BLOCKS).block_bytes == PAGE_BYTES
+    said = refusal(lambda: lendable(memory, [ours, torch.zeros_like(ours)], BLOCKS))
+    assert "1 of 2 parts of the KV cache" in said
+    assert 'Run without "lend"' in said
+    memory.close()
+
+
+def test_a_cache_that_keeps_the_layers_of_a_block_together() -> None:
+    memory = HostKvMemory(PAGE_BYTES)
+    both = memory.allocate(BLOCKS * 2 * PAGE_BYTES).view(BLOCKS, 2, PAGE_BYTES)
+    said = refusal(lambda: lendable(memory, [both[:, 0], both[:, 1]], BLOCKS))
+    assert f"cannot find {BLOCKS} blocks" in said
+    memory.close()

@@ -1,0 +1,106 @@
+"""A child process that obeys lines and answers in lines of JSON.
+
+The child is a script of this folder: it reads its standard input and answers with `say`. What else
+its libraries print to standard output is up to it; whoever reads `Program.line` sees that, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final, Self
+
+TESTS: Final = Path(__file__).resolve().parents[1]
+
+
+class Program:
+    """The test's side of a child; a context manager that kills it.
+
+    Args:
+        script: What to run. It imports `harness` as a test does.
+        argument: Its one argument.
+        within_s: Bound of every wait for a line.
+        environment: Further variables; of this process's own it inherits all but `AQUA_*`.
+    """
+
+    def __init__(self, script: str, argument: str, *, within_s: float, **environment: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
+        paths = [str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
+        self.process: Final = subprocess.Popen(
+            [sys.executable, script, argument],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**inherited, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        )
+        self._name = Path(script).stem
+        self._within_s = within_s
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def tell(self, line: str) -> None:
+        """Send one line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+
+    def call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the verb gives
+        """Send `[verb, *arguments]` and wait for the answer."""
+        self.tell(json.dumps([verb, *arguments]))
+        return self.answer()
+
+    def answer(self) -> Any:  # noqa: ANN401 - as above
+        """The next line, which is JSON; errors as of `line`."""
+        return json.loads(self.line())
+
+    def line(self) -> str:
+        """The next line.
+
+        Raises:
+            TimeoutError: None came in time.
+            EOFError: The process has ended.
+        """
+        assert self.process.stdout is not None
+        # Not a buffered reader: what it holds already, `select` would wait for in vain.
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self.process.stdout], [], [], self._within_s)
+            if not ready:
+                raise TimeoutError(f"{self._name} said nothing for {self._within_s} s")
+            part = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not part:
+                raise EOFError(f"{self._name} has ended")
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def freeze(self) -> None:
+        """Stop the process as a hung one."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(self._within_s)
+
+
+def say(answer: object) -> None:
+    """Answer one line; called in the child."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
