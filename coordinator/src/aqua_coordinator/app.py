@@ -140,8 +140,23 @@ class Service:
                 return
 
 
+class _Api(FastAPI):
+    """FastAPI, with a document that asks for tokens only where the door does."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document; made once."""
+        document = super().openapi()
+        services: Services = self.state.services
+        if not services.door.wants_tokens:
+            document["components"].pop("securitySchemes", None)
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation.pop("security", None)
+        return document
+
+
 def _api(services: Services) -> FastAPI:
-    api = FastAPI(
+    api = _Api(
         title="Aqua coordinator",
         description=_DESCRIPTION,
         version=__version__,

@@ -82,6 +82,11 @@ class Door:
         if tokens_file is not None:
             self._read(tokens_file)
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether anybody is turned away."""
+        return self._path is not None
+
     def authenticate(self, header: str | None) -> Caller:
         """The caller behind an `Authorization` header.
 

@@ -124,7 +124,7 @@ class LaneProtocol(HttpToolsProtocol):
         self._gate = gate
         self._unawaited = asyncio.Event()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own does
         """Take the connection, corked."""
         self._corked = CorkedTransport(transport, self.loop)
         super().connection_made(self._corked)  # type: ignore[arg-type] # as good as one

@@ -8,6 +8,7 @@ requests on purpose: unknown ids, stale epochs, replays.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +81,50 @@ def coordinator() -> Iterator[Guarded]:
             yield guarded
 
 
-# The document without the stream that never ends. Read from an application that is not running:
-# tests are collected before any coordinator is.
-document = schemathesis.openapi.from_dict(
-    Service(Settings(), "unix:///nowhere").api.openapi()
-).exclude(path="/v1/events")
+def openapi_with_tokens() -> dict[str, Any]:
+    """Read from an application that is not running: tests are collected before any coordinator."""
+    with short_directory() as directory:
+        tokens = directory / "tokens.json"
+        create_token(tokens, roles=[Role.OPERATOR])
+        return Service(Settings(tokens_file=tokens), "unix:///nowhere").api.openapi()
+
+
+# Without the stream that never ends.
+document = schemathesis.openapi.from_dict(openapi_with_tokens()).exclude(path="/v1/events")
 
 
 def test_the_document_is_the_one_that_is_served(coordinator: Guarded) -> None:
     served = httpx.get(f"{coordinator.url}/openapi.json", trust_env=False).json()
     assert served == document.raw_schema
+
+
+async def test_the_document_names_every_operation_and_its_errors(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    operations = {
+        f"{method.upper()} {path}"
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    assert {"POST /v1/leases", "PUT /v1/producers/{producer_id}", "GET /v1/events"} <= operations
+    grant = document["paths"]["/v1/leases"]["post"]
+    assert {"201", "422", "4XX", "5XX"} <= grant["responses"].keys()
+    assert json.dumps(grant["responses"]["422"]).count("ErrorBody") == 1
+
+
+async def test_the_document_asks_for_tokens_if_the_coordinator_does(
+    http: httpx.AsyncClient,
+) -> None:
+    def security_of(document: dict[str, Any]) -> tuple[set[str], int]:
+        schemes = document["components"].get("securitySchemes", {}).keys()
+        operations = [each for path in document["paths"].values() for each in path.values()]
+        return set(schemes), sum("security" in each for each in operations)
+
+    guarded = openapi_with_tokens()
+    schemes, count = security_of(guarded)
+    assert schemes == {"HTTPBearer"}
+    assert count > 10
+    assert guarded["paths"]["/v1/leases"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert security_of((await http.get("/openapi.json")).json()) == (set(), 0)
 
 
 @document.parametrize()
