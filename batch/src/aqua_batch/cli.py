@@ -12,13 +12,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from aqua_batch.bars import bar, run_bar
 from aqua_batch.policies import Policy
 from aqua_protocol.errors import AquaError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from aqua_batch.fleet import Fleet
     from aqua_batch.ray_fleet import RayFleet
     from aqua_batch.records import BatchFile, Rejection
-    from aqua_batch.running import Progress
     from aqua_batch.tokens import Tokenizer
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ def order(  # noqa: PLR0917 - Typer's options
     _say_fallback(words)
     batch = _read(source)
     try:
-        with _bar("tokenising", len(batch.entries)) as advance:
+        with bar("tokenising", len(batch.entries)) as advance:
             tokenized = tokenize(
                 batch,
                 words,
@@ -115,7 +115,7 @@ def order(  # noqa: PLR0917 - Typer's options
         capacity_tokens=target.capacity_tokens,
         max_step_tokens=max_step_tokens,
     )
-    with _bar("planning", tokenized.prompts.count) as advance:
+    with bar("planning", tokenized.prompts.count) as advance:
         course = forecast(
             prepared,
             chosen,
@@ -242,7 +242,7 @@ def run(  # noqa: PLR0917 - as above
             )
         facts = fleet.facts
         try:
-            with _bar("tokenising", len(batch.entries)) as advance:
+            with bar("tokenising", len(batch.entries)) as advance:
                 tokenized = tokenize(
                     batch,
                     words,
@@ -261,7 +261,7 @@ def run(  # noqa: PLR0917 - as above
             capacity_tokens=facts.capacity_tokens,
         )
         started = time.monotonic()
-        with _run_bar(len(tokenized.entries)) as show:
+        with run_bar(len(tokenized.entries)) as show:
             ran = Run(
                 batch,
                 tokenized,
@@ -354,7 +354,7 @@ def _read(source: Path) -> BatchFile:
     from aqua_batch.records import read_batch
 
     size = source.stat().st_size if source.is_file() else 0
-    with _bar("reading", size) as advance:
+    with bar("reading", size) as advance:
         return read_batch(source, advance)
 
 
@@ -447,56 +447,3 @@ def _replaced(path: Path) -> Iterator[Any]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, on terminals only."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-@contextmanager
-def _run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
-    """Requests done, nodes and time left; off a terminal a line every ten seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    started = time.monotonic()
-    spoken = started
-    terminal = sys.stderr.isatty()
-    columns = (
-        TextColumn("running"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    with Bar(*columns, console=Console(stderr=True), disable=not terminal) as bar:
-        task = bar.add_task("running", total=total, left="")
-
-        def show(state: Progress) -> None:
-            nonlocal spoken
-            now = time.monotonic()
-            left = _time_left(now - started, state.work_done)
-            if state.nodes > 1:
-                left = f"{state.nodes} nodes, {left}"
-            bar.update(task, completed=state.done, left=left)
-            if not terminal and now - spoken >= 10.0:  # noqa: PLR2004 - see the docstring
-                spoken = now
-                sys.stderr.write(f"{state.done} of {state.total} requests, {left}\n")
-
-        yield show
-
-
-def _time_left(elapsed_s: float, work_done: float) -> str:
-    """By work, not by requests: they differ by orders of magnitude."""
-    if work_done < 0.01:  # noqa: PLR2004 - too early to say
-        return "time left unknown"
-    minutes, seconds = divmod(round(elapsed_s / work_done - elapsed_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02} left"

@@ -8,20 +8,16 @@ failures end with one line on standard error and exit code 2.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from aqua_protocol.errors import AquaError, ConfigError
 from aqua_simulator.showing import show_json, show_reproduction, show_summary, show_table, status
-
-if TYPE_CHECKING:
-    from aqua_simulator.papers.report import Reproduction
 
 app = typer.Typer(
     name="aqua-sim",
@@ -396,10 +392,11 @@ def paper(
 ) -> None:
     """Reproduce tables or figures of a paper and print ours beside the published numbers."""
     from aqua_simulator.papers.blendserve import Laboratory
-    from aqua_simulator.papers.index import FIGURES
+    from aqua_simulator.papers.index import FIGURES, named
+    from aqua_simulator.papers.page import picture_of, write_page
     from aqua_simulator.papers.report import Reproduction
 
-    wanted = _figures(names, FIGURES)
+    wanted = named(names)
     made: list[Reproduction] = []
     with status("Simulating", quiet=as_json) as tell:
         laboratory = Laboratory(
@@ -415,32 +412,18 @@ def paper(
             figure = FIGURES[key](laboratory)
             made.append(figure)
             if plots is not None:
-                figure.save_plot(_image(plots, key))
+                figure.save_plot(picture_of(key, plots))
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text(json.dumps(figure.to_json(), indent=1))
     if output is not None:
-        _write_page(output, made, plots)
+        write_page(output, made, plots)
     if as_json:
         figures = [figure.to_json() for figure in made]
         show_json({"request_count": request_count, "seed": seed, "figures": figures})
         return
     for figure in made:
         show_reproduction(figure)
-
-
-def _figures(names: list[str], known: Collection[str]) -> list[str]:
-    """Figures by name, each once.
-
-    Raises:
-        ConfigError: No figure of that name.
-    """
-    for name in names:
-        if name not in known and name != "all":
-            raise ConfigError(
-                f"no figure named {name!r}", remedy=f"Known: {', '.join(known)}, all."
-            )
-    return list(known) if "all" in names else list(dict.fromkeys(names))
 
 
 @app.command()
@@ -513,19 +496,3 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
     ]
     show_table(f"{trace.name} under {policy}", ("", "value"), rows)
     typer.echo(f"Simulated in {time.perf_counter() - started:.1f} s.")
-
-
-def _image(plots: Path, key: str) -> Path:
-    return plots / (f"{key}.png" if key.startswith("aqua") else f"blendserve-{key}.png")
-
-
-def _write_page(output: Path, made: list[Reproduction], plots: Path | None) -> None:
-    from aqua_simulator.papers.page import page
-
-    images = {
-        each.key: os.path.relpath(_image(plots, each.key), output.parent)
-        for each in made
-        if plots is not None and _image(plots, each.key).is_file()
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(made, images))

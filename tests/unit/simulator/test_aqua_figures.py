@@ -61,6 +61,10 @@ def test_turns_shorten_the_wait_and_links_tell_in_the_time_per_token(burst: Burs
     assert fcfs.ttft_max_s > 5 * peer.ttft_max_s
     assert dram.tpot_mean_s > 1.5 * peer.tpot_mean_s
     assert ours.preemption_count < peer.preemption_count / 2
+    (least_served,) = outcomes(
+        slow, [1, 2], [("", PolicyName.LEAST_SERVED, Location.PEER)]
+    ).values()
+    assert ours.preemption_count < least_served.preemption_count / 3
     assert ours.completion_mean_s < 1.25 * fcfs.completion_mean_s
 
 

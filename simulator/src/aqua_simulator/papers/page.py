@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from aqua_simulator.papers.report import Reproduction
@@ -26,3 +28,19 @@ def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
     """
     sections = [each.to_markdown(image=images.get(each.key)) for each in made]
     return "\n".join([HEADER, *sections])
+
+
+def picture_of(key: str, folder: Path) -> Path:
+    """Where the picture of a figure lies."""
+    return folder / (f"{key}.png" if key.startswith("aqua") else f"blendserve-{key}.png")
+
+
+def write_page(output: Path, made: Sequence[Reproduction], plots: Path | None) -> None:
+    """Write the page, with those pictures that are in `plots`."""
+    images = {
+        each.key: os.path.relpath(picture_of(each.key, plots), output.parent)
+        for each in made
+        if plots is not None and picture_of(each.key, plots).is_file()
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(made, images))
