@@ -37,6 +37,9 @@ from aqua_placer.solving import Request, Solver, place
 from aqua_protocol.plan import Objective, Plan
 
 LIMIT_S = 60.0
+SERVER_GPUS = 8
+"""Of the families, where nothing else is said."""
+
 OTHER_GPUS = 1024
 """Clusters up to which instances beyond the families are measured."""
 
@@ -77,10 +80,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def family(name: str, gpus: int, seed: int, **shape: float) -> tuple[str, dict[str, Any]]:
+def family(
+    name: str, gpus: int, seed: int, *, server_gpus: int = SERVER_GPUS, occupancy: float = 1.0
+) -> tuple[str, dict[str, Any]]:
     """Label and problem."""
-    suffix = "".join(f"-{key[:3]}{value:g}" for key, value in shape.items())
-    return f"{name}-{gpus}-s{seed}{suffix}", generate(name, gpus, seed, **shape)  # type: ignore[arg-type] # server_gpus is whole
+    label = f"{name}-{gpus}-s{seed}"
+    if server_gpus != SERVER_GPUS:
+        label += f"-ser{server_gpus}"
+    if occupancy != 1.0:
+        label += f"-occ{occupancy:g}"
+    return label, generate(name, gpus, seed, server_gpus=server_gpus, occupancy=occupancy)
 
 
 def minmax_rows(sizes: list[int], seeds: int) -> Iterator[Row]:
@@ -131,8 +140,10 @@ def other_rows(sizes: list[int], seeds: int) -> Iterator[Row]:
                 ):
                     instance = instance_from(changed)
                     yield solve(instance, Objective.COVERAGE, f"{label}-{suffix}")[1]
-                for shape in ({"server_gpus": 4}, {"occupancy": 0.6}):
-                    label, problem = family(name, gpus, seed, **shape)
+                for server_gpus, occupancy in ((4, 1.0), (SERVER_GPUS, 0.6)):
+                    label, problem = family(
+                        name, gpus, seed, server_gpus=server_gpus, occupancy=occupancy
+                    )
                     yield solve(instance_from(problem), Objective.ABS, label)[1]
 
 

@@ -105,11 +105,13 @@ class BlockProgram:
         self._number_rows()
         if self.items is not None:
             self.made = compositions(instance, self.items, most_cnt)
+            self._of_compositions = self._composition_columns(self.items, self.made)
         self.columns: list[Block] = []
         self._known: set[Block] = set()
         self._worth: list[float] = []
         self._program = GrowingProgram(self.row_lower, self.row_upper)
-        self._add_compositions()
+        if self.made is not None:
+            self._program.add(np.zeros(len(self.made.kind)), *self._of_compositions)
 
     def _number_rows(self) -> None:
         """Rows: borrowers, lenders, GPUs or servers of a class, items, blocks per class."""
@@ -141,11 +143,8 @@ class BlockProgram:
             self.row_lower[self.first_item :] = -np.inf
             self.row_upper[self.first_item :] = np.inf
 
-    def _composition_columns(self) -> tuple[Ints, Ints, Floats]:
+    def _composition_columns(self, items: Items, made: Compositions) -> tuple[Ints, Ints, Floats]:
         """Column form of the compositions: a share of a server, its items, minus its blocks."""
-        assert self.items is not None, "callers look"
-        assert self.made is not None, "callers look"
-        made, items = self.made, self.items
         count = len(made.kind)
         position = {at: size for size, at in items.block_of.items()}
         column, item = np.nonzero(made.rows)
@@ -162,11 +161,6 @@ class BlockProgram:
         order = np.argsort(column, kind="stable")
         starts = np.searchsorted(column[order], np.arange(count + 1))
         return starts, row[order], values[order]
-
-    def _add_compositions(self) -> None:
-        if self.made is not None:
-            starts, rows, values = self._composition_columns()
-            self._program.add(np.zeros(len(self.made.kind)), starts, rows, values)
 
     def _entries(self, column: Block) -> dict[int, float]:
         """Rows of a block and what it takes of them."""
@@ -270,7 +264,7 @@ class BlockProgram:
             )
             for (kind, size), row in self.block_row.items()
         }
-        starts, rows, values = self._composition_columns()
+        starts, rows, values = self._of_compositions
         is_item = rows >= self.first_item
         owed = np.add.reduceat(np.where(is_item, values * duals[rows], 0.0), starts[:-1])
         per_server = np.zeros(len(servers.counts))
@@ -318,7 +312,7 @@ class BlockProgram:
             starts.append(len(row_parts))
         made = 0
         if self.made is not None:
-            at, made_rows, made_values = self._composition_columns()
+            at, made_rows, made_values = self._of_compositions
             price = np.add.reduceat(made_values * duals[made_rows], at[:-1])
             offered = np.sort(np.argsort(price, kind="stable")[:OFFERED_COMPOSITIONS])
             made = len(offered)

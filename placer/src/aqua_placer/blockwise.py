@@ -22,7 +22,7 @@ from aqua_placer.dealing import worst
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.exchange import WINDOW, Aim, Effort, Layout
 from aqua_placer.harvest import Harvest
-from aqua_placer.instance import GRAIN_GB
+from aqua_placer.instance import GRAIN_GB, Instance
 from aqua_placer.lockstep import on_giant_server
 from aqua_placer.portfolio import solve_minmax
 from aqua_placer.pursuit import judge_for, pursue
@@ -60,13 +60,15 @@ LARGE_RESTARTS: Final = 2
 """Starts beyond `TINY_CLUSTER`, where each takes seconds."""
 
 EVENING_ROUNDS: Final = 640
-"""Servers x rounds of two-group exchanges per step towards balance, where servers hold 8 groups:
-the exchanges of a pair grow with the fourth power of that."""
+"""Servers x rounds of two-group exchanges per step towards balance."""
 
 EVENING_STEP: Final = 0.6
 """Share of the memory beyond the optimum's that a step leaves, at first."""
 
 MAX_FAILURES: Final = 5
+MAX_STEPS: Final = 40
+"""Steps towards balance: the later ones bring a few GB each, and cost as much as the first."""
+
 EVENING_PRICE: Final = 1.0
 """GB of coverage for a GB beyond the threshold: `pursuit`'s own price gives up too much."""
 
@@ -80,7 +82,8 @@ def by_blocks(best: Harvest, rng: np.random.Generator, seed: int) -> None:
     giant = on_giant_server(instance)
     if giant is not None:
         best.bound_gb = min(best.bound_gb, giant.most_gb + GRAIN_GB)
-    _place(best, None if giant is None else giant.order, seed)
+    if giant is not None or _is_plain(instance):
+        _place(best, None if giant is None else giant.order, seed)
     if best.covered_gb < best.bound_gb * (1 - POLISHED) and not budget.expired():
         blocks = solve_blocks(instance, budget, seed=seed)
         if blocks is not None:
@@ -96,6 +99,11 @@ def by_blocks(best: Harvest, rng: np.random.Generator, seed: int) -> None:
         _search(best, rng)
     if instance.servers.count <= LARGE_CLUSTER:
         _even_out(best, rng)
+
+
+def _is_plain(instance: Instance) -> bool:
+    """Whether serving the neediest first is near the best: one weight, servers of one size."""
+    return bool(np.ptp(instance.weight) == 0 and np.ptp(instance.servers.gpus) == 0)
 
 
 def _place(best: Harvest, order: Ints | None, seed: int) -> None:
@@ -154,11 +162,11 @@ def _even_out(best: Harvest, rng: np.random.Generator) -> None:
     even_cnt, even_mem = worst(instance, best.balance.placement, Mode.ABS)
     even_mem += COARSE_QUANTUM_GB
     small = instance.servers.gpus.max() <= WINDOW
-    width = max(int(instance.servers.gpus.max()), 8)
-    rounds = EVENING_ROUNDS * 8**3 // width**3 // instance.servers.count
-    pair_rounds = max(5, min(80, rounds)) if small else 0
+    pair_rounds = max(5, min(80, EVENING_ROUNDS // instance.servers.count)) if small else 0
     step, failures = EVENING_STEP, 0
-    while failures < MAX_FAILURES and not budget.expired():
+    for _ in range(MAX_STEPS):
+        if failures == MAX_FAILURES or budget.expired():
+            return
         cnt, mem = worst(instance, best.placement, Mode.ABS)
         if cnt <= even_cnt and mem <= even_mem:
             return

@@ -9,7 +9,6 @@ or a setting is wrong, 3 a service or solver is not available.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -419,7 +418,3 @@ def main() -> None:
             _say(f"  {error.remedy}")
         unavailable = 501
         sys.exit(EXIT_UNAVAILABLE if error.http_status >= unavailable else EXIT_WRONG)
-    except BrokenPipeError:
-        # The reader (head, a closed pager) has what it wanted; say nothing more, also at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

@@ -17,7 +17,8 @@ import numpy as np
 
 from aqua_placer.columns import Bools, Floats, Ints
 from aqua_placer.instance import Instance
-from aqua_placer.prefixes import covered_gb, roster
+from aqua_placer.prefixes import covered_gb
+from aqua_placer.rosters import roster
 
 
 def coverage_gb(instance: Instance, slots: Ints, class_of: Ints) -> Floats:

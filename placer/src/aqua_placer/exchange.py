@@ -27,7 +27,10 @@ MAX_CELLS: Final = 400_000
 """Exchanges evaluated at once: bounds the memory of a round to some 40 MB."""
 
 WINDOW: Final = 16
-"""Slots per server that one round exchanges between; wider servers take turns at random."""
+PAIR_WINDOW: Final = 8
+"""Slots per server that one round exchanges between, for exchanges of single groups and of more;
+the groups of wider servers take turns at random. The exchanges of a pair of servers grow with the
+fourth power of the slots that pairs of groups are taken from."""
 
 EARLY_ROUNDS: Final = 24
 """Rounds in which a large cluster pairs extremes as well; later only servers that exceed."""
@@ -78,16 +81,15 @@ class Layout:
             [instance.tp[:, None] * instance.sign, np.zeros((1, len(servers.counts)), np.int64)]
         )
 
-    @property
-    def window(self) -> int:
-        """Slots of a server that a round looks at: all, or a few of a rack's."""
-        return min(self.slots.shape[1], WINDOW)
+    def window(self, order: int) -> int:
+        """Slots of a server that a round of exchanges of `order` groups looks at."""
+        return min(self.slots.shape[1], WINDOW if order == 1 else PAIR_WINDOW)
 
-    def shuffle(self, rng: np.random.Generator) -> None:
+    def shuffle(self, rng: np.random.Generator, order: int) -> None:
         """Bring other groups of wide servers into the window; narrow servers stay as they are."""
-        if self.slots.shape[1] > WINDOW:
-            order = np.argsort(rng.random(self.slots.shape), axis=1)
-            self.slots = np.take_along_axis(self.slots, order, axis=1)
+        if self.slots.shape[1] > self.window(order):
+            drawn = np.argsort(rng.random(self.slots.shape), axis=1)
+            self.slots = np.take_along_axis(self.slots, drawn, axis=1)
 
     def placement(self) -> Ints:
         """Server of each group."""
@@ -158,8 +160,9 @@ def _improve_chunk(
     pairs = np.arange(len(a))
     held_a, held_b = layout.slots[a], layout.slots[b]
     pad = np.full((len(a), 1), -1, dtype=np.int64)
-    from_a = np.concatenate([held_a[:, : layout.window], pad], axis=1)[:, table]
-    from_b = np.concatenate([held_b[:, : layout.window], pad], axis=1)[:, table]
+    window = layout.window(table.shape[1])
+    from_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
+    from_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
     kind_a, kind_b = layout.class_of[a][:, None, None], layout.class_of[b][:, None, None]
 
     def change(column: Floats | Ints) -> tuple[Floats | Ints, Floats | Ints]:
@@ -208,9 +211,9 @@ def _improve_chunk(
 
 def _swap(layout: Layout, a: Ints, b: Ints, sets_a: Ints, sets_b: Ints) -> None:
     """Exchange slot sets; the longer side's surplus lands in slots that are unused."""
-    width = layout.slots.shape[1]
-    sets_a = np.where(sets_a == layout.window, width, sets_a)
-    sets_b = np.where(sets_b == layout.window, width, sets_b)
+    width, window = layout.slots.shape[1], layout.window(sets_a.shape[1])
+    sets_a = np.where(sets_a == window, width, sets_a)
+    sets_b = np.where(sets_b == window, width, sets_b)
     wide = np.concatenate([layout.slots, np.full((len(layout.slots), 1), -1)], axis=1)
     gone_a, gone_b = wide[a[:, None], sets_a], wide[b[:, None], sets_b]
     wide[a[:, None], sets_a] = -1
@@ -260,7 +263,7 @@ def balance(
         The largest excess left, in GB (a count too large counts as H per shard); 0 when reached.
     """
     rounds, order = effort.rounds, effort.order
-    table = subsets(layout.window, order)
+    table = subsets(layout.window(order), order)
     idle, best = 0, np.inf
     best_slots, best_worst = layout.slots.copy(), np.inf
     for index in range(rounds + 1):
@@ -278,7 +281,7 @@ def balance(
         best = min(best, total)
         if idle > effort.patience:
             break
-        layout.shuffle(rng)
+        layout.shuffle(rng, order)
         extremes = index % 3 == 0 and (index < EARLY_ROUNDS or len(over) <= MAX_BAD)
         if extremes and not only_bad:
             by_mem = np.argsort(mem, kind="stable")

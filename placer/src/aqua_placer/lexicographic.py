@@ -28,8 +28,9 @@ from aqua_placer.exchange import Aim, Effort, Layout, balance
 from aqua_placer.harvest import COVERAGE_TOLERANCE, Harvest
 from aqua_placer.instance import GRAIN_GB, Instance
 from aqua_placer.portfolio import from_fraction, solve_minmax
-from aqua_placer.prefixes import covered_gb, roster
+from aqua_placer.prefixes import covered_gb
 from aqua_placer.pursuit import judge_for, pursue
+from aqua_placer.rosters import roster
 from aqua_placer.rounding import Fraction, round_servers
 from aqua_placer.thresholds import MAX_COLUMNS, Mode, contents_by_server, cover, whole_servers
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from aqua_placer.columns import Floats, Ints
 from aqua_placer.instance import GRAIN_GB, Instance
-from aqua_placer.prefixes import chosen_groups, roster
+from aqua_placer.prefixes import chosen_groups
+from aqua_placer.rosters import roster
 from aqua_protocol.plan import MatchingMode
 
 

@@ -50,9 +50,6 @@ GOOD_GAP: Final = 0.001
 NEARLY: Final = 0.003
 """Relative gap at which exchanges of two groups are no longer worth their time."""
 
-USUAL_WIDTH: Final = 8
-"""GPUs of the servers that rounds are meant for."""
-
 LARGE_CLUSTER: Final = 600
 """Servers above which only those that exceed look for a partner."""
 
@@ -191,10 +188,7 @@ def _exchange(best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator) 
     # Racks have so many groups that single ones, in ever other windows, find more per second.
     order = 1 if layout.slots.shape[1] > WINDOW else 2
     if value > goal + GRAIN_GB:
-        # The exchanges of a pair grow with the fourth power of its slots.
-        wider = max(min(layout.slots.shape[1], WINDOW) / USUAL_WIDTH, 1.0) if order > 1 else 1.0
-        rounds = max(10, round(2 * best.rounds / wider**3))
-        balance(layout, aim, rng, budget, Effort(rounds, order, 120, 2.0), only_bad=large)
+        balance(layout, aim, rng, budget, Effort(2 * best.rounds, order, 120, 2.0), only_bad=large)
         best.offer(layout.placement(), "exchange")
 
 

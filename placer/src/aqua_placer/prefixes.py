@@ -7,9 +7,10 @@ columns over servers:
 
 - *by kind*: among groups of one size and weight the neediest are chosen first, so a state is a
   number per kind. Exact; for few kinds, on servers of any width.
-- *by group*: a state is a set of groups. Exact for any sizes and weights; at most half of the GPUs
-  of a server can be served, so servers of 8 have at most 26 sets.
-- *in turn*: groups are considered in the order of need, a state is the number of shards served.
+- *by group*: a state is a set of groups (`groupsets`). Exact for any sizes and weights; at most
+  half of the GPUs of a server can be served, so up to servers of 16 the sets are few.
+- *in turn*: groups are considered in the order of need, weighed in several ways, the best of which
+  counts; a state is the number of shards served.
   For racks with many kinds, where exact states number millions. What it finds can be served, but
   more might be (`Roster.is_exact` is False), so it may guide a search and never prove a bound.
 """
@@ -17,94 +18,20 @@ columns over servers:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import lru_cache
-from itertools import product
 from typing import Final
 
 import numpy as np
 
 from aqua_placer.columns import Floats, Ints
-from aqua_placer.instance import GRAIN_GB
+from aqua_placer.groupsets import chosen_by_sets, most_by_sets
+from aqua_placer.rosters import Roster, Way, levels
 
 State = tuple[int, ...]
 
-MAX_STATES_NARROW: Final = 60
-"""Above this many states by kind, sets of groups are fewer on servers of `NARROW` GPUs."""
-
-NARROW: Final = 10
-MAX_STATES: Final = 4_000
-"""States by kind that a rack may have: 36 matched shards of sizes 1, 2 and 4 make 1,300."""
-
-
-class Way(Enum):
-    """How states are kept few."""
-
-    BY_KIND = auto()
-    BY_GROUP = auto()
-    IN_TURN = auto()
-
-
-@dataclass(frozen=True, eq=False)
-class Roster:
-    """Groups as rows to pick servers' contents from; the last row stands for an empty slot.
-
-    Attributes:
-        kind: Index into `kinds`, -1 for groups that are no consumers.
-        kinds: The distinct (shards, weight) of consumers.
-        half: Most shards that can be matched on a server: half of its GPUs.
-    """
-
-    tp: Ints
-    r_gb: Floats
-    weight: Floats
-    kind: Ints
-    kinds: tuple[tuple[int, float], ...]
-    gpus: int
-    way: Way
-
-    @property
-    def half(self) -> int:
-        """Most shards that can be matched on a server: each needs a producer."""
-        return self.gpus // 2
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the program finds the most that can be covered."""
-        return self.way is not Way.IN_TURN
-
-
-def roster(tp: Ints, r_gb: Floats, weight: Floats, gpus: int) -> Roster:
-    """Rows for `prefixes` from columns of one server class whose servers have `gpus` GPUs."""
-    r_gb = np.where(np.abs(r_gb) > GRAIN_GB / 2, r_gb, 0.0)
-    consumer = r_gb < 0
-    keys = list(zip(tp.tolist(), weight.tolist(), strict=True))
-    kinds = sorted({key for key, needs in zip(keys, consumer.tolist(), strict=True) if needs})
-    index = {kind: i for i, kind in enumerate(kinds)}
-    kind = [index[k] if needs else -1 for needs, k in zip(consumer.tolist(), keys, strict=True)]
-    states = _count_states([size for size, _ in kinds], gpus // 2)
-    if states <= (MAX_STATES_NARROW if gpus <= NARROW else MAX_STATES):
-        way = Way.BY_KIND
-    else:
-        way = Way.BY_GROUP if gpus <= NARROW else Way.IN_TURN
-    return Roster(
-        np.append(tp, 0),
-        np.append(r_gb, 0.0),
-        np.append(weight, 0.0),
-        np.array([*kind, -1], dtype=np.int64),
-        tuple(kinds),
-        gpus,
-        way,
-    )
-
-
-def _count_states(sizes: list[int], half: int) -> int:
-    """Ways to choose numbers of groups of these sizes with at most `half` shards."""
-    ways = [1] + [0] * half
-    for size in sizes:
-        for shards in range(size, half + 1):
-            ways[shards] += ways[shards - size]
-    return sum(ways)
+WEIGHINGS: Final = (0.0, 0.5, 1.0)
+"""Powers of the weight that needs are multiplied by to rank groups `in_turn`: where spare is ample
+the needy take the best producers, where it is scarce the heavy do."""
 
 
 @lru_cache(maxsize=64)
@@ -122,14 +49,6 @@ def _states_by_kind(sizes: tuple[int, ...], half: int) -> list[State]:
     return sorted(states, key=sum)
 
 
-@lru_cache(maxsize=64)
-def _sets_of_groups(groups: int, most: int) -> list[State]:
-    """Sets of at most `most` out of `groups`, in an order that predecessors lead."""
-    return sorted(
-        (state for state in product((0, 1), repeat=groups) if sum(state) <= most), key=sum
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Prefixes:
     """The program on many servers whose states are alike.
@@ -137,8 +56,8 @@ class Prefixes:
     Attributes:
         level: Spare of the n-th producer shard, n from 1, (shards, servers); 0 beyond the last.
         needs: Per kind, needs in descending order, (depth, servers).
-        sizes: Per kind, shards of a group: one number, or one per server.
-        worths: Per kind, its weight times its shards, likewise.
+        sizes: Per kind, shards of a group.
+        worths: Per kind, its weight times its shards.
         best: Most covered GB by state.
         total: Most over all states, (servers,).
     """
@@ -146,8 +65,8 @@ class Prefixes:
     states: list[State]
     level: Floats
     needs: list[Floats]
-    sizes: list[int | Ints]
-    worths: list[float | Floats]
+    sizes: list[int]
+    worths: list[float]
     best: dict[State, Floats]
     total: Floats
 
@@ -156,14 +75,9 @@ class Prefixes:
         taken = state[kind]
         if not taken or taken > len(self.needs[kind]):
             return None
-        used = sum(n * size for n, size in zip(state, self.sizes, strict=True) if n)
-        reached: Floats
-        if isinstance(used, int):
-            reached = self.level[used]
-        else:
-            deepest = len(self.level) - 1
-            reached = self.level[np.minimum(used, deepest), np.arange(self.level.shape[1])]
-        gain: Floats = np.minimum(self.needs[kind][taken - 1], reached) * self.worths[kind]
+        used = sum(n * size for n, size in zip(state, self.sizes, strict=True))
+        gain: Floats = np.minimum(self.needs[kind][taken - 1], self.level[used])
+        gain *= self.worths[kind]
         return gain
 
 
@@ -173,25 +87,12 @@ def before(state: State, kind: int) -> State:
 
 
 def prefixes(table: Roster, slots: Ints) -> Prefixes:
-    """Run the program by kind or by group on each row of `slots` (roster rows, -1 for empty).
-
-    By group, rows must hold the same number of consumers, in their first slots (`by_consumers`).
-    """
+    """Run the program by kind on each row of `slots` (roster rows, -1 for empty)."""
     r_gb, kind, half = table.r_gb[slots], table.kind[slots], table.half
-    sizes: list[int | Ints]
-    worths: list[float | Floats]
-    if table.way is Way.BY_KIND:
-        states = _states_by_kind(tuple(size for size, _ in table.kinds), half)
-        shards = [size for size, _ in table.kinds]
-        sizes = list(shards)
-        worths = [size * weight for size, weight in table.kinds]
-        needs = [_deepest(np.where(kind == i, -r_gb, 0.0), half // s) for i, s in enumerate(shards)]
-    else:
-        count = int((kind[0] >= 0).sum())
-        states = _sets_of_groups(count, min(count, half, table.gpus - count))
-        sizes = [table.tp[slots[:, i]] for i in range(count)]
-        worths = [sizes[i] * table.weight[slots[:, i]] for i in range(count)]
-        needs = [-r_gb[None, :, i] for i in range(count)]
+    sizes = [size for size, _ in table.kinds]
+    worths = [size * weight for size, weight in table.kinds]
+    states = _states_by_kind(tuple(sizes), half)
+    needs = [_deepest(np.where(kind == i, -r_gb, 0.0), half // s) for i, s in enumerate(sizes)]
     result = Prefixes(states, levels(table, slots), needs, sizes, worths, {}, np.zeros(len(slots)))
     for state in states:
         value = None
@@ -203,19 +104,6 @@ def prefixes(table: Roster, slots: Ints) -> Prefixes:
         result.best[state] = np.zeros(len(slots)) if value is None else value
         np.maximum(result.total, result.best[state], out=result.total)
     return result
-
-
-def levels(table: Roster, slots: Ints) -> Floats:
-    """Spare of the n-th producer shard of each row, n from 1, (half + 2, rows)."""
-    spare = np.maximum(table.r_gb[slots], 0.0)
-    order = np.argsort(-spare, axis=1, kind="stable")
-    spare = np.take_along_axis(spare, order, axis=1)
-    shards = np.cumsum(np.take_along_axis(table.tp[slots], order, axis=1), axis=1)
-    level = np.zeros((table.half + 2, len(slots)))
-    for shard in range(table.half):
-        holder = np.minimum((shards <= shard).sum(axis=1), slots.shape[1] - 1)
-        level[shard + 1] = spare[np.arange(len(slots)), holder]
-    return level
 
 
 def _deepest(need: Floats, deep: int) -> Floats:
@@ -248,18 +136,19 @@ def covered_gb(table: Roster, slots: Ints) -> Floats:
         return prefixes(table, slots).total
     if table.way is Way.BY_GROUP:
         for rows, ordered in by_consumers(table, slots):
-            result[rows] = prefixes(table, ordered).total
+            result[rows] = most_by_sets(table, ordered, levels(table, ordered))
         return result
-    most: Floats = in_turn(table, slots)[-1].max(axis=0)
-    return most
+    for weighing in _weighings(table):
+        steps = in_turn(table, by_need(table, slots, weighing))
+        np.maximum(result, steps[-1].max(axis=0), out=result)
+    return result
 
 
 def in_turn(table: Roster, slots: Ints) -> list[Floats]:
-    """Most covered GB by shards served, (half + 1, rows), after each group in order of need.
+    """Most covered GB by shards served, (half + 1, rows), after each group in the order of slots.
 
-    The groups of a row are taken in the order of `by_need`.
+    All consumers of a row are before its other slots, as `by_need` leaves them.
     """
-    slots = by_need(table, slots)
     level = levels(table, slots)[:-1]
     shards = np.arange(len(level))[:, None]
     steps = [np.zeros((len(level), len(slots)))]
@@ -276,9 +165,15 @@ def in_turn(table: Roster, slots: Ints) -> list[Floats]:
     return steps
 
 
-def by_need(table: Roster, slots: Ints) -> Ints:
+def _weighings(table: Roster) -> tuple[float, ...]:
+    """Those that differ: with one weight there is one order of need."""
+    return WEIGHINGS if len({weight for _, weight in table.kinds}) > 1 else WEIGHINGS[:1]
+
+
+def by_need(table: Roster, slots: Ints, weighing: float) -> Ints:
     """The slots of each row with the neediest consumers first and all others last."""
-    order = np.argsort(np.where(table.kind[slots] >= 0, table.r_gb[slots], np.inf), axis=1)
+    need = table.r_gb[slots] * table.weight[slots] ** weighing
+    order = np.argsort(np.where(table.kind[slots] >= 0, need, np.inf), axis=1, kind="stable")
     return np.take_along_axis(slots, order, axis=1)
 
 
@@ -301,10 +196,8 @@ def chosen_groups(table: Roster, slots: Ints) -> list[list[int]]:
         return _walk_back(prefixes(table, slots), ranked)
     if table.way is Way.BY_GROUP:
         for rows, ordered in by_consumers(table, slots):
-            ranked = [[[group] for group in row] for row in ordered.tolist()]
-            for row, groups in zip(
-                rows.tolist(), _walk_back(prefixes(table, ordered), ranked), strict=True
-            ):
+            served = chosen_by_sets(table, ordered, levels(table, ordered))
+            for row, groups in zip(rows.tolist(), served, strict=True):
                 chosen[row] = groups
         return chosen
     return [_walk_in_turn(table, slots[row : row + 1]) for row in range(len(slots))]
@@ -340,8 +233,10 @@ def _walk_back(program: Prefixes, ranked: list[list[list[int]]]) -> list[list[in
 
 
 def _walk_in_turn(table: Roster, slots: Ints) -> list[int]:
-    steps = in_turn(table, slots)
-    groups = by_need(table, slots)[0].tolist()
+    ranked = [by_need(table, slots, weighing) for weighing in _weighings(table)]
+    found = [in_turn(table, order) for order in ranked]
+    best = max(range(len(found)), key=lambda index: float(found[index][-1].max()))
+    steps, groups = found[best], ranked[best][0].tolist()
     at = int(steps[-1][:, 0].argmax())
     order = []
     for index in range(len(steps) - 1, 0, -1):

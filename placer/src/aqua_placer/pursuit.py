@@ -18,9 +18,10 @@ import numpy as np
 
 from aqua_placer.budget import Budget
 from aqua_placer.columns import Bools, Floats, Ints
-from aqua_placer.exchange import WINDOW, Aim, Effort, Layout, excess, subsets
+from aqua_placer.exchange import Aim, Effort, Layout, excess, subsets
 from aqua_placer.instance import GRAIN_GB
-from aqua_placer.prefixes import Roster, covered_gb, roster
+from aqua_placer.prefixes import covered_gb
+from aqua_placer.rosters import Roster, roster
 from aqua_placer.thresholds import Mode
 
 MAX_ROWS: Final = 60_000
@@ -89,7 +90,7 @@ def pursue(
         The total price of the layout that remains: minus the coverage when within thresholds.
     """
     rounds = effort.rounds
-    table = subsets(layout.window, effort.order)
+    table = subsets(layout.window(effort.order), effort.order)
     chunk = max(1, MAX_ROWS // len(table))
     prices = judge.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
     best, best_slots, idle = float(prices.sum()), layout.slots.copy(), 0
@@ -98,7 +99,7 @@ def pursue(
         if budget.expired() or idle > effort.patience or best <= -target_gb + GRAIN_GB:
             break
         tolerance = effort.tolerance * max(0.0, 1 - index / (0.7 * rounds))
-        layout.shuffle(rng)
+        layout.shuffle(rng, effort.order)
         loss = scarce[layout.slots, layout.class_of[:, None]].sum(axis=1) + prices
         a, b = draw_pairs(loss, rng, everyone=index % EVERYONE_EVERY == 0)
         for at in range(0, len(a), chunk):
@@ -196,8 +197,9 @@ def best_exchanges(
     a, b = pairs
     held_a, held_b = layout.slots[a], layout.slots[b]
     pad = np.full((len(a), 1), -1, dtype=np.int64)
-    sets_a = np.concatenate([held_a[:, : layout.window], pad], axis=1)[:, table]
-    sets_b = np.concatenate([held_b[:, : layout.window], pad], axis=1)[:, table]
+    window = layout.window(table.shape[1])
+    sets_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
+    sets_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
     cells = _candidates(layout, a, b, sets_a, sets_b, table)
     if len(cells[0]) > MAX_ROWS:
         keep = np.sort(rng.choice(len(cells[0]), MAX_ROWS, replace=False))
@@ -205,8 +207,8 @@ def best_exchanges(
     pair, i, j = cells
     if not len(pair):
         return None
-    rows_a = _after(held_a, pair, table[i], sets_b[pair, j])
-    rows_b = _after(held_b, pair, table[j], sets_a[pair, i])
+    rows_a = _after(held_a, pair, table[i], sets_b[pair, j], window)
+    rows_b = _after(held_b, pair, table[j], sets_a[pair, i], window)
     kind_a, kind_b = layout.class_of[a[pair]], layout.class_of[b[pair]]
     mem_a = layout.mem[rows_a, kind_a[:, None]].sum(axis=1)
     mem_b = layout.mem[rows_b, kind_b[:, None]].sum(axis=1)
@@ -278,7 +280,7 @@ def _candidates(
     capacity = layout.instance.servers.capacity
     free_a = capacity[a] - layout.size[layout.slots[a]].sum(axis=1)
     free_b = capacity[b] - layout.size[layout.slots[b]].sum(axis=1)
-    real = table < layout.window
+    real = table < layout.window(table.shape[1])
     whole_a: Bools = np.all((sets_a >= 0) == real, axis=2)
     whole_b: Bools = np.all((sets_b >= 0) == real, axis=2)
     grow = size_b[:, None, :] - size_a[:, :, None]
@@ -303,11 +305,15 @@ def _candidates(
     return pair, i, j
 
 
-def _after(held: Ints, pair: Ints, gone: Ints, arriving: Ints) -> Ints:
-    """Contents after the exchange, wider than a server's slots by the arrivals."""
+def _after(held: Ints, pair: Ints, gone: Ints, arriving: Ints, window: int) -> Ints:
+    """Contents after the exchange, wider than a server's slots by the arrivals.
+
+    Args:
+        gone: Slots that are emptied; `window` stands for none.
+    """
     width = held.shape[1]
     rows = np.concatenate([held[pair], np.full((len(pair), 1), -1)], axis=1)
-    gone = np.where(gone == min(width, WINDOW), width, gone)
+    gone = np.where(gone == window, width, gone)
     rows[np.arange(len(pair))[:, None], gone] = -1
     rows[:, -1] = -1
     return np.concatenate([rows[:, :-1], arriving], axis=1)

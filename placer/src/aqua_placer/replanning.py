@@ -151,7 +151,7 @@ class _Search:
         self.max_moves = max_moves
         self.rng = rng
         self.scarce = scarcer_side(layout)
-        self.tables = {order: subsets(layout.window, order) for order in (1, 2)}
+        self.tables = {order: subsets(layout.window(order), order) for order in (1, 2)}
 
     def reached(self) -> bool:
         """Whether the target is met now."""
@@ -164,7 +164,7 @@ class _Search:
     def round(self, toll: Toll, *, order: int, everyone: bool) -> bool:
         """Look at pairs, find the best exchange of each, make those that pay; True if any was."""
         layout = self.layout
-        layout.shuffle(self.rng)
+        layout.shuffle(self.rng, order)
         loss = self.prices.copy()
         if self.judge.wants_coverage:
             loss += self.scarce[layout.slots, layout.class_of[:, None]].sum(axis=1)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aqua_placer.families import churned, generate
+from harness.closed_pipe import into_closed_pipe
 
 COMMAND = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]
 STATED_KEYS = {
@@ -183,3 +184,8 @@ def test_bench_reads_a_folder(problem: Path) -> None:
     rows = json.loads(run("bench", problem.parent, "--json").stdout)["rows"]
     assert [row["problem"] for row in rows] == [problem.name]
     assert rows[0]["valid"]
+
+
+def test_a_reader_that_has_left_ends_the_command_without_a_trace(problem: Path) -> None:
+    done = into_closed_pipe([*COMMAND, "solve", str(problem), "--json"], 100)
+    assert (done.returncode, done.stderr) == (1, "")
