@@ -22,6 +22,7 @@ from aqua_profiler.arrivals import Schedule
 from aqua_profiler.lengths import Lengths
 from aqua_profiler.objective import Objective, Run, Unloaded
 from aqua_profiler.observing import Observation
+from aqua_profiler.searching import Verdict, next_step
 from aqua_profiler.summary import Stop, Summary
 
 TICK_S: Final = 0.05
@@ -221,6 +222,39 @@ def drive(
         virtual.run_until(when_s)
         now_s = when_s
     return watch.summary(stop, schedule.rate_at(ended_s), ended_s, now_s), now_s
+
+
+def search(
+    server_of_run: Callable[[], AnyServer],
+    lengths: Lengths,
+    seed: int,
+    objective: Objective,
+    *,
+    unloaded: Unloaded,
+    budget_s: float,
+) -> tuple[Verdict, list[Summary], float]:
+    """A whole search: its end, its runs, and the seconds it took.
+
+    Args:
+        server_of_run: Asked before each run.
+    """
+    runs: list[Summary] = []
+    used_s = 0.0
+    while True:
+        left_s = budget_s - used_s
+        step = next_step(objective, unloaded, runs, left_s=left_s, budget_s=budget_s, seed=seed)
+        if isinstance(step, Verdict):
+            return step, runs, used_s
+        summary, seconds = drive(
+            server_of_run(),
+            lengths.drawn(step.seed),
+            step,
+            objective,
+            unloaded,
+            drain_s=left_s - step.most_s,
+        )
+        runs.append(summary)
+        used_s += seconds
 
 
 def unloaded_of(server: AnyServer, lengths: Iterator[tuple[int, int]], seed: int) -> Unloaded:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +23,12 @@ from aqua_profiler.errors import EndpointError
 
 USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
-WAITING_NAMES: Final = ("vllm:num_requests_waiting",)
-POLL_S: Final = 0.25
+OF_INTEREST: Final = (*USAGE_NAMES, *CONFIG_NAMES)
+LEAST_POLL_S: Final = 0.25
+MOST_POLL_S: Final = 2.0
+LOOKING_SHARE: Final = 0.01
+"""Of the server's time that looking may take: an engine's page has hundreds of lines and is made by
+the process that also sends its tokens, for 10 ms or more each time."""
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -76,7 +81,9 @@ def parse_metrics(text: str) -> Readings:
     """
     usage: float | None = None
     config: dict[str, str] = {}
-    for family in text_string_to_metric_families(text):
+    # To parse it all would make the generator late by 20 ms: what is not of the cache stays unread.
+    told = "".join(line for line in text.splitlines(keepends=True) if line.startswith(OF_INTEREST))
+    for family in text_string_to_metric_families(told):
         for sample in family.samples:
             if sample.name in USAGE_NAMES and sample.value == sample.value:
                 usage = max(sample.value, usage or 0.0)
@@ -114,8 +121,10 @@ class CacheGauge:
     async def follow(self) -> None:
         """Keep asking, until cancelled."""
         while True:
+            began_s = time.monotonic()
             await self.look()
-            await asyncio.sleep(POLL_S)
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(min(max(took_s / LOOKING_SHARE, LEAST_POLL_S), MOST_POLL_S))
 
 
 def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | None) -> Cache:

@@ -68,6 +68,11 @@ def compose(
         notes.append(f"the search ended: {verdict.reason}")
     if error is not None:
         notes.append(f"the endpoint failed: {error.message}")
+    if known is not None and known.drift:
+        notes.append(
+            f"the endpoint's own speed changed between runs, by {known.drift:.0%} (standard"
+            " deviation): the rate is that of its median speed, other minutes have others"
+        )
     late_s = max((run.lateness_p99_s for run in journal.runs), default=0.0)
     if late_s > LATENESS_LIMIT_S:
         notes.append(

@@ -70,6 +70,20 @@ REQUESTS_PER_RATE: Final = 145.0
 
 LEAST_REQUESTS: Final = 400
 
+DRIFT_SHARE: Final = 0.6
+"""Of the budget, for a search on a machine that changes its speed: there more requests in a row say
+nothing more, but runs in other minutes do. What is left is for bursts."""
+
+DRIFT_STEP: Final = 0.08
+"""Of the rate: how far from it such runs are made, below and above in turn."""
+
+HARDLY_KNOWN: Final = 0.5
+FAR_BELOW: Final = 0.6
+"""Of a limit. Where next to nothing is known and a run stayed below that, the rate is doubled."""
+
+GLANCE_REQUESTS: Final = 40
+"""Of a run while next to nothing is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -109,9 +123,9 @@ def next_step(
         seed: Of the search; every run gets its own from it.
     """
     known = estimate(objective, unloaded, runs)
-    planner = _Planner(objective, unloaded, runs, known, left_s, seed * 1_000 + len(runs))
+    planner = _Planner(objective, unloaded, runs, known, left_s, budget_s, seed * 1_000 + len(runs))
     if not runs:
-        return planner.ramp(budget_s)
+        return planner.ramp()
     if len(runs) >= MOST_RUNS:
         return planner.verdict("as many runs as a search may make")
     if left_s < planner.shortest_s:
@@ -126,6 +140,7 @@ class _Planner:
     runs: Sequence[Summary]
     known: Estimate
     left_s: float
+    budget_s: float
     seed: int
 
     @property
@@ -143,9 +158,9 @@ class _Planner:
         """Requests so far."""
         return sum(run.sent for run in self.runs)
 
-    def ramp(self, budget_s: float) -> Run:
+    def ramp(self) -> Run:
         """From a rate that a server which takes one request at a time just sustains."""
-        objective = self.objective
+        objective, budget_s = self.objective, self.budget_s
         start = 0.7 * self._lone_per_s
         return Run(
             rate_per_s=min(max(start, objective.min_rate_per_s), objective.max_rate_per_s),
@@ -169,7 +184,11 @@ class _Planner:
         if known.rate_per_s >= objective.max_rate_per_s:
             return self._towards_the_cap()
         if self._is_spent():
-            return self.verdict("as precise as so many requests allow")
+            return self.verdict(
+                "as precise as a machine that changes its speed allows"
+                if known.drift
+                else "as precise as so many requests allow"
+            )
         return self._queue() if known.queueing else self._curve()
 
     def _towards_the_cap(self) -> Run | Verdict:
@@ -187,6 +206,8 @@ class _Planner:
     @property
     def _allowed(self) -> float:
         """Requests that may still be sent."""
+        if self.known.drift and self.left_s > (1 - DRIFT_SHARE) * self.budget_s:
+            return math.inf
         rate = self.known.rate_per_s or 0.0
         return max(LEAST_REQUESTS, REQUESTS_PER_RATE * rate) - self.sent
 
@@ -211,6 +232,8 @@ class _Planner:
             wanted = known.capacity.dispersion / self.objective.precision**2
             have = sum(b.starts for run in self.runs if not run.ramp for b in run.backlogs)
             allowed = self._allowed
+            if known.drift:
+                wanted = math.inf
             more = min(max(wanted - have, LEAST_BACKLOG), MOST_BACKLOG, max(allowed, LEAST_BACKLOG))
             return self._saturate(round(more))
         return self.verdict("known to the precision asked for")
@@ -266,6 +289,8 @@ class _Planner:
         if known.error > LEAST_PRECISION:
             return self._measure(self._towards_the_limit())
         step = min(objective.step_per_s, RELATIVE_STEP * known.rate_per_s)
+        if known.drift:
+            step = max(step, DRIFT_STEP * known.rate_per_s)
         if not self._is_confirmed():
             # Below the estimate by a little more each time, until the objective is seen met.
             tries = sum(
@@ -290,7 +315,19 @@ class _Planner:
             return max(
                 high * max(0.5, 1 - known.error), 0.35 / max(self.unloaded.residence_s, 1e-3)
             )
+        if self._is_far_below() and 2 * low < known.violated_per_s:
+            return max(2 * low, math.sqrt(low * high))
         return math.sqrt(low * high) if low < 0.9 * high else 1.04 * known.rate_per_s
+
+    def _is_far_below(self) -> bool:
+        """Hardly anything is known, but that the highest rate that met the limits did so easily."""
+        objective = self.objective
+        highest = [run for run in self.runs if run.rate_per_s == self.known.ok_per_s]
+        return self.known.error > HARDLY_KNOWN and any(
+            (run.tbt_s or 0.0) < FAR_BELOW * objective.tbt_s
+            and run.ttft_s < FAR_BELOW * objective.ttft_s
+            for run in highest
+        )
 
     # --- Runs ---------------------------------------------------------------------------
 
@@ -300,7 +337,8 @@ class _Planner:
     def _measure(self, rate: float) -> Run:
         """For quantiles of tokens: as long as a third of what is left allows."""
         most_s = max(10.0, 0.3 * self.left_s)
-        requests = round(max(min(RUN_S * rate, MOST_REQUESTS, self._allowed), LEAST_REQUESTS / 4))
+        least = LEAST_REQUESTS / 4 if self.known.error < HARDLY_KNOWN else GLANCE_REQUESTS
+        requests = round(max(min(RUN_S * rate, MOST_REQUESTS, self._allowed), least))
         return self._run(rate, requests=requests, backlog=0, patience=5.0, most_s=most_s)
 
     def _run(

@@ -16,6 +16,7 @@ from harness.queueing import (
     AnyServer,
     Server,
     drive,
+    search,
     true_rate,
     true_rate_in_steps,
     unloaded_of,
@@ -68,18 +69,7 @@ def _search(
     server: AnyServer, seed: int, objective: Objective, budget_s: float = BUDGET_S
 ) -> tuple[Verdict, list[Summary], float]:
     unloaded = unloaded_of(server, CHAT.drawn(seed), seed)
-    runs: list[Summary] = []
-    used_s = 0.0
-    while True:
-        left_s = budget_s - used_s
-        step = next_step(objective, unloaded, runs, left_s=left_s, budget_s=budget_s, seed=seed)
-        if isinstance(step, Verdict):
-            return step, runs, used_s
-        summary, seconds = drive(
-            server, CHAT.drawn(step.seed), step, objective, unloaded, drain_s=left_s - step.most_s
-        )
-        runs.append(summary)
-        used_s += seconds
+    return search(lambda: server, CHAT, seed, objective, unloaded=unloaded, budget_s=budget_s)
 
 
 def _sweep_requests(rate: float) -> int:

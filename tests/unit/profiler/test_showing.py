@@ -108,7 +108,9 @@ def test_the_cache_is_read_from_metrics_and_sized_by_the_models_configuration(
     tmp_path: Path,
 ) -> None:
     page = (
+        "# TYPE vllm:kv_cache_usage_perc gauge\n"
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        "vllm:other_total this line of another metric is never read\n"
         'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",cache_dtype="auto"} 1.0\n'
     )
