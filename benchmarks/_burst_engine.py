@@ -1,10 +1,15 @@
 """One vLLM under one scheduler, given requests by the clock; a child of `vllm_burst.py`.
 
-Reads its configuration as JSON from its first argument; then each line of its standard input is a
-list of arrivals, answered by one line. The engine runs in this process and is stepped by hand;
-between two steps the requests that are due are added. So the times are those of the engine,
-without a server's, and every scheduler meets the same arrivals. Between runs it sleeps, so several
-can be measured in turns.
+Reads its configuration as JSON from its first argument; then each line of its standard input is an
+order, answered by one line: a list of arrivals begins a run, a number lets it go on for so many
+seconds. The engine runs in this process and is stepped by hand; between two steps the requests that
+are due are added. So the times are those of the engine, without a server's, and every scheduler
+meets the same arrivals.
+
+The clock of a run counts the engine's steps and nothing else: it stands still between orders, and
+skips what would be idle. So several engines serve the same requests by turns of a fraction of a
+second, and a machine that slows down slows down all of them. What another thread does while the
+clock stands still is not counted: of a turn, at most the copies that its last step began.
 
 Run as `lend URL BYTES` it is the producer of the benchmark: lends until its standard input ends.
 """
@@ -12,6 +17,7 @@ Run as `lend URL BYTES` it is the producer of the benchmark: lends until its sta
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import statistics
@@ -81,13 +87,22 @@ class Engine:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._gaps_s: list[float] = []
         self._steps = 0
+        self._pending: list[tuple[float, int, int]] = []
+        self._now_s = 0.0
+        self._prompts = random.Random()
+        self._rows: dict[str, dict[str, float]] = {}
+        self._last_s: dict[str, float] = {}
 
-    def figures(self, rows: list[dict[str, float]]) -> dict[str, Any]:
-        """What one run is judged by."""
+    def figures(self) -> dict[str, Any]:
+        """What a run that has ended is judged by.
+
+        Its `rows` say of each request: arrival, first token, end (seconds of the run), prompt and
+        output tokens.
+        """
         gaps_s, self._gaps_s = self._gaps_s, []
         steps, self._steps = self._steps, 0
         return {
-            "rows": rows,
+            "rows": list(self._rows.values()),
             "tbt_p99_s": statistics.quantiles(gaps_s, n=100, method="inclusive")[98],
             "steps": steps,
             "forced_preemptions": getattr(self._scheduler, "forced_preemptions", 0),
@@ -120,63 +135,75 @@ class Engine:
             "location": str(courier.location()),
         }
 
-    def run(self, arrivals: list[tuple[float, int, int]]) -> list[dict[str, float]]:
-        """Serve requests that arrive at `(second, prompt tokens, output tokens)`.
+    def begin(self, arrivals: list[tuple[float, int, int]]) -> None:
+        """Start a run of requests `(second, prompt tokens, output tokens)` at second 0."""
+        self._pending = sorted(arrivals, reverse=True)
+        self._now_s = 0.0
+        self._prompts = random.Random(7)
+        self._rows = {}
+        self._last_s = {}
 
-        Returns:
-            One row each: arrival, first token, end (seconds of this run) and output tokens.
-        """
+    def go_on(self, seconds: float) -> bool:
+        """Serve for so long, by the clock of the run; whether anything is left to do."""
+        until_s = self._now_s + seconds
+        while self._pending or self._engine.has_unfinished_requests():
+            if self._now_s >= until_s:
+                return True
+            if not self._engine.has_unfinished_requests():
+                self._now_s = max(self._now_s, self._pending[-1][0])
+            began_s = time.perf_counter()
+            while self._pending and self._pending[-1][0] <= self._now_s:
+                self._add(*self._pending.pop())
+            outputs = self._engine.step()
+            self._now_s += time.perf_counter() - began_s
+            self._steps += 1
+            for output in outputs:
+                self._note(output)
+        return False
+
+    def _add(self, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
         from vllm import SamplingParams
 
-        rng = random.Random(7)
-        rows: dict[str, dict[str, float]] = {}
-        last_s: dict[str, float] = {}
-        pending = sorted(arrivals)
-        pending.reverse()
-        started_s = time.perf_counter()
-        while pending or self._engine.has_unfinished_requests():
-            now_s = time.perf_counter() - started_s
-            while pending and pending[-1][0] <= now_s:
-                arrival_s, prompt_tokens, output_tokens = pending.pop()
-                self._count += 1
-                name = str(self._count)
-                prompt = [rng.randrange(3, VOCABULARY) for _ in range(prompt_tokens)]
-                params = SamplingParams(
-                    temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-                )
-                self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
-                rows[name] = {
-                    "arrival_s": arrival_s,
-                    "prompt_tokens": prompt_tokens,
-                    "output_tokens": output_tokens,
-                }
-            if not self._engine.has_unfinished_requests():
-                time.sleep(max(0.0, pending[-1][0] - now_s))
-                continue
-            outputs = self._engine.step()
-            self._steps += 1
-            now_s = time.perf_counter() - started_s
-            for output in outputs:
-                row = rows[output.request_id]
-                if output.outputs[0].token_ids:
-                    if "first_s" in row:
-                        self._gaps_s.append(now_s - last_s[output.request_id])
-                    row.setdefault("first_s", now_s)
-                    last_s[output.request_id] = now_s
-                if output.finished:
-                    row["end_s"] = now_s
-        return list(rows.values())
+        self._count += 1
+        name = str(self._count)
+        prompt = [self._prompts.randrange(3, VOCABULARY) for _ in range(prompt_tokens)]
+        params = SamplingParams(
+            temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._rows[name] = {
+            "arrival_s": arrival_s,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+        }
+
+    def _note(self, output: Any) -> None:  # noqa: ANN401 - a RequestOutput; vLLM is imported late
+        row = self._rows[output.request_id]
+        if output.outputs[0].token_ids:
+            if "first_s" in row:
+                self._gaps_s.append(self._now_s - self._last_s[output.request_id])
+            row.setdefault("first_s", self._now_s)
+            self._last_s[output.request_id] = self._now_s
+        if output.finished:
+            row["end_s"] = self._now_s
 
 
 def serve(job: dict[str, Any]) -> None:
-    """Run what comes in until it ends."""
+    """Follow orders until they end."""
     engine = Engine(job)
     if job["leased_bytes"]:
         engine.await_leases(job["leased_bytes"])
-    engine.figures(engine.run([(0.0, 64, 16)] * 8))
+    engine.begin([(0.0, 64, 16)] * 8)
+    engine.go_on(math.inf)
+    engine.figures()
     say("ready")
     for line in sys.stdin:
-        say(engine.figures(engine.run(json.loads(line))))
+        order = json.loads(line)
+        if isinstance(order, list):
+            engine.begin(order)
+            say(None)
+        else:
+            say(None if engine.go_on(order) else engine.figures())
 
 
 def say(answer: object) -> None:

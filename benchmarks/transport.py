@@ -145,7 +145,7 @@ def measure_roundtrip(lender: Lender, results: Results, count: int) -> None:
     for number in range(count):
         started_s = time.perf_counter()
         attachment.channel.send(Ping(number=number))
-        attachment.channel.wait(ANSWER_TIMEOUT_S)
+        assert attachment.channel.wait(ANSWER_TIMEOUT_S), "the lender does not answer"
         message, _ = attachment.channel.receive()
         elapsed_s = time.perf_counter() - started_s
         assert message == Pong(number=number), message

@@ -1,10 +1,11 @@
 """Bursts on a real vLLM: first come first served beside time slices, with and without Aqua.
 
 The paper's experiment (section 9.3, "Fair scheduling during bursts"; Figures 1 and 8) on a CPU:
-requests at a rate that the engine sustains within an objective, twice that rate for a while, a
-pause while the surplus is redirected to new instances, then the first rate again (`_bursts` says
-how, and how seconds are scaled). Memory for keys and values is limited, so that the burst does not
-fit. Four schedulers meet the same requests in one run, in turns:
+requests at a rate that the engine sustains, twice that rate for a while, a pause while the surplus
+is redirected to new instances, then the first rate again (`_bursts` says how, and what of it
+follows from the paper's figures). Memory for keys and values is limited, so that the burst does not
+fit. Four schedulers meet the same requests at the same time, by turns of a fraction of a second in
+which the clocks of the others stand still, so that all of them meet the same machine:
 
     fcfs        vLLM's own
     recompute   the paper's policy, preempted requests are computed again
@@ -41,7 +42,7 @@ import typer
 
 from _bursts import (
     CALM_COUNT,
-    TTFT_OVER_TBT,
+    STABLE_SHARE,
     Arrival,
     busy_s,
     draw_lengths,
@@ -58,15 +59,15 @@ STORE_BYTES: Final = 256 << 20
 SHAPE: Final = {"layers": 8, "hidden": 256}
 CAPACITY_COUNT: Final = 60
 """Requests whose finishing rate is taken for the engine's capacity, when all are there at once."""
-TRIAL_COUNT: Final = 50
-"""Requests of a trial of a rate."""
-TRIAL_SHARES: Final = (0.5, 1.0)
-"""Of the capacity, between which the stable rate is looked for."""
-TRIALS: Final = 3
+CALM_TRIAL_COUNT: Final = 100
+"""Requests at the stable rate alone, for what one takes there."""
+
 POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
 IDLE: Final[list[Arrival]] = [(0.0, 64, 100)] * 8
 """Requests that fit into memory together: nobody waits, so nothing is to be decided."""
-IDLE_ROUNDS: Final = 7
+IDLE_ROUNDS: Final = 15
+TURN_S: Final = 0.25
+"""Of an engine: short beside the minutes in which a machine changes, long beside a step."""
 
 HINT: Final = "`make .venv-engine/.ready` makes an environment with vLLM for CPUs"
 
@@ -90,10 +91,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
     blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=24)] = 64,
     stable: Annotated[
-        float | None,
-        typer.Option(help="Stable rate over capacity; searched for if not given.", min=0.1),
-    ] = None,
-    slice_iterations: Annotated[int, typer.Option(help="Engine steps of a slice.", min=1)] = 5,
+        float, typer.Option(help="Stable rate over capacity.", min=0.1, max=1.0)
+    ] = STABLE_SHARE,
+    slice_iterations: Annotated[int, typer.Option(help="Engine steps of a slice.", min=1)] = 4,
     plot: Annotated[Path | None, typer.Option(help="Where to draw TTFT and TPOT (PNG).")] = None,
 ) -> None:
     """Measure bursts under four schedulers."""
@@ -121,22 +121,19 @@ def main(
         if given is not None:
             loads = [given]
         else:
-            rate, service_s, found = stable_rate(engines["fcfs"], stable)
+            rate, service_s, found = calm(engines["fcfs"], stable)
             inputs |= found | {"seed": seed}
             loads = [paper_burst(rate, service_s, seed + index) for index in range(bursts)]
         raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in POLICY_NAMES}
         for index, load in enumerate(loads):
-            # Who goes first changes: a machine may slow down or speed up meanwhile.
-            turn = index % len(POLICY_NAMES)
-            for name in (*POLICY_NAMES[turn:], *POLICY_NAMES[:turn]):
-                note(f"burst {index + 1} of {len(loads)}: {len(load)} requests, {name}")
-                raw[name]["bursts"].append(engines[name].run(load))
+            note(f"burst {index + 1} of {len(loads)}: {len(load)} requests")
+            for name, figures in race(engines, load).items():
+                raw[name]["bursts"].append(figures)
         note("turns without contention")
-        order = ["fcfs", "aqua", "best"]
+        rivals = {name: engines[name] for name in ("fcfs", "aqua", "best")}
         for _ in range(IDLE_ROUNDS):
-            for name in order:
-                raw[name]["idle"].append(engines[name].run(IDLE)["rows"])
-            order.reverse()
+            for name, figures in race(rivals, IDLE).items():
+                raw[name]["idle"].append(figures["rows"])
     summary = summarize(raw)
     if plot is not None:
         draw({name: runs["bursts"][0]["rows"] for name, runs in raw.items()}, plot)
@@ -161,39 +158,31 @@ def policies(slice_iterations: int) -> dict[str, dict[str, Any] | None]:
     return dict(zip(POLICY_NAMES, options, strict=True))
 
 
-def stable_rate(fcfs: Bench, share: float | None) -> tuple[float, float, dict[str, Any]]:
-    """The highest rate that holds the objective of `_bursts`, and what a request takes then.
+def calm(fcfs: Bench, share: float) -> tuple[float, float, dict[str, Any]]:
+    """The stable rate, what a request takes at it, and how the paper's objective fares there.
 
     Args:
-        fcfs: The engine to try rates on.
-        share: Of the capacity, instead of a search.
+        fcfs: The engine to ask.
+        share: Of its capacity.
     """
-    rows = fcfs.run([(0.0, *pair) for pair in draw_lengths(CAPACITY_COUNT, seed=-1)])["rows"]
+    everything = [(0.0, *pair) for pair in draw_lengths(CAPACITY_COUNT, seed=-1)]
+    rows = race({"fcfs": fcfs}, everything)["fcfs"]["rows"]
     capacity = len(rows) / max(row["end_s"] for row in rows)
     note(f"capacity: {capacity:.2f} requests/s with everything there at once")
-    low, high = TRIAL_SHARES
-    lengths = draw_lengths(TRIAL_COUNT, seed=-2)
-    trials = []
-    tried = [share] if share is not None else [None] * TRIALS
-    service_s = 0.0
-    for given in tried:
-        at = given or (low + high) / 2
-        run = fcfs.run(steady(lengths, at * capacity, seed=-3))
-        ttft_s, tbt_s = p99(ttfts(run["rows"])), run["tbt_p99_s"]
-        holds = ttft_s <= TTFT_OVER_TBT * tbt_s
-        trials.append({"share": at, "ttft_p99_s": ttft_s, "tbt_p99_s": tbt_s, "holds": holds})
-        note(f"{at:.2f} of it: TTFT {ttft_s:.3f} s, between tokens {tbt_s:.3f} s (p99)")
-        if holds or not service_s or given:
-            service_s = mean_completion(run["rows"])
-        low, high = (at, high) if holds else (low, at)
-    stable = share or low
+    stream = steady(draw_lengths(CALM_TRIAL_COUNT, seed=-2), share * capacity, seed=-3)
+    run = race({"fcfs": fcfs}, stream)["fcfs"]
     found = {
         "capacity_requests_per_s": capacity,
-        "stable_share": stable,
-        "service_s": service_s,
-        "trials": trials,
+        "stable_share": share,
+        "service_s": mean_completion(run["rows"]),
+        "stable_ttft_p99_s": p99(ttfts(run["rows"])),
+        "stable_tbt_p99_s": run["tbt_p99_s"],
     }
-    return stable * capacity, service_s, found
+    note(
+        f"{share:.2f} of it: a request takes {found['service_s']:.2f} s, TTFT"
+        f" {found['stable_ttft_p99_s']:.2f} s, between tokens {run['tbt_p99_s']:.3f} s (p99)"
+    )
+    return share * capacity, found["service_s"], found
 
 
 # --- Engines --------------------------------------------------------------------------------
@@ -260,13 +249,20 @@ class Bench:
         """Wait until it can be given requests; engines start beside each other."""
         self._answer()
 
-    def run(self, arrivals: list[Arrival]) -> dict[str, Any]:
-        """Serve these; the rows and what else was measured."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(arrivals) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = self._answer()
+    def begin(self, arrivals: list[Arrival]) -> None:
+        """Start a run of these."""
+        self._order(arrivals)
+
+    def go_on(self, seconds: float) -> dict[str, Any] | None:
+        """Serve for so long; the rows and what else was measured, once all are served."""
+        answer: dict[str, Any] | None = self._order(seconds)
         return answer
+
+    def _order(self, order: list[Arrival] | float) -> Any:  # noqa: ANN401 - as `_answer`
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> Any:  # noqa: ANN401 - whatever was asked
         assert self._process.stdout is not None
@@ -275,6 +271,18 @@ class Bench:
                 return json.loads(line.removeprefix("answer "))
         self._log.seek(0)
         sys.exit(f"{self._log.read()[-3000:]}\nan engine failed; {HINT}")
+
+
+def race(engines: dict[str, Bench], arrivals: list[Arrival]) -> dict[str, dict[str, Any]]:
+    """All of them serve these, by turns; the rows of each and what else was measured."""
+    for engine in engines.values():
+        engine.begin(arrivals)
+    ended: dict[str, dict[str, Any]] = {}
+    while len(ended) < len(engines):
+        for name, engine in engines.items():
+            if name not in ended and (figures := engine.go_on(TURN_S)) is not None:
+                ended[name] = figures
+    return ended
 
 
 @contextlib.contextmanager
