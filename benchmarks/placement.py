@@ -2,10 +2,11 @@
 
     python benchmarks/placement.py [FOLDER] [--json] [--quick]
 
-Without a folder it generates the seeded families of `aqua_placer.families`; with one it solves
-every problem file there with `coverage` and `abs`. Times are CPU seconds of solving as plans report
-them (reading files and writing JSON not included), on one thread; every plan is verified. The last
-lines list each promise, what was measured and whether it holds; `--json` prints one object.
+Without a folder it generates the seeded families of `aqua_placer.problem.families`; with one it
+solves every problem file there with `coverage` and `abs`. Times are CPU seconds of solving as plans
+report them (reading files and writing JSON not included), on one thread; every plan is verified.
+The last lines list each promise, what was measured and whether it holds; `--json` prints one
+object.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import numpy as np
 
 from aqua_placer.benching import sources
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
 from aqua_placer.errors import SolverUnavailableError
-from aqua_placer.families import FAMILIES, churned, generate, on_mixed_servers, weighted
-from aqua_placer.instance import Instance
-from aqua_placer.milp import Backend
-from aqua_placer.reading import instance_from
-from aqua_placer.replacing import Relocation, relocate
-from aqua_placer.solving import Request, Solver, place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.families import FAMILIES, churned, generate, on_mixed_servers, weighted
+from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.reading import instance_from
+from aqua_placer.programs.milp import Backend
+from aqua_placer.replan.replacing import Relocation, relocate
+from aqua_placer.solvers.solving import Request, Solver, place
 from aqua_protocol.plan import Objective, Plan
 
 LIMIT_S = 60.0

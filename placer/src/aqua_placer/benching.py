@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
 from aqua_placer.errors import ProblemInvalidError
-from aqua_placer.families import FAMILIES, generate
-from aqua_placer.instance import Instance
-from aqua_placer.reading import instance_from, read_problem
-from aqua_placer.solving import Request, place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.families import FAMILIES, generate
+from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.reading import instance_from, read_problem
+from aqua_placer.solvers.solving import Request, place
 from aqua_protocol.plan import Objective
 
 SUFFIXES: Final = (".json", ".yaml", ".yml", ".json.gz", ".yaml.gz")

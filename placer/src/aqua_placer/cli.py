@@ -20,8 +20,8 @@ import typer
 
 if TYPE_CHECKING:
     from aqua_placer.budget import Budget, Progress
-    from aqua_placer.instance import Instance
-    from aqua_placer.solving import Request
+    from aqua_placer.problem.instance import Instance
+    from aqua_placer.solvers.solving import Request
     from aqua_protocol.plan import Plan
 
 app = typer.Typer(
@@ -64,7 +64,7 @@ def solve(  # noqa: PLR0917 - a command has as many arguments as options
     as_json: Json = False,
 ) -> None:
     """Place models on servers and match producers to consumers."""
-    from aqua_placer.solving import place
+    from aqua_placer.solvers.solving import place
 
     del threads  # one is the promise: the same seed gives the same plan
     instance = _problem(file, profile or [])
@@ -88,8 +88,8 @@ def replan(  # noqa: PLR0917 - as above
     as_json: Json = False,
 ) -> None:
     """Reach the target again with few migrations, as steps that can be executed in order."""
-    from aqua_placer.plans import read_plan
-    from aqua_placer.replacing import Relocation, relocate
+    from aqua_placer.plans.files import read_plan
+    from aqua_placer.replan.replacing import Relocation, relocate
 
     instance = _problem(file, [])
     today = None if current is None else read_plan(current)
@@ -120,7 +120,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say in words why a consumer has this producer or none, and what would fix it."""
-    from aqua_placer.explaining import Explainer
+    from aqua_placer.plans.explaining import Explainer
 
     plan = _plan_for(file, plan_file)
     explainer = Explainer(_problem(file, []), plan)
@@ -158,8 +158,8 @@ def render(
     count: Annotated[int, typer.Option(min=1, help="Servers to draw, up to 48.")] = 48,
 ) -> None:
     """Draw servers as columns, producers above, consumers below, matches joined."""
-    from aqua_placer.explaining import Explainer
-    from aqua_placer.rendering import render as draw
+    from aqua_placer.plans.explaining import Explainer
+    from aqua_placer.plans.rendering import render as draw
 
     plan = _plan_for(file, plan_file)
     explainer = Explainer(_problem(file, []), plan)
@@ -170,8 +170,8 @@ def render(
 @app.command()
 def check(file: ProblemFile, plan_file: PlanFile, as_json: Json = False) -> None:
     """Verify a plan independently of the solvers."""
-    from aqua_placer.checking import check_plan
-    from aqua_placer.plans import read_plan
+    from aqua_placer.plans.checking import check_plan
+    from aqua_placer.plans.files import read_plan
 
     verdicts = check_plan(_problem(file, []), read_plan(plan_file))
     if as_json:
@@ -255,8 +255,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Send a plan's matches to the coordinator, which obeys them."""
-    from aqua_placer.plans import read_plan
-    from aqua_placer.pushing import push as send
+    from aqua_placer.plans.files import read_plan
+    from aqua_placer.plans.pushing import push as send
 
     plan = read_plan(plan_file)
     count = send(plan, url, token)
@@ -285,8 +285,8 @@ def _objective(value: str) -> Any:  # noqa: ANN401 - an Objective; its module lo
 
 
 def _request(objective: str, seed: int, solver: str, backend: str, matching: str) -> Request:
-    from aqua_placer.milp import Backend
-    from aqua_placer.solving import Request, Solver
+    from aqua_placer.programs.milp import Backend
+    from aqua_placer.solvers.solving import Request, Solver
     from aqua_protocol.plan import MatchingMode
 
     return Request(
@@ -299,7 +299,12 @@ def _request(objective: str, seed: int, solver: str, backend: str, matching: str
 
 
 def _problem(file: Path, profiles: list[Path]) -> Instance:
-    from aqua_placer.reading import instance_from, models_of_profiles, read_document, read_problem
+    from aqua_placer.problem.reading import (
+        instance_from,
+        models_of_profiles,
+        read_document,
+        read_problem,
+    )
 
     if not profiles:
         return read_problem(file)
@@ -313,8 +318,8 @@ def _problem(file: Path, profiles: list[Path]) -> Instance:
 def _plan_for(file: Path, plan_file: Path) -> Plan:
     """The plan, if it was made for this problem."""
     from aqua_placer.errors import PlanInvalidError
-    from aqua_placer.plans import read_plan
-    from aqua_placer.reading import read_problem
+    from aqua_placer.plans.files import read_plan
+    from aqua_placer.problem.reading import read_problem
 
     plan, instance = read_plan(plan_file), read_problem(file)
     if plan.problem_hash != instance.digest:
@@ -376,7 +381,7 @@ def _bar(*, quiet: bool) -> Iterator[Any]:
 
 
 def _deliver(plan: Plan, output: Path | None, *, as_json: bool) -> None:
-    from aqua_placer.plans import write_plan
+    from aqua_placer.plans.files import write_plan
 
     if output is not None:
         write_plan(plan, output)

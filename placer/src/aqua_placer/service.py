@@ -24,12 +24,12 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
-from aqua_placer.plans import plan_from
-from aqua_placer.reading import instance_from
-from aqua_placer.replacing import Relocation, relocate
-from aqua_placer.solving import Request as SolveRequest
-from aqua_placer.solving import place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.plans.files import plan_from
+from aqua_placer.problem.reading import instance_from
+from aqua_placer.replan.replacing import Relocation, relocate
+from aqua_placer.solvers.solving import Request as SolveRequest
+from aqua_placer.solvers.solving import place
 from aqua_protocol import AquaError, RequestInvalidError, UnauthenticatedError, UnavailableError
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from aqua_protocol.wire import Wire

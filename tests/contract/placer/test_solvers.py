@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
 from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError, SolverUnavailableError
-from aqua_placer.families import generate
-from aqua_placer.milp import Backend
-from aqua_placer.reading import instance_from
-from aqua_placer.solving import Request, Solver, place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.families import generate
+from aqua_placer.problem.reading import instance_from
+from aqua_placer.programs.milp import Backend
+from aqua_placer.solvers.solving import Request, Solver, place
 from aqua_protocol.plan import Objective, Plan
 
 SOLVERS = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aqua_placer.families import churned, generate
+from aqua_placer.problem.families import churned, generate
 from harness.closed_pipe import into_closed_pipe
 
 COMMAND = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]

@@ -11,11 +11,11 @@ import pytest
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError
-from aqua_placer.families import churned, generate
-from aqua_placer.pushing import pairings_of, push
-from aqua_placer.reading import instance_from
+from aqua_placer.plans.pushing import pairings_of, push
+from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.reading import instance_from
 from aqua_placer.service import create_app
-from aqua_placer.solving import Request, place
+from aqua_placer.solvers.solving import Request, place
 from aqua_protocol import UnavailableError
 from aqua_protocol.plan import Plan
 from harness.coordinator_process import CoordinatorProcess, data_dir

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from aqua_placer.blocks import solve_blocks
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
-from aqua_placer.covering import layer_bound_gb
-from aqua_placer.lockstep import on_giant_server
-from aqua_placer.reading import instance_from
-from aqua_placer.solving import Request, place
+from aqua_placer.coverage.covering import layer_bound_gb
+from aqua_placer.coverage.lockstep import on_giant_server
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.reading import instance_from
+from aqua_placer.programs.blocks import solve_blocks
+from aqua_placer.solvers.solving import Request, place
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from harness.placement import best_by_exhaustion, small_problems
 

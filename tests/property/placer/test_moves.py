@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
-from aqua_placer.families import churned, generate
-from aqua_placer.instance import Instance
-from aqua_placer.reading import instance_from
-from aqua_placer.replacing import Relocation, relocate
-from aqua_placer.solving import Request, place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.reading import instance_from
+from aqua_placer.replan.replacing import Relocation, relocate
+from aqua_placer.solvers.solving import Request, place
 from aqua_protocol.plan import MoveKind, Plan
 from harness.placement import small_problems
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_placer.families import FAMILIES, WEIGHTS, generate, on_mixed_servers, weighted
-from aqua_placer.reading import instance_from
+from aqua_placer.problem.families import FAMILIES, WEIGHTS, generate, on_mixed_servers, weighted
+from aqua_placer.problem.reading import instance_from
 from aqua_protocol import ConfigError
 
 

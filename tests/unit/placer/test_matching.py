@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aqua_placer.matching import ServerMatch, blocking_pairs, match_servers
-from aqua_placer.reading import instance_from
+from aqua_placer.coverage.matching import ServerMatch, blocking_pairs, match_servers
+from aqua_placer.problem.reading import instance_from
 from aqua_protocol.plan import MatchingMode
 
 

@@ -8,9 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from aqua_placer.columns import Floats, Ints
-from aqua_placer.prefixes import chosen_groups, covered_gb
-from aqua_placer.rosters import Roster, Way, roster
+from aqua_placer.coverage.prefixes import chosen_groups, covered_gb
+from aqua_placer.coverage.rosters import Roster, Way, roster
+from aqua_placer.problem.columns import Floats, Ints
 
 GPUS = 16
 

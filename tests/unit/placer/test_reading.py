@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from aqua_placer.budget import Budget
-from aqua_placer.checking import check_plan
 from aqua_placer.errors import PlanInvalidError, ProblemInfeasibleError, ProblemInvalidError
-from aqua_placer.families import generate
-from aqua_placer.reading import instance_from, read_problem
-from aqua_placer.solving import Request, place
+from aqua_placer.plans.checking import check_plan
+from aqua_placer.problem.families import generate
+from aqua_placer.problem.reading import instance_from, read_problem
+from aqua_placer.solvers.solving import Request, place
 from aqua_protocol import ConfigError
 
 COLUMNS: dict[str, Any] = {

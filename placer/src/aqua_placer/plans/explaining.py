@@ -1,0 +1,214 @@
+"""Plans in words: why this producer, why none, and what would change that.
+
+What would help is computed, not guessed: a producer of a given size is added to (or taken as
+exchanged on) the server and the matching is run again, so that the advice says which GB would be
+covered that are not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from aqua_placer.errors import PlanInvalidError
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_protocol.plan import Assignment, Match, Plan
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is said about one group."""
+
+    group: str
+    server: str
+    role: str
+    lines: tuple[str, ...]
+
+
+class Explainer:
+    """Answers questions about one plan of one problem."""
+
+    def __init__(self, instance: Instance, plan: Plan) -> None:
+        self.instance = instance
+        self.plan = plan
+        self.index = {name: group for group, name in enumerate(instance.names)}
+        self.places = {entry.group: entry for entry in plan.assignments}
+        self.of_consumer: dict[str, list[Match]] = defaultdict(list)
+        self.of_producer: dict[str, list[Match]] = defaultdict(list)
+        self.on_server: dict[str, list[str]] = defaultdict(list)
+        for match in plan.matches:
+            self.of_consumer[match.consumer].append(match)
+            self.of_producer[match.producer].append(match)
+        for entry in plan.assignments:
+            self.on_server[entry.server].append(entry.group)
+
+    def size_gb(self, group: str) -> float:
+        """Spare (> 0) or need (< 0) per shard where the group is."""
+        kind = int(self.instance.servers.class_of[self.places[group].server_index])
+        return float(self.instance.r_gb[self.index[group], kind])
+
+    def shards(self, group: str) -> int:
+        """Shards of the group."""
+        return int(self.instance.tp[self.index[group]])
+
+    def explain(self, group: str) -> Explanation:
+        """Why this group is where it is and has what it has.
+
+        Raises:
+            PlanInvalidError: The plan has no such group.
+        """
+        place = self.places.get(group)
+        if place is None or group not in self.index:
+            near = [name for name in self.places if group.lower() in name.lower()][:3]
+            raise PlanInvalidError(
+                f"the plan has no group {group!r}",
+                remedy=f"Did you mean {', '.join(near)}?" if near else "Names are in the problem.",
+            )
+        size = self.size_gb(group)
+        if size < -GRAIN_GB / 2:
+            lines, role = self._consumer(group, place, -size), "consumer"
+        elif size > GRAIN_GB / 2:
+            lines, role = self._producer(group, place, size), "producer"
+        else:
+            lines, role = ["It neither lends nor needs memory."], "neutral"
+        return Explanation(group, place.server, role, tuple(lines))
+
+    def summary(self) -> list[str]:
+        """The plan in a few sentences."""
+        plan = self.plan
+        share = plan.coverage_gb / plan.demand_gb if plan.demand_gb else 1.0
+        lines = [
+            f"{len(plan.assignments)} groups on {len(self.on_server)} servers.",
+            f"{plan.coverage_gb:g} of {plan.demand_gb:g} GB demand covered ({share:.1%}).",
+            f"At most {plan.coverage_bound_gb:g} GB could be covered.",
+            f"Largest imbalance: {plan.max_abs_mem_gb:g} GB, {plan.max_abs_cnt} shards a server.",
+        ]
+        spare = sum(
+            self.size_gb(group) * self.shards(group)
+            for group in self.places
+            if self.size_gb(group) > 0
+        )
+        if plan.unmatched:
+            worst = max(plan.unmatched, key=lambda entry: entry.need_gb)
+            lines.append(
+                f"{len(plan.unmatched)} consumer groups have no producer; the largest is "
+                f"{worst.group} with {worst.need_gb:g} GB per shard on {worst.server}."
+            )
+            if spare < plan.demand_gb:
+                lines.append(
+                    f"All producers together spare {spare:g} GB, {plan.demand_gb - spare:g} GB "
+                    "less than is needed: no placement can serve everyone."
+                )
+        else:
+            lines.append("Every consumer has its producers.")
+        return lines
+
+    def _consumer(self, group: str, place: Assignment, need: float) -> list[str]:
+        shards = self.shards(group)
+        each = f"{need:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
+        lines = [f"It needs {each} and runs on {place.server}, GPU {_listed(place.gpus)}."]
+        matches = sorted(self.of_consumer.get(group, []), key=lambda match: match.consumer_shard)
+        if not matches:
+            lines.append(f"It has no producer: {self._reason(group)}.")
+            lines += self._remedies(place, need, shards)
+            return lines
+        weakest = min(self.size_gb(match.producer) for match in matches)
+        covered = min(need, weakest)
+        for match in matches:
+            lines.append(
+                f"Shard {match.consumer_shard} is served by {match.producer} "
+                f"(shard {match.producer_shard}, {self.size_gb(match.producer):g} GB spare): "
+                f"{match.reason}."
+            )
+        if covered < need - GRAIN_GB:
+            lines.append(
+                f"{need - covered:g} GB per shard stay uncovered"
+                + (": the group runs in lockstep with its weakest producer." if shards > 1 else ".")
+            )
+            larger = self._larger_elsewhere(place.server, weakest)
+            if larger:
+                lines.append(larger)
+        else:
+            lines.append("Its need is covered in full.")
+        return lines
+
+    def _reason(self, group: str) -> str:
+        return next(
+            (entry.reason for entry in self.plan.unmatched if entry.group == group), "unknown"
+        )
+
+    def _remedies(self, place: Assignment, need: float, shards: int) -> list[str]:
+        """What would serve it: idle producers elsewhere, or new ones of what size where."""
+        idle_here = self._idle(place.server)
+        missing = max(shards - len(idle_here), 1)
+        own = "one more producer" if missing == 1 else f"{missing} more producer shards"
+        free = int(self.instance.servers.capacity[place.server_index]) - sum(
+            self.shards(other) for other in self.on_server[place.server]
+        )
+        room = (
+            "which has free GPUs for it"
+            if free >= missing
+            else f"in exchange for {missing - free} shards there that are not needed"
+        )
+        lines = [
+            f"What would fix it: {own} with at least {need:g} GB spare on {place.server}, {room}."
+        ]
+        for server in self.on_server:
+            if server == place.server:
+                continue
+            idle = self._idle(server)
+            if len(idle) >= shards:
+                reach = sorted((gb for _, gb in idle), reverse=True)[shards - 1]
+                lines.append(
+                    f"Or move it to {server}: {shards} idle producer shards there would cover "
+                    f"{min(need, reach):g} GB per shard."
+                )
+                break
+        return lines
+
+    def _idle(self, server: str) -> list[tuple[str, float]]:
+        """Producer shards of a server that serve nobody, with their spare."""
+        return [
+            (group, self.size_gb(group))
+            for group in self.on_server[server]
+            if self.size_gb(group) > 0
+            for _ in range(self.shards(group) - len(self.of_producer.get(group, [])))
+        ]
+
+    def _larger_elsewhere(self, server: str, weakest: float) -> str:
+        for other in self.on_server:
+            if other != server:
+                best = max(self._idle(other), key=lambda entry: entry[1], default=None)
+                if best is not None and best[1] > weakest + GRAIN_GB:
+                    return (
+                        f"What would help: {best[0]} is idle on {other} with {best[1]:g} GB; "
+                        f"exchange it for the producer of {weakest:g} GB."
+                    )
+        return ""
+
+    def _producer(self, group: str, place: Assignment, spare: float) -> list[str]:
+        shards = self.shards(group)
+        each = f"{spare:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
+        lines = [f"It spares {each} and runs on {place.server}, GPU {_listed(place.gpus)}."]
+        matches = sorted(self.of_producer.get(group, []), key=lambda match: match.producer_shard)
+        lines += [
+            f"Shard {match.producer_shard} lends {match.covered_gb:g} GB to {match.consumer}: "
+            f"{match.reason}."
+            for match in matches
+        ]
+        idle = shards - len(matches)
+        if idle:
+            waiting = [entry.group for entry in self.plan.unmatched if entry.server == place.server]
+            lines.append(
+                f"{idle} of {shards} shards lend nothing: "
+                + (
+                    f"{waiting[0]} here needs more producers at once than are idle."
+                    if waiting
+                    else "every consumer on this server has its producers."
+                )
+            )
+        return lines
+
+
+def _listed(gpus: list[int]) -> str:
+    return ", ".join(str(gpu) for gpu in gpus)

@@ -1,0 +1,306 @@
+"""Exchanges between pairs of servers: from a rough placement to a balanced one.
+
+Every round draws disjoint pairs of servers, tries in each pair all exchanges of up to `order`
+groups for up to `order` groups (an empty side is a move into unused GPUs, two singles may change
+places with a pair), and takes the best one of each pair if it lowers the pair's cost. All pairs
+are evaluated at once in numpy, so a round costs the same per GPU from a rack to 65,536 GPUs.
+
+The cost of a server is the square of what it exceeds the wanted thresholds by, plus a whisper of
+its distance to the mean, which makes room for later exchanges. It never exchanges what would
+overfill a server. Nothing here is a bound: `thresholds` proves, this finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+from aqua_placer.budget import Budget
+from aqua_placer.problem.columns import Bools, Floats, Ints
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.programs.thresholds import Mode
+
+MAX_CELLS: Final = 400_000
+"""Exchanges evaluated at once: bounds the memory of a round to some 40 MB."""
+
+WINDOW: Final = 16
+PAIR_WINDOW: Final = 8
+"""Slots per server that one round exchanges between, for exchanges of single groups and of more;
+the groups of wider servers take turns at random. The exchanges of a pair of servers grow with the
+fourth power of the slots that pairs of groups are taken from."""
+
+EARLY_ROUNDS: Final = 24
+"""Rounds in which a large cluster pairs extremes as well; later only servers that exceed."""
+
+MAX_BAD: Final = 256
+"""Servers that look for exchanges of two groups in one round, the worst first."""
+
+WHISPER: Final = 1e-6
+"""Weight of the distance to the mean beside the squared excess."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The thresholds to get within, and what counts as exceeding them."""
+
+    cnt: int
+    mem_gb: float
+    mode: Mode
+    hbm_gb: float
+
+
+class Layout:
+    """Groups by server: a mutable table that only exchanges change.
+
+    Attributes:
+        slots: Group index per server and slot, -1 for an unused slot, (num_servers, width).
+        frozen: Groups that no exchange may touch.
+    """
+
+    def __init__(self, instance: Instance, placement: Ints, frozen: Bools | None = None) -> None:
+        self.instance = instance
+        # As columns below, one entry more for the empty slot; None when every group may move.
+        self.frozen = None if frozen is None else np.append(frozen, False)
+        servers = instance.servers
+        self.class_of = servers.class_of
+        order = np.argsort(placement, kind="stable")
+        held = np.bincount(placement, minlength=servers.count)
+        width = int(servers.gpus.max())
+        self.slots = np.full((servers.count, width), -1, dtype=np.int64)
+        first = np.cumsum(held) - held
+        self.slots[placement[order], np.arange(len(order)) - first[placement[order]]] = order
+        # One row more than groups: index -1 reads the empty slot.
+        self.size = np.append(instance.tp, 0)
+        self.mem = np.vstack(
+            [instance.tp[:, None] * instance.r_gb, np.zeros((1, len(servers.counts)))]
+        )
+        self.cnt = np.vstack(
+            [instance.tp[:, None] * instance.sign, np.zeros((1, len(servers.counts)), np.int64)]
+        )
+
+    def window(self, order: int) -> int:
+        """Slots of a server that a round of exchanges of `order` groups looks at."""
+        return min(self.slots.shape[1], WINDOW if order == 1 else PAIR_WINDOW)
+
+    def shuffle(self, rng: np.random.Generator, order: int) -> None:
+        """Bring other groups of wide servers into the window; narrow servers stay as they are."""
+        if self.slots.shape[1] > self.window(order):
+            drawn = np.argsort(rng.random(self.slots.shape), axis=1)
+            self.slots = np.take_along_axis(self.slots, drawn, axis=1)
+
+    def placement(self) -> Ints:
+        """Server of each group."""
+        result = np.full(self.instance.num_groups, -1, dtype=np.int64)
+        server, slot = np.nonzero(self.slots >= 0)
+        result[self.slots[server, slot]] = server
+        return result
+
+    def mem_gb(self) -> Floats:
+        """Signed memory per server."""
+        total: Floats = self.mem[self.slots, self.class_of[:, None]].sum(axis=1)
+        return total
+
+    def counts(self) -> Ints:
+        """Producer minus consumer shards per server."""
+        total: Ints = self.cnt[self.slots, self.class_of[:, None]].sum(axis=1)
+        return total
+
+    def free(self) -> Ints:
+        """Unused GPUs per server."""
+        used: Ints = self.size[self.slots].sum(axis=1)
+        return self.instance.servers.capacity - used
+
+
+def subsets(width: int, order: int) -> Ints:
+    """All sets of at most `order` slots, padded with the extra slot `width`, (num_sets, order)."""
+    rows = [
+        chosen + (width,) * (order - count)
+        for count in range(order + 1)
+        for chosen in combinations(range(width), count)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, order)
+
+
+def excess(values: Floats, aim: Aim) -> Floats:
+    """GB by which memory sums exceed the aim."""
+    key = np.abs(values) if aim.mode is Mode.ABS else values
+    return np.maximum(key - aim.mem_gb, 0.0)
+
+
+def _cost(mem: Floats, cnt: Floats, aim: Aim, mean: float) -> Floats:
+    key = np.abs(cnt) if aim.mode is Mode.ABS else cnt
+    over = excess(mem, aim)
+    over_cnt = np.maximum(key - aim.cnt, 0) * aim.hbm_gb
+    return over * over + over_cnt * over_cnt + WHISPER * (mem - mean) ** 2
+
+
+def improve(
+    layout: Layout, a: Ints, b: Ints, table: Ints, aim: Aim, mean: float, *, tolerance: float = 0.0
+) -> int:
+    """Best exchange in each disjoint pair (a[i], b[i]); returns how many were made.
+
+    Args:
+        tolerance: GB squared by which a pair may get worse; 0 only accepts what is better.
+    """
+    if not len(a):
+        return 0
+    chunk = max(1, MAX_CELLS // (len(table) ** 2))
+    return sum(
+        _improve_chunk(layout, a[at : at + chunk], b[at : at + chunk], table, aim, mean, tolerance)
+        for at in range(0, len(a), chunk)
+    )
+
+
+def _improve_chunk(
+    layout: Layout, a: Ints, b: Ints, table: Ints, aim: Aim, mean: float, tolerance: float
+) -> int:
+    pairs = np.arange(len(a))
+    held_a, held_b = layout.slots[a], layout.slots[b]
+    pad = np.full((len(a), 1), -1, dtype=np.int64)
+    window = layout.window(table.shape[1])
+    from_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
+    from_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
+    kind_a, kind_b = layout.class_of[a][:, None, None], layout.class_of[b][:, None, None]
+
+    def change(column: Floats | Ints) -> tuple[Floats | Ints, Floats | Ints]:
+        """What each exchange adds to a and to b, (pairs, sets of a, sets of b)."""
+        if column.ndim == 1:
+            out_a = column[from_a].sum(axis=2)
+            out_b = column[from_b].sum(axis=2)
+            delta = out_b[:, None, :] - out_a[:, :, None]
+            return delta, -delta
+        lost_a, lost_b = column[from_a, kind_a].sum(axis=2), column[from_b, kind_b].sum(axis=2)
+        if len(layout.instance.servers.counts) == 1:
+            delta = lost_b[:, None, :] - lost_a[:, :, None]
+            return delta, -delta
+        won_a, won_b = column[from_b, kind_a].sum(axis=2), column[from_a, kind_b].sum(axis=2)
+        return won_a[:, None, :] - lost_a[:, :, None], won_b[:, :, None] - lost_b[:, None, :]
+
+    grow_a, grow_b = change(layout.size)
+    used = layout.size[held_a].sum(axis=1), layout.size[held_b].sum(axis=1)
+    capacity = layout.instance.servers.capacity
+    fits = (grow_a <= (capacity[a] - used[0])[:, None, None]) & (
+        grow_b <= (capacity[b] - used[1])[:, None, None]
+    )
+    if layout.frozen is not None:
+        fits &= ~layout.frozen[from_a].any(axis=2)[:, :, None]
+        fits &= ~layout.frozen[from_b].any(axis=2)[:, None, :]
+    mem_a = layout.mem[held_a, kind_a[:, :, 0]].sum(axis=1)
+    mem_b = layout.mem[held_b, kind_b[:, :, 0]].sum(axis=1)
+    cnt_a = layout.cnt[held_a, kind_a[:, :, 0]].sum(axis=1)
+    cnt_b = layout.cnt[held_b, kind_b[:, :, 0]].sum(axis=1)
+    more_a, more_b = change(layout.mem)
+    step_a, step_b = change(layout.cnt)
+    cost = _cost(mem_a[:, None, None] + more_a, cnt_a[:, None, None] + step_a, aim, mean) + _cost(
+        mem_b[:, None, None] + more_b, cnt_b[:, None, None] + step_b, aim, mean
+    )
+    cost[~fits] = np.inf
+    # Exchanging nothing, or like for like, is not a step.
+    cost[(np.abs(more_a) < GRAIN_GB) & (step_a == 0)] = np.inf
+    flat = cost.reshape(len(a), -1)
+    best = flat.argmin(axis=1)
+    now = _cost(mem_a, cnt_a, aim, mean) + _cost(mem_b, cnt_b, aim, mean)
+    better = np.nonzero(flat[pairs, best] < now + tolerance - 1e-9)[0]
+    set_a, set_b = np.divmod(best[better], len(table))
+    _swap(layout, a[better], b[better], table[set_a], table[set_b])
+    return len(better)
+
+
+def _swap(layout: Layout, a: Ints, b: Ints, sets_a: Ints, sets_b: Ints) -> None:
+    """Exchange slot sets; the longer side's surplus lands in slots that are unused."""
+    width, window = layout.slots.shape[1], layout.window(sets_a.shape[1])
+    sets_a = np.where(sets_a == window, width, sets_a)
+    sets_b = np.where(sets_b == window, width, sets_b)
+    wide = np.concatenate([layout.slots, np.full((len(layout.slots), 1), -1)], axis=1)
+    gone_a, gone_b = wide[a[:, None], sets_a], wide[b[:, None], sets_b]
+    wide[a[:, None], sets_a] = -1
+    wide[b[:, None], sets_b] = -1
+    for server, arriving in ((a, gone_b), (b, gone_a)):
+        for column in range(arriving.shape[1]):
+            group = arriving[:, column]
+            here = np.nonzero(group >= 0)[0]
+            rows = server[here]
+            spot = (wide[rows, :width] < 0).argmax(axis=1)
+            wide[rows, spot] = group[here]
+    layout.slots = wide[:, :width]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to search, in rounds: the same on every machine.
+
+    Attributes:
+        order: Most groups of a server that one exchange takes.
+        patience: Rounds without progress before giving up.
+        tolerance: By how much a pair may get worse on the way, in the unit of its cost.
+    """
+
+    rounds: int
+    order: int
+    patience: int = 30
+    tolerance: float = 0.0
+
+
+def balance(
+    layout: Layout,
+    aim: Aim,
+    rng: np.random.Generator,
+    budget: Budget,
+    effort: Effort,
+    *,
+    only_bad: bool = False,
+) -> float:
+    """Exchange until every server is within the aim, or nothing more is found.
+
+    Args:
+        effort: Its tolerance is in GB squared.
+        only_bad: Every round pairs the servers that exceed, and no others.
+
+    Returns:
+        The largest excess left, in GB (a count too large counts as H per shard); 0 when reached.
+    """
+    rounds, order = effort.rounds, effort.order
+    table = subsets(layout.window(order), order)
+    idle, best = 0, np.inf
+    best_slots, best_worst = layout.slots.copy(), np.inf
+    for index in range(rounds + 1):
+        mem, cnt = layout.mem_gb(), layout.counts()
+        mean = float(mem.mean())
+        key = np.abs(cnt) if aim.mode is Mode.ABS else cnt
+        over = excess(mem, aim) + np.maximum(key - aim.cnt, 0) * aim.hbm_gb
+        worst = float(over.max())
+        total = float((over * over).sum())
+        if worst < best_worst:
+            best_slots, best_worst = layout.slots.copy(), worst
+        if worst <= GRAIN_GB or index == rounds or budget.expired():
+            break
+        idle = 0 if total < best * 0.999 else idle + 1
+        best = min(best, total)
+        if idle > effort.patience:
+            break
+        layout.shuffle(rng, order)
+        extremes = index % 3 == 0 and (index < EARLY_ROUNDS or len(over) <= MAX_BAD)
+        if extremes and not only_bad:
+            by_mem = np.argsort(mem, kind="stable")
+            half = len(by_mem) // 2
+            a, b = by_mem[:half], by_mem[::-1][:half]
+            improve(layout, a, b, table, aim, mean)
+        else:
+            a, b = _bad_with_any(over, rng, MAX_BAD if order > 1 else len(over))
+            improve(layout, a, b, table, aim, mean, tolerance=effort.tolerance)
+    layout.slots = best_slots
+    return best_worst
+
+
+def _bad_with_any(over: Floats, rng: np.random.Generator, limit: int) -> tuple[Ints, Ints]:
+    """The servers that exceed, each with a partner drawn from the rest; a few of those as well."""
+    shuffled = rng.permutation(len(over))
+    shuffled = shuffled[np.argsort(-over[shuffled], kind="stable")]
+    half = len(shuffled) // 2
+    bad = int((over > GRAIN_GB).sum())
+    first = shuffled[: min(max(2 * bad, 8), half, limit)]
+    rest = rng.permutation(shuffled[len(first) :])
+    return first, rest[: len(first)]
