@@ -183,17 +183,8 @@ def chosen_groups(table: Roster, slots: Ints) -> list[list[int]]:
     if not table.kinds or not table.half:
         return chosen
     if table.way is Way.BY_KIND:
-        ranked = [
-            [
-                sorted(
-                    (g for g in row if g >= 0 and table.kind[g] == kind),
-                    key=lambda group: (float(table.r_gb[group]), group),
-                )
-                for kind in range(len(table.kinds))
-            ]
-            for row in slots.tolist()
-        ]
-        return _walk_back(prefixes(table, slots), ranked)
+        walked = _walk_back(prefixes(table, slots), table, slots)
+        return [[group for group in row if group >= 0] for row in walked.tolist()]
     if table.way is Way.BY_GROUP:
         for rows, ordered in by_consumers(table, slots):
             served = chosen_by_sets(table, ordered, levels(table, ordered))
@@ -203,33 +194,37 @@ def chosen_groups(table: Roster, slots: Ints) -> list[list[int]]:
     return [_walk_in_turn(table, slots[row : row + 1]) for row in range(len(slots))]
 
 
-def _walk_back(program: Prefixes, ranked: list[list[list[int]]]) -> list[list[int]]:
-    """Undo the program of each row: which group came last, and so on down to none.
+def _walk_back(program: Prefixes, table: Roster, slots: Ints) -> Ints:
+    """Undo the program of all rows at once: which group came last, and so on down to none.
 
-    Args:
-        ranked: Per row and kind, its groups with the neediest first.
+    Every state is visited once, those of most groups first, by the rows that pass through it.
+
+    Returns:
+        The served groups by their blocks, -1 where nobody gains from one, (rows, most blocks).
     """
-    final = np.stack([program.best[state] for state in program.states]).argmax(axis=0)
-    gains = {
-        (state, kind): gain
-        for state in program.states
-        for kind in range(len(program.needs))
-        if (gain := program.gain(state, kind)) is not None
-    }
-    result = []
-    for row, of_kind in enumerate(ranked):
-        state = program.states[int(final[row])]
-        order: list[int] = []
-        while any(state):
-            kind = max(
-                (kind for kind in range(len(state)) if (state, kind) in gains),
-                key=lambda kind: program.best[before(state, kind)][row] + gains[state, kind][row],
-            )
-            if gains[state, kind][row] > 0:
-                order.append(of_kind[kind][state[kind] - 1])
-            state = before(state, kind)
-        result.append(order[::-1])
-    return result
+    kind = table.kind[slots]
+    order = np.lexsort((slots, table.r_gb[slots], kind), axis=1)
+    ranked, kind = np.take_along_axis(slots, order, axis=1), np.take_along_axis(kind, order, axis=1)
+    first = [(kind < index).sum(axis=1) for index in range(len(program.needs))]
+    index_of = {state: index for index, state in enumerate(program.states)}
+    at = np.stack([program.best[state] for state in program.states]).argmax(axis=0)
+    blocks = np.full((len(slots), table.half), -1, dtype=np.int64)
+    for index in range(len(program.states) - 1, 0, -1):
+        rows = np.nonzero(at == index)[0]
+        if not len(rows):
+            continue
+        state = program.states[index]
+        gains = {k: program.gain(state, k) for k in range(len(state))}
+        last = [(k, gain[rows]) for k, gain in gains.items() if gain is not None]
+        reached = [program.best[before(state, k)][rows] + gain for k, gain in last]
+        chosen = np.stack(reached).argmax(axis=0)
+        for position, (k, gain) in enumerate(last):
+            here = chosen == position
+            own = rows[here]
+            at[own] = index_of[before(state, k)]
+            own = own[gain[here] > 0]
+            blocks[own, sum(state) - 1] = ranked[own, first[k][own] + state[k] - 1]
+    return blocks
 
 
 def _walk_in_turn(table: Roster, slots: Ints) -> list[int]:

@@ -1,9 +1,10 @@
 """Exchanges between pairs of servers: from a rough placement to a balanced one.
 
-Every round draws disjoint pairs of servers, tries in each pair all exchanges of up to `order`
-groups for up to `order` groups (an empty side is a move into unused GPUs, two singles may change
-places with a pair), and takes the best one of each pair if it lowers the pair's cost. All pairs
-are evaluated at once in numpy, so a round costs the same per GPU from a rack to 65,536 GPUs.
+Every round draws pairs of servers, tries in each pair all exchanges of up to `order` groups for up
+to `order` groups (an empty side is a move into unused GPUs, two singles may change places with a
+pair), and takes the best one of each pair if it lowers the pair's cost. Once few servers exceed,
+each is tried with many partners and takes the best of them. All pairs are evaluated at once in
+numpy, so a round costs the same per GPU from a rack to 65,536 GPUs.
 
 The cost of a server is the square of what it exceeds the wanted thresholds by, plus a whisper of
 its distance to the mean, which makes room for later exchanges. It never exchanges what would
@@ -33,10 +34,17 @@ the groups of wider servers take turns at random. The exchanges of a pair of ser
 fourth power of the slots that pairs of groups are taken from."""
 
 EARLY_ROUNDS: Final = 24
-"""Rounds in which a large cluster pairs extremes as well; later only servers that exceed."""
+"""Rounds in which a large cluster pairs extremes as well while more than `MAX_BAD` servers exceed;
+later only those that do."""
 
 MAX_BAD: Final = 256
-"""Servers that look for exchanges of two groups in one round, the worst first."""
+
+MAX_BAD_SINGLES: Final = 2_048
+MAX_BAD_PAIRS: Final = 256
+"""Pairs of servers in a round for those that exceed, for exchanges of single groups and of two."""
+
+ROOMIEST: Final = 3
+"""Times as many servers as are needed, those with most room, that partners are drawn from."""
 
 WHISPER: Final = 1e-6
 """Weight of the distance to the mean beside the squared excess."""
@@ -140,9 +148,11 @@ def _cost(mem: Floats, cnt: Floats, aim: Aim, mean: float) -> Floats:
 def improve(
     layout: Layout, a: Ints, b: Ints, table: Ints, aim: Aim, mean: float, *, tolerance: float = 0.0
 ) -> int:
-    """Best exchange in each disjoint pair (a[i], b[i]); returns how many were made.
+    """Best exchange in each pair (a[i], b[i]); returns how many were made.
 
     Args:
+        a: Servers that look for an exchange; one that is named several times takes its best.
+        b: Their partners, all distinct and none of them in `a`.
         tolerance: GB squared by which a pair may get worse; 0 only accepts what is better.
     """
     if not len(a):
@@ -203,7 +213,11 @@ def _improve_chunk(
     flat = cost.reshape(len(a), -1)
     best = flat.argmin(axis=1)
     now = _cost(mem_a, cnt_a, aim, mean) + _cost(mem_b, cnt_b, aim, mean)
-    better = np.nonzero(flat[pairs, best] < now + tolerance - 1e-9)[0]
+    gain = now - flat[pairs, best]
+    better = np.nonzero(gain > 1e-9 - tolerance)[0]
+    # A server with several partners takes the best of them.
+    better = better[np.argsort(-gain[better], kind="stable")]
+    better = np.sort(better[np.unique(a[better], return_index=True)[1]])
     set_a, set_b = np.divmod(best[better], len(table))
     _swap(layout, a[better], b[better], table[set_a], table[set_b])
     return len(better)
@@ -282,15 +296,22 @@ def balance(
         if idle > effort.patience:
             break
         layout.shuffle(rng, order)
-        extremes = index % 3 == 0 and (index < EARLY_ROUNDS or len(over) <= MAX_BAD)
-        if extremes and not only_bad:
+        bad = int((over > GRAIN_GB).sum())
+        many = bad > MAX_BAD and index < EARLY_ROUNDS
+        if index % 3 == 0 and not only_bad and (many or len(over) <= MAX_BAD):
             by_mem = np.argsort(mem, kind="stable")
             half = len(by_mem) // 2
             a, b = by_mem[:half], by_mem[::-1][:half]
             improve(layout, a, b, table, aim, mean)
         else:
-            a, b = _bad_with_any(over, rng, MAX_BAD if order > 1 else len(over))
-            improve(layout, a, b, table, aim, mean, tolerance=effort.tolerance)
+            limit = MAX_BAD_PAIRS if order > 1 else MAX_BAD_SINGLES
+            if index % 2:
+                a, b = _bad_with_any(over, rng, limit)
+            else:
+                a, b = _bad_with_roomy(over, mem, rng, limit)
+            # A server that exceeds by less than half of the worst's square does not show.
+            tolerance = min(effort.tolerance, worst * worst / 2)
+            improve(layout, a, b, table, aim, mean, tolerance=tolerance)
     layout.slots = best_slots
     return best_worst
 
@@ -304,3 +325,21 @@ def _bad_with_any(over: Floats, rng: np.random.Generator, limit: int) -> tuple[I
     first = shuffled[: min(max(2 * bad, 8), half, limit)]
     rest = rng.permutation(shuffled[len(first) :])
     return first, rest[: len(first)]
+
+
+def _bad_with_roomy(
+    over: Floats, mem: Floats, rng: np.random.Generator, limit: int
+) -> tuple[Ints, Ints]:
+    """The servers that exceed, each with several of those that have most room for what it has.
+
+    Near the mean few servers have room for more than a little, and a server of one group has few
+    exchanges to offer: the last ones find nobody among partners drawn from all.
+    """
+    bad = np.nonzero(over > GRAIN_GB)[0]
+    bad = bad[np.argsort(-over[bad], kind="stable")][: min(limit, len(over) // 2)]
+    side = np.sign(mem[bad] @ over[bad])
+    rest = np.setdiff1d(np.arange(len(over)), bad)
+    rest = rest[np.argsort(side * mem[rest], kind="stable")]
+    each = max(1, min(limit, len(rest)) // len(bad))
+    rest = rng.permutation(rest[: ROOMIEST * each * len(bad)])[: each * len(bad)]
+    return np.repeat(bad, each)[: len(rest)], rest

@@ -50,6 +50,11 @@ GOOD_GAP: Final = 0.001
 NEARLY: Final = 0.003
 """Relative gap at which exchanges of two groups are no longer worth their time."""
 
+PATIENCE: Final = 120
+PATIENCE_BEFORE_CONTENTS: Final = 30
+"""Rounds of exchanges of two groups without progress. Where contents can be listed they may soon
+prove that the aim cannot be reached."""
+
 LARGE_CLUSTER: Final = 600
 """Servers above which only those that exceed look for a partner."""
 
@@ -141,7 +146,8 @@ def solve_minmax(
     start = start_placement(instance, classes, space, cnt, mode, budget)
     if start is not None:
         best.offer(start, "dealing")
-        _exchange(best, start, aim, rng)
+        to_come = few and not best.tried_contents
+        _exchange(best, start, aim, rng, PATIENCE_BEFORE_CONTENTS if to_come else PATIENCE)
     if best.value <= best.bound + slack + GRAIN_GB or not few or best.tried_contents:
         return _at_least_anything(best)
     _by_contents(best, rng)
@@ -175,7 +181,9 @@ def forced_mem_gb(instance: Instance, mode: Mode) -> float:
     return float(least.max())
 
 
-def _exchange(best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator) -> None:
+def _exchange(
+    best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator, patience: int = PATIENCE
+) -> None:
     """Exchanges of single groups, then of up to two; small clusters search longer."""
     instance, budget = best.instance, best.budget
     layout = Layout(instance, start)
@@ -188,7 +196,8 @@ def _exchange(best: Incumbent, start: Ints, aim: Aim, rng: np.random.Generator) 
     # Racks have so many groups that single ones, in ever other windows, find more per second.
     order = 1 if layout.slots.shape[1] > WINDOW else 2
     if value > goal + GRAIN_GB:
-        balance(layout, aim, rng, budget, Effort(2 * best.rounds, order, 120, 2.0), only_bad=large)
+        effort = Effort(2 * best.rounds, order, patience, 2.0)
+        balance(layout, aim, rng, budget, effort, only_bad=large)
         best.offer(layout.placement(), "exchange")
 
 
