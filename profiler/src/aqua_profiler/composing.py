@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from aqua_profiler.cache import Cache
 from aqua_profiler.errors import EndpointError
-from aqua_profiler.estimating import Estimate, estimate, is_measured, meets
+from aqua_profiler.estimating import Estimate, estimate
 from aqua_profiler.journal import Journal
+from aqua_profiler.judging import is_measured, meets
 from aqua_profiler.objective import Objective
 from aqua_profiler.plan import Plan
 from aqua_profiler.searching import Verdict

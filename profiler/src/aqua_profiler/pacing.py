@@ -52,8 +52,11 @@ KERNEL: Final = 0.08
 
 NEAR_RATE: Final = 0.25
 FAR_WORTH: Final = 0.02
-RAMP_WORTH: Final = 0.05
 """Runs at other rates count less: others' prompts slow tokens down too, and come with the rate."""
+
+FILLING_WORTH: Final = 0.3
+"""Of a ramp, and of a run that was ended because it was too much: requests pass through each level
+once, on the way up, so that what is known of a level comes from a single moment."""
 
 LEAST_LONG: Final = 20
 LONG_BIN: Final = round(math.log(0.6) / GAP_BIN)
@@ -105,12 +108,12 @@ class Paced:
 
     Attributes:
         rate_per_s: Of its arrivals.
-        worth: How much its gaps count.
+        is_filling: A ramp, or ended because it was too much: it passed each level on its way up.
         parts: Its tables.
     """
 
     rate_per_s: float
-    worth: float
+    is_filling: bool
     parts: tuple[Paces, ...]
 
 
@@ -181,7 +184,12 @@ def sustained(
     assert server is not None
     assert near is not None
     reach = server.reach(near)
-    by_part = [place % PARTS for place in range(len(weighted))]
+    # A run that fills up is at each level once, so that it is left out as a whole or not at all.
+    by_part = [
+        (number if run.is_filling else place) % PARTS
+        for number, run in enumerate(runs)
+        for place in range(len(run.parts))
+    ]
     scatter = _scatter(weighted, by_part, gaps_per_request, allowed)
     # Parts of a run share its weather, and machines with neighbours have some: so whole runs, too.
     close = [run for run in runs if _worth(run, near) > CLOSE_WORTH]
@@ -212,10 +220,11 @@ def _scatter(
 
 
 def _worth(run: Paced, near_per_s: float | None) -> float:
+    worth = FILLING_WORTH if run.is_filling else 1.0
     if near_per_s is None:
-        return run.worth
+        return worth
     distance = math.log(run.rate_per_s / near_per_s) / NEAR_RATE
-    return run.worth * max(FAR_WORTH, math.exp(-0.5 * distance**2))
+    return worth * max(FAR_WORTH, math.exp(-0.5 * distance**2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ clock. It goes
    the rate for the price of about one run (the paper bisects within 1 to 10 requests/s);
 2. where requests queued, slightly above the capacity, until the capacity is known well enough; then
    to the rate that follows, to see the objective met in the steady state;
-3. where latency rises without a queue: halving the bracket by interpolation, then by the paper's
-   linear steps.
+3. where latency rises without a queue: halving the bracket by interpolation; then a little below
+   the estimate, to see the objective met, above it, to see it violated, and by the paper's linear
+   steps to both sides.
 
 Whatever contradicts the estimate moves it: all runs count in `estimating`, at every decision.
 
@@ -22,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from aqua_profiler.estimating import Estimate, estimate, is_measured, meets
+from aqua_profiler.estimating import Estimate, estimate
+from aqua_profiler.judging import is_measured, meets
 from aqua_profiler.objective import Objective, Run, Unloaded
 from aqua_profiler.summary import Summary
 
@@ -45,6 +47,12 @@ STEADY_BELOW: Final = 0.96
 fail by definition; a little below, a failure says that the estimate is wrong."""
 
 STEADY_FROM: Final = 0.88
+EXCEEDED_AT: Final = 1.15
+"""Of the estimate: where a curve's limit is seen exceeded before the search ends. From below, a
+rate that is too low looks like any other."""
+
+EXCEEDED_BY: Final = 1.18
+EXCEEDING_TRIES: Final = 2
 LEAST_WINDOW: Final = 20
 """Requests of a steady run, without its warm-up, that can confirm a rate."""
 
@@ -64,7 +72,7 @@ CURVE_PRECISION: Final = 1.5
 the scatter of whole runs already."""
 
 
-REQUESTS_PER_RATE: Final = 145.0
+REQUESTS_PER_RATE: Final = 170.0
 """Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
 0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
 
@@ -284,24 +292,33 @@ class _Planner:
         in_vain = sum(is_measured(run) and run.rate_per_s <= lone for run in self.runs)
         if not known.ok_per_s and in_vain >= TRIES_AT_THE_LEAST:
             return self.verdict("hardly more than one request at a time violates the objective")
-        if known.error <= CURVE_PRECISION * objective.precision and self._is_confirmed():
+        is_bracketed = self._is_confirmed() and self._is_exceeded()
+        if known.error <= CURVE_PRECISION * objective.precision and is_bracketed:
             return self.verdict("known to the precision asked for")
         if known.error > LEAST_PRECISION:
             return self._measure(self._towards_the_limit())
-        step = min(objective.step_per_s, RELATIVE_STEP * known.rate_per_s)
+        return self._measure(self._beside_the_estimate())
+
+    def _beside_the_estimate(self) -> float:
+        """Where a limit is known well: below it until that is seen, then above it, then both."""
+        known = self.known
+        assert known.rate_per_s is not None, known
+        step = min(self.objective.step_per_s, RELATIVE_STEP * known.rate_per_s)
         if known.drift:
             step = max(step, DRIFT_STEP * known.rate_per_s)
         if not self._is_confirmed():
-            # Below the estimate by a little more each time, until the objective is seen met.
+            # By a little more each time.
             tries = sum(
                 is_measured(run) and STEADY_FROM * known.rate_per_s <= run.rate_per_s
                 for run in self.runs
             )
             rate = STEADY_BELOW * known.rate_per_s - tries * step
-            return self._measure(max(rate, STEADY_FROM * known.rate_per_s))
+            return max(rate, STEADY_FROM * known.rate_per_s)
+        if not self._is_exceeded():
+            return EXCEEDED_AT * known.rate_per_s
         # To both sides of the estimate in turn: what is left of the budget goes where it matters.
         side = 1 if sum(run.rate_per_s > known.rate_per_s for run in self.runs) % 2 else -1
-        return self._measure(known.rate_per_s + side * step)
+        return known.rate_per_s + side * step
 
     def _towards_the_limit(self) -> float:
         """Where a limit is hardly known: from below, a run that is cut off teaches less."""
@@ -317,7 +334,18 @@ class _Planner:
             )
         if self._is_far_below() and 2 * low < known.violated_per_s:
             return max(2 * low, math.sqrt(low * high))
-        return math.sqrt(low * high) if low < 0.9 * high else 1.04 * known.rate_per_s
+        if low < 0.9 * high:
+            return math.sqrt(low * high)
+        return (1.04 if self._is_exceeded() else EXCEEDED_AT) * known.rate_per_s
+
+    def _is_exceeded(self) -> bool:
+        """A run not far above the estimate violated the objective, or there is no such run."""
+        rate = self.known.rate_per_s
+        assert rate is not None, self.known
+        near = [run for run in self.runs if not run.ramp and run.rate_per_s <= EXCEEDED_BY * rate]
+        if any(run.rate_per_s > rate and not meets(self.objective, run) for run in near):
+            return True
+        return sum(run.rate_per_s > 1.1 * rate for run in near) >= EXCEEDING_TRIES
 
     def _is_far_below(self) -> bool:
         """Hardly anything is known, but that the highest rate that met the limits did so easily."""

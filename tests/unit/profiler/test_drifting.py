@@ -70,8 +70,8 @@ def test_a_run_put_to_another_speed_is_as_if_it_had_been_made_at_it() -> None:
     found = [
         sustained([paced], run.gaps_per_request, 0.01)
         for run, paced in (
-            (usual, Paced(12.0, 1.0, usual.paces)),
-            (slow, rescaled(Paced(12.0, 1.0, slow.paces), 0.2)),
+            (usual, Paced(12.0, False, usual.paces)),
+            (slow, rescaled(Paced(12.0, False, slow.paces), 0.2)),
         )
     ]
     assert found[0] is not None

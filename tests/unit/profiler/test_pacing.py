@@ -26,7 +26,7 @@ def _paced(rate: float, seed: int, requests: int = 400) -> tuple[Paced, float, f
         SERVER, LENGTHS.drawn(seed), run, OBJECTIVE, UNLOADED, to_the_end=True, drain_s=60.0
     )
     assert summary.tbt_s is not None
-    return Paced(rate, 1.0, summary.paces), summary.gaps_per_request, summary.tbt_s
+    return Paced(rate, False, summary.paces), summary.gaps_per_request, summary.tbt_s
 
 
 def test_short_runs_below_the_limit_tell_where_it_is() -> None:
@@ -78,7 +78,7 @@ def test_tokens_that_never_slow_down_set_no_limit() -> None:
     ended_s = np.arange(0.5, 99.5, 0.1)
     gaps = (ended_s, np.full(ended_s.size, 0.02), np.full(ended_s.size, 4.0))
     parts = paces_of(changes, gaps, 0.1, 0.0, 100.0)
-    assert sustained([Paced(5.0, 1.0, parts)], 10.0, 0.01) is None
+    assert sustained([Paced(5.0, False, parts)], 10.0, 0.01) is None
 
 
 def test_a_queue_of_requests_does_not_make_tokens_slow() -> None:
@@ -86,7 +86,7 @@ def test_a_queue_of_requests_does_not_make_tokens_slow() -> None:
     server = Server(5, lambda _p, _r: 0.05, lambda _n, _r: 0.083)
     run = Run(8.0, seed=1, enough_requests=300, most_s=1e9, patience=1e9)
     summary, _ = drive(server, LENGTHS.drawn(1), run, OBJECTIVE, UNLOADED, to_the_end=True)
-    assert sustained([Paced(8.0, 1.0, summary.paces)], summary.gaps_per_request, 0.01) is None
+    assert sustained([Paced(8.0, False, summary.paces)], summary.gaps_per_request, 0.01) is None
 
 
 def test_gaps_and_seconds_are_kept_by_the_requests_in_the_system() -> None:

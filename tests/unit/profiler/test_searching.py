@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Final
 
 import pytest
 
-from aqua_profiler.lengths import Lengths, lengths_of
+from aqua_profiler.judging import meets
+from aqua_profiler.lengths import Lengths
 from aqua_profiler.objective import Objective, Unloaded
 from aqua_profiler.searching import Verdict, next_step
 from aqua_profiler.summary import Stop, Summary
+from harness.known_servers import CASES, CHAT
 from harness.queueing import (
     AnyServer,
     Server,
@@ -21,7 +22,6 @@ from harness.queueing import (
     true_rate_in_steps,
     unloaded_of,
 )
-from harness.stepping import StepServer
 
 BUDGET_S: Final = 600.0
 SEEDS: Final = 20
@@ -30,55 +30,34 @@ SWEEP_REQUESTS: Final = 200
 """At each rate of a plain linear sweep: no more than the search takes to see one rate's median."""
 
 
-def _chat(rows: int = 800) -> Lengths:
-    generator = random.Random(3)
-    return lengths_of(
-        [
-            (
-                max(1, min(4000, round(generator.lognormvariate(5.0, 1.0)))),
-                max(1, min(60, round(generator.lognormvariate(2.3, 0.7)))),
-            )
-            for _ in range(rows)
-        ]
-    )
-
-
-CHAT: Final = _chat()
-
-GAPS: Final = CHAT.mean_output - 1
-SERVERS: Final = {
-    "sixteen slots": Server(16, lambda _p, _r: 0.02, lambda _n, _r: (16 / 20 - 0.02) / GAPS),
-    "five slots": Server(5, lambda _p, _r: 0.05, lambda _n, _r: (5 / 5 - 0.05) / GAPS),
-    "one at a time": Server(1, lambda _p, _r: 0.05, lambda _n, _r: 0.0),
-}
-
-
-TOKEN_SERVERS: Final = {
-    "tokens slow down with each request": Server(
-        64, lambda _p, _r: 0.02, lambda n, _r: 0.02 + 0.004 * n
-    ),
-    "tokens of chance": Server(
-        64,
-        lambda _p, r: 0.05 * r.random(),
-        lambda n, r: (0.01 + 0.003 * n) * r.lognormvariate(0, 0.3),
-    ),
-}
+SLOTS: Final = ("sixteen slots", "five slots", "one at a time")
+TOKENS: Final = (
+    "tokens slow down with each request",
+    "tokens of chance",
+    "steps of a small engine",
+)
 
 
 def _search(
-    server: AnyServer, seed: int, objective: Objective, budget_s: float = BUDGET_S
+    server: AnyServer,
+    seed: int,
+    objective: Objective,
+    *,
+    lengths: Lengths = CHAT,
+    budget_s: float = BUDGET_S,
 ) -> tuple[Verdict, list[Summary], float]:
-    unloaded = unloaded_of(server, CHAT.drawn(seed), seed)
-    return search(lambda: server, CHAT, seed, objective, unloaded=unloaded, budget_s=budget_s)
+    unloaded = unloaded_of(server, lengths.drawn(seed), seed)
+    return search(lambda: server, lengths, seed, objective, unloaded=unloaded, budget_s=budget_s)
 
 
 def _sweep_requests(rate: float) -> int:
     return SWEEP_REQUESTS * (int(rate / SWEEP_STEP) + 1)
 
 
-@pytest.mark.parametrize("name", list(SERVERS))
+@pytest.mark.parametrize("name", SLOTS)
 def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) -> None:
-    server, objective = SERVERS[name], Objective()
+    server, objective = CASES[name].server, Objective()
+    assert isinstance(server, Server)
     truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=40_000)
     for seed in range(SEEDS):
         verdict, runs, used_s = _search(server, seed, objective)
@@ -90,23 +69,33 @@ def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) 
         assert used_s <= BUDGET_S, seed
 
 
-@pytest.mark.parametrize("name", list(TOKEN_SERVERS))
+@pytest.mark.parametrize("name", TOKENS)
 def test_a_limit_of_token_times_is_found_within_5_percent_on_20_seeds(name: str) -> None:
-    server, objective = TOKEN_SERVERS[name], Objective()
-    truth = true_rate_in_steps(server, CHAT, objective, low=5.0, high=40.0, requests=16_000)
+    case, objective = CASES[name], Objective()
+    truth = true_rate_in_steps(
+        case.server, case.lengths, objective, low=case.low, high=case.high, requests=16_000
+    )
+    exceeded = 0
     for seed in range(SEEDS):
-        verdict, runs, used_s = _search(server, seed, objective)
+        verdict, runs, used_s = _search(case.server, seed, objective, lengths=case.lengths)
         rate = verdict.estimate.rate_per_s
         assert rate is not None
         assert verdict.estimate.limited_by == "tbt", (seed, verdict)
         assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
         assert sum(run.sent for run in runs) <= _sweep_requests(truth) / 2, seed
         assert used_s <= BUDGET_S, seed
+        exceeded += any(
+            rate < run.rate_per_s < 1.2 * rate and not run.ramp and not meets(objective, run)
+            for run in runs
+        )
+    # A search ends once the limit was seen exceeded, or was looked for twice: also above it a run
+    # of half a minute may meet the objective by chance.
+    assert exceeded >= 0.75 * SEEDS
 
 
 def test_a_server_of_steps_is_not_found_faster_than_it_is() -> None:
     """Single searches are up to a tenth off where few gaps are slow for long; not to one side."""
-    server, objective = StepServer(base_s=0.02, decode_s=0.0024, prompt_token_s=1e-5), Objective()
+    server, objective = CASES["steps"].server, Objective()
     truth = true_rate_in_steps(server, CHAT, objective, low=5.0, high=40.0, requests=16_000)
     rates = [_search(server, seed, objective)[0].estimate.rate_per_s for seed in range(9)]
     found = sorted(rate for rate in rates if rate is not None)
@@ -115,14 +104,14 @@ def test_a_server_of_steps_is_not_found_faster_than_it_is() -> None:
 
 
 def test_the_same_seed_gives_the_same_search() -> None:
-    first = _search(SERVERS["five slots"], 3, Objective())
-    again = _search(SERVERS["five slots"], 3, Objective())
+    first = _search(CASES["five slots"].server, 3, Objective())
+    again = _search(CASES["five slots"].server, 3, Objective())
     assert first[0] == again[0]
     assert first[1] == again[1]
 
 
 def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
-    server, objective = SERVERS["five slots"], Objective()
+    server, objective = CASES["five slots"].server, Objective()
     verdict, runs, _ = _search(server, 4, objective)
     unloaded = unloaded_of(server, CHAT.drawn(4), 4)
     kept = [Summary.from_json(run.as_json()) for run in runs]
@@ -132,21 +121,21 @@ def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
 
 
 def test_a_short_budget_is_kept_and_makes_a_partial_profile() -> None:
-    verdict, _, used_s = _search(SERVERS["five slots"], 1, Objective(), budget_s=15.0)
+    verdict, _, used_s = _search(CASES["five slots"].server, 1, Objective(), budget_s=15.0)
     assert used_s < 15.5
     assert not verdict.complete
     assert verdict.estimate.confidence < 0.9
 
 
 def test_a_server_faster_than_the_highest_rate_allowed_is_said_to_be_so() -> None:
-    verdict, _, _ = _search(SERVERS["one at a time"], 1, Objective(max_rate_per_s=6.0))
+    verdict, _, _ = _search(CASES["one at a time"].server, 1, Objective(max_rate_per_s=6.0))
     assert verdict.at_cap
     assert verdict.complete
     assert verdict.estimate.rate_per_s == 6.0
 
 
 def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
-    server = Server(64, lambda _p, _r: 0.02, lambda n, _r: 0.02 + 0.004 * n)
+    server = CASES["tokens slow down with each request"].server
     verdict, runs, _ = _search(server, 2, Objective())
     assert verdict.estimate.limited_by == "tbt"
     assert verdict.estimate.rate_per_s is not None
@@ -155,7 +144,7 @@ def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
 
 
 def test_nothing_is_concluded_from_a_ramp_alone() -> None:
-    server, objective = SERVERS["sixteen slots"], Objective()
+    server, objective = CASES["sixteen slots"].server, Objective()
     unloaded = unloaded_of(server, CHAT.drawn(0), 0)
     ramp = next_step(objective, unloaded, [], left_s=600, budget_s=600, seed=0)
     assert not isinstance(ramp, Verdict)

@@ -1,0 +1,113 @@
+"""The profiler's search on servers whose sustained rate is known, on a virtual clock.
+
+    python benchmarks/profiler_search.py [--seeds 20] [--budget-s 600] [--only NAME] [--json]
+
+The servers are honest queues and engines that work in steps (`tests/harness`); their truth is found
+by brute force, with requests drawn one by one, and is itself good to 1 to 3%. Of each: the error of
+the rate found, how many searches are beyond 5%, how many ended without being sure (partial), the
+most requests sent as a share of a linear sweep's (200 at each step of 0.5 requests/s), and in how
+many searches a load at 1.2 times the rate that was found violates the objective in the long run.
+
+Bars: none beyond 5%, at most half of the sweep's requests, and a violation in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from aqua_profiler.objective import Objective
+from harness.known_servers import CASES, Case
+from harness.queueing import search, true_rate_in_steps, unloaded_of
+
+OVERLOAD: Final = 1.2
+TOLERANCE: Final = 0.05
+SWEEP_STEP_PER_S, SWEEP_REQUESTS = 0.5, 200
+TRUTH_REQUESTS: Final = 30_000
+
+
+def measure(case: Case, seeds: int, budget_s: float) -> dict[str, Any]:
+    """The figures of one server."""
+    objective = Objective()
+    truth = true_rate_in_steps(
+        case.server,
+        case.lengths,
+        objective,
+        low=case.low,
+        high=case.high,
+        requests=TRUTH_REQUESTS,
+    )
+    errors, partial, sent, reasons = [], 0, [], set()
+    for seed in range(seeds):
+        unloaded = unloaded_of(case.server, case.lengths.drawn(seed), seed)
+        verdict, runs, _ = search(
+            lambda: case.server,
+            case.lengths,
+            seed,
+            objective,
+            unloaded=unloaded,
+            budget_s=budget_s,
+        )
+        errors.append((verdict.estimate.rate_per_s or math.nan) / truth - 1)
+        partial += not verdict.complete
+        sent.append(sum(run.sent for run in runs))
+        reasons.add(verdict.estimate.limited_by or "nothing")
+    sweep = SWEEP_REQUESTS * (int(truth / SWEEP_STEP_PER_S) + 1)
+    return {
+        "limited_by": sorted(reasons),
+        "truth_per_s": truth,
+        "mean_error": statistics.fmean(errors),
+        "sd": statistics.stdev(errors) if seeds > 1 else 0.0,
+        "worst_error": max(errors, key=abs),
+        "beyond_5_percent": sum(abs(error) > TOLERANCE for error in errors),
+        "violated_at_1_2": sum((1 + error) * OVERLOAD > 1 for error in errors),
+        "partial": partial,
+        "requests_share": max(sent) / sweep,
+        "seeds": seeds,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("--seeds", type=int, default=20, help="searches of each server")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="of each search")
+    parser.add_argument("--only", help="servers whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    found = dict(rows(options.only or "", options.seeds, options.budget_s, show=not options.json))
+    if options.json:
+        print(json.dumps({"servers": found, "budget_s": options.budget_s}))
+
+
+def rows(
+    only: str, seeds: int, budget_s: float, *, show: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each server's figures, printed as they come."""
+    if show:
+        print(f"{'server':36}{'truth':>7}{'mean':>7}{'sd':>6}{'worst':>7}  >5% 1.2x part. requests")
+    for name, case in CASES.items():
+        if only not in name:
+            continue
+        row = measure(case, seeds, budget_s)
+        yield name, row
+        if show:
+            print(
+                f"{name:36}{row['truth_per_s']:7.2f}{row['mean_error']:+7.1%}{row['sd']:6.1%}"
+                f"{row['worst_error']:+7.1%}{row['beyond_5_percent']:5}"
+                f"{row['violated_at_1_2']:5}{row['partial']:6}{row['requests_share']:9.2f}"
+                f"  {'/'.join(row['limited_by'])}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
