@@ -12,6 +12,9 @@ which the clocks of the others stand still, so that all of them meet the same ma
     aqua        the paper's policy, preempted requests page into memory lent by another process
     best        our policy, likewise
 
+Without contention a second engine of vLLM's own (`control`) races, too: what it loses or gains
+against the first is what this machine makes of equal engines.
+
 Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
 Lengths are log-normal, as chat logs are; or arrivals and lengths come from a trace
 (`t_s,prompt_tokens,output_tokens` as CSV, gzipped or not), which is one burst.
@@ -30,6 +33,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -63,6 +67,7 @@ CALM_TRIAL_COUNT: Final = 100
 """Requests at the stable rate alone, for what one takes there."""
 
 POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
+CONTROL: Final = "control"
 IDLE: Final[list[Arrival]] = [(0.0, 64, 100)] * 8
 """Requests that fit into memory together: nobody waits, so nothing is to be decided."""
 IDLE_ROUNDS: Final = 15
@@ -106,7 +111,7 @@ def main(
         write_model(python, model, SHAPE)
         environment = stack.enter_context(lending(python, folder))
         engines = {}
-        for name, aqua in policies(slice_iterations).items():
+        for name, aqua in {**policies(slice_iterations), CONTROL: None}.items():
             note(f"starting {name}: {aqua or 'vLLM as it is'}")
             bench = Bench(python, model, blocks, aqua, environment)
             engines[name] = stack.enter_context(bench)
@@ -124,19 +129,20 @@ def main(
             rate, service_s, found = calm(engines["fcfs"], stable)
             inputs |= found | {"seed": seed}
             loads = [paper_burst(rate, service_s, seed + index) for index in range(bursts)]
-        raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in POLICY_NAMES}
+        raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in engines}
+        rivals = {name: engines[name] for name in POLICY_NAMES}
         for index, load in enumerate(loads):
             note(f"burst {index + 1} of {len(loads)}: {len(load)} requests")
-            for name, figures in race(engines, load).items():
+            for name, figures in race(rivals, load).items():
                 raw[name]["bursts"].append(figures)
         note("turns without contention")
-        rivals = {name: engines[name] for name in ("fcfs", "aqua", "best")}
+        rivals = {name: engines[name] for name in ("fcfs", "aqua", "best", CONTROL)}
         for _ in range(IDLE_ROUNDS):
             for name, figures in race(rivals, IDLE).items():
                 raw[name]["idle"].append(figures["rows"])
     summary = summarize(raw)
     if plot is not None:
-        draw({name: runs["bursts"][0]["rows"] for name, runs in raw.items()}, plot)
+        draw({name: raw[name]["bursts"][0]["rows"] for name in POLICY_NAMES}, plot)
     if as_json:
         inputs["loads"] = loads
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
@@ -277,10 +283,14 @@ def race(engines: dict[str, Bench], arrivals: list[Arrival]) -> dict[str, dict[s
     """All of them serve these, by turns; the rows of each and what else was measured."""
     for engine in engines.values():
         engine.begin(arrivals)
+    order = list(engines)
+    shuffler = random.Random(0)
     ended: dict[str, dict[str, Any]] = {}
     while len(ended) < len(engines):
-        for name, engine in engines.items():
-            if name not in ended and (figures := engine.go_on(TURN_S)) is not None:
+        # Whoever had the machine before leaves its caches: not always the same one.
+        shuffler.shuffle(order)
+        for name in order:
+            if name not in ended and (figures := engines[name].go_on(TURN_S)) is not None:
                 ended[name] = figures
     return ended
 
@@ -342,17 +352,21 @@ def summarize(raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     def of(name: str) -> dict[str, Any]:
         each = [
-            compare({who: runs["bursts"][index]["rows"] for who, runs in raw.items()}, name)
+            compare({who: raw[who]["bursts"][index]["rows"] for who in POLICY_NAMES}, name)
             for index in range(len(raw[name]["bursts"]))
         ]
-        idle = zip(raw["fcfs"]["idle"], raw[name]["idle"], strict=True)
         found = {key: statistics.median(row[key] for row in each) for key in each[0]}
-        found["idle_throughput_ratio"] = statistics.median(
-            throughput(with_aqua) / throughput(without) for without, with_aqua in idle
-        )
-        return {**found, "bursts": each}
+        return {**found, "idle_throughput_ratio": idle_ratio(raw, name), "bursts": each}
 
-    return of("aqua") | {"best": of("best")}
+    return of("aqua") | {"best": of("best"), "idle_control_ratio": idle_ratio(raw, CONTROL)}
+
+
+def idle_ratio(raw: dict[str, dict[str, Any]], name: str) -> float:
+    """Throughput of an engine over that of vLLM's own where nobody waits: the median round."""
+    return statistics.median(
+        throughput(its) / throughput(plain)
+        for plain, its in zip(raw["fcfs"]["idle"], raw[name]["idle"], strict=True)
+    )
 
 
 def compare(runs: dict[str, list[dict[str, float]]], name: str) -> dict[str, float]:
@@ -434,6 +448,7 @@ def show(summary: dict[str, Any]) -> None:
     for name, (relation, bar) in BARS.items():
         bars = f"{relation}{bar:g}", f"{BEST_BARS[name][0]}{BEST_BARS[name][1]:g}"
         print(f"{name:32}{summary[name]:8.3f}{bars[0]:>8}{best[name]:8.3f}{bars[1]:>8}")
+    print(f"{'idle_control_ratio':32}{summary['idle_control_ratio']:8.3f}")
     for who, found, bounds in (("paper", summary, BARS), ("best", best, BEST_BARS)):
         held = sum(all(holds(row[key], bounds[key]) for key in row) for row in found["bursts"])
         print(f"{who}: all but the idle bar hold on {held} of {count} bursts")

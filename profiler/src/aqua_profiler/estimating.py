@@ -81,15 +81,12 @@ class Estimate:
 def estimate(objective: Objective, unloaded: Unloaded, runs: Sequence[Summary]) -> Estimate:
     """The sustained rate, from everything measured so far."""
     capacity = capacity_of(runs)
-    queue: Option | None = None
+    queue = None
     if capacity is not None and unloaded.ttft_s < objective.ttft_s:
-        allowed, error = sustained_by(objective, unloaded, runs, capacity)
-        if drift := _drift(runs, allowed):
-            error = math.hypot(error, drift.error)
-        queue = (allowed, error, "ttft")
+        queue = _queue(objective, unloaded, runs, capacity)
     steady = [run for run in runs if is_measured(run)]
     ok = max((run.rate_per_s for run in steady if meets(objective, run)), default=0.0)
-    tokens = _tokens(objective, runs)
+    tokens = _tokens(objective, runs, math.inf if queue is None else queue[0])
     curve, violated = _curve(objective, runs, ok, queue)
     if tokens is not None and curve is not None and curve[2] == "tbt":
         if _contradicts(objective, runs, tokens[0], curve[0]):
@@ -128,8 +125,23 @@ def _contradicts(objective: Objective, runs: Sequence[Summary], rate: float, cur
     return CONTRADICTED * max(failed, curve) < rate and _drift(runs, rate) is None
 
 
-def _tokens(objective: Objective, runs: Sequence[Summary]) -> Option | None:
-    """The limit that token times set, if gaps beyond theirs have been seen."""
+def _queue(
+    objective: Objective, unloaded: Unloaded, runs: Sequence[Summary], capacity: Capacity
+) -> Option:
+    """The limit that waiting sets."""
+    rate, error = sustained_by(objective, unloaded, runs, capacity)
+    if drift := _drift(runs, rate):
+        rate, error = sustained_by(objective, unloaded, runs, capacity, spread=drift.spread)
+        error = math.hypot(error, drift.error)
+    return rate, error, "ttft"
+
+
+def _tokens(objective: Objective, runs: Sequence[Summary], ceiling: float) -> Option | None:
+    """The limit that token times set, if gaps beyond theirs have been seen.
+
+    Args:
+        ceiling: The rate at which a queue's limit holds.
+    """
     told = [run for run in runs if run.paces and run.gaps_per_request > 0]
     steady = [run for run in told if is_measured(run)] or told
     finished = sum(run.finished for run in steady)
@@ -138,7 +150,7 @@ def _tokens(objective: Objective, runs: Sequence[Summary]) -> Option | None:
     gaps = sum(run.gaps_per_request * run.finished for run in steady) / finished
     paced = [Paced(run.rate_per_s, not is_measured(run), run.paces) for run in told]
     allowed = 1 - objective.tbt_quantile
-    found = sustained(paced, gaps, allowed)
+    found = sustained(paced, gaps, allowed, ceiling_per_s=ceiling)
     if found is None:
         return None
     if drift := _drift(runs, found[0]):
@@ -147,7 +159,7 @@ def _tokens(objective: Objective, runs: Sequence[Summary]) -> Option | None:
             rescaled(entry, next(slowness)) if _is_near(run, found[0]) else entry
             for run, entry in zip(told, paced, strict=True)
         ]
-        found = sustained(paced, gaps, allowed)
+        found = sustained(paced, gaps, allowed, ceiling_per_s=ceiling)
         if found is None:
             return None
         found = (found[0], math.hypot(found[1], SPEED_ELASTICITY * drift.error))

@@ -165,11 +165,16 @@ def paces_of(
 
 
 def sustained(
-    runs: Sequence[Paced], gaps_per_request: float, allowed: float
+    runs: Sequence[Paced],
+    gaps_per_request: float,
+    allowed: float,
+    *,
+    ceiling_per_s: float = math.inf,
 ) -> tuple[float, float] | None:
     """The rate at which the share of slow gaps reaches `allowed`, and its relative error.
 
-    None where no run has had slow gaps enough to tell.
+    None where no run has had slow gaps enough to tell. Beyond `ceiling_per_s` another limit holds:
+    how far beyond token times reach theirs is then no part of the error.
     """
     parts = [part for run in runs for part in run.parts]
     if sum(count for part in parts for _, gap, count in part.gaps if gap > LONG_BIN) < LEAST_LONG:
@@ -190,13 +195,14 @@ def sustained(
         for number, run in enumerate(runs)
         for place in range(len(run.parts))
     ]
-    scatter = _scatter(weighted, by_part, gaps_per_request, allowed)
+    scatter = _scatter(weighted, by_part, gaps_per_request, allowed, ceiling_per_s)
     # Parts of a run share its weather, and machines with neighbours have some: so whole runs, too.
     close = [run for run in runs if _worth(run, near) > CLOSE_WORTH]
     if len(close) >= LEAST_RUNS:
         whole = [(part, _worth(run, near)) for run in close for part in run.parts]
         by_run = [place % PARTS for place, run in enumerate(close) for _ in run.parts]
-        scatter = max(scatter, _scatter(whole, by_run, gaps_per_request, allowed))
+        by_whole_run = _scatter(whole, by_run, gaps_per_request, allowed, ceiling_per_s)
+        scatter = max(scatter, by_whole_run)
     return near, math.hypot(LEAST_ERROR, scatter, REACH_ERROR * reach)
 
 
@@ -205,14 +211,18 @@ def _scatter(
     groups: Sequence[int],
     gaps_per_request: float,
     allowed: float,
+    ceiling_per_s: float,
 ) -> float:
     """Relative standard error, from leaving out one group after the other (jackknife)."""
     logs = []
     for group in sorted(set(groups)):
         rest = [pair for pair, own in zip(weighted, groups, strict=True) if own != group]
         server = _Server.of(rest, gaps_per_request)
-        found = None if server is None else server.crossing(allowed)
-        if found is None:
+        if server is None:
+            return UNTOLD_ERROR
+        # Without these, tokens might not be a limit at all, and then something else is.
+        found = min(server.crossing(allowed) or math.inf, ceiling_per_s)
+        if found == math.inf:
             return UNTOLD_ERROR
         logs.append(math.log(found))
     apart = np.array(logs) - np.mean(logs)

@@ -106,13 +106,27 @@ def _pooled(found: Iterable[tuple[float | None, float]]) -> float:
 
 
 def sustained_by(
-    objective: Objective, unloaded: Unloaded, runs: Sequence[Summary], capacity: Capacity
+    objective: Objective,
+    unloaded: Unloaded,
+    runs: Sequence[Summary],
+    capacity: Capacity,
+    *,
+    spread: float = 0.0,
 ) -> tuple[float, float]:
-    """The rate at which the wait's quantile reaches the limit: mean and relative error."""
-    spread = np.linspace(-3.2, 3.2, 65)
-    rates = capacity.per_s * np.exp(spread * capacity.error)[:, None]
+    """The rate at which the wait's quantile reaches the limit: mean and relative error.
+
+    Args:
+        objective: Which quantile and limit.
+        unloaded: What is no wait.
+        runs: The steady ones among them are evidence.
+        capacity: As measured.
+        spread: Of the machine's speed between runs, as a standard deviation of its logarithm: a
+            run closer to the capacity than that says nothing about it.
+    """
+    deviations = np.linspace(-3.2, 3.2, 65)
+    rates = capacity.per_s * np.exp(deviations * capacity.error)[:, None]
     factors = np.exp(np.linspace(-2.5, 2.5, 41) * FACTOR_SD)[None, :]
-    log_weight = -0.5 * spread[:, None] ** 2 - 0.5 * (np.log(factors) / FACTOR_SD) ** 2
+    log_weight = -0.5 * deviations[:, None] ** 2 - 0.5 * (np.log(factors) / FACTOR_SD) ** 2
     limit_s = objective.ttft_s - unloaded.ttft_s
     for run in runs:
         if not is_measured(run):
@@ -122,7 +136,8 @@ def sustained_by(
         expected = np.clip(expected, 0.5 / max(run.window, 1), SATURATED_SHARE)
         # A queue forgets, or above the capacity becomes endless, within about (1 + d) / (1 - rho)^2
         # requests: what is shorter says little.
-        memory = (1 + capacity.dispersion) / np.square(np.maximum(np.abs(1 - load), 1e-3))
+        distance = np.maximum(np.abs(1 - load) - spread, 1e-3)
+        memory = (1 + capacity.dispersion) / np.square(distance)
         worth = np.minimum(run.effective_count, run.window / memory)
         log_weight = log_weight - worth * _divergence(run.over_share, expected)
     weight = np.exp(log_weight - log_weight.max())
