@@ -106,6 +106,19 @@ def test_weights_decide_who_is_served() -> None:
     assert pairs(heavy_first) == {2: [0]}
 
 
+def test_the_neediest_of_one_weight_is_served_where_less_needy_ones_would_cover_as_much() -> None:
+    """Pairs of many weights make many kinds, so that sets of groups decide who is served."""
+    weight = [1.0, 1.1, 1.2, 1.3, 1.4]
+    match = matched(
+        [10, 5, -20, -25, -30, *(-10 for _ in weight)],
+        MatchingMode.STABLE,
+        tp=[1] * 5 + [2] * len(weight),
+        weight=[2.0] * 5 + weight,
+    )
+    assert blocking_pairs(match) == []
+    assert pairs(match) == {4: [0], 3: [1]}
+
+
 def test_links_prefer_the_fast_pair_over_the_large_one() -> None:
     links = [[0, 0, 1, 9], [0, 0, 9, 1], [1, 9, 0, 0], [9, 1, 0, 0]]
     fast = matched(

@@ -195,8 +195,8 @@ def _settle_singles(
 ) -> list[Service]:
     """Bound groups keep their producers; single shards change places until no pair blocks.
 
-    Consumers of one weight are simply zipped with what is left. Unequal weights start from the
-    program's blocks, because zipping by need could cost a heavy consumer more than a light one
+    Consumers of one weight are simply zipped by need with what is left. Unequal weights start from
+    the program's blocks, because zipping by need could cost a heavy consumer more than a light one
     gains. A pair that blocks then takes what it wants: its consumer needs more and weighs no less
     than the one it pushes out, so (min is supermodular) nothing is lost, and the sum of need x
     spare over matches grows with every step, so it ends.
@@ -215,8 +215,8 @@ def _settle_singles(
     rest = [b for b in borrowers if b.shards == 1 and b.group not in chosen]
     rest.sort(key=lambda b: (-b.weight, -b.gb, b.group))
     if len({borrower.weight for borrower in admitted + rest}) <= 1:
-        admitted += rest[: max(0, len(free) - len(admitted))]
-        admitted.sort(key=lambda b: (-b.gb, b.group))
+        # Of sets that cover as much the program takes any; the neediest would not stand for it.
+        admitted = sorted(admitted + rest, key=lambda b: (-b.gb, b.group))
         return bound + [Service(b, (x,)) for b, x in zip(admitted, free, strict=False)]
     # Positions in `free` are by falling spare; whoever comes after its end has no producer.
     seated = {(s.lenders[0].group, s.lenders[0].shard): s.borrower for s in services}
