@@ -13,15 +13,11 @@ is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from aqua_placer.problem.columns import Bools, Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB, Instance
-
-CELLS: Final = 4_000_000
-"""Consumers x producers priced at once: 32 MB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +56,8 @@ class Prices:
     constant: float
 
 
-def sides(
-    instance: Instance, most: tuple[int, int], *, rounded_up: bool = False
-) -> tuple[Side, Side]:
-    """Lenders and borrowers of an instance, merged down to about `most` kinds.
-
-    Args:
-        rounded_up: Kinds have the largest size of what they merge rather than the mean, so that
-            what bounds them bounds the instance.
-    """
+def sides(instance: Instance, most: tuple[int, int] | None = None) -> tuple[Side, Side]:
+    """Lenders and borrowers of an instance, merged down to about `most` kinds or not at all."""
     gpus = instance.servers.gpus
     spare = np.maximum(instance.r_gb, 0.0)
     fits: Bools = 2 * instance.tp[:, None] <= gpus[None, :]
@@ -80,21 +69,20 @@ def sides(
     alike = np.ones((instance.num_groups, 2))
     demand = np.column_stack([instance.tp, instance.weight])
     return (
-        _side(spare, lending, shards, alike, most[0], rounded_up=rounded_up),
-        _side(need, borrowing, np.ones_like(shards), demand, most[1], rounded_up=rounded_up),
+        _side(spare, lending, shards, alike, None if most is None else most[0]),
+        _side(need, borrowing, np.ones_like(shards), demand, None if most is None else most[1]),
     )
 
 
-def _side(
-    size_gb: Floats, members: Ints, count: Ints, demand: Floats, most: int, *, rounded_up: bool
-) -> Side:
+def _side(size_gb: Floats, members: Ints, count: Ints, demand: Floats, most: int | None) -> Side:
     """Kinds by `demand` (tp, weight) and size; neighbours in size are merged."""
     grains = np.rint(size_gb[members] / GRAIN_GB)
     keys = np.column_stack([demand[members], grains.sum(axis=1), grains])
     _, first, kind = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     kind = kind.reshape(-1)
-    is_merged = len(first) > most
+    is_merged = most is not None and len(first) > most
     if is_merged:
+        assert most is not None, "only then are kinds merged"
         _, pair = np.unique(demand[members], axis=0, return_inverse=True)
         pair = pair.reshape(-1)
         levels = max(3, most // (int(pair.max()) + 1))
@@ -112,11 +100,8 @@ def _side(
         np.float64
     )
     size = np.zeros((len(first), size_gb.shape[1]))
-    if rounded_up:
-        np.maximum.at(size, kind, size_gb[members])
-    else:
-        np.add.at(size, kind, count[members, None] * size_gb[members])
-        size /= total[:, None]
+    np.add.at(size, kind, count[members, None] * size_gb[members])
+    size /= total[:, None]
     of_group = np.full(len(size_gb), -1, dtype=np.int64)
     of_group[members] = kind
     tp, weight = demand[members][first].T
@@ -134,6 +119,8 @@ class Pricing:
         self.price = price[self.order]
         self.count = lenders.count[self.order]
         self.cost = {size: self._cheapest(size) for size in sizes}
+        # Consumers of one size want the same few blocks.
+        self._shards: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def _cheapest(self, size: int) -> Floats:
         """Price of the `size` cheapest shards among the first p lenders, by p; inf if too few."""
@@ -151,12 +138,15 @@ class Pricing:
                 cost[at] = sum(held)
         return cost
 
-    def shards(self, size: int, at: int) -> Ints:
+    def shards(self, size: int, at: int) -> tuple[int, ...]:
         """The cheapest `size` shards among the first `at` + 1 lenders, as kinds of lenders."""
-        cheap = np.argsort(self.price[: at + 1], kind="stable")
-        held = np.repeat(cheap, np.minimum(self.count[cheap], size).astype(np.int64))[:size]
-        kinds: Ints = self.order[np.sort(held)]
-        return kinds
+        found = self._shards.get((size, at))
+        if found is None:
+            cheap = np.argsort(self.price[: at + 1], kind="stable")
+            held = np.repeat(cheap, np.minimum(self.count[cheap], size).astype(np.int64))[:size]
+            found = tuple(self.order[np.sort(held)].tolist())
+            self._shards[size, at] = found
+        return found
 
     def gains(self, borrowers: Side, members: Ints, kind: int) -> Floats:
         """Worth less price of the best block of each member by its weakest lender, (members, p)."""
@@ -169,6 +159,20 @@ class Pricing:
         )
         return gains
 
+    def most(self, size: int, worth: float, need_gb: Floats) -> Floats:
+        """The largest of `gains` for groups of one size and weight, a search per group.
+
+        Among lenders who have more than is needed the last one costs least, because the cheapest
+        shards among more lenders cannot cost more. Among the others what is needed plays no part.
+        """
+        cost = np.append(np.inf, self.cost[size])
+        lending = worth * self.spare - self.cost[size]
+        weaker = np.append(np.maximum.accumulate(lending[::-1])[::-1], -np.inf)
+        # `spare` falls: so many lenders have at least what is needed.
+        enough = np.searchsorted(-self.spare, -need_gb, side="right")
+        most: Floats = np.maximum(worth * need_gb - cost[enough], weaker[enough])
+        return most
+
 
 def bound_at(instance: Instance, prices: Prices, sides_: tuple[Side, Side]) -> float:
     """Lagrange's bound: what no placement exceeds, at these prices of the lenders of `sides_`."""
@@ -179,15 +183,12 @@ def bound_at(instance: Instance, prices: Prices, sides_: tuple[Side, Side]) -> f
         pricing = Pricing(lenders, kind, prices.lender, sizes)
         if not len(pricing.spare):
             continue
-        for size in sizes:
+        for size, weight in np.unique(np.stack([borrowers.tp, borrowers.weight]), axis=1).T:
             if 2 * size > gpus:
                 continue
-            members = np.nonzero(borrowers.tp == size)[0]
-            chunk = max(1, CELLS // len(pricing.spare))
-            for at in range(0, len(members), chunk):
-                part = members[at : at + chunk]
-                gains = pricing.gains(borrowers, part, kind).max(axis=1)
-                best[part] = np.maximum(best[part], gains - prices.block.get((kind, size), 0.0))
+            here = np.nonzero((borrowers.tp == size) & (borrowers.weight == weight))[0]
+            most = pricing.most(int(size), weight * size, borrowers.size_gb[here, kind])
+            best[here] = np.maximum(best[here], most - prices.block.get((kind, int(size)), 0.0))
     return float(prices.constant + lenders.count @ prices.lender + borrowers.count @ best)
 
 

@@ -29,12 +29,14 @@ GRAINS: Final = ((24, 48), (80, 160), (240, 360))
 """Kinds of producers and of consumers in the program, in turn: beyond, neighbours in size are
 merged. The prices of the coarse program tell the fine one which columns to begin with."""
 
+FINEST: Final = (600, 900)
+MANY_GROUPS: Final = 4_000
+"""One grain more, a second or two, where thousands of groups would be merged into a few hundred
+kinds: half a thousandth of the coverage, which exchanges could not regain in that time."""
+
 MAX_ROUNDS: Final = 80
 SMOOTHING: Final = 0.7
 """Share of the best known prices in those that columns are made at."""
-
-PRICED: Final = (4_000, 8_000)
-"""Kinds that the final bound tells apart: half a second where all sizes of 65,536 GPUs differ."""
 
 TRACE: Final = 1e-9
 WORTHWHILE_GB: Final = 1e-7
@@ -293,7 +295,7 @@ class BlockProgram:
                 worthwhile = np.take_along_axis(gains, best, axis=1) > least
                 for row, at in zip(*np.nonzero(worthwhile), strict=True):
                     shards = pricing.shards(size, int(best[row, at]))
-                    found.append((int(members[row]), kind, tuple(shards.tolist())))
+                    found.append((int(members[row]), kind, shards))
         return found
 
     def whole(self, duals: Floats, budget: Budget, seed: int) -> list[tuple[Block, int]]:
@@ -409,7 +411,8 @@ def solve_blocks(
         return Blocks(0.0, nobody, nobody)
     program.add(program.first_blocks())
     found = _converged(program, budget, None)
-    for grain in GRAINS[1:]:
+    finer = (FINEST,) if instance.num_groups > MANY_GROUPS else ()
+    for grain in (*GRAINS[1:], *finer):
         if found is None or not program.is_merged or budget.expired():
             break
         relaxed, prices, _ = found
@@ -425,7 +428,7 @@ def solve_blocks(
     relaxed, prices, bound = found
     chosen = program.largest_parts(relaxed.times)
     if program.is_merged:
-        fine = sides(instance, PRICED, rounded_up=True)
+        fine = sides(instance)
         bound = bound_at(instance, spread(prices, program.lenders, fine[0]), fine)
     elif len(program.columns) <= 2 * OFFERED_BLOCKS:
         program.add(program.best_columns(prices, None, WIDENED))

@@ -24,8 +24,9 @@ from aqua_placer.problem.columns import Bools, Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB, Instance
 from aqua_placer.programs.thresholds import Mode
 
-MAX_CELLS: Final = 400_000
-"""Exchanges evaluated at once: bounds the memory of a round to some 40 MB."""
+MAX_CELLS: Final = 60_000
+"""Exchanges evaluated at once: half a MB a column, so that columns stay in the cache and the
+allocator keeps their memory; with more, fresh pages took most of a round."""
 
 WINDOW: Final = 16
 PAIR_WINDOW: Final = 8
@@ -39,9 +40,12 @@ later only those that do."""
 
 MAX_BAD: Final = 256
 
-MAX_BAD_SINGLES: Final = 2_048
+MAX_BAD_SINGLES: Final = 4_096
 MAX_BAD_PAIRS: Final = 256
 """Pairs of servers in a round for those that exceed, for exchanges of single groups and of two."""
+
+MAX_PARTNERS: Final = 64
+"""Partners that a server which exceeds is tried with in one round."""
 
 ROOMIEST: Final = 3
 """Times as many servers as are needed, those with most room, that partners are drawn from."""
@@ -305,7 +309,7 @@ def balance(
             improve(layout, a, b, table, aim, mean)
         else:
             limit = MAX_BAD_PAIRS if order > 1 else MAX_BAD_SINGLES
-            if index % 2:
+            if index % 2 or bad > limit:
                 a, b = _bad_with_any(over, rng, limit)
             else:
                 a, b = _bad_with_roomy(over, mem, rng, limit)
@@ -340,6 +344,6 @@ def _bad_with_roomy(
     side = np.sign(mem[bad] @ over[bad])
     rest = np.setdiff1d(np.arange(len(over)), bad)
     rest = rest[np.argsort(side * mem[rest], kind="stable")]
-    each = max(1, min(limit, len(rest)) // len(bad))
+    each = min(MAX_PARTNERS, max(1, min(limit, len(rest)) // len(bad)))
     rest = rng.permutation(rest[: ROOMIEST * each * len(bad)])[: each * len(bad)]
     return np.repeat(bad, each)[: len(rest)], rest
