@@ -395,7 +395,11 @@ def _deliver(plan: Plan, output: Path | None, *, as_json: bool) -> None:
     typer.echo(f"balance      {plan.max_abs_mem_gb:g} GB and {plan.max_abs_cnt} models at most")
     typer.echo(f"matches      {len(plan.matches)} shards, {len(plan.unmatched)} groups unmatched")
     if plan.moves:
-        typer.echo(f"migrations   {plan.migrations} shards, {len(plan.moves)} steps")
+        least = plan.migrations_bound
+        proven = f" (at least {least} are needed)" if least else ""
+        if least == plan.migrations:
+            proven = " (proven fewest)"
+        typer.echo(f"migrations   {plan.migrations} shards{proven}, {len(plan.moves)} steps")
     typer.echo(f"seconds      {plan.solve_seconds:.3f} ({plan.cpu_seconds:.3f} CPU), {plan.solver}")
 
 

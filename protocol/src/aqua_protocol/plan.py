@@ -119,6 +119,9 @@ class Plan(Wire):
     matches: list[Match]
     unmatched: list[Unmatched]
     migrations: int = Field(default=0, description="Shards that leave their server.")
+    migrations_bound: int = Field(
+        default=0, description="No placement as balanced reaches the target with fewer."
+    )
     moves: list[Move] = Field(default_factory=list)
     plan_hash: str = ""
 

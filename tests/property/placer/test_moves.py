@@ -75,6 +75,42 @@ def test_the_limit_on_moves_holds(seed: int, max_moves: int, in_place: bool) -> 
     execute(later, today, plan)
 
 
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.integers(0, 50),
+    st.sampled_from(["tpmix", "tpmix-cont", "refmix-cont"]),
+    st.booleans(),
+    st.sampled_from([1.0, 0.9]),
+)
+def test_more_moves_never_cover_less(
+    seed: int, family: str, in_place: bool, occupancy: float
+) -> None:
+    problem = generate(family, 64, seed, occupancy=occupancy)
+    today = place(instance_from(problem), Request(), Budget(30))
+    servers = [entry.server_index for entry in today.assignments]
+    later = instance_from(churned(problem, servers, 0.15, seed, in_place=in_place))
+    last = 0.0
+    for limit in range(14):
+        plan, result = relocate(later, None, Request(), Relocation(0.0, limit), Budget(30))
+        assert plan.migrations <= limit
+        assert plan.migrations_bound <= plan.migrations or not result.reached
+        assert check_plan(later, plan).passed
+        assert plan.coverage_gb >= last - 1e-6, limit
+        last = plan.coverage_gb
+
+
+def test_the_same_seed_moves_the_same_groups() -> None:
+    problem = generate("tpmix-cont", 256, 1)
+    today = place(instance_from(problem), Request(), Budget(30))
+    servers = [entry.server_index for entry in today.assignments]
+    later = instance_from(churned(problem, servers, 0.1, 1, in_place=True))
+    first, second = (
+        relocate(later, None, Request(seed=3), Relocation(), Budget(30))[0] for _ in range(2)
+    )
+    assert first.moves
+    assert first.plan_hash == second.plan_hash
+
+
 def test_a_plan_that_still_fits_moves_nothing() -> None:
     instance = instance_from(generate("tpmix", 128, 0))
     today = place(instance, Request(), Budget(30))

@@ -1,13 +1,15 @@
-"""Re-placement with few types: the exchange that gains most per migrated shard, of all there are.
+"""Re-placement by cycles of replacements, the one of most use per migrated shard first.
 
-What a server gains by giving up a group of type k for one of type l depends on the server alone,
-not on where the other group comes from. So the gains of all servers are a table (server, k, l), an
-exchange is a cycle over types (k for l here, l for m there, m for k elsewhere), and the best one
-takes the best servers for each of its steps: no sampling of pairs. Cycles of two and three are
-looked at; after each only its servers are priced anew.
+`gains` tells what each place gains by each group. Two places that exchange their groups are a cycle
+of two; of three, every place gives its group to the next. All cycles of two are ranked, and all of
+three that begin with one of the best replacements (a cycle that pays in sum pays from one of its
+places on); the best ranked are computed exactly, and made while none has touched their servers.
 
-Greedy, so not a proof of the least number of migrations. Groups of unlike size never change places
-here; `replanning` does that afterwards where the target is not yet reached.
+The path does not depend on the limit of moves: it is the same for all limits and ends where one
+would be exceeded, with what the shards that are left buy. So a larger limit never covers less.
+
+Greedy, so not a proof of the least number of migrations. Groups change places with groups of their
+size or with unused GPUs; `replanning` tries others where the target is not yet reached.
 """
 
 from __future__ import annotations
@@ -20,175 +22,271 @@ import numpy as np
 from aqua_placer.budget import Budget
 from aqua_placer.problem.columns import Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB
+from aqua_placer.replan.gains import NEVER, Gains, priced
 from aqua_placer.search.exchange import Layout
-from aqua_placer.search.pursuit import MAX_ROWS, Judge
+from aqua_placer.search.pursuit import Judge, packed, scarcer_side
 
-MAX_TYPES: Final = 24
-"""Types up to which all cycles of three are looked at, 27 (TYPES ^ 3) at once."""
+MAX_PLACES: Final = 1_200
+"""Places of one table: the cells are their square, 12 MB a column."""
 
-MAX_SERVERS: Final = 1_000
-"""Above this rounds of many exchanges at once are quicker, and a few more moves weigh less."""
+STARTS: Final = 600
+"""Replacements that cycles of three begin with, those that gain most at the price of the best cycle
+of two: a fraction of all that gain anything, and the table's width each."""
 
-RANKS: Final = 3
-"""Best servers per step that are kept: a cycle of three needs three different ones."""
+OFFERED: Final = 48
+"""Cycles of each length whose gain is computed exactly."""
+
+CLOSE: Final = 0.93
+"""Use of a cycle, beside the best, with which it is made in the same round."""
+
+FREE: Final = 0.5
+"""Shards that a cycle without migrations counts as: better than any of the same gain that has."""
+
+FALL: Final = 0.7
+LEAST_USE: Final = 0.1
+"""Where not all servers fit a table: from one pass over the servers to the next, the share that the
+wanted GB per shard falls to; and the GB at which the search gives up."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
-    """Per (k, l) the best servers to give k for l: their gain, cost in shards and number."""
+class Offered:
+    """Cycles with what they really gain, the most useful first.
 
+    Attributes:
+        places: Each place holds next what the one after it holds now; -1 fills up cycles of two.
+    """
+
+    places: Ints
     gain: Floats
     cost: Floats
-    server: Ints
+
+
+@dataclass
+class Spent:
+    """Shards that migrated so far, and the most that may.
+
+    Attributes:
+        is_out: The limit has cut the path short: nothing further may be made.
+    """
+
+    limit: int | None
+    shards: int = 0
+    is_out: bool = False
+
+    def allows(self, shards: int) -> bool:
+        """Whether so many more may migrate."""
+        return self.limit is None or self.shards + shards <= self.limit
 
 
 class Cycles:
-    """Exchanges of groups of one size, best first, on a layout and its prices."""
+    """Cycles of replacements on a layout and its prices, until a goal."""
 
-    def __init__(self, layout: Layout, judge: Judge, prices: Floats, home: Ints) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        judge: Judge,
+        prices: Floats,
+        home: Ints,
+        goal_gb: float,
+        rng: np.random.Generator,
+    ) -> None:
         self.layout, self.judge, self.prices, self.home = layout, judge, prices, home
-        types = layout.instance.types
-        self.tp, self.of_group = types.tp, types.of_group
-        self.example = np.zeros(len(types.tp), dtype=np.int64)
-        self.example[types.of_group] = np.arange(len(types.of_group))
-        count = len(types.tp)
-        servers = layout.instance.servers.count
-        self.gain = np.full((servers, count, count), -np.inf)
-        self.cost = np.zeros((servers, count))
-        self._price(np.arange(servers))
+        self.goal_gb, self.rng = goal_gb, rng
 
-    @staticmethod
-    def suit(layout: Layout) -> bool:
-        """Whether there are few enough types and servers."""
-        instance = layout.instance
-        return len(instance.types.tp) <= MAX_TYPES and instance.servers.count <= MAX_SERVERS
+    def run(self, spent: Spent, budget: Budget) -> None:
+        """Make cycles until the goal is covered, nothing pays or the shards are used up."""
+        count = len(self.layout.slots)
+        at_once = self._servers_at_once()
+        if count <= at_once:
+            self._exhaust(np.arange(count), 0.0, spent, budget)
+            return
+        scarce = scarcer_side(self.layout)
+        floor = np.inf
+        while floor > LEAST_USE and not self._ends(spent, budget):
+            loss = self.prices + scarce[self.layout.slots, self.layout.class_of[:, None]].sum(
+                axis=1
+            )
+            # A cycle brings no more than its servers lose now, and one of them gains per shard.
+            losing = np.argsort(-loss, kind="stable")
+            floor = min(floor, float(loss.max())) * FALL
+            losing = losing[loss[losing] >= floor]
+            for at in range(0, len(losing), at_once // 2):
+                own = losing[at : at + at_once // 2]
+                rest = np.setdiff1d(np.arange(count), own)
+                donors = self.rng.permutation(rest)[: at_once - len(own)]
+                self._exhaust(np.concatenate([own, donors]), floor, spent, budget)
+                if self._ends(spent, budget):
+                    break
 
-    def run(self, goal_gb: float, max_shards: int | None, budget: Budget) -> int:
-        """Exchange until `goal_gb` is covered, nothing pays or the shards are used up.
+    def _servers_at_once(self) -> int:
+        rooms = 0 if self.layout.instance.is_full else len(np.unique(self.layout.instance.tp))
+        return max(2, MAX_PLACES // (self.layout.slots.shape[1] + rooms))
 
-        Returns:
-            Shards that were moved.
-        """
-        moved = 0
-        while not budget.expired():
-            missing = goal_gb + float(self.prices.sum())
-            if missing <= GRAIN_GB:
+    def _missing_gb(self) -> float:
+        return self.goal_gb + float(self.prices.sum())
+
+    def _ends(self, spent: Spent, budget: Budget) -> bool:
+        return spent.is_out or budget.expired() or self._missing_gb() <= GRAIN_GB
+
+    def _exhaust(self, servers: Ints, floor: float, spent: Spent, budget: Budget) -> None:
+        """Make the cycles among these servers that bring `floor` GB per shard."""
+        gains = Gains(self.layout, self.judge, self.prices, self.home, servers)
+        position = np.full(len(self.layout.slots), -1, dtype=np.int64)
+        position[servers] = np.arange(len(servers))
+        while not self._ends(spent, budget):
+            touched = self._make(gains, floor, spent)
+            if not touched:
                 break
-            left = np.inf if max_shards is None else max_shards - moved
-            cycle = self._best(missing, left)
-            if cycle is None:
+            gains.refresh(position[np.array(sorted(touched))])
+
+    def _make(self, gains: Gains, floor: float, spent: Spent) -> set[int]:
+        """One round: the best cycles that have no server in common; returns their servers."""
+        offered = self._offers(gains, floor, None)
+        touched: set[int] = set()
+        least = 0.0
+        for places, gain, cost in zip(
+            offered.places, offered.gain.tolist(), offered.cost.tolist(), strict=True
+        ):
+            missing = self._missing_gb()
+            use = _use(gain, cost, missing)
+            # What is left to gain has changed, and with it the ranks.
+            overshoots = bool(touched) and gain > missing
+            if missing <= GRAIN_GB or use < least or overshoots:
                 break
-            moved += self._make(cycle)
-        return moved
-
-    def _price(self, servers: Ints) -> None:
-        """Gains of every single replacement on these servers."""
-        layout = self.layout
-        self.gain[servers] = -np.inf
-        self.cost[servers] = np.inf
-        held = layout.slots[servers]
-        row, slot = np.nonzero(held >= 0)
-        group = held[row, slot]
-        free = np.ones(len(group), dtype=bool)
-        if layout.frozen is not None:
-            free = ~layout.frozen[group]
-        row, slot, group = row[free], slot[free], group[free]
-        kind = self.of_group[group]
-        # A group that came from elsewhere, or from nowhere, leaves for free.
-        stays = self.home[group] == servers[row]
-        np.minimum.at(self.cost, (servers[row], kind), np.where(stays, self.tp[kind], 0.0))
-        _, first = np.unique(row * len(self.tp) + kind, return_index=True)
-        row, slot, kind = row[first], slot[first], kind[first]
-        alike = self.tp[kind][:, None] == self.tp[None, :]
-        alike[np.arange(len(kind)), kind] = False
-        which, other = np.nonzero(alike)
-        for at in range(0, len(which), MAX_ROWS):
-            part, into = which[at : at + MAX_ROWS], other[at : at + MAX_ROWS]
-            here = servers[row[part]]
-            rows = layout.slots[here]
-            rows[np.arange(len(part)), slot[part]] = self.example[into]
-            place = layout.class_of[here]
-            mem = layout.mem[rows, place[:, None]].sum(axis=1)
-            cnt = layout.cnt[rows, place[:, None]].sum(axis=1)
-            price = self.judge.price(rows, place, mem, cnt)
-            self.gain[here, kind[part], into] = self.prices[here] - price
-
-    def _steps(self) -> _Steps:
-        ranks = min(RANKS, len(self.gain))
-        best = np.argsort(-self.gain, axis=0, kind="stable")[:ranks]
-        gain = np.take_along_axis(self.gain, best, axis=0)
-        kinds = np.arange(self.gain.shape[1])
-        cost = self.cost[best, kinds[None, :, None]]
-        return _Steps(gain.transpose(1, 2, 0), cost.transpose(1, 2, 0), best.transpose(1, 2, 0))
-
-    def _best(self, missing_gb: float, left: float) -> list[tuple[int, int, int]] | None:
-        """The cycle of most use per shard as (server, gives, gets), or None when none pays."""
-        steps = self._steps()
-        chosen, most = None, 0.0
-        for length in (2, 3):
-            letters, ranks = "klm"[:length], "abc"[:length]
-            terms = [(letters[i] + letters[(i + 1) % length], ranks[i]) for i in range(length)]
-            shape = "".join(letters) + "".join(ranks)
-
-            def spread(column: Floats | Ints, pair: str, rank: str, shape: str = shape) -> Floats:
-                axes = [pair[0], pair[1], rank]
-                ordered = sorted(axes, key=shape.index)
-                turned = np.transpose(column, [axes.index(axis) for axis in ordered])
-                sizes = dict(zip(ordered, turned.shape, strict=True))
-                wide: Floats = turned.reshape([sizes.get(axis, 1) for axis in shape])
-                return wide
-
-            gain = sum(spread(steps.gain, *term) for term in terms)
-            cost = sum(spread(steps.cost, *term) for term in terms)
-            servers = [spread(steps.server, *term) for term in terms]
-            apart = servers[0] != servers[1]
-            if len(servers) == RANKS:
-                apart = apart & (servers[1] != servers[2]) & (servers[0] != servers[2])
-            pays = apart & (gain > GRAIN_GB) & (cost <= left)
-            if not np.any(pays):
+            least = max(least, CLOSE * use)
+            here = set(gains.server[places[places >= 0]].tolist())
+            if touched & here:
                 continue
-            # Beyond what is missing a gain is of no use: then the cheaper exchange is better.
-            use = np.zeros(pays.shape)
-            np.divide(np.minimum(gain, missing_gb), np.maximum(cost, 0.5), out=use, where=pays)
-            at = np.unravel_index(int(use.argmax()), use.shape)
-            if use[at] > most * (1 + 1e-9):
-                most = float(use[at])
-                index = dict(zip(shape, (int(i) for i in at), strict=True))
-                chosen = [
-                    (
-                        int(steps.server[index[pair[0]], index[pair[1]], index[rank]]),
-                        index[pair[0]],
-                        index[pair[1]],
-                    )
-                    for pair, rank in terms
-                ]
-        return chosen
+            if not spent.allows(int(cost)):
+                self._fill(gains, gain, int(cost), spent, touched)
+                break
+            self._turn(gains, places)
+            spent.shards += int(cost)
+            touched |= here
+        return touched
 
-    def _make(self, cycle: list[tuple[int, int, int]]) -> int:
-        """Move one group per step; returns the shards that left their server of today."""
-        slots = self.layout.slots
-        leaving: dict[int, tuple[int, int]] = {}
-        moved = 0
-        for server, gives, _ in cycle:
-            spots = [
-                spot
-                for spot, group in enumerate(slots[server].tolist())
-                if group >= 0
-                and self.of_group[group] == gives
-                and not (self.layout.frozen is not None and self.layout.frozen[group])
-            ]
-            spot = min(spots, key=lambda at: bool(self.home[slots[server, at]] == server))
-            group = int(slots[server, spot])
-            moved += int(self.tp[gives]) * int(self.home[group] == server)
-            leaving[gives] = (group, spot)
-        for server, gives, gets in cycle:
-            slots[server, leaving[gives][1]] = leaving[gets][0]
-        touched = np.array([server for server, _, _ in cycle])
-        layout = self.layout
-        place = layout.class_of[touched]
-        rows = slots[touched]
-        mem = layout.mem[rows, place[:, None]].sum(axis=1)
-        cnt = layout.cnt[rows, place[:, None]].sum(axis=1)
-        self.prices[touched] = self.judge.price(rows, place, mem, cnt)
-        self._price(touched)
-        return moved
+    def _offers(self, gains: Gains, floor: float, most_cost: int | None) -> Offered:
+        """The best ranked cycles, exactly: those that bring `floor` per shard, best first."""
+        missing = self._missing_gb()
+        pairs, use = _pairs(gains, missing, most_cost)
+        threes = _threes(gains, max(floor, use), most_cost)
+        cycles = np.concatenate([pairs, threes])
+        gain, cost = self._exactly(gains, cycles)
+        worth = np.minimum(gain, missing) / np.maximum(cost, FREE)
+        keep = (gain > GRAIN_GB) & (worth >= floor)
+        if most_cost is not None:
+            keep &= cost <= most_cost
+        order = np.lexsort((-gain, -worth))
+        order = order[keep[order]]
+        return Offered(cycles[order], gain[order], cost[order])
+
+    def _exactly(self, gains: Gains, cycles: Ints) -> tuple[Floats, Floats]:
+        """What cycles gain and cost."""
+        after = _next(cycles)
+        real = cycles >= 0
+        rows, server = gains.content(cycles[real], gains.group[after[real]])
+        gain, cost = np.zeros(cycles.shape), np.zeros(cycles.shape)
+        gain[real] = self.prices[server] - priced(self.layout, self.judge, rows, server)
+        cost[real] = gains.cost[cycles[real], after[real]]
+        total: Floats = gain.sum(axis=1)
+        shards: Floats = cost.sum(axis=1)
+        return total, shards
+
+    def _turn(self, gains: Gains, places: Ints) -> None:
+        """Make one cycle."""
+        places = places[places >= 0]
+        rows, server = gains.content(places, gains.group[np.roll(places, -1)])
+        self.prices[server] = priced(self.layout, self.judge, rows, server)
+        self.layout.slots[server] = packed(rows, self.layout.slots.shape[1])
+
+    def _fill(
+        self, gains: Gains, most_gain: float, most_cost: int, spent: Spent, touched: set[int]
+    ) -> None:
+        """Spend what is left when the next cycle costs too much: on the best one or two others.
+
+        They may not gain more than that cycle, so that a limit that allows it covers as much.
+        """
+        spent.is_out = True
+        assert spent.limit is not None, "only a limit cuts the path short"
+        left = spent.limit - spent.shards
+        gains.refresh(np.nonzero(np.isin(gains.servers, sorted(touched)))[0])
+        # A pool for every number of shards up to what is left: with more left it only grows.
+        pools = [self._offers(gains, 0.0, cost) for cost in range(min(left, most_cost - 1) + 1)]
+        pool = [
+            (gain, int(cost), set(gains.server[places[places >= 0]].tolist()), places)
+            for offered in pools
+            for places, gain, cost in zip(
+                offered.places, offered.gain.tolist(), offered.cost.tolist(), strict=True
+            )
+        ]
+        best: tuple[float, int, list[Ints]] = (0.0, 0, [])
+        for index, (gain, cost, servers, places) in enumerate(pool):
+            if best[0] < gain <= most_gain and cost <= left:
+                best = gain, cost, [places]
+            for other_gain, other_cost, others, more in pool[:index]:
+                total = gain + other_gain
+                fits = cost + other_cost <= left and not servers & others
+                if fits and best[0] < total <= most_gain:
+                    best = total, cost + other_cost, [places, more]
+        for places in best[2]:
+            self._turn(gains, places)
+        spent.shards += best[1]
+
+
+def _use(gain: float, cost: float, missing_gb: float) -> float:
+    """GB per shard; beyond what is missing a gain is of no use."""
+    return min(gain, missing_gb) / max(cost, FREE)
+
+
+def _next(cycles: Ints) -> Ints:
+    """The place whose group each place gets."""
+    after = np.roll(cycles, -1, axis=1)
+    short = cycles[:, -1] < 0
+    after[short, 1] = cycles[short, 0]
+    return after
+
+
+def _pairs(gains: Gains, missing_gb: float, most_cost: int | None) -> tuple[Ints, float]:
+    """Cycles of two by what they bring per shard, and the most that one brings."""
+    x, y = np.nonzero(gains.gain > GRAIN_GB)
+    back = gains.gain[y, x]
+    # Where both gain, the pair is found from both sides.
+    once = (back > NEVER / 2) & ((back <= GRAIN_GB) | (x < y))
+    x, y, back = x[once], y[once], back[once]
+    total = gains.gain[x, y] + back
+    cost = gains.cost[x, y] + gains.cost[y, x]
+    use = np.minimum(total, missing_gb) / np.maximum(cost, FREE)
+    use[total <= GRAIN_GB] = 0.0
+    if most_cost is not None:
+        use[cost > most_cost] = 0.0
+    best = _largest(use)
+    cycles = np.column_stack([x[best], y[best], np.full(len(best), -1)])
+    return cycles, float(use.max(initial=0.0))
+
+
+def _threes(gains: Gains, use: float, most_cost: int | None) -> Ints:
+    """Cycles of three that bring more than `use` per shard."""
+    profit = gains.gain - use * gains.cost
+    most_here, most_there = profit.max(axis=1), profit.max(axis=0)
+    x, y = np.nonzero(profit > GRAIN_GB)
+    hoped = profit[x, y] + most_here[y] + most_there[x]
+    first = _largest(hoped, STARTS)
+    x, y = x[first], y[first]
+    total = profit[x, y][:, None] + profit[y] + profit[:, x].T
+    if most_cost is not None:
+        cost = gains.cost[x, y][:, None] + gains.cost[y] + gains.cost[:, x].T
+        total[cost > most_cost] = 0.0
+    best = _largest(total.ravel())
+    start, z = np.divmod(best, total.shape[1])
+    return np.column_stack([x[start], y[start], z])
+
+
+def _largest(values: Floats, count: int = OFFERED) -> Ints:
+    """Positions of the largest positive values, at most `count`, in a fixed order."""
+    positive = np.nonzero(values > GRAIN_GB)[0]
+    if len(positive) > count:
+        worst = np.partition(values[positive], len(positive) - count)[len(positive) - count]
+        above = positive[values[positive] > worst]
+        ties = positive[values[positive] == worst][: count - len(above)]
+        positive = np.sort(np.concatenate([above, ties]))
+    return positive

@@ -92,7 +92,7 @@ def relocate(
         moves=moves,
         migrations=result.migrated_shards,
     )
-    return plan, result
+    return plan.model_copy(update={"migrations_bound": result.bound}), result
 
 
 def _gpus_today(instance: Instance, own: Sequence[list[int]] | None) -> list[list[int] | None]:

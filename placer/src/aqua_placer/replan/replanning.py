@@ -1,10 +1,12 @@
 """Re-placement: reach the target again with few migrations.
 
 Starts from today's placement. Groups without a place are put where they cover most, for free.
-Then single exchanges are bought at a falling price: as long as a migrated shard costs many GB of
-coverage only the best exchanges are worth it, and the search stops as soon as the target is
-reached within epsilon, or the migrations are used up. What an exchange brings is exact (the
-coverage of both servers), what it costs is exact too (a shard that returns home refunds its toll).
+With few types `fewest` then says which migrations are needed. Else, and where they are limited to
+less, `cycles` makes the replacements of most use; and where these do not suffice, exchanges of up
+to two groups for two are sampled and bought at a falling price: as long as a migrated shard costs
+many GB of coverage only the best are worth it. The search stops as soon as the target is reached
+within epsilon, or the migrations are used up. What an exchange brings is exact (the coverage of
+both servers), what it costs is exact too (a shard that returns home refunds its toll).
 
 The target is the coverage that a fresh solve finds (or the min-max value, for those objectives),
 so "within epsilon" is a promise about the optimum, not about today.
@@ -22,7 +24,8 @@ from aqua_placer.errors import ProblemInvalidError
 from aqua_placer.problem.columns import Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB, Instance
 from aqua_placer.programs.thresholds import Mode
-from aqua_placer.replan.cycles import Cycles
+from aqua_placer.replan.cycles import Cycles, Spent
+from aqua_placer.replan.fewest import fewest_migrations
 from aqua_placer.search.dealing import first_fit, worst
 from aqua_placer.search.exchange import Aim, Layout, subsets
 from aqua_placer.search.packing import pack
@@ -41,11 +44,14 @@ from aqua_placer.solvers.constrained import constrained_groups, repair
 from aqua_protocol.plan import Objective
 
 FALLING_PRICES: Final = (
-    *(1e6, 45.0, 35.0, 28.0, 24.0, 20.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.5, 6.0, 5.0),
+    *(45.0, 35.0, 28.0, 24.0, 20.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.5, 6.0, 5.0),
     *(4.0, 3.0, 2.0, 1.2, 0.7, 0.3, 0.1),
 )
-"""GB of coverage that a migrated shard costs, round by round. The first price only lets groups
-without a home move; a pair of GPUs seldom covers more than 60 GB."""
+"""GB of coverage that a migrated shard costs, round by round; a pair of GPUs seldom covers more
+than 60 GB."""
+
+FREE_PRICE: Final = 1e6
+"""At this price only groups without a home move."""
 
 FREE_ROUNDS: Final = 14
 ROUNDS_PER_PRICE: Final = 4
@@ -72,11 +78,16 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """The new placement and what it took."""
+    """The new placement and what it took.
+
+    Attributes:
+        bound: Shards that migrate at least, whatever reaches the target and keeps the balance.
+    """
 
     placement: Ints
     migrated_shards: int
     reached: bool
+    bound: int = 0
 
 
 def replace_groups(
@@ -93,32 +104,23 @@ def replace_groups(
     """
     start = _with_arrivals(instance, budget, seed)
     frozen = constrained_groups(instance) if instance.is_constrained else None
-    layout = Layout(instance, start, frozen)
-    home = np.append(instance.current, -1)
-    size = np.append(instance.tp, 0)
-    judge = _judge(layout, target)
-    prices = judge.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
-    rng = np.random.default_rng(seed)
-    search = _Search(layout, judge, prices, target, max_moves, rng)
-    arrivals = bool((instance.current < 0).any())
-    if target.objective is Objective.COVERAGE and not arrivals and Cycles.suit(layout):
-        Cycles(layout, judge, prices, home).run(target.goal, max_moves, budget)
-    for price in FALLING_PRICES:
-        toll = Toll(home, size, price)
-        free = price == FALLING_PRICES[0]
-        if free and not arrivals:
-            continue
-        for turn in range(FREE_ROUNDS if free else ROUNDS_PER_PRICE):
-            if budget.expired() or (search.reached() and not free):
-                break
-            made = search.round(toll, order=2 if turn % 2 else 1, everyone=free and turn % 4 == 0)
-            if not made and turn % 2:
-                break
-        budget.report("re-placing", -float(prices.sum()), target.goal)
-    search.trim(home, size)
-    placement = layout.placement()
-    moved = int(Toll(home, size, 1.0).shards(layout.slots, np.arange(len(layout.slots))).sum())
-    return Replaced(placement, moved, search.reached())
+    search = _Search(Layout(instance, start, frozen), target, max_moves, seed)
+    search.settle_arrivals(budget)
+    if search.reached() and not search.migrated():
+        return search.result()
+    fewest = None
+    if target.objective is Objective.COVERAGE:
+        start, aim = search.layout.placement(), search.judge.aim
+        fewest = fewest_migrations(instance, start, aim, target.goal, budget, seed)
+    if fewest is None:
+        return search.run(budget)
+    fits = fewest.placement is not None and (max_moves is None or fewest.shards <= max_moves)
+    if not (fits and fewest.is_proven):
+        found = replace(search.run(budget), bound=fewest.bound)
+        if not fits or (found.reached and found.migrated_shards < fewest.shards):
+            return found
+    assert fewest.placement is not None, "only what there is fits the limit"
+    return Replaced(fewest.placement, fewest.shards, reached=True, bound=fewest.bound)
 
 
 def _judge(layout: Layout, target: Target) -> Judge:
@@ -133,25 +135,52 @@ def _judge(layout: Layout, target: Target) -> Judge:
 
 
 class _Search:
-    """Exchanges at a price; applied best first, so that a limit on moves cuts the worst."""
+    """From a layout to the target: newcomers, then cycles, then sampled exchanges at a price.
 
-    def __init__(
-        self,
-        layout: Layout,
-        judge: Judge,
-        prices: Floats,
-        target: Target,
-        max_moves: int | None,
-        rng: np.random.Generator,
-    ) -> None:
-        self.layout = layout
-        self.judge = judge
-        self.prices = prices
-        self.target = target
-        self.max_moves = max_moves
-        self.rng = rng
+    Exchanges are made best first, and what is made does not depend on the limit of moves: it ends
+    where one would exceed it, and the best layout on the way remains, so a larger limit never gets
+    less.
+    """
+
+    def __init__(self, layout: Layout, target: Target, max_moves: int | None, seed: int) -> None:
+        instance = layout.instance
+        self.layout, self.target = layout, target
+        self.judge = _judge(layout, target)
+        self.prices = np.zeros(len(layout.slots))
+        self._price()
+        self.home, self.size = np.append(instance.current, -1), np.append(instance.tp, 0)
+        self.rng = np.random.default_rng(seed)
         self.scarce = scarcer_side(layout)
         self.tables = {order: subsets(layout.window(order), order) for order in (1, 2)}
+        self.spent = Spent(max_moves)
+        self.best = np.inf, self.layout.slots
+
+    def settle_arrivals(self, budget: Budget) -> None:
+        """Let newcomers change places among themselves and with free GPUs: that costs nothing."""
+        if bool((self.layout.instance.current < 0).any()):
+            self.rounds(self._toll(FREE_PRICE), FREE_ROUNDS, budget)
+
+    def run(self, budget: Budget) -> Replaced:
+        """Migrate until the target is met, nothing pays or the limit is used up."""
+        if self.target.objective is Objective.COVERAGE:
+            self.spent.shards = self.migrated()
+            goal = self.target.goal
+            cycles = Cycles(self.layout, self.judge, self.prices, self.home, goal, self.rng)
+            cycles.run(self.spent, budget)
+        for price in FALLING_PRICES:
+            if self.reached() or self.spent.is_out or budget.expired():
+                break
+            self.rounds(self._toll(price), ROUNDS_PER_PRICE, budget)
+            budget.report("re-placing", -float(self.prices.sum()), self.target.goal)
+        if self.best[0] < float(self.prices.sum()):
+            self.layout.slots = self.best[1]
+            self._price()
+        self.trim()
+        return self.result()
+
+    def result(self) -> Replaced:
+        """What the layout is now."""
+        return Replaced(self.layout.placement(), self.migrated(), self.reached())
 
     def reached(self) -> bool:
         """Whether the target is met now."""
@@ -160,6 +189,35 @@ class _Search:
         mode = Mode(self.target.objective.value)
         cnt, mem = worst(self.layout.instance, self.layout.placement(), mode)
         return self.layout.instance.hbm_gb * cnt + mem <= self.target.goal + GRAIN_GB
+
+    def migrated(self) -> int:
+        """Shards that are away from home now."""
+        slots = self.layout.slots
+        return int(self._toll(1.0).shards(slots, np.arange(len(slots))).sum())
+
+    def _price(self) -> None:
+        layout = self.layout
+        mem, cnt = layout.mem_gb(), layout.counts()
+        self.prices[:] = self.judge.price(layout.slots, layout.class_of, mem, cnt)
+
+    def _remember(self) -> None:
+        """Keep what an exchange is about to give up for migrations that it saves."""
+        total = float(self.prices.sum())
+        if total < self.best[0]:
+            self.best = total, self.layout.slots.copy()
+
+    def _toll(self, gb_per_shard: float) -> Toll:
+        return Toll(self.home, self.size, gb_per_shard)
+
+    def rounds(self, toll: Toll, count: int, budget: Budget) -> None:
+        """Rounds at a price until the target is met, nothing pays or the limit cuts them short."""
+        free = toll.gb_per_shard >= FREE_PRICE
+        for turn in range(count):
+            if budget.expired() or self.spent.is_out or (self.reached() and not free):
+                break
+            made = self.round(toll, order=2 if turn % 2 else 1, everyone=free and turn % 4 == 0)
+            if not made and turn % 2:
+                break
 
     def round(self, toll: Toll, *, order: int, everyone: bool) -> bool:
         """Look at pairs, find the best exchange of each, make those that pay; True if any was."""
@@ -188,14 +246,16 @@ class _Search:
             )
             if offers is not None:
                 made = self._make(offers, *pairs, toll) or made
-                if self.reached() and toll.gb_per_shard < FALLING_PRICES[0]:
+                if self.spent.is_out:
+                    break
+                if self.reached() and toll.gb_per_shard < FREE_PRICE:
                     break
         return made
 
-    def trim(self, home: Ints, size: Ints) -> None:
+    def trim(self) -> None:
         """Undo what the target turns out not to need: the last exchanges overshoot it."""
-        toll = Toll(home, size, FALLING_PRICES[0])
-        layout = self.layout
+        toll = self._toll(FREE_PRICE)
+        layout, home = self.layout, self.home
         for _ in range(MAX_TRIMS):
             if not self.reached():
                 return
@@ -245,7 +305,7 @@ class _Search:
         count = min(len(loss), max(2, most // max(len(losing), 1)))
         partners = [self.rng.permutation(len(loss))[:count] for _ in losing]
         a, b = np.repeat(losing, count), np.concatenate([losing[:0], *partners])
-        least = toll.gb_per_shard if toll.gb_per_shard < FALLING_PRICES[0] else 0.0
+        least = toll.gb_per_shard if toll.gb_per_shard < FREE_PRICE else 0.0
         keep = (a != b) & (loss[a] + loss[b] >= least)
         return a[keep], b[keep]
 
@@ -270,8 +330,12 @@ class _Search:
                 continue
             if moves[index] > 0 and self.reached():
                 break
-            if self.max_moves is not None and used + int(moves[index]) > self.max_moves:
-                continue
+            if self.spent.limit is not None and used + int(moves[index]) > self.spent.limit:
+                # Cheaper ones further down would make another path than a larger limit takes.
+                self.spent.is_out = True
+                break
+            if gain[index] < 0:
+                self._remember()
             used += int(moves[index])
             touched |= both
             one = np.array([index])

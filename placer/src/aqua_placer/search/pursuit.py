@@ -172,8 +172,8 @@ def _exchange(
 def adopt(layout: Layout, prices: Floats, a: Ints, b: Ints, offers: Offers) -> None:
     """Make the exchanges: all of them, `a` and `b` being their servers."""
     width = layout.slots.shape[1]
-    layout.slots[a] = _packed(offers.rows_a, width)
-    layout.slots[b] = _packed(offers.rows_b, width)
+    layout.slots[a] = packed(offers.rows_a, width)
+    layout.slots[b] = packed(offers.rows_b, width)
     prices[a] = offers.price_a
     prices[b] = offers.price_b
 
@@ -319,7 +319,7 @@ def _after(held: Ints, pair: Ints, gone: Ints, arriving: Ints, window: int) -> I
     return np.concatenate([rows[:, :-1], arriving], axis=1)
 
 
-def _packed(rows: Ints, width: int) -> Ints:
+def packed(rows: Ints, width: int) -> Ints:
     """Groups first, empty slots cut off down to `width`."""
     order = np.argsort(rows < 0, axis=1, kind="stable")
     return np.take_along_axis(rows, order, axis=1)[:, :width]
