@@ -12,8 +12,9 @@ which the clocks of the others stand still, so that all of them meet the same ma
     aqua        the paper's policy, preempted requests page into memory lent by another process
     best        our policy, likewise
 
-Without contention a second engine of vLLM's own (`control`) races, too: what it loses or gains
-against the first is what this machine makes of equal engines.
+Without contention a second engine of vLLM's own (`control`) races, too, and the two together are
+what others are measured by: equal engines differ by percents, and what the second loses or gains
+against the first says by how many.
 
 Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
 Lengths are log-normal, as chat logs are; or arrivals and lengths come from a trace
@@ -70,7 +71,7 @@ POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
 CONTROL: Final = "control"
 IDLE: Final[list[Arrival]] = [(0.0, 64, 100)] * 8
 """Requests that fit into memory together: nobody waits, so nothing is to be decided."""
-IDLE_ROUNDS: Final = 15
+IDLE_ROUNDS: Final = 30
 TURN_S: Final = 0.25
 """Of an engine: short beside the minutes in which a machine changes, long beside a step."""
 
@@ -358,14 +359,24 @@ def summarize(raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found = {key: statistics.median(row[key] for row in each) for key in each[0]}
         return {**found, "idle_throughput_ratio": idle_ratio(raw, name), "bursts": each}
 
-    return of("aqua") | {"best": of("best"), "idle_control_ratio": idle_ratio(raw, CONTROL)}
+    return of("aqua") | {"best": of("best"), "idle_control_ratio": control_ratio(raw)}
 
 
 def idle_ratio(raw: dict[str, dict[str, Any]], name: str) -> float:
-    """Throughput of an engine over that of vLLM's own where nobody waits: the median round."""
+    """Throughput over that of vLLM's own engines where nobody waits: the median round."""
     return statistics.median(
-        throughput(its) / throughput(plain)
-        for plain, its in zip(raw["fcfs"]["idle"], raw[name]["idle"], strict=True)
+        2 * throughput(its) / (throughput(first) + throughput(second))
+        for its, first, second in zip(
+            raw[name]["idle"], raw["fcfs"]["idle"], raw[CONTROL]["idle"], strict=True
+        )
+    )
+
+
+def control_ratio(raw: dict[str, dict[str, Any]]) -> float:
+    """Throughput of one of vLLM's own engines over that of the other."""
+    return statistics.median(
+        throughput(second) / throughput(first)
+        for first, second in zip(raw["fcfs"]["idle"], raw[CONTROL]["idle"], strict=True)
     )
 
 
