@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aqua_placer.coverage.prefixes import chosen_groups, covered_gb
-from aqua_placer.coverage.rosters import Roster, Way, roster
+from aqua_placer.coverage.rosters import Roster, Way, at_most_gb, roster
 from aqua_placer.problem.columns import Floats, Ints
 
 GPUS = 16
@@ -71,3 +71,15 @@ def test_servers_of_16_are_judged_exactly_whatever_the_weights() -> None:
     tp = np.tile([1, 1, 2, 4], 10)
     table = roster(tp, np.where(np.arange(40) % 3, -20.0, 30.0), weights, GPUS)
     assert table.is_exact
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 5.0]])
+def test_the_quick_bound_is_never_below_what_is_covered(weights: list[float]) -> None:
+    tp, r_gb, weight, rows = some_contents(weights, seed=7)
+    table = roster(tp, r_gb, weight, GPUS)
+    nobody = np.full((1, GPUS), -1)
+    lenders_alone = np.where(rows >= 25, rows, -1)
+    for contents in (rows, nobody, lenders_alone):
+        most, covered = at_most_gb(table, contents), covered_gb(table, contents)
+        assert (most >= covered - 1e-9).all()
+    assert not at_most_gb(table, lenders_alone).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -53,6 +54,17 @@ class Roster:
         """Most shards that can be matched on a server: each needs a producer."""
         return self.gpus // 2
 
+    @cached_property
+    def consumer_weight(self) -> Floats:
+        """Worth of a covered GB; 0 for groups that are no consumers."""
+        return np.where(self.kind >= 0, self.weight, 0.0)
+
+    @cached_property
+    def lent_gb(self) -> Floats:
+        """What all shards of a group could lend."""
+        lent: Floats = np.maximum(self.r_gb, 0.0) * self.tp
+        return lent
+
     @property
     def is_exact(self) -> bool:
         """Whether the program finds the most that can be covered."""
@@ -90,6 +102,19 @@ def _count_states(sizes: list[int], half: int) -> int:
         for shards in range(size, half + 1):
             ways[shards] += ways[shards - size]
     return sum(ways)
+
+
+def at_most_gb(table: Roster, slots: Ints) -> Floats:
+    """A quick bound on the covered demand of each row, without a sort.
+
+    Nobody gets more than the producer of most spare has, and the heaviest consumer could at best
+    have all that is lent.
+    """
+    r_gb, weight = table.r_gb[slots], table.consumer_weight[slots]
+    asked = np.minimum(-r_gb, r_gb.max(axis=1, keepdims=True)) * weight * table.tp[slots]
+    lent = table.lent_gb[slots].sum(axis=1) * weight.max(axis=1)
+    most: Floats = np.maximum(np.minimum(asked.sum(axis=1), lent), 0.0)
+    return most
 
 
 def levels(table: Roster, slots: Ints) -> Floats:

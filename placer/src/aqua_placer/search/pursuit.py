@@ -11,6 +11,7 @@ that equal sizes make; the best layout seen is what remains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from aqua_placer.budget import Budget
 from aqua_placer.coverage.prefixes import covered_gb
-from aqua_placer.coverage.rosters import Roster, roster
+from aqua_placer.coverage.rosters import Roster, at_most_gb, roster
 from aqua_placer.problem.columns import Bools, Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB
 from aqua_placer.programs.thresholds import Mode
@@ -47,11 +48,22 @@ class Judge:
         """Price of contents `rows` (group index per slot) on servers of class `kind`."""
         if not self.wants_coverage:
             return self.penalty(mem, cnt)
-        covered = np.zeros(len(rows))
+        return self.penalty(mem, cnt) - self._by_class(covered_gb, rows, kind)
+
+    def at_most_gb(self, rows: Ints, kind: Ints) -> Floats:
+        """No less than what the contents are credited for, at a fraction of the time."""
+        if not self.wants_coverage:
+            return np.zeros(len(rows))
+        return self._by_class(at_most_gb, rows, kind)
+
+    def _by_class(
+        self, measure: Callable[[Roster, Ints], Floats], rows: Ints, kind: Ints
+    ) -> Floats:
+        result = np.zeros(len(rows))
         for index, table in enumerate(self.rosters):
             here = slice(None) if len(self.rosters) == 1 else kind == index
-            covered[here] = covered_gb(table, rows[here])
-        return self.penalty(mem, cnt) - covered
+            result[here] = measure(table, rows[here])
+        return result
 
     def penalty(self, mem: Floats, cnt: Ints) -> Floats:
         """What exceeding the thresholds costs."""
@@ -219,12 +231,18 @@ def best_exchanges(
     if toll is not None:
         extra = toll.of(rows_a, a[pair]) + toll.of(rows_b, b[pair])
         extra -= (toll.of(held_a, a) + toll.of(held_b, b))[pair]
-    # The penalty alone already loses: coverage of two servers need not be computed.
-    slim = judge.penalty(mem_a, cnt_a) + judge.penalty(mem_b, cnt_b) + extra
-    keep = np.nonzero(slim < now[pair] + tolerance + _most(layout, a, b)[pair])[0]
+    # Most exchanges lose even if both servers covered all that they could, or the second one did:
+    # exact coverage takes many times as long as a bound.
+    owed = judge.penalty(mem_a, cnt_a) + judge.penalty(mem_b, cnt_b) + extra
+    most_b = judge.at_most_gb(rows_b, kind_b)
+    limit = now[pair] + tolerance + most_b - owed
+    keep = np.nonzero(judge.at_most_gb(rows_a, kind_a) > -limit)[0]
+    price_a = judge.price(rows_a[keep], kind_a[keep], mem_a[keep], cnt_a[keep])
+    covered_a = judge.penalty(mem_a[keep], cnt_a[keep]) - price_a
+    left = covered_a > -limit[keep]
+    keep, price_a = keep[left], price_a[left]
     if not len(keep):
         return None
-    price_a = judge.price(rows_a[keep], kind_a[keep], mem_a[keep], cnt_a[keep])
     price_b = judge.price(rows_b[keep], kind_b[keep], mem_b[keep], cnt_b[keep])
     total = price_a + price_b + extra[keep]
     pair = pair[keep]
@@ -259,17 +277,6 @@ class Toll:
         home = self.home[rows]
         away: Ints = (self.size[rows] * ((home >= 0) & (home != server[:, None]))).sum(axis=1)
         return away
-
-
-def _most(layout: Layout, a: Ints, b: Ints) -> Floats:
-    """More than the two servers could cover between them: all their consumers' demand."""
-    weight = np.append(layout.instance.weight, 0.0)
-    both = np.concatenate([layout.slots[a], layout.slots[b]], axis=1)
-    need: Floats = np.maximum(-layout.mem[both].min(axis=2), 0.0)
-    spare: Floats = np.maximum(layout.mem[both].max(axis=2), 0.0)
-    heaviest = float(layout.instance.weight.max(initial=0.0))
-    most: Floats = np.minimum((need * weight[both]).sum(axis=1), spare.sum(axis=1) * heaviest)
-    return most
 
 
 def _candidates(
