@@ -236,8 +236,10 @@ def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
 def _courier(scenario: Scenario) -> Any:  # noqa: ANN401 - a Courier, or None
     if scenario.aqua is None:
         return None
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    if not has_kv_transfer_group():  # Of several workers, each has its own.
+        return None
     courier = get_kv_transfer_group().courier
     if courier is None:
         return None
@@ -263,6 +265,8 @@ def _courier(scenario: Scenario) -> Any:  # noqa: ANN401 - a Courier, or None
 
 
 def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's, ours
+    from prometheus_client import REGISTRY
+
     scheduler = engine.engine_core.engine_core.scheduler
     desk = getattr(scheduler, "_desk", None)
     figures: dict[str, Any] = {
@@ -270,6 +274,12 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
         "desk": {} if desk is None else asdict(desk.counts),
         "scheduler": type(scheduler).__name__,
         "held_places": 0 if desk is None else desk.table.held_count,
+        "metrics": {
+            sample.name: sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name.startswith("aqua:")
+        },
     }
     office = getattr(scheduler, "_office", None)
     if office is not None:

@@ -8,6 +8,7 @@ store, and `zeroes_loads` shows that outputs depend on what came back.
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -120,6 +121,20 @@ def test_checkpointed_requests_answer_as_if_never_preempted(
     assert answer["tokens"] == stock
     assert_paged(answer)
     assert answer["desk"]["checkpointed_blocks"] > 20
+
+
+def test_two_workers_answer_as_if_never_preempted(model: str) -> None:
+    # Each has its shard of every block in a store of its own, and one table counts for both.
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}"}
+    stock = run(Scenario(model, engine=engine), **cores)["tokens"]
+    aqua = {**ROOM, "is_offline": True}
+    answer = run(Scenario(model, engine=engine, aqua=aqua), AQUA_SLAB_BYTES=str(SLAB), **cores)
+    assert answer["tokens"] == stock
+    assert answer["forced"] >= 10, answer
+    assert answer["desk"]["restored_tokens"] > 300, answer
+    assert answer["metrics"]["aqua:kv_paged_in_bytes_total"] > 0, answer
+    assert answer["held_places"] == 0, answer
 
 
 @pytest.mark.parametrize("mode", ["swap", "checkpoint"])
