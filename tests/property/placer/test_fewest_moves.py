@@ -135,8 +135,8 @@ def search_on(problem: dict[str, Any], home: list[int]) -> tuple[Layout, Cycles,
     judge = judge_for(layout, Aim(99, 1e6, Mode.ABS, instance.hbm_gb))
     prices = judge.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
     homes = np.append(np.array(home), -1)
-    cycles = Cycles(layout, judge, prices, homes, 1e6, np.random.default_rng(0))
-    gains = Gains(layout, judge, prices, homes, np.arange(instance.servers.count))
+    cycles = Cycles(layout, judge, prices, homes, 1e6)
+    gains = Gains(layout, judge, prices, homes)
     return layout, cycles, gains
 
 

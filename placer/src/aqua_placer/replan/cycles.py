@@ -22,12 +22,12 @@ import numpy as np
 from aqua_placer.budget import Budget
 from aqua_placer.problem.columns import Floats, Ints
 from aqua_placer.problem.instance import GRAIN_GB
-from aqua_placer.replan.gains import NEVER, Gains, priced
+from aqua_placer.replan.gains import NEVER, Gains, block_of, priced
 from aqua_placer.search.exchange import Layout
-from aqua_placer.search.pursuit import Judge, packed, scarcer_side
+from aqua_placer.search.pursuit import Judge, packed
 
-MAX_PLACES: Final = 1_200
-"""Places of one table: the cells are their square, 12 MB a column."""
+MAX_PLACES: Final = 1_500
+"""Places of one table, which has their square of cells: 18 MB a column."""
 
 STARTS: Final = 600
 """Replacements that cycles of three begin with, those that gain most at the price of the best cycle
@@ -41,11 +41,6 @@ CLOSE: Final = 0.93
 
 FREE: Final = 0.5
 """Shards that a cycle without migrations counts as: better than any of the same gain that has."""
-
-FALL: Final = 0.7
-LEAST_USE: Final = 0.1
-"""Where not all servers fit a table: from one pass over the servers to the next, the share that the
-wanted GB per shard falls to; and the GB at which the search gives up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,60 +83,35 @@ class Cycles:
         prices: Floats,
         home: Ints,
         goal_gb: float,
-        rng: np.random.Generator,
     ) -> None:
         self.layout, self.judge, self.prices, self.home = layout, judge, prices, home
-        self.goal_gb, self.rng = goal_gb, rng
+        self.goal_gb = goal_gb
+
+    @staticmethod
+    def suit(layout: Layout) -> bool:
+        """Whether all servers fit one table.
+
+        Tables of parts of a large cluster were tried: drawing exchanges from all of it finds
+        better ones in a tenth of the time.
+        """
+        instance = layout.instance
+        return instance.servers.count * block_of(layout) <= MAX_PLACES
 
     def run(self, spent: Spent, budget: Budget) -> None:
         """Make cycles until the goal is covered, nothing pays or the shards are used up."""
-        count = len(self.layout.slots)
-        at_once = self._servers_at_once()
-        if count <= at_once:
-            self._exhaust(np.arange(count), 0.0, spent, budget)
-            return
-        scarce = scarcer_side(self.layout)
-        floor = np.inf
-        while floor > LEAST_USE and not self._ends(spent, budget):
-            loss = self.prices + scarce[self.layout.slots, self.layout.class_of[:, None]].sum(
-                axis=1
-            )
-            # A cycle brings no more than its servers lose now, and one of them gains per shard.
-            losing = np.argsort(-loss, kind="stable")
-            floor = min(floor, float(loss.max())) * FALL
-            losing = losing[loss[losing] >= floor]
-            for at in range(0, len(losing), at_once // 2):
-                own = losing[at : at + at_once // 2]
-                rest = np.setdiff1d(np.arange(count), own)
-                donors = self.rng.permutation(rest)[: at_once - len(own)]
-                self._exhaust(np.concatenate([own, donors]), floor, spent, budget)
-                if self._ends(spent, budget):
-                    break
-
-    def _servers_at_once(self) -> int:
-        rooms = 0 if self.layout.instance.is_full else len(np.unique(self.layout.instance.tp))
-        return max(2, MAX_PLACES // (self.layout.slots.shape[1] + rooms))
+        gains = Gains(self.layout, self.judge, self.prices, self.home)
+        while not (spent.is_out or budget.expired() or self._missing_gb() <= GRAIN_GB):
+            touched = self._make(gains, spent)
+            if not touched:
+                break
+            gains.refresh(np.array(sorted(touched)))
 
     def _missing_gb(self) -> float:
         return self.goal_gb + float(self.prices.sum())
 
-    def _ends(self, spent: Spent, budget: Budget) -> bool:
-        return spent.is_out or budget.expired() or self._missing_gb() <= GRAIN_GB
-
-    def _exhaust(self, servers: Ints, floor: float, spent: Spent, budget: Budget) -> None:
-        """Make the cycles among these servers that bring `floor` GB per shard."""
-        gains = Gains(self.layout, self.judge, self.prices, self.home, servers)
-        position = np.full(len(self.layout.slots), -1, dtype=np.int64)
-        position[servers] = np.arange(len(servers))
-        while not self._ends(spent, budget):
-            touched = self._make(gains, floor, spent)
-            if not touched:
-                break
-            gains.refresh(position[np.array(sorted(touched))])
-
-    def _make(self, gains: Gains, floor: float, spent: Spent) -> set[int]:
+    def _make(self, gains: Gains, spent: Spent) -> set[int]:
         """One round: the best cycles that have no server in common; returns their servers."""
-        offered = self._offers(gains, floor, None)
+        offered = self._offers(gains, None)
         touched: set[int] = set()
         least = 0.0
         for places, gain, cost in zip(
@@ -165,15 +135,15 @@ class Cycles:
             touched |= here
         return touched
 
-    def _offers(self, gains: Gains, floor: float, most_cost: int | None) -> Offered:
-        """The best ranked cycles, exactly: those that bring `floor` per shard, best first."""
+    def _offers(self, gains: Gains, most_cost: int | None) -> Offered:
+        """The best ranked cycles, exactly, the most useful first."""
         missing = self._missing_gb()
         pairs, use = _pairs(gains, missing, most_cost)
-        threes = _threes(gains, max(floor, use), most_cost)
+        threes = _threes(gains, use, most_cost)
         cycles = np.concatenate([pairs, threes])
         gain, cost = self._exactly(gains, cycles)
         worth = np.minimum(gain, missing) / np.maximum(cost, FREE)
-        keep = (gain > GRAIN_GB) & (worth >= floor)
+        keep = gain > GRAIN_GB
         if most_cost is not None:
             keep &= cost <= most_cost
         order = np.lexsort((-gain, -worth))
@@ -209,9 +179,9 @@ class Cycles:
         spent.is_out = True
         assert spent.limit is not None, "only a limit cuts the path short"
         left = spent.limit - spent.shards
-        gains.refresh(np.nonzero(np.isin(gains.servers, sorted(touched)))[0])
+        gains.refresh(np.array(sorted(touched), dtype=np.int64))
         # A pool for every number of shards up to what is left: with more left it only grows.
-        pools = [self._offers(gains, 0.0, cost) for cost in range(min(left, most_cost - 1) + 1)]
+        pools = [self._offers(gains, cost) for cost in range(min(left, most_cost - 1) + 1)]
         pool = [
             (gain, int(cost), set(gains.server[places[places >= 0]].tolist()), places)
             for offered in pools

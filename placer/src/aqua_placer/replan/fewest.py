@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from aqua_placer.budget import Budget
 from aqua_placer.coverage.prefixes import covered_gb
@@ -30,6 +31,8 @@ from aqua_placer.programs.linear import Answer, GrowingProgram, Model, columns_o
 from aqua_placer.programs.thresholds import Mode
 from aqua_placer.search.exchange import Aim
 
+Small: TypeAlias = npt.NDArray[np.int8]
+
 MAX_CONTENTS: Final = 80_000
 MAX_CELLS: Final = 16_000_000
 """Contents, and contents times kinds of servers today: a quarter of a second to price them all."""
@@ -40,6 +43,9 @@ none of these pays any more, and hardly one of them ever does."""
 
 CHUNK: Final = 2_000_000
 """Columns priced at once, 16 MB."""
+
+ELSEWHERE: Final = 127
+"""Cost of a content of another server class: more shards than a server has."""
 
 MAX_GPUS: Final = 16
 """Of a server; contents of racks are too many anyway, and coverage is exact up to here."""
@@ -143,19 +149,11 @@ class _Program:
         if self.is_too_large:
             return
         self.covered = _covered(instance, self.rows, self.row_kind)
+        self._by_type = np.ascontiguousarray(self.rows.T.astype(np.int8))
         self.near = self._near()
-        index = {
-            (kind, *row): at
-            for at, (kind, row) in enumerate(
-                zip(self.row_kind.tolist(), self.rows.tolist(), strict=True)
-            )
-        }
-        first = [
-            (int(self.of_server[server]), index[key])
-            for server, key in enumerate(
-                (kind, *row) for kind, row in zip(class_of.tolist(), held.tolist(), strict=True)
-            )
-        ]
+        first = list(
+            zip(self.of_server.tolist(), self._positions(class_of, held).tolist(), strict=True)
+        )
         kinds, total = len(self.today), types.counts.astype(np.float64)
         self.lower = np.concatenate([self.count, total, [goal_gb]])
         self.upper = np.concatenate([self.count, total, [np.inf]])
@@ -171,16 +169,37 @@ class _Program:
         self.bound = 0.0
         self.duals = np.zeros(kinds + len(total) + 1)
 
-    def _costs(self, kinds: slice) -> Floats:
-        """Shards that leave, (kinds of servers, contents); infinite for another server class."""
-        today = self.today[kinds]
-        cost: Floats = np.zeros((len(today), len(self.rows)))
+    def _positions(self, kind: Ints, held: Ints) -> Ints:
+        """Where each of these contents is in `rows`."""
+        weights = np.random.default_rng(0).integers(1, 1 << 62, held.shape[1] + 1)
+        known = self.rows @ weights[1:] + self.row_kind * weights[0]
+        wanted = held @ weights[1:] + kind * weights[0]
+        order = np.argsort(known, kind="stable")
+        found: Ints = order[np.searchsorted(known[order], wanted)]
+        assert (self.rows[found] == held).all(), "what servers hold is within the aim"
+        return found
+
+    def _costs(self, kinds: slice) -> Small:
+        """Shards that leave, (kinds of servers, contents); `ELSEWHERE` for another server class."""
+        today = self.today[kinds].astype(np.int8)
+        cost: Small = np.zeros((len(today), len(self.rows)), dtype=np.int8)
         for index, size in enumerate(self.instance.types.tp.tolist()):
             if today[:, index].any():
-                leaving = np.maximum(today[:, index][:, None] - self.rows[:, index], 0)
-                cost += size * leaving
-        cost[self.kind[kinds][:, None] != self.row_kind] = np.inf
+                leaving = today[:, index][:, None] - self._by_type[index]
+                np.maximum(leaving, 0, out=leaving)
+                leaving *= np.int8(size)
+                cost += leaving
+        if len(self.instance.servers.counts) > 1:
+            cost[self.kind[kinds][:, None] != self.row_kind] = ELSEWHERE
         return cost
+
+    def _profits(self, kinds: slice, value: Floats, duals: Floats) -> Floats:
+        """Shards that one server of each kind saves by becoming each content."""
+        cost = self._costs(kinds)
+        profit: Floats = -value - duals[: len(self.today)][kinds, None] - cost
+        if len(self.instance.servers.counts) > 1:
+            profit[cost == ELSEWHERE] = -np.inf
+        return profit
 
     def _chunks(self) -> Iterator[slice]:
         """Kinds of servers whose columns are priced at once."""
@@ -255,7 +274,7 @@ class _Program:
         """Of each kind, the column that saves most of all there are, and what it saves."""
         most, which = np.zeros(len(self.today)), np.zeros(len(self.today), dtype=np.int64)
         for part in self._chunks():
-            profit = -self._costs(part) - value - duals[: len(self.today)][part, None]
+            profit = self._profits(part, value, duals)
             which[part] = profit.argmax(axis=1)
             most[part] = profit.max(axis=1)
         pays = np.nonzero(most > PAYS)[0]
@@ -292,7 +311,7 @@ class _Program:
         value = self.rows @ self.duals[len(self.today) : -1] + self.covered * self.duals[-1]
         columns, profits = [], []
         for part in self._chunks():
-            profit = -self._costs(part) - value - self.duals[: len(self.today)][part, None]
+            profit = self._profits(part, value, self.duals)
             flat = profit.ravel()
             count = min(OFFERED[-1] + 1, len(flat))
             top = np.argpartition(-flat, count - 1)[:count]

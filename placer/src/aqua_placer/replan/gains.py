@@ -1,4 +1,4 @@
-"""What every server gains by every single replacement, on some of the servers.
+"""What every server gains by every single replacement.
 
 A *place* is a group on its server, or room for a group of some size in unused GPUs. What a place
 gains by holding another group of its size depends on its server alone, not on where that group
@@ -87,7 +87,7 @@ def scale_of(layout: Layout) -> Scale:
 
 
 class Gains:
-    """The table for the places of some servers; `refresh` after their contents have changed.
+    """The table of all places; `refresh` servers after their contents have changed.
 
     Every server has as many entries: its slots, then one for room of each size there is. Those that
     are no place (empty slots, too little room, groups that may not move) gain `NEVER`.
@@ -98,15 +98,12 @@ class Gains:
         cost: Shards that migrate with it: what leaves home less what comes home, likewise.
     """
 
-    def __init__(
-        self, layout: Layout, judge: Judge, prices: Floats, home: Ints, servers: Ints
-    ) -> None:
+    def __init__(self, layout: Layout, judge: Judge, prices: Floats, home: Ints) -> None:
         self.layout, self.judge, self.prices, self.home = layout, judge, prices, home
-        self.servers = servers
         self.scale = scale_of(layout)
-        sizes = [] if layout.instance.is_full else np.unique(layout.instance.tp).tolist()
-        self.rooms = np.array(sizes, dtype=np.int64)
-        self.width = layout.slots.shape[1]
+        self.rooms = rooms_of(layout)
+        self.width, self.block = layout.slots.shape[1], block_of(layout)
+        servers = np.arange(len(layout.slots))
         count = len(servers) * self.block
         self.server = np.repeat(servers, self.block)
         self.group = np.full(count, VOID, dtype=np.int64)
@@ -114,17 +111,11 @@ class Gains:
         self.gain = np.full((count, count), NEVER)
         self.cost = np.zeros((count, count))
         self._at_knots = np.full((count, len(self.scale.example)), NEVER)
-        self.refresh(np.arange(len(servers)))
-
-    @property
-    def block(self) -> int:
-        """Entries per server."""
-        return self.width + len(self.rooms)
+        self.refresh(servers)
 
     def refresh(self, changed: Ints) -> None:
-        """Price the places of these servers (positions in `servers`) anew."""
-        layout = self.layout
-        here = self.servers[changed]
+        """Price the places of these servers anew."""
+        layout, here = self.layout, changed
         own = (changed[:, None] * self.block + np.arange(self.block)).reshape(-1)
         held = layout.slots[here]
         size = layout.size[held]
@@ -180,6 +171,17 @@ class Gains:
         comes = self.home[group] == self.server[places][:, None]
         size = self.size[places][:, None]
         self.cost[at] = size * leaves[:, None] - size * comes
+
+
+def rooms_of(layout: Layout) -> Ints:
+    """Sizes of unused room that count as places: those of groups, unless all GPUs are used."""
+    sizes: Ints = np.unique(layout.instance.tp)
+    return sizes[:0] if layout.instance.is_full else sizes
+
+
+def block_of(layout: Layout) -> int:
+    """Entries per server."""
+    return int(layout.slots.shape[1]) + len(rooms_of(layout))
 
 
 def priced(layout: Layout, judge: Judge, rows: Ints, server: Ints) -> Floats:

@@ -162,10 +162,9 @@ class _Search:
 
     def run(self, budget: Budget) -> Replaced:
         """Migrate until the target is met, nothing pays or the limit is used up."""
-        if self.target.objective is Objective.COVERAGE:
+        if self.target.objective is Objective.COVERAGE and Cycles.suit(self.layout):
             self.spent.shards = self.migrated()
-            goal = self.target.goal
-            cycles = Cycles(self.layout, self.judge, self.prices, self.home, goal, self.rng)
+            cycles = Cycles(self.layout, self.judge, self.prices, self.home, self.target.goal)
             cycles.run(self.spent, budget)
         for price in FALLING_PRICES:
             if self.reached() or self.spent.is_out or budget.expired():
