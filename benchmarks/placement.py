@@ -191,12 +191,14 @@ def replan_rows(cases: list[tuple[int, float]]) -> Iterator[Row]:
                     "in_place": in_place,
                     "coverage_percent": 100 * plan.coverage_gb / fresh.coverage_gb,
                     "moved_percent": 100 * result.migrated_shards / int(later.tp.sum()),
+                    "needed_percent": 100 * result.bound / int(later.tp.sum()),
                     "cpu_s": plan.cpu_seconds,
                     "valid": check_plan(later, plan).passed,
                 }
                 say(
                     f"{row['problem']:28s} replan    covers {row['coverage_percent']:.3f}% of "
-                    f"optimal, moves {row['moved_percent']:.3f}%, cpu {row['cpu_s']:.3f} s"
+                    f"optimal, moves {row['moved_percent']:.3f}% (proven to need "
+                    f"{row['needed_percent']:.3f}%), cpu {row['cpu_s']:.3f} s"
                 )
                 yield row
 
