@@ -48,8 +48,8 @@ fail by definition; a little below, a failure says that the estimate is wrong.""
 
 STEADY_FROM: Final = 0.88
 EXCEEDED_AT: Final = 1.15
-"""Of the estimate: where a curve's limit is seen exceeded before the search ends. From below, a
-rate that is too low looks like any other."""
+"""Of the estimate: where a curve's limit has to be seen exceeded, or looked for in vain twice,
+before the search is content. From below, a rate that is too low looks like any other."""
 
 EXCEEDED_BY: Final = 1.18
 EXCEEDING_TRIES: Final = 2
@@ -339,7 +339,7 @@ class _Planner:
         return (1.04 if self._is_exceeded() else EXCEEDED_AT) * known.rate_per_s
 
     def _is_exceeded(self) -> bool:
-        """A run not far above the estimate violated the objective, or there is no such run."""
+        """A run not far above the estimate violated the objective, or several did not by chance."""
         rate = self.known.rate_per_s
         assert rate is not None, self.known
         near = [run for run in self.runs if not run.ramp and run.rate_per_s <= EXCEEDED_BY * rate]

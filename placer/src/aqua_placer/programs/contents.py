@@ -19,6 +19,7 @@ import numpy as np
 
 from aqua_placer.problem.columns import Floats, Ints
 from aqua_placer.problem.instance import Instance, Servers, Types
+from aqua_placer.programs.linear import Model, columns_of
 
 MAX_CONTENTS: Final = 80_000
 """Above this a linear program over all contents takes longer than what it gains."""
@@ -110,6 +111,26 @@ class ContentSpace:
     def totals(self) -> Floats:
         """What the program's rows must add up to: servers per class, groups per type."""
         return np.concatenate([self.servers.counts, self.types.counts]).astype(np.float64)
+
+    def whole_servers(self, picked: Ints, target: Floats, *, cost: Floats, most: float) -> Model:
+        """The integer program: how many servers, up to `most`, get each of the picked contents.
+
+        Args:
+            picked: Contents offered.
+            target: What the program's rows add up to.
+            cost: Of a server of each picked content.
+        """
+        starts, rows, values = columns_of(self.as_program_rows[picked])
+        return Model(
+            cost=cost,
+            upper=np.full(len(picked), most),
+            starts=starts,
+            rows=rows,
+            values=values,
+            row_lower=target,
+            row_upper=target,
+            integral=True,
+        )
 
 
 def content_space(

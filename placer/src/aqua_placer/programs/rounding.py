@@ -18,7 +18,7 @@ import numpy as np
 from aqua_placer.budget import Budget
 from aqua_placer.problem.columns import Bools, Floats, Ints
 from aqua_placer.programs.contents import ContentSpace
-from aqua_placer.programs.linear import Model, columns_of, solve
+from aqua_placer.programs.linear import solve
 
 ATTEMPTS: Final = ((300, 12), (300, 40), (1_500, 12), (1_500, 40), (1_500, 120))
 """Contents offered and servers handed back, in turn."""
@@ -66,17 +66,7 @@ def round_servers(
             continue
         tried.add((int(floor.sum()), min(offered, len(picked))))
         picked = np.sort(picked[np.argsort(score[picked], kind="stable")[:offered]])
-        starts, rows, values = columns_of(space.as_program_rows[picked])
-        model = Model(
-            cost=-worth[picked],
-            upper=np.full(len(picked), float(total)),
-            starts=starts,
-            rows=rows,
-            values=values,
-            row_lower=target,
-            row_upper=target,
-            integral=True,
-        )
+        model = space.whole_servers(picked, target, cost=-worth[picked], most=float(total))
         answer = solve(
             model, budget, limit_s=LIMIT_S, gap=RELATIVE_GAP, seed=seed, max_nodes=MAX_NODES
         )

@@ -192,17 +192,8 @@ def whole_servers(
         sampled = len(picked) > MAX_COLUMNS
         if sampled:
             picked = _promising(picked, servers_of, worth, seed)
-        starts, rows, values = columns_of(space.as_program_rows[picked])
-        model = Model(
-            cost=np.zeros(len(picked)) if worth is None else -worth[picked],
-            upper=np.full(len(picked), float(total)),
-            starts=starts,
-            rows=rows,
-            values=values,
-            row_lower=target,
-            row_upper=target,
-            integral=True,
-        )
+        cost = np.zeros(len(picked)) if worth is None else -worth[picked]
+        model = space.whole_servers(picked, target, cost=cost, most=float(total))
         answer = solve(model, budget, limit_s=limit_s, gap=gap, seed=seed)
         if answer.x is not None:
             result = floor.copy()

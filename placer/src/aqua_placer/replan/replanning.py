@@ -278,21 +278,9 @@ class _Search:
                 return
             left, right = a[offers.pair], b[offers.pair]
             loss = offers.price_a + offers.price_b - self.prices[left] - self.prices[right]
-            cheapest = np.array([int(loss.argmin())])
+            cheapest = offers.only(int(loss.argmin()))
             kept = layout.slots.copy(), self.prices.copy()
-            adopt(
-                layout,
-                self.prices,
-                left[cheapest],
-                right[cheapest],
-                Offers(
-                    cheapest,
-                    offers.rows_a[cheapest],
-                    offers.rows_b[cheapest],
-                    offers.price_a[cheapest],
-                    offers.price_b[cheapest],
-                ),
-            )
+            adopt(layout, self.prices, a[cheapest.pair], b[cheapest.pair], cheapest)
             if not self.reached():
                 layout.slots, self.prices[:] = kept
                 return
@@ -337,20 +325,8 @@ class _Search:
                 self._remember()
             used += int(moves[index])
             touched |= both
-            one = np.array([index])
-            adopt(
-                self.layout,
-                self.prices,
-                left[one],
-                right[one],
-                Offers(
-                    one,
-                    offers.rows_a[one],
-                    offers.rows_b[one],
-                    offers.price_a[one],
-                    offers.price_b[one],
-                ),
-            )
+            one = offers.only(index)
+            adopt(self.layout, self.prices, a[one.pair], b[one.pair], one)
         return bool(touched)
 
 

@@ -165,6 +165,17 @@ class Offers:
     price_a: Floats
     price_b: Floats
 
+    def only(self, index: int) -> Offers:
+        """One of them."""
+        one = slice(index, index + 1)
+        return Offers(
+            self.pair[one],
+            self.rows_a[one],
+            self.rows_b[one],
+            self.price_a[one],
+            self.price_b[one],
+        )
+
 
 def _exchange(
     layout: Layout,
