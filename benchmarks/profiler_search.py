@@ -6,9 +6,9 @@ The servers are honest queues and engines that work in steps (`tests/harness`); 
 by brute force, with requests drawn one by one, and is itself good to 1 to 4%. Of each: the error of
 the rate found, how many searches are beyond 5%, how many ended without being sure (partial), the
 most requests sent as a share of a linear sweep's (200 at each step of 0.5 requests/s), and in how
-many searches a load at 1.2 times the rate that was found violates the objective in the long run.
+many searches 1.2 times the rate that was found is beyond the truth.
 
-Bars: none beyond 5%, at most half of the sweep's requests, and a violation in all.
+Bars: none beyond 5%, at most half of the sweep's requests, and beyond the truth in all.
 """
 
 from __future__ import annotations
