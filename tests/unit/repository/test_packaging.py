@@ -19,13 +19,16 @@ PROJECT_FILES: Final = sorted(ROOT.glob("*/pyproject.toml"))
 # The arrows of docs/architecture.md: what a distribution may require of ours.
 ALLOWED: Final[dict[str, set[str]]] = {
     "aqua-protocol": set(),
-    "aqua-coordinator": {"aqua-protocol"},
-    "aqualib": {"aqua-protocol", "aqua-schedulers"},
-    "aqua-placer": {"aqua-protocol"},
-    "aqua-profiler": {"aqua-protocol"},
+    "aqua-client": {"aqua-protocol"},
+    "aqua-cli": {"aqua-protocol"},
+    "aqua-coordinator": {"aqua-protocol", "aqua-client", "aqua-cli"},
+    "aqualib": {"aqua-protocol", "aqua-client", "aqua-schedulers"},
+    "aqua-placer": {"aqua-protocol", "aqua-client", "aqua-cli"},
+    "aqua-profiler": {"aqua-protocol", "aqua-client", "aqua-cli"},
     "aqua-schedulers": {"aqua-protocol"},
-    "aqua-batch": {"aqua-protocol", "aqua-schedulers"},
-    "aqua-simulator": {"aqua-protocol", "aqua-schedulers", "aqua-placer"},
+    "aqua-batch": {"aqua-protocol", "aqua-cli", "aqua-schedulers"},
+    "aqua-simulator": {"aqua-protocol", "aqua-cli", "aqua-schedulers", "aqua-placer"},
+    "aqua-demo": {"aqua-protocol", "aqua-client", "aqua-cli", "aqualib", "aqua-coordinator"},
 }
 
 per_distribution = pytest.mark.parametrize(

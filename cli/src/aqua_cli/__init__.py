@@ -1,0 +1,1 @@
+"""What all commands of Aqua share, and the `aqua` command that finds them."""

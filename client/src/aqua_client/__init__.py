@@ -1,0 +1,1 @@
+"""The one typed client of Aqua's coordinator."""
