@@ -16,19 +16,11 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[3]
 PROJECT_FILES: Final = sorted(ROOT.glob("*/pyproject.toml"))
 
-# The arrows of docs/architecture.md: what a distribution may require of ours.
+# What a distribution may require of ours, from the table that also makes the import contracts.
+ARROWS: Final = tomllib.loads((ROOT / "docs" / "arrows.toml").read_text())
 ALLOWED: Final[dict[str, set[str]]] = {
-    "aqua-protocol": set(),
-    "aqua-client": {"aqua-protocol"},
-    "aqua-cli": {"aqua-protocol"},
-    "aqua-coordinator": {"aqua-protocol", "aqua-client", "aqua-cli"},
-    "aqualib": {"aqua-protocol", "aqua-client", "aqua-schedulers"},
-    "aqua-placer": {"aqua-protocol", "aqua-client", "aqua-cli"},
-    "aqua-profiler": {"aqua-protocol", "aqua-client", "aqua-cli"},
-    "aqua-schedulers": {"aqua-protocol"},
-    "aqua-batch": {"aqua-protocol", "aqua-cli", "aqua-schedulers"},
-    "aqua-simulator": {"aqua-protocol", "aqua-cli", "aqua-schedulers", "aqua-placer"},
-    "aqua-demo": {"aqua-protocol", "aqua-client", "aqua-cli", "aqualib", "aqua-coordinator"},
+    package.replace("_", "-"): {other.replace("_", "-") for other in row["may_import"]}
+    for package, row in ARROWS.items()
 }
 
 per_distribution = pytest.mark.parametrize(
