@@ -209,9 +209,9 @@ def run_coordinator(_: str, pipe: Connection, ledger: Ledger, *, port: int, data
     pipe.close()
     watch_coordinator(ledger)
     from aqua_coordinator.server import serve
-    from aqua_coordinator.settings import Settings
+    from aqua_coordinator.settings import CoordinatorSettings
 
-    serve(Settings(listen_port=port, data_dir=data_dir, heartbeat_s=HEARTBEAT_S))
+    serve(CoordinatorSettings(listen_port=port, data_dir=data_dir, heartbeat_s=HEARTBEAT_S))
 
 
 class Cluster:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Final
 
-from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS, PERMANENT, TAG
 from aqua_coordinator.store.pipeline import Answer
 from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
@@ -28,13 +28,13 @@ class LedgerRoom:
     """Books on a server, for one test.
 
     Attributes:
-        books: What is tested.
+        ledger: What is tested.
         pipeline: Below it, for plain commands.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.books = Books(pipeline)
+        self.ledger = Ledger(pipeline)
         self._keys = itertools.count()
 
     async def command(self, *words: str) -> Answer:
@@ -45,7 +45,7 @@ class LedgerRoom:
 
     async def tell(self, producer: PaperProducer, **changes: object) -> ProducerBooked:
         """Send the producer's next report."""
-        booked = await self.books.report_producer(producer.report(**changes))
+        booked = await self.ledger.report_producer(producer.report(**changes))
         producer.books_id = booked.books_id
         return booked
 
@@ -57,13 +57,13 @@ class LedgerRoom:
 
     async def hear(self, consumer: PaperConsumer, **changes: object) -> ConsumerBooked:
         """Send the consumer's next report."""
-        return await self.books.report_consumer(consumer.report(**changes))
+        return await self.ledger.report_consumer(consumer.report(**changes))
 
     async def grant(
         self, consumer: PaperConsumer, slabs: int = 1, *, key: str | None = None, **changes: object
     ) -> Grant:
         """Ask for a lease under a fresh key, or this one."""
-        return await self.books.grant_lease(
+        return await self.ledger.grant_lease(
             consumer.request(slabs, **changes),
             idempotency_key=key or f"key-{next(self._keys)}",
             attach_window_s=ATTACH_WINDOW_S,
@@ -77,13 +77,13 @@ class LedgerRoom:
         producer.hand_out(lease)
         consumer.use(lease)
         await self.tell(producer)
-        return await self.books.lease(lease.lease_id)
+        return await self.ledger.lease(lease.lease_id)
 
     # --- Time ----------------------------------------------------------------------
 
     async def sweep(self) -> int:
         """One sweep of one coordinator."""
-        return await self.books.sweep(silent_s=SILENT_S)
+        return await self.ledger.sweep(silent_s=SILENT_S)
 
     async def pass_time(self, seconds: float) -> None:
         """Let the books' clock advance, as if coordinators had been sweeping meanwhile."""
@@ -109,7 +109,7 @@ class LedgerRoom:
     async def check(self) -> None:
         """The books agree with themselves, and no key would stay for ever."""
         if await self.pipeline.command("EXISTS", KEYS["books"]):
-            assert await self.books.audit() == []
+            assert await self.ledger.audit() == []
         assert await self.leaks() == []
 
     async def leaks(self) -> list[str]:
@@ -132,7 +132,7 @@ class LedgerRoom:
             if noun not in PERMANENT:
                 leaked.append(f"{key} never expires")
             elif noun == "lease":
-                owner = (await self.books.lease(key.removeprefix(KEYS["lease"]))).producer_id
+                owner = (await self.ledger.lease(key.removeprefix(KEYS["lease"]))).producer_id
                 index, lease_id = KEYS["producer_leases"] + owner, key.removeprefix(KEYS["lease"])
                 if await self.pipeline.command("ZSCORE", index, lease_id) is None:
                     leaked.append(f"{key} is not booked on {owner}")

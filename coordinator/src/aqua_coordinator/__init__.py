@@ -3,8 +3,8 @@
 From the outside in:
 
 - `cli`, `settings`, `server`: how a coordinator is started, and when it refuses to be.
-- `gate`, `lane`, `app`, `routes`: HTTP, with a fast lane for what members do all the time.
-- `auth`, `tokens`, `mint`: who may call, and what a lease's holder shows the producer.
+- `request_limits`, `hot_routes`, `app`, `routes`: HTTP, and a short way for what members do often.
+- `auth`, `tokens`: who may call. `capability_signer`: what a lease's holder shows the producer.
 - `store`: the books, in Redis, one Lua script for each transition; `sweeper`: their clock.
 - `embedded`: the Valkey that keeps them when no Redis is given.
 """

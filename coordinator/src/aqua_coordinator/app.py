@@ -21,20 +21,20 @@ from starlette.exceptions import HTTPException
 
 from aqua_coordinator import __version__, routes
 from aqua_coordinator.answers import error_answer, typed
-from aqua_coordinator.auth import Door
-from aqua_coordinator.bell import Bell
-from aqua_coordinator.gate import Gate
-from aqua_coordinator.lane import Lane
+from aqua_coordinator.auth import Authenticator
+from aqua_coordinator.capability_signer import CapabilitySigner
+from aqua_coordinator.event_watcher import EventWatcher
+from aqua_coordinator.hot_routes import HotRoutes
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.mint import Mint
+from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import Services
-from aqua_coordinator.settings import Settings
-from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.sweeper import sweep_forever
 from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError
 
 MAX_REDIS_CONNECTIONS: Final = 8
-"""Two lanes, the bell, and some to spare while lost ones are being replaced."""
+"""Two lanes, the event watcher, and some to spare while lost ones are being replaced."""
 
 STORE_RETRY_S: Final = 0.1
 """Between attempts to open the books: an embedded store is back in about that time."""
@@ -65,15 +65,15 @@ class Service:
         redis_url: Where the books are; nothing is connected before `running`.
 
     Attributes:
-        gate: The ASGI application to serve.
-        api: FastAPI alone, without gate and fast lane.
+        asgi: The ASGI application to serve.
+        api: FastAPI alone, without limits and hot routes.
         services: What operations work with.
 
     Raises:
         ConfigError: The URL or the tokens file is no good.
     """
 
-    def __init__(self, settings: Settings, redis_url: str) -> None:
+    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         metrics = Metrics()
         pool = open_pool(
             redis_url,
@@ -83,19 +83,21 @@ class Service:
         self._pipeline = Pipeline(
             pool, timeout_s=settings.store_timeout_s, observe=metrics.redis_answered
         )
-        books = Books(self._pipeline)
+        ledger = Ledger(self._pipeline)
         secret = settings.capability_secret
         self.services = Services(
             settings=settings,
-            books=books,
-            mint=Mint(books, None if secret is None else secret.get_secret_value().encode()),
-            door=Door(settings.tokens_file),
-            bell=Bell(self._pipeline),
+            ledger=ledger,
+            signer=CapabilitySigner(
+                ledger, None if secret is None else secret.get_secret_value().encode()
+            ),
+            authenticator=Authenticator(settings.tokens_file),
+            event_watcher=EventWatcher(self._pipeline),
             metrics=metrics,
         )
-        metrics.event_streams.set_function(lambda: self.services.bell.listeners)
+        metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
-        self.gate = Gate(self.api, Lane(_ROUTES), self.services)
+        self.asgi = RequestLimits(self.api, HotRoutes(_ROUTES), self.services)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
@@ -110,28 +112,28 @@ class Service:
         try:
             await self._open_books()
             sweep = sweep_forever(
-                services.books,
-                services.door,
+                services.ledger,
+                services.authenticator,
                 services.metrics,
                 silent_s=services.settings.silent_member_s,
             )
-            chores = [asyncio.create_task(sweep), asyncio.create_task(services.bell.run())]
+            chores = [asyncio.create_task(sweep), asyncio.create_task(services.event_watcher.run())]
             try:
                 yield self
             finally:
-                services.bell.close()
+                services.event_watcher.close()
                 for chore in chores:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
         finally:
-            await services.books.close()
+            await services.ledger.close()
 
     async def _open_books(self) -> None:
         """Open the books; a store that is just being restarted gets the time it may take."""
         give_up_s = time.monotonic() + self.services.settings.store_timeout_s
         while True:
             try:
-                await self.services.books.open()
+                await self.services.ledger.open()
             except StoreUnavailableError:
                 if time.monotonic() > give_up_s:
                     raise
@@ -141,13 +143,13 @@ class Service:
 
 
 class _Api(FastAPI):
-    """FastAPI, with a document that asks for tokens only where the door does."""
+    """FastAPI, with a document that asks for tokens only where they are asked for."""
 
     def openapi(self) -> dict[str, Any]:
         """The document; made once."""
         document = super().openapi()
         services: Services = self.state.services
-        if not services.door.wants_tokens:
+        if not services.authenticator.wants_tokens:
             document["components"].pop("securitySchemes", None)
             for operations in document["paths"].values():
                 for operation in operations.values():

@@ -3,7 +3,7 @@
 A request is authenticated once, from its `Authorization` header, into a `Caller`; operations then
 ask the caller, in one line each, whether it may act for the member they touch. Without a tokens
 file everybody is the operator, which is why such a coordinator listens on loopback only
-(`Settings.require_safe_address`).
+(`CoordinatorSettings.require_safe_address`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ EVERYBODY: Final = Caller(frozenset(Role))
 """Who calls when there are no tokens: somebody on this machine."""
 
 
-class Door:
+class Authenticator:
     """Turns `Authorization` headers into callers.
 
     Args:

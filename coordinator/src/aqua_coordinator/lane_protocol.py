@@ -25,8 +25,8 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from aqua_coordinator.answers import Headers, error_answer
-from aqua_coordinator.gate import Gate
-from aqua_coordinator.lane import HotRoute
+from aqua_coordinator.hot_routes import HotRoute
+from aqua_coordinator.request_limits import RequestLimits
 from aqua_protocol import RequestInvalidError
 
 _NOT_HTTP: Final = 400
@@ -80,7 +80,7 @@ class HotCycle:
     """One hot request and its answer, as far as uvicorn needs to know.
 
     Attributes:
-        route, name, headers: Of the request, see `Gate.answer`.
+        route, name, headers: Of the request, see `RequestLimits.answer`.
         parts: Of the body, as they come.
         started_s: When the head was complete.
         keep_alive: Whether the connection goes on afterwards; uvicorn clears it to shut down.
@@ -120,7 +120,7 @@ class LaneProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - uvicorn's
         super().__init__(*args, **options)
         gate = self.app
-        assert isinstance(gate, Gate), f"the application is {gate!r}"
+        assert isinstance(gate, RequestLimits), f"the application is {gate!r}"
         self._gate = gate
         self._unawaited = asyncio.Event()
 

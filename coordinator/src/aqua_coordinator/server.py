@@ -22,7 +22,7 @@ from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.lane_protocol import LaneProtocol
-from aqua_coordinator.settings import Settings
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -58,8 +58,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn.Config(service.gate, **SERVER_OPTIONS, http=LaneProtocol))
-        self._bell = service.services.bell
+        super().__init__(uvicorn.Config(service.asgi, **SERVER_OPTIONS, http=LaneProtocol))
+        self._event_watcher = service.services.event_watcher
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,11 +82,11 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End event streams, then everything."""
         log.info("stopping")
-        self._bell.close()
+        self._event_watcher.close()
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: CoordinatorSettings) -> None:
     """Run until SIGINT or SIGTERM.
 
     Raises:
@@ -123,7 +123,7 @@ async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValk
         await Server(service).serve(sockets=[listener])
 
 
-def _listen(settings: Settings) -> socket.socket:
+def _listen(settings: CoordinatorSettings) -> socket.socket:
     host, port = settings.listen_host, settings.listen_port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,7 +1,7 @@
 """What an operation works with, and how FastAPI hands it over.
 
 Operations are plain async functions. Their parameters are path names, a `body`, and whichever of
-the three below they need, so that the fast lane can call the same functions without FastAPI.
+the three below they need, so that a hot route can call the same functions without FastAPI.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from fastapi import Depends, Header, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
-from aqua_coordinator.auth import Caller, Door
-from aqua_coordinator.bell import Bell
+from aqua_coordinator.auth import Authenticator, Caller
+from aqua_coordinator.capability_signer import CapabilitySigner
+from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.mint import Mint
-from aqua_coordinator.settings import Settings
-from aqua_coordinator.store import Books
+from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.store import Ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """Everything behind the operations; lives as long as the process."""
 
-    settings: Settings
-    books: Books
-    mint: Mint
-    door: Door
-    bell: Bell
+    settings: CoordinatorSettings
+    ledger: Ledger
+    signer: CapabilitySigner
+    authenticator: Authenticator
+    event_watcher: EventWatcher
     metrics: Metrics
     started_s: float = field(default_factory=time.monotonic)
 
@@ -51,9 +51,9 @@ async def _caller(
     request: Request,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
-    # The header itself, as in the fast lane; the dependency is for the OpenAPI document.
+    # The header itself, as on a hot route; the dependency is for the OpenAPI document.
     services = await _services(request)
-    return services.door.authenticate(request.headers.get("authorization"))
+    return services.authenticator.authenticate(request.headers.get("authorization"))
 
 
 ServicesDep = Annotated[Services, Depends(_services)]

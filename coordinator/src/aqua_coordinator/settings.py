@@ -30,7 +30,7 @@ def default_data_dir() -> Path:
     return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "aqua"
 
 
-class Settings(BaseSettings):
+class CoordinatorSettings(BaseSettings):
     """What a coordinator needs to know before it starts."""
 
     model_config = SettingsConfigDict(
@@ -140,7 +140,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - whatever a field takes
+def load_settings(**overrides: Any) -> CoordinatorSettings:  # noqa: ANN401 - whatever a field takes
     """Read the environment; keyword arguments that are not None take precedence.
 
     Raises:
@@ -148,7 +148,7 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - whatever a fi
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return Settings(**given)
+        return CoordinatorSettings(**given)
     except ValidationError as error:
         faults = []
         for fault in error.errors(include_input=False, include_url=False):

@@ -11,22 +11,24 @@ import asyncio
 
 import structlog
 
-from aqua_coordinator.auth import Door
+from aqua_coordinator.auth import Authenticator
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.store import Books
+from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
 from aqua_protocol import UnavailableError
 
 log = structlog.get_logger(__name__)
 
 
-async def sweep_forever(books: Books, door: Door, metrics: Metrics, *, silent_s: float) -> None:
+async def sweep_forever(
+    ledger: Ledger, authenticator: Authenticator, metrics: Metrics, *, silent_s: float
+) -> None:
     """Sweep every `SWEEP_PERIOD_S`; an absent Redis is waited for. Runs until cancelled."""
     absent = False
     while True:
-        door.refresh()
+        authenticator.refresh()
         try:
-            metrics.swept(await books.sweep(silent_s=silent_s))
+            metrics.swept(await ledger.sweep(silent_s=silent_s))
         except UnavailableError as error:
             if not absent:
                 log.warning("store absent, nothing expires meanwhile", error=str(error))

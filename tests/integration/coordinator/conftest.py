@@ -9,7 +9,7 @@ import pytest
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.settings import Settings
+from aqua_coordinator.settings import CoordinatorSettings
 from harness.asgi import client_of
 from harness.ledger_room import LedgerRoom, ledger_room
 from harness.store_servers import KINDS, running_store
@@ -39,7 +39,10 @@ async def room(each_store: EmbeddedValkey) -> AsyncIterator[LedgerRoom]:
 @pytest.fixture
 async def service(store: EmbeddedValkey) -> AsyncIterator[Service]:
     """A coordinator without a server around it, over fresh books."""
-    async with ledger_room(store.url), Service(Settings(), store.url).running() as running:
+    async with (
+        ledger_room(store.url),
+        Service(CoordinatorSettings(), store.url).running() as running,
+    ):
         yield running
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from aqua_coordinator.embedded import EmbeddedValkey, Fsync
-from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
 from harness.store_servers import (
     kill_store,
@@ -191,23 +191,23 @@ async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: s
         assert store.pid is not None
         pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
         pipeline.start()
-        books = Books(pipeline)
+        ledger = Ledger(pipeline)
         try:
-            opened = await books.open()
+            opened = await ledger.open()
             with pytest.raises(StoreFullError) as caught:
                 await fill(pipeline)
             assert "disk" in caught.value.remedy
             with pytest.raises(StoreFullError):
-                await books.probe()
+                await ledger.probe()
             with pytest.raises(StoreFullError):
-                await books.sweep(silent_s=10)
-            assert (await books.summary()).books_id == opened.books_id
+                await ledger.sweep(silent_s=10)
+            assert (await ledger.summary()).books_id == opened.books_id
             unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
             resource.prlimit(store.pid, resource.RLIMIT_FSIZE, unlimited)
             async with asyncio.timeout(BOUND_S):
                 while True:
                     try:
-                        assert await books.probe() == opened
+                        assert await ledger.probe() == opened
                     except UnavailableError:
                         await asyncio.sleep(0.05)
                     else:
@@ -215,7 +215,7 @@ async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: s
             kill_store(store)
             store.start()
             resource.prlimit(store.pid, resource.RLIMIT_FSIZE, unlimited)
-            assert await books.probe() == opened
+            assert await ledger.probe() == opened
         finally:
             await pipeline.close()
             store.stop()

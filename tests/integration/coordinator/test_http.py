@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.lane import SMALL_BODY_BYTES
-from aqua_coordinator.settings import Settings
+from aqua_coordinator.hot_routes import SMALL_BODY_BYTES
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import PROTOCOL_VERSION, ErrorBody
 from aqua_protocol.capability import verify
@@ -313,7 +313,7 @@ async def test_path_and_body_must_name_the_same_member(http: httpx.AsyncClient) 
 async def test_more_requests_at_once_than_allowed_are_told_to_retry(
     store: EmbeddedValkey,
 ) -> None:
-    settings = Settings(max_concurrent_requests=4)
+    settings = CoordinatorSettings(max_concurrent_requests=4)
     async with (
         ledger_room(store.url),
         Service(settings, store.url).running() as service,
@@ -334,7 +334,7 @@ async def guarded(store: EmbeddedValkey, tmp_path: Path) -> AsyncIterator[Servic
     """A coordinator that wants tokens."""
     path = tmp_path / "tokens.json"
     create_token(path, roles=[Role.READER])
-    service = Service(Settings(tokens_file=path), store.url)
+    service = Service(CoordinatorSettings(tokens_file=path), store.url)
     async with ledger_room(store.url), service.running():
         yield service
 
@@ -346,7 +346,7 @@ def token_for(
     path = service.services.settings.tokens_file
     assert path is not None
     token, _ = create_token(path, roles=list(roles), member=member, expires_in_s=expires_in_s)
-    service.services.door.refresh()
+    service.services.authenticator.refresh()
     return token
 
 
@@ -434,7 +434,7 @@ async def test_revoked_and_expired_tokens_stop_working(guarded: Service) -> None
     async with client_of(guarded, token) as http:
         assert (await http.get("/v1/leases")).status_code == 200
         revoke_token(path, token.split("_")[1])
-        guarded.services.door.refresh()
+        guarded.services.authenticator.refresh()
         assert error_of(await http.get("/v1/leases")).code == "unauthenticated"
     async with client_of(guarded, token_for(guarded, Role.READER, expires_in_s=0.0)) as http:
         error = error_of(await http.get("/v1/leases"))
@@ -489,7 +489,7 @@ async def test_metrics_show_the_books_and_the_requests(http: httpx.AsyncClient) 
 async def test_metrics_can_be_guarded(store: EmbeddedValkey, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     token, _ = create_token(path, roles=[Role.READER])
-    settings = Settings(tokens_file=path, metrics_need_token=True)
+    settings = CoordinatorSettings(tokens_file=path, metrics_need_token=True)
     async with ledger_room(store.url), Service(settings, store.url).running() as service:
         async with client_of(service) as http:
             assert error_of(await http.get("/metrics")).code == "unauthenticated"

@@ -76,14 +76,14 @@ async def test_the_placers_pairing_is_obeyed_in_its_order_and_exclusively(
     await _producers(room, best=4, second=8, tempting=2)
     pairing = Pairing(consumer_id="consumer", producers=["best", "second"], reason="near")
     plan = PlacementPlan(plan_hash="p1", pairings=[pairing])
-    await room.books.put_placements(plan)
-    assert await room.books.placements() == plan
+    await room.ledger.put_placements(plan)
+    assert await room.ledger.placements() == plan
     lenders = [(await room.grant(consumer, 2)).lease.producer_id for _ in range(6)]
     assert lenders == ["best", "best", "second", "second", "second", "second"]
     with pytest.raises(CapacityError) as caught:
         await room.grant(consumer, 2)
     assert caught.value.details["paired"] == "yes"
-    await room.books.put_placements(PlacementPlan(pairings=[]))
+    await room.ledger.put_placements(PlacementPlan(pairings=[]))
     assert (await room.grant(consumer, 2)).lease.producer_id == "tempting"
 
 
@@ -91,7 +91,7 @@ async def test_a_pairing_across_domains_lends_nothing(
     room: LedgerRoom, consumer: PaperConsumer
 ) -> None:
     await room.join(PaperProducer(name="elsewhere", domain="domain-1"))
-    await room.books.put_placements(
+    await room.ledger.put_placements(
         PlacementPlan(pairings=[Pairing(consumer_id="consumer", producers=["elsewhere"])])
     )
     with pytest.raises(CapacityError):
@@ -102,7 +102,7 @@ async def test_with_a_pairing_the_roomiest_of_it_is_the_fallback(
     room: LedgerRoom, consumer: PaperConsumer
 ) -> None:
     await _producers(room, one=2, two=3, big=16)
-    await room.books.put_placements(
+    await room.ledger.put_placements(
         PlacementPlan(pairings=[Pairing(consumer_id="consumer", producers=["one", "two"])])
     )
     assert (await room.hear(consumer)).available_bytes == 3 * SLAB
@@ -146,9 +146,9 @@ async def test_a_repeated_request_gets_the_same_answer_and_one_lease(
 ) -> None:
     await _producers(room, producer=4)
     first = await room.grant(consumer, 2, key="key")
-    await room.books.release_lease(first.lease.lease_id, epoch=first.lease.epoch, as_consumer=None)
+    await room.ledger.release_lease(first.lease.lease_id, epoch=first.lease.epoch, as_consumer=None)
     assert await room.grant(consumer, 2, key="key") == first
-    assert (await room.books.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
 
 
 async def test_a_key_with_another_request_is_a_conflict(
@@ -179,7 +179,7 @@ async def test_renewal_starts_the_time_to_live_anew_with_its_own_length(
 ) -> None:
     producer = (await _producers(room, producer=4))["producer"]
     lease = await room.attached(producer, consumer)
-    view = await room.books.renew_lease(
+    view = await room.ledger.renew_lease(
         lease.lease_id, epoch=lease.epoch, ttl_s=60, as_consumer=None
     )
     assert 59 < view.expires_in_s <= 60
@@ -191,7 +191,7 @@ async def test_release_is_harmless_when_repeated_and_final_before_attachment(
     await _producers(room, producer=4)
     lease = (await room.grant(consumer)).lease
     for _ in range(3):
-        view = await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+        view = await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
         assert (view.state, view.bytes) == (LeaseState.RELEASED, 0)
     assert view.epoch > lease.epoch
 
@@ -201,13 +201,15 @@ async def test_after_its_right_has_ended_a_holder_is_told_that_its_epoch_is_stal
 ) -> None:
     producer = (await _producers(room, producer=4))["producer"]
     lease = await room.attached(producer, consumer)
-    fenced = await room.books.revoke_lease(lease.lease_id, epoch=lease.epoch)
+    fenced = await room.ledger.revoke_lease(lease.lease_id, epoch=lease.epoch)
     assert fenced.state is LeaseState.FENCED
     assert fenced.epoch > lease.epoch
     with pytest.raises(StaleEpochError):
-        await room.books.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
+        await room.ledger.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
     with pytest.raises(InvalidTransitionError):
-        await room.books.renew_lease(lease.lease_id, epoch=fenced.epoch, ttl_s=30, as_consumer=None)
+        await room.ledger.renew_lease(
+            lease.lease_id, epoch=fenced.epoch, ttl_s=30, as_consumer=None
+        )
 
 
 async def test_a_lost_lease_cannot_be_renewed_and_keeps_its_epoch(
@@ -218,7 +220,7 @@ async def test_a_lost_lease_cannot_be_renewed_and_keeps_its_epoch(
     producer.restart()
     await room.tell(producer)
     with pytest.raises(LeaseLostError):
-        await room.books.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
+        await room.ledger.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
 
 
 @pytest.mark.parametrize("epoch_change", [-1, 1])
@@ -230,13 +232,13 @@ async def test_an_epoch_that_the_lease_never_had_is_stale(
     lease = (await room.grant(consumer)).lease
     epoch = lease.epoch + epoch_change
     actions: dict[str, Callable[..., Awaitable[LeaseView]]] = {
-        "renew": partial(room.books.renew_lease, ttl_s=30, as_consumer=None),
-        "release": partial(room.books.release_lease, as_consumer=None),
-        "revoke": room.books.revoke_lease,
+        "renew": partial(room.ledger.renew_lease, ttl_s=30, as_consumer=None),
+        "release": partial(room.ledger.release_lease, as_consumer=None),
+        "revoke": room.ledger.revoke_lease,
     }
     with pytest.raises(StaleEpochError):
         await actions[action](lease.lease_id, epoch=epoch)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.GRANTED
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.GRANTED
 
 
 async def test_a_bound_caller_cannot_touch_the_lease_of_another(
@@ -245,8 +247,8 @@ async def test_a_bound_caller_cannot_touch_the_lease_of_another(
     await _producers(room, producer=4)
     lease = (await room.grant(consumer)).lease
     for call in (
-        room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer="thief"),
-        room.books.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer="thief"),
+        room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer="thief"),
+        room.ledger.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer="thief"),
     ):
         with pytest.raises(ForbiddenError):
             await call
@@ -254,10 +256,10 @@ async def test_a_bound_caller_cannot_touch_the_lease_of_another(
 
 async def test_unknown_leases_are_unknown_to_every_action(room: LedgerRoom) -> None:
     for call in (
-        room.books.lease("nothing"),
-        room.books.renew_lease("nothing", epoch=1, ttl_s=30, as_consumer=None),
-        room.books.release_lease("nothing", epoch=1, as_consumer=None),
-        room.books.revoke_lease("nothing", epoch=1),
+        room.ledger.lease("nothing"),
+        room.ledger.renew_lease("nothing", epoch=1, ttl_s=30, as_consumer=None),
+        room.ledger.release_lease("nothing", epoch=1, as_consumer=None),
+        room.ledger.revoke_lease("nothing", epoch=1),
     ):
         with pytest.raises(UnknownResourceError):
             await call
@@ -286,7 +288,7 @@ async def test_leases_are_listed_by_producer_and_grant_page_by_page(
     listed: list[str] = []
     cursor: tuple[str, str] | None = None
     for _ in range(8):
-        page, cursor = await room.books.leases(cursor=cursor, limit=2)
+        page, cursor = await room.ledger.leases(cursor=cursor, limit=2)
         listed += [lease.lease_id for lease in page]
         if cursor is None:
             break
@@ -300,19 +302,19 @@ async def test_leases_can_be_filtered(room: LedgerRoom, consumer: PaperConsumer)
     await room.hear(other)
     first = await room.attached(producers["one"], consumer)
     second = (await room.grant(other, 2)).lease
-    by_state, _ = await room.books.leases(state=LeaseState.ACTIVE)
-    by_producer, _ = await room.books.leases(producer_id="two")
-    by_consumer, _ = await room.books.leases(consumer_id="other")
+    by_state, _ = await room.ledger.leases(state=LeaseState.ACTIVE)
+    by_producer, _ = await room.ledger.leases(producer_id="two")
+    by_consumer, _ = await room.ledger.leases(consumer_id="other")
     assert [lease.lease_id for lease in by_state] == [first.lease_id]
     assert [lease.lease_id for lease in by_producer] == [second.lease_id]
     assert [lease.lease_id for lease in by_consumer] == [second.lease_id]
-    summary = await room.books.summary()
+    summary = await room.ledger.summary()
     assert summary.leases_by_state[LeaseState.ACTIVE] == 1
     assert summary.leases_by_state[LeaseState.GRANTED] == 1
 
 
 async def test_members_are_listed_by_name_page_by_page(room: LedgerRoom) -> None:
     await _producers(room, b=1, c=1, a=1)
-    first = await room.books.producers(limit=2)
-    rest = await room.books.producers(cursor=first[-1].view.producer_id, limit=2)
+    first = await room.ledger.producers(limit=2)
+    rest = await room.ledger.producers(cursor=first[-1].view.producer_id, limit=2)
     assert [row.view.producer_id for row in first + rest] == ["a", "b", "c"]

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from aqua_coordinator.app import Service
-from aqua_coordinator.settings import Settings
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import VersionMismatchError
 from harness.coordinator_process import CoordinatorProcess
@@ -86,7 +86,7 @@ def openapi_with_tokens() -> dict[str, Any]:
     with short_directory() as directory:
         tokens = directory / "tokens.json"
         create_token(tokens, roles=[Role.OPERATOR])
-        return Service(Settings(tokens_file=tokens), "unix:///nowhere").api.openapi()
+        return Service(CoordinatorSettings(tokens_file=tokens), "unix:///nowhere").api.openapi()
 
 
 # Without the stream that never ends.

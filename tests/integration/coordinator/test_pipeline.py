@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.pipeline import MAX_SCRIPTS_IN_CALL, MAX_WAITING
 from aqua_coordinator.store.rows import Grant
@@ -82,7 +82,7 @@ async def test_flushed_scripts_are_loaded_again(room: LedgerRoom) -> None:
     await room.command("FUNCTION", "FLUSH")
     consumers = [PaperConsumer(name=f"c{number}") for number in range(20)]
     await asyncio.gather(*(room.hear(consumer) for consumer in consumers))
-    assert len(await room.books.consumers()) == 20
+    assert len(await room.ledger.consumers()) == 20
 
 
 async def test_small_scripts_submitted_together_run_in_one_call_each_over_the_one_before(
@@ -100,17 +100,17 @@ async def test_small_scripts_submitted_together_run_in_one_call_each_over_the_on
     assert outcomes[0] == outcomes[2]
     assert outcomes[1] == outcomes[4]
     assert isinstance(outcomes[3], CapacityError)
-    assert (await room.books.producer(producer.name)).view.leased_bytes == 6 * SLAB
+    assert (await room.ledger.producer(producer.name)).view.leased_bytes == 6 * SLAB
     grants = [outcome for outcome in outcomes[:2] if not isinstance(outcome, BaseException)]
     releases = [
-        room.books.release_lease(g.lease.lease_id, epoch=g.lease.epoch, as_consumer=None)
+        room.ledger.release_lease(g.lease.lease_id, epoch=g.lease.epoch, as_consumer=None)
         for g in (*grants, *grants)
     ]
     *views, whole = await asyncio.gather(*releases, room.grant(consumer, 8, key="four"))
     assert {view.state for view in views if isinstance(view, LeaseView)} == {LeaseState.RELEASED}
     assert isinstance(whole, Grant)
     assert whole.lease.bytes == 8 * SLAB
-    assert await room.books.audit() == []
+    assert await room.ledger.audit() == []
 
 
 async def calls_of(pipeline: Pipeline, name: str) -> int:
@@ -142,10 +142,10 @@ async def test_versions_share_one_redis_and_a_new_one_tidies_up(room: LedgerRoom
     stranger = "#!lua name=stranger\nredis.register_function('stranger', function() return 1 end)"
     for source in (older.source, stranger):
         await room.command("FUNCTION", "LOAD", source)
-    await room.books.summary()
+    await room.ledger.summary()
     call = ("FCALL", older.function(ScriptName.READ_BOOKS), "1", KEYS["books"])
     assert await room.command(*call) == [b"ok", b"older"]
-    await room.books.open()
+    await room.ledger.open()
     left = {row[1].decode() for row in await room.command("FUNCTION", "LIST")}
     assert left == {load_library().name, "stranger"}
     await room.command("FUNCTION", "DELETE", "stranger")
@@ -170,18 +170,18 @@ async def running_pipeline_like(room: LedgerRoom) -> AsyncIterator[Pipeline]:
 async def test_a_dead_server_is_an_error_in_bounded_time_and_its_return_is_noticed() -> None:
     with running_store() as store:
         async with running_pipeline(store.url, timeout_s=1.0) as pipeline:
-            books = Books(pipeline)
-            opened = await books.open()
+            ledger = Ledger(pipeline)
+            opened = await ledger.open()
             kill_store(store)
             started_s = time.monotonic()
             failures = await asyncio.gather(
-                *(books.probe() for _ in range(50)), return_exceptions=True
+                *(ledger.probe() for _ in range(50)), return_exceptions=True
             )
             assert time.monotonic() - started_s < 10
             assert {type(failure) for failure in failures} == {StoreUnavailableError}
             assert all(failure.retry_after_s for failure in failures)  # type: ignore[union-attr] # see above
             store.start()
-            assert await books.probe() == opened
+            assert await ledger.probe() == opened
 
 
 async def test_a_server_that_hangs_is_an_error_in_bounded_time() -> None:
@@ -222,13 +222,13 @@ async def test_memory_full_is_told_by_name_and_leaves_nothing_half_done(
             with pytest.raises(StoreFullError):
                 await room.grant(consumer)
             with pytest.raises(StoreFullError):
-                await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+                await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
             with pytest.raises(StoreFullError):
                 await room.tell(producer)
             with pytest.raises(StoreFullError):
-                await room.books.probe()
-            assert (await room.books.lease(lease.lease_id)).state is lease.state
-            assert await room.books.audit() == []
+                await room.ledger.probe()
+            assert (await room.ledger.lease(lease.lease_id)).state is lease.state
+            assert await room.ledger.audit() == []
         finally:
             await room.command("CONFIG", "SET", "maxmemory", "0")
         await room.tell(producer)
@@ -241,7 +241,7 @@ async def test_a_wrong_password_is_told(each_store: EmbeddedValkey) -> None:
         try:
             async with running_pipeline(each_store.url) as stranger:
                 with pytest.raises(StoreUnavailableError, match=r"NOAUTH|Authentication"):
-                    await Books(stranger).open()
+                    await Ledger(stranger).open()
             url = each_store.url.replace("unix://", "unix://:open-sesame@")
             async with running_pipeline(url) as friend:
                 await friend.command("PING")
@@ -261,13 +261,13 @@ async def test_every_script_loads_and_none_runs_without_books(each_store: Embedd
 async def test_books_that_were_lost_are_opened_again_by_whoever_comes_next(
     room: LedgerRoom,
 ) -> None:
-    first = await room.books.open()
+    first = await room.ledger.open()
     await room.lose_books()
     producer = PaperProducer(books_id=first.books_id)
     booked = await room.tell(producer)
     assert booked.books_id != first.books_id
     assert not booked.grantable
-    assert await room.books.secret_of(booked.books_id) != first.secret
+    assert await room.ledger.secret_of(booked.books_id) != first.secret
     await room.hear(PaperConsumer())
     with pytest.raises(UnavailableError):
         await room.grant(PaperConsumer())
@@ -305,7 +305,7 @@ async def opened(url: str, alive: Callable[[], bool]) -> str:
     while True:
         async with running_pipeline(url) as pipeline:
             try:
-                return (await Books(pipeline).open()).books_id
+                return (await Ledger(pipeline).open()).books_id
             except StoreUnavailableError:
                 assert alive()
                 assert time.monotonic() < until_s
@@ -360,7 +360,7 @@ async def test_tls_is_spoken_and_certificates_are_checked() -> None:
             await opened(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", alive)
             async with running_pipeline(f"rediss://127.0.0.1:{port}/0") as distrustful:
                 with pytest.raises(StoreUnavailableError, match=r"(?i)certificate"):
-                    await Books(distrustful).open()
+                    await Ledger(distrustful).open()
 
 
 @pytest.mark.parametrize(

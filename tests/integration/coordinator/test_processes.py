@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from aqua_coordinator.store import Books, Pipeline, open_pool
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.leases import LeaseGrant
 from harness.coordinator_process import CoordinatorProcess
@@ -68,11 +68,11 @@ async def audit(store_url: str) -> tuple[list[str], int, int]:
     """Rules that the books break, and bytes that they have leased by producer and by lease."""
     pipeline = Pipeline(open_pool(store_url, connect_timeout_s=5, max_connections=4))
     pipeline.start()
-    books = Books(pipeline)
+    ledger = Ledger(pipeline)
     try:
-        faults = await books.audit()
-        by_producer = sum(row.view.leased_bytes for row in await books.producers())
-        leases, cursor = await books.leases(limit=1000)
+        faults = await ledger.audit()
+        by_producer = sum(row.view.leased_bytes for row in await ledger.producers())
+        leases, cursor = await ledger.leases(limit=1000)
         assert cursor is None
         return faults, by_producer, sum(lease.bytes for lease in leases)
     finally:

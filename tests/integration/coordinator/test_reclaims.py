@@ -49,14 +49,14 @@ async def test_a_producers_own_reclaim_is_booked_as_it_goes(
 ) -> None:
     producer.reclaims = [measured("mine")]
     assert (await room.tell(producer)).reclaimed == []
-    view = await room.books.reclaim("mine")
+    view = await room.ledger.reclaim("mine")
     assert (view.origin, view.done, view.first_slab_ms) == (ReclaimOrigin.PRODUCER, False, 3.5)
-    assert (await room.books.summary()).open_reclaim_count == 1
+    assert (await room.ledger.summary()).open_reclaim_count == 1
     producer.reclaims = [finished("mine")]
     assert (await room.tell(producer)).reclaimed == [("returned", 0.01225)]
-    view = await room.books.reclaim("mine")
+    view = await room.ledger.reclaim("mine")
     assert (view.done, view.returned_bytes, view.total_ms) == (True, 2 * SLAB, 12.25)
-    assert (await room.books.summary()).open_reclaim_count == 0
+    assert (await room.ledger.summary()).open_reclaim_count == 0
 
 
 async def test_a_finished_reclaim_counts_once_however_often_it_is_reported(
@@ -71,8 +71,8 @@ async def test_an_order_is_repeated_until_the_producer_takes_it_up(
     room: LedgerRoom, producer: PaperProducer
 ) -> None:
     request = ReclaimRequest(producer_id="producer", bytes=2 * SLAB, deadline_s=2.5)
-    order = await room.books.open_reclaim(request, idempotency_key="key")
-    assert await room.books.open_reclaim(request, idempotency_key="key") == order
+    order = await room.ledger.open_reclaim(request, idempotency_key="key")
+    assert await room.ledger.open_reclaim(request, idempotency_key="key") == order
     for _ in range(2):
         told = (await room.tell(producer)).orders
         assert [(o.reclaim_id, o.bytes, o.deadline_s) for o in told] == [
@@ -82,7 +82,7 @@ async def test_an_order_is_repeated_until_the_producer_takes_it_up(
     assert (await room.tell(producer)).orders == []
     producer.reclaims = [finished(order.reclaim_id)]
     await room.tell(producer)
-    view = await room.books.reclaim(order.reclaim_id)
+    view = await room.ledger.reclaim(order.reclaim_id)
     assert (view.origin, view.done) == (ReclaimOrigin.OPERATOR, True)
 
 
@@ -93,7 +93,7 @@ async def test_a_reclaim_that_is_no_longer_reported_is_closed_as_dropped(
     await room.tell(producer)
     producer.reclaims = []
     assert (await room.tell(producer)).reclaimed == [("dropped", None)]
-    view = await room.books.reclaim("mine")
+    view = await room.ledger.reclaim("mine")
     assert view.done
     assert view.total_ms is None
 
@@ -101,11 +101,11 @@ async def test_a_reclaim_that_is_no_longer_reported_is_closed_as_dropped(
 async def test_a_lost_producer_closes_its_reclaims(
     room: LedgerRoom, producer: PaperProducer
 ) -> None:
-    order = await room.books.open_reclaim(
+    order = await room.ledger.open_reclaim(
         ReclaimRequest(producer_id="producer", bytes=SLAB), idempotency_key="key"
     )
-    await room.books.remove_producer("producer", producer.incarnation)
-    assert (await room.books.reclaim(order.reclaim_id)).done
+    await room.ledger.remove_producer("producer", producer.incarnation)
+    assert (await room.ledger.reclaim(order.reclaim_id)).done
 
 
 async def test_the_reclaim_of_another_producer_cannot_be_reported(
@@ -120,23 +120,23 @@ async def test_the_reclaim_of_another_producer_cannot_be_reported(
 
 async def test_nonsense_orders_are_refused(room: LedgerRoom, producer: PaperProducer) -> None:
     with pytest.raises(UnknownResourceError):
-        await room.books.open_reclaim(
+        await room.ledger.open_reclaim(
             ReclaimRequest(producer_id="nobody", bytes=SLAB), idempotency_key="a"
         )
     with pytest.raises(RequestInvalidError):
-        await room.books.open_reclaim(
+        await room.ledger.open_reclaim(
             ReclaimRequest(producer_id="producer", bytes=17 * SLAB), idempotency_key="b"
         )
     for number in range(MAX_RECLAIMS_PER_REPORT):
-        await room.books.open_reclaim(
+        await room.ledger.open_reclaim(
             ReclaimRequest(producer_id="producer", bytes=SLAB), idempotency_key=f"c{number}"
         )
     with pytest.raises(CapacityError):
-        await room.books.open_reclaim(
+        await room.ledger.open_reclaim(
             ReclaimRequest(producer_id="producer", bytes=SLAB), idempotency_key="d"
         )
     with pytest.raises(IdempotencyConflictError):
-        await room.books.open_reclaim(
+        await room.ledger.open_reclaim(
             ReclaimRequest(producer_id="producer", bytes=2 * SLAB), idempotency_key="c0"
         )
 
@@ -146,12 +146,12 @@ async def test_reclaims_are_listed_in_order_and_leave_the_list_after_a_while(
 ) -> None:
     producer.reclaims = [finished("one"), measured("two")]
     await room.tell(producer)
-    first, cursor = await room.books.reclaims(limit=1)
-    rest, _ = await room.books.reclaims(cursor=cursor, limit=2)
+    first, cursor = await room.ledger.reclaims(limit=1)
+    rest, _ = await room.ledger.reclaims(cursor=cursor, limit=2)
     assert [view.reclaim_id for view in first + rest] == ["one", "two"]
     # Ended long ago, and its record has expired.
     await room.pipeline.command("ZADD", KEYS["ended_reclaims"], "1", "one")
     await room.pipeline.command("DEL", KEYS["reclaim"] + "one")
     await room.sweep()
-    left, _ = await room.books.reclaims()
+    left, _ = await room.ledger.reclaims()
     assert [view.reclaim_id for view in left] == ["two"]

@@ -37,13 +37,13 @@ async def test_the_first_report_registers_and_the_echo_of_the_books_makes_granta
     producer = PaperProducer(slabs=4)
     first = await room.tell(producer)
     assert not first.grantable
-    view = (await room.books.producer("producer")).view
+    view = (await room.ledger.producer("producer")).view
     assert (view.offered_bytes, view.leased_bytes, view.free_bytes) == (4 * SLAB, 0, 4 * SLAB)
     assert not view.grantable
     second = await room.tell(producer)
     assert second.grantable
     assert second.books_id == first.books_id
-    kinds = [event.kind for event in await room.books.events(after="0")]
+    kinds = [event.kind for event in await room.ledger.events(after="0")]
     assert kinds == [EventKind.BOOKS_CREATED, EventKind.PRODUCER_JOINED]
 
 
@@ -53,8 +53,8 @@ async def test_an_older_revision_is_refused_and_changes_nothing(
     producer, _ = pair
     await room.tell(producer)
     with pytest.raises(StaleRevisionError):
-        await room.books.report_producer(producer.report(revision=0, offered_bytes=0))
-    assert (await room.books.producer("producer")).view.offered_bytes == 16 * SLAB
+        await room.ledger.report_producer(producer.report(revision=0, offered_bytes=0))
+    assert (await room.ledger.producer("producer")).view.offered_bytes == 16 * SLAB
 
 
 async def test_a_report_may_be_repeated_word_for_word_but_not_with_other_words(
@@ -62,9 +62,9 @@ async def test_a_report_may_be_repeated_word_for_word_but_not_with_other_words(
 ) -> None:
     producer, _ = pair
     report = producer.report()
-    assert await room.books.report_producer(report) == await room.books.report_producer(report)
+    assert await room.ledger.report_producer(report) == await room.ledger.report_producer(report)
     with pytest.raises(StaleRevisionError):
-        await room.books.report_producer(report.model_copy(update={"offered_bytes": 0}))
+        await room.ledger.report_producer(report.model_copy(update={"offered_bytes": 0}))
 
 
 async def test_a_granted_lease_that_the_producer_does_not_mention_stays(
@@ -73,7 +73,7 @@ async def test_a_granted_lease_that_the_producer_does_not_mention_stays(
     producer, consumer = pair
     lease = (await room.grant(consumer)).lease
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.GRANTED
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.GRANTED
 
 
 async def test_attachment_is_booked_when_the_producer_reports_it(
@@ -84,7 +84,7 @@ async def test_attachment_is_booked_when_the_producer_reports_it(
     producer.hand_out(lease)
     booked = await room.tell(producer)
     assert len(booked.attached_s) == 1
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert view.state is LeaseState.ACTIVE
     assert 29 < view.expires_in_s <= 30
 
@@ -94,8 +94,8 @@ async def test_fewer_slabs_than_granted_free_the_rest(room: LedgerRoom, pair: Pa
     lease = (await room.grant(consumer, 4)).lease
     producer.hand_out(lease, slabs=3)
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).bytes == 3 * SLAB
-    assert (await room.books.producer("producer")).view.free_bytes == 13 * SLAB
+    assert (await room.ledger.lease(lease.lease_id)).bytes == 3 * SLAB
+    assert (await room.ledger.producer("producer")).view.free_bytes == 13 * SLAB
 
 
 async def test_slab_by_slab_a_reclaim_returns_bytes_to_the_offer(
@@ -105,13 +105,13 @@ async def test_slab_by_slab_a_reclaim_returns_bytes_to_the_offer(
     lease = await room.attached(producer, consumer, 4)
     producer.hand_out(lease, slabs=4, reclaiming_bytes=2 * SLAB)
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.RECLAIMING
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.RECLAIMING
     producer.hand_out(lease, slabs=3, reclaiming_bytes=SLAB)
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).bytes == 3 * SLAB
+    assert (await room.ledger.lease(lease.lease_id)).bytes == 3 * SLAB
     producer.hand_out(lease, slabs=2)
     await room.tell(producer)
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes) == (LeaseState.ACTIVE, 2 * SLAB)
 
 
@@ -120,16 +120,16 @@ async def test_bytes_leave_the_books_only_when_the_producer_has_the_slabs(
 ) -> None:
     producer, consumer = pair
     lease = await room.attached(producer, consumer, 4)
-    await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
-    assert (await room.books.producer("producer")).view.leased_bytes == 4 * SLAB
+    await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+    assert (await room.ledger.producer("producer")).view.leased_bytes == 4 * SLAB
     booked = await room.tell(producer)
     assert [(notice.lease_id, notice.reason) for notice in booked.ended] == [
         (lease.lease_id, "released")
     ]
     producer.take_back(lease)
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.RELEASED
-    assert (await room.books.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.RELEASED
+    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
 
 
 async def test_a_lost_consumer_is_fenced_and_its_bytes_stay_booked(
@@ -140,7 +140,7 @@ async def test_a_lost_consumer_is_fenced_and_its_bytes_stay_booked(
     producer.hand_out(lease, consumer_lost=True)
     booked = await room.tell(producer)
     assert booked.ended[0].reason == "consumer_lost"
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes) == (LeaseState.FENCED, 2 * SLAB)
     assert view.epoch > lease.epoch
     heard = await room.hear(consumer)
@@ -156,9 +156,9 @@ async def test_a_shrunken_offer_cancels_unattached_grants_newest_first(
     newer = (await room.grant(consumer, 4)).lease
     producer.slabs = 8
     await room.tell(producer)
-    states = [(await room.books.lease(lease.lease_id)).state for lease in (held, older, newer)]
+    states = [(await room.ledger.lease(lease.lease_id)).state for lease in (held, older, newer)]
     assert states == [LeaseState.ACTIVE, LeaseState.GRANTED, LeaseState.RELEASED]
-    view = (await room.books.producer("producer")).view
+    view = (await room.ledger.producer("producer")).view
     assert (view.offered_bytes, view.leased_bytes) == (8 * SLAB, 8 * SLAB)
 
 
@@ -169,7 +169,7 @@ async def test_an_unknown_lease_that_is_held_is_adopted_with_its_right(
     lease = await room.attached(producer, consumer, 2)
     await room.lose_books()
     await room.tell(producer)
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes, view.epoch) == (LeaseState.ACTIVE, 2 * SLAB, lease.epoch)
     assert (await room.hear(consumer)).ended == []
 
@@ -179,10 +179,10 @@ async def test_a_released_lease_that_is_held_after_all_is_adopted_without_its_ri
 ) -> None:
     producer, consumer = pair
     lease = (await room.grant(consumer, 2)).lease
-    await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+    await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
     producer.hand_out(lease)
     booked = await room.tell(producer)
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes) == (LeaseState.FENCED, 2 * SLAB)
     assert booked.ended[0].lease_id == lease.lease_id
 
@@ -201,8 +201,8 @@ async def test_adoption_takes_precedence_over_unattached_grants(
     rival = (await room.grant(consumer, 1)).lease
     producer.revision, producer.books_id = producer_before.revision, producer_before.books_id
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.ACTIVE
-    assert (await room.books.lease(rival.lease_id)).state is LeaseState.RELEASED
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.ACTIVE
+    assert (await room.ledger.lease(rival.lease_id)).state is LeaseState.RELEASED
 
 
 async def test_a_new_life_of_the_producer_ends_the_leases_of_the_old_one(
@@ -213,10 +213,10 @@ async def test_a_new_life_of_the_producer_ends_the_leases_of_the_old_one(
     old_report = producer.report()
     producer.restart()
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.LOST
-    assert (await room.books.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.LOST
+    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
     with pytest.raises(StaleRevisionError, match="newer process"):
-        await room.books.report_producer(old_report)
+        await room.ledger.report_producer(old_report)
 
 
 @pytest.mark.parametrize("field", ["consumer_id", "producer"])
@@ -275,16 +275,16 @@ async def test_an_offer_can_change_between_reports_under_the_same_revision_order
     update = OfferUpdate(
         incarnation=producer.incarnation, revision=producer.revision + 1, offered_bytes=8 * SLAB
     )
-    offer = await room.books.update_offer("producer", update)
+    offer = await room.ledger.update_offer("producer", update)
     assert (offer.offered_bytes, offer.leased_bytes, offer.free_bytes) == (
         8 * SLAB,
         4 * SLAB,
         4 * SLAB,
     )
-    assert (await room.books.lease(grant.lease_id)).state is LeaseState.RELEASED
-    assert await room.books.update_offer("producer", update) == offer
+    assert (await room.ledger.lease(grant.lease_id)).state is LeaseState.RELEASED
+    assert await room.ledger.update_offer("producer", update) == offer
     with pytest.raises(StaleRevisionError):
-        await room.books.update_offer("producer", update.model_copy(update={"offered_bytes": 0}))
+        await room.ledger.update_offer("producer", update.model_copy(update={"offered_bytes": 0}))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ async def test_an_offer_below_what_is_lent_or_of_half_slabs_is_refused(
     producer, consumer = pair
     await room.attached(producer, consumer, 4)
     with pytest.raises(ProtocolError, match=fault):
-        await room.books.update_offer(
+        await room.ledger.update_offer(
             "producer",
             OfferUpdate(
                 incarnation=producer.incarnation,
@@ -310,9 +310,9 @@ async def test_a_consumer_report_renews_every_lease_it_names(room: LedgerRoom, p
     producer, consumer = pair
     lease = await room.attached(producer, consumer)
     await room.pass_time(15)
-    assert (await room.books.lease(lease.lease_id)).expires_in_s < 16
+    assert (await room.ledger.lease(lease.lease_id)).expires_in_s < 16
     await room.hear(consumer)
-    assert (await room.books.lease(lease.lease_id)).expires_in_s > 29
+    assert (await room.ledger.lease(lease.lease_id)).expires_in_s > 29
 
 
 async def test_naming_a_grant_does_not_prolong_the_time_for_attaching(
@@ -323,7 +323,7 @@ async def test_naming_a_grant_does_not_prolong_the_time_for_attaching(
     consumer.use(lease)
     await room.pass_time(6)
     await room.hear(consumer)
-    assert (await room.books.lease(lease.lease_id)).expires_in_s < 5
+    assert (await room.ledger.lease(lease.lease_id)).expires_in_s < 5
 
 
 async def test_an_unknown_lease_is_called_ended_only_after_a_while(
@@ -353,22 +353,22 @@ async def test_a_producer_leaves_only_when_nothing_is_lent(room: LedgerRoom, pai
     producer, consumer = pair
     lease = await room.attached(producer, consumer)
     with pytest.raises(ProtocolError, match="still hold slabs"):
-        await room.books.remove_producer("producer", producer.incarnation)
+        await room.ledger.remove_producer("producer", producer.incarnation)
     producer.take_back(lease)
     await room.tell(producer)
     pending = (await room.grant(consumer)).lease
     with pytest.raises(StaleRevisionError):
-        await room.books.remove_producer("producer", "another-life")
-    await room.books.remove_producer("producer", producer.incarnation)
-    assert (await room.books.lease(pending.lease_id)).state is LeaseState.RELEASED
+        await room.ledger.remove_producer("producer", "another-life")
+    await room.ledger.remove_producer("producer", producer.incarnation)
+    assert (await room.ledger.lease(pending.lease_id)).state is LeaseState.RELEASED
     with pytest.raises(UnknownResourceError):
-        await room.books.producer("producer")
+        await room.ledger.producer("producer")
 
 
 async def test_a_consumer_that_leaves_gives_up_its_rights(room: LedgerRoom, pair: Pair) -> None:
     producer, consumer = pair
     lease = await room.attached(producer, consumer)
-    await room.books.remove_consumer("consumer", consumer.incarnation)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.FENCED
+    await room.ledger.remove_consumer("consumer", consumer.incarnation)
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.FENCED
     with pytest.raises(UnknownResourceError):
-        await room.books.remove_consumer("consumer", consumer.incarnation)
+        await room.ledger.remove_consumer("consumer", consumer.incarnation)

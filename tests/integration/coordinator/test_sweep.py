@@ -36,10 +36,10 @@ async def test_a_grant_that_nobody_attaches_to_expires_and_frees_its_bytes(
     assert await room.sweep() == 0
     await room.pass_time(1.1)
     assert await room.sweep() == 1
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes) == (LeaseState.RELEASED, 0)
     with pytest.raises(StaleEpochError):
-        await room.books.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
+        await room.ledger.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
 
 
 async def test_an_expired_lease_is_fenced_and_stays_booked_until_its_slabs_are_back(
@@ -51,13 +51,13 @@ async def test_an_expired_lease_is_fenced_and_stays_booked_until_its_slabs_are_b
     await room.tell(producer)
     await room.pass_time(15.1)
     await room.sweep()
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes, view.expires_in_s) == (LeaseState.FENCED, 2 * SLAB, 0)
     booked = await room.tell(producer)
     assert [notice.reason for notice in booked.ended] == ["expired"]
     producer.take_back(lease)
     await room.tell(producer)
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.RELEASED
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.RELEASED
 
 
 async def test_nothing_expires_for_the_time_in_which_no_coordinator_was_there(
@@ -69,9 +69,9 @@ async def test_nothing_expires_for_the_time_in_which_no_coordinator_was_there(
     await room.sweep()
     await room.stand_still(3600)
     assert await room.sweep() == 0
-    assert (await room.books.lease(grant.lease_id)).expires_in_s > ATTACH_WINDOW_S - 1
-    assert (await room.books.lease(lease.lease_id)).expires_in_s > 29
-    assert (await room.books.producer("producer")).view.silent_s < 1
+    assert (await room.ledger.lease(grant.lease_id)).expires_in_s > ATTACH_WINDOW_S - 1
+    assert (await room.ledger.lease(lease.lease_id)).expires_in_s > 29
+    assert (await room.ledger.producer("producer")).view.silent_s < 1
     await room.pass_time(31)
     assert await room.sweep() > 0
 
@@ -85,7 +85,7 @@ async def test_a_step_of_redis_time_backwards_makes_nobody_younger_or_older(
     await room.pipeline.command("HINCRBY", KEYS["books"], "swept_us", 3_600_000_000)
     await room.pipeline.command("HINCRBY", KEYS["books"], "paused_us", 3_600_000_000)
     assert await room.sweep() == 0
-    assert 28 < (await room.books.lease(lease.lease_id)).expires_in_s <= 31
+    assert 28 < (await room.ledger.lease(lease.lease_id)).expires_in_s <= 31
 
 
 async def test_a_silent_producer_is_lost_with_its_leases_and_resumes_them_when_it_returns(
@@ -98,13 +98,13 @@ async def test_a_silent_producer_is_lost_with_its_leases_and_resumes_them_when_i
     await room.hear(consumer)
     await room.sweep()
     with pytest.raises(UnknownResourceError):
-        await room.books.producer("producer")
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.LOST
+        await room.ledger.producer("producer")
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.LOST
     assert (await room.hear(consumer)).ended[0].reason == "producer_lost"
     await room.tell(producer)
-    view = await room.books.lease(lease.lease_id)
+    view = await room.ledger.lease(lease.lease_id)
     assert (view.state, view.bytes, view.epoch) == (LeaseState.ACTIVE, 2 * SLAB, lease.epoch)
-    assert (await room.books.lease(grant.lease_id)).state is not LeaseState.ACTIVE
+    assert (await room.ledger.lease(grant.lease_id)).state is not LeaseState.ACTIVE
     assert (await room.hear(consumer)).ended == []
 
 
@@ -117,9 +117,9 @@ async def test_a_silent_consumer_leaves_but_its_leases_live_until_they_expire(
     await room.tell(producer)
     await room.sweep()
     with pytest.raises(UnknownResourceError):
-        await room.books.consumer("consumer")
-    assert (await room.books.lease(lease.lease_id)).state is LeaseState.ACTIVE
-    kinds = [event.kind for event in await room.books.events(after="0")]
+        await room.ledger.consumer("consumer")
+    assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.ACTIVE
+    kinds = [event.kind for event in await room.ledger.events(after="0")]
     assert kinds[-1] is EventKind.CONSUMER_LOST
 
 
@@ -133,7 +133,7 @@ async def test_many_sweepers_at_once_end_every_lease_exactly_once(
         await asyncio.gather(*(room.grant(consumer) for _ in range(50)))
     await room.pass_time(ATTACH_WINDOW_S + 1)
     assert sum(await asyncio.gather(*(room.sweep() for _ in range(4)))) == 600
-    events = await room.books.events(after="0", limit=5000)
+    events = await room.ledger.events(after="0", limit=5000)
     ended = [event for event in events if event.state is LeaseState.RELEASED]
     assert len(ended) == 600
 
@@ -146,23 +146,23 @@ async def test_a_producer_with_more_leases_than_one_step_handles_is_lost_in_seve
     await room.tell(producer)
     for _ in range(12):
         await asyncio.gather(*(room.grant(consumer, ttl_s=600) for _ in range(50)))
-    await room.books.sweep(silent_s=SILENT_S)
+    await room.ledger.sweep(silent_s=SILENT_S)
     await room.pipeline.command(
         "ZADD", KEYS["producers_seen"], "0", "producer"
     )  # Silent since the beginning of time; the grants are not due yet.
     assert await room.sweep() == 600 + 1
-    assert (await room.books.summary()).producer_count == 0
+    assert (await room.ledger.summary()).producer_count == 0
 
 
 async def test_ended_leases_are_forgotten_after_a_while(room: LedgerRoom, pair: Pair) -> None:
     _, consumer = pair
     lease = (await room.grant(consumer)).lease
-    await room.books.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+    await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
     ttl_ms = await room.pipeline.command("PTTL", KEYS["lease"] + lease.lease_id)
     retention_ms = CONSTANTS["ended_retention_ms"]
     assert isinstance(retention_ms, int)
     assert 0 < ttl_ms <= retention_ms
-    assert await room.books.leases() == ([], None)
+    assert await room.ledger.leases() == ([], None)
 
 
 async def test_epochs_grow_even_when_the_books_fall_back_to_an_older_copy(

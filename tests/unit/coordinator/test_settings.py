@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from aqua_coordinator.settings import Settings, default_data_dir, is_loopback, load_settings
+from aqua_coordinator.settings import (
+    CoordinatorSettings,
+    default_data_dir,
+    is_loopback,
+    load_settings,
+)
 from aqua_protocol import ConfigError
 
 
@@ -68,19 +73,19 @@ def test_a_secret_that_does_not_fit_is_not_shown(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_tokens(host: str) -> None:
     assert is_loopback(host)
-    Settings(listen_host=host).require_safe_address()
+    CoordinatorSettings(listen_host=host).require_safe_address()
 
 
 @pytest.mark.parametrize("host", ["192.168.0.1", "10.0.0.5", "::", "localhost.evil", "aqua"])
 def test_any_other_address_does(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings(listen_host=host).require_safe_address()
+        CoordinatorSettings(listen_host=host).require_safe_address()
     assert "aqua-coordinator token" in caught.value.remedy
-    Settings(listen_host=host, tokens_file=Path("tokens.json")).require_safe_address()
+    CoordinatorSettings(listen_host=host, tokens_file=Path("tokens.json")).require_safe_address()
 
 
 def test_every_setting_is_described() -> None:
-    for name, field in Settings.model_fields.items():
+    for name, field in CoordinatorSettings.model_fields.items():
         assert field.description, name
 
 

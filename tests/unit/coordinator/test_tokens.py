@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aqua_coordinator.auth import EVERYBODY, Caller, Door
+from aqua_coordinator.auth import EVERYBODY, Authenticator, Caller
 from aqua_coordinator.tokens import (
     Role,
     create_token,
@@ -38,9 +38,9 @@ def test_the_file_never_holds_a_token_and_belongs_to_its_owner(path: Path) -> No
 
 def test_a_caller_has_the_roles_and_the_member_of_its_token(path: Path) -> None:
     token, _ = create_token(path, roles=[Role.PRODUCER, Role.CONSUMER], member="llm-0")
-    caller = Door(path).authenticate(f"Bearer {token}")
+    caller = Authenticator(path).authenticate(f"Bearer {token}")
     assert caller == Caller(frozenset({Role.PRODUCER, Role.CONSUMER}), "llm-0")
-    assert Door(path).authenticate(f"bearer {token}") == caller
+    assert Authenticator(path).authenticate(f"bearer {token}") == caller
 
 
 def test_a_token_of_the_right_id_and_a_wrong_secret_is_unknown(path: Path) -> None:
@@ -49,48 +49,48 @@ def test_a_token_of_the_right_id_and_a_wrong_secret_is_unknown(path: Path) -> No
     forged = "_".join([*token.split("_")[:2], other.split("_", 2)[2]])
     for wrong in (forged, token + "x", token[:-1], token.upper(), f"{token} {token}"):
         with pytest.raises(UnauthenticatedError):
-            Door(path).authenticate(f"Bearer {wrong}")
+            Authenticator(path).authenticate(f"Bearer {wrong}")
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Token x", "Bearer a_b", "é"])
 def test_what_is_no_token_is_refused(path: Path, header: str | None) -> None:
     create_token(path, roles=[Role.READER])
     with pytest.raises(UnauthenticatedError):
-        Door(path).authenticate(header)
+        Authenticator(path).authenticate(header)
 
 
 def test_expiry_is_checked_at_every_call(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token, _ = create_token(path, roles=[Role.READER], expires_in_s=60)
-    door = Door(path)
-    door.authenticate(f"Bearer {token}")
+    authenticator = Authenticator(path)
+    authenticator.authenticate(f"Bearer {token}")
     later_s = time.time() + 61
     monkeypatch.setattr(time, "time", lambda: later_s)
     with pytest.raises(UnauthenticatedError, match="expired"):
-        door.authenticate(f"Bearer {token}")
+        authenticator.authenticate(f"Bearer {token}")
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(path: Path) -> None:
     first, entry = create_token(path, roles=[Role.READER])
-    door = Door(path)
+    authenticator = Authenticator(path)
     second, _ = create_token(path, roles=[Role.READER])
     with pytest.raises(UnauthenticatedError):
-        door.authenticate(f"Bearer {second}")
-    door.refresh()
-    door.authenticate(f"Bearer {second}")
+        authenticator.authenticate(f"Bearer {second}")
+    authenticator.refresh()
+    authenticator.authenticate(f"Bearer {second}")
     revoke_token(path, entry.token_id)
-    door.refresh()
+    authenticator.refresh()
     with pytest.raises(UnauthenticatedError):
-        door.authenticate(f"Bearer {first}")
+        authenticator.authenticate(f"Bearer {first}")
     path.write_text("{")
-    door.refresh()
-    door.authenticate(f"Bearer {second}")
+    authenticator.refresh()
+    authenticator.authenticate(f"Bearer {second}")
     path.unlink()
-    door.refresh()
-    door.authenticate(f"Bearer {second}")
+    authenticator.refresh()
+    authenticator.authenticate(f"Bearer {second}")
 
 
 def test_without_a_file_everybody_is_operator() -> None:
-    assert Door(None).authenticate(None) == EVERYBODY
+    assert Authenticator(None).authenticate(None) == EVERYBODY
     EVERYBODY.require(Role.OPERATOR)
     EVERYBODY.require(Role.PRODUCER, member="anybody")
 
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_tokens_file_is_refused(path: Path, content: str) -> N
     path.write_text(content)
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="is not a tokens file"):
-        Door(path)
+        Authenticator(path)
 
 
 def test_a_file_with_one_id_twice_or_open_to_others_is_refused(path: Path) -> None:
@@ -139,12 +139,12 @@ def test_a_file_with_one_id_twice_or_open_to_others_is_refused(path: Path) -> No
     content = json.loads(path.read_text())
     path.chmod(0o622)
     with pytest.raises(ConfigError, match="others may write"):
-        Door(path)
+        Authenticator(path)
     path.chmod(0o600)
     content["tokens"] *= 2
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="appears twice"):
-        Door(path)
+        Authenticator(path)
     os.truncate(path, 0)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_coordinator.auth import Caller
-from aqua_coordinator.lane import REPORT_BODY_BYTES, hot
-from aqua_coordinator.routes.paging import Limit, NameCursor, next_name
+from aqua_coordinator.hot_routes import REPORT_BODY_BYTES, hot
+from aqua_coordinator.routes.pagination import Limit, NameCursor, next_name
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, require_protocol_version
@@ -29,7 +29,7 @@ async def book_consumer(report: ConsumerReport, caller: Caller, services: Servic
     """Take one consumer's report; shared with `heartbeats`."""
     caller.require(Role.CONSUMER, member=report.consumer_id)
     require_protocol_version(report.protocol_version, who=f"consumer {report.consumer_id}")
-    booked = await services.books.report_consumer(report)
+    booked = await services.ledger.report_consumer(report)
     return ConsumerAck(
         books_id=booked.books_id,
         heartbeat_s=services.settings.heartbeat_s,
@@ -54,7 +54,7 @@ async def list_consumers(
     _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
 ) -> ConsumerPage:
     """Consumers by name."""
-    views = await services.books.consumers(cursor=cursor or "", limit=limit)
+    views = await services.ledger.consumers(cursor=cursor or "", limit=limit)
     return ConsumerPage(
         consumers=views, next_cursor=next_name([view.consumer_id for view in views], limit)
     )
@@ -63,7 +63,7 @@ async def list_consumers(
 @router.get("/{consumer_id}")
 async def get_consumer(consumer_id: Name, _: CallerDep, services: ServicesDep) -> ConsumerView:
     """One consumer."""
-    return await services.books.consumer(consumer_id)
+    return await services.ledger.consumer(consumer_id)
 
 
 @router.delete("/{consumer_id}", status_code=204)
@@ -75,4 +75,4 @@ async def remove_consumer(
 ) -> None:
     """Leave the books, and give up every right that is left."""
     caller.require(Role.CONSUMER, member=consumer_id)
-    await services.books.remove_consumer(consumer_id, incarnation)
+    await services.ledger.remove_consumer(consumer_id, incarnation)

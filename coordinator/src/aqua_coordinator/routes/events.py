@@ -45,21 +45,21 @@ async def stream_events(
 ) -> EventStream:
     """Changes of the books as they happen."""
     limit = services.settings.max_event_streams
-    if services.bell.listeners >= limit:
+    if services.event_watcher.listeners >= limit:
         raise UnavailableError(
             f"{limit} event streams are being served already", retry_after_s=RETRY_MS / 1e3
         )
-    position = last_event_id or await services.books.last_event_id()
+    position = last_event_id or await services.ledger.last_event_id()
     return EventStream(_stream(services, position), headers={"Cache-Control": "no-store"})
 
 
 async def _stream(services: Services, position: str) -> AsyncIterator[str]:
-    services.bell.listeners += 1
+    services.event_watcher.listeners += 1
     try:
         yield f"retry: {RETRY_MS}\n\n"
-        while not services.bell.closed:
-            ring = services.bell.next_ring()
-            events = await services.books.events(after=position)
+        while not services.event_watcher.closed:
+            change = services.event_watcher.next_change()
+            events = await services.ledger.events(after=position)
             for event in events:
                 position = event.event_id
                 body = event.model_dump_json(exclude_none=True)
@@ -67,11 +67,11 @@ async def _stream(services: Services, position: str) -> AsyncIterator[str]:
             if events:
                 continue
             try:
-                await asyncio.wait_for(asyncio.shield(ring), KEEP_ALIVE_S)
+                await asyncio.wait_for(asyncio.shield(change), KEEP_ALIVE_S)
             except TimeoutError:
                 yield ": still here\n\n"
     except AquaError as error:
         # The client comes back with the id of the last event it saw.
         yield f": {error.code}\n\n"
     finally:
-        services.bell.listeners -= 1
+        services.event_watcher.listeners -= 1

@@ -32,7 +32,7 @@ async def healthz(services: ServicesDep) -> Health:
 @router.get("/readyz")
 async def readyz(services: ServicesDep) -> Health:
     """Whether Redis answers and takes writes. A probe that fails should send traffic elsewhere."""
-    opened = await services.books.probe()
+    opened = await services.ledger.probe()
     return Health(
         status="ready",
         version=__version__,
@@ -45,7 +45,7 @@ async def readyz(services: ServicesDep) -> Health:
 async def metrics(services: ServicesDep, request: Request) -> Response:
     """Prometheus metrics."""
     if services.settings.metrics_need_token:
-        services.door.authenticate(request.headers.get("authorization"))
+        services.authenticator.authenticate(request.headers.get("authorization"))
     try:
         snapshot = await _snapshot(services)
     except UnavailableError:
@@ -54,11 +54,11 @@ async def metrics(services: ServicesDep, request: Request) -> Response:
 
 
 async def _snapshot(services: Services) -> BooksSnapshot:
-    books = services.books
+    ledger = services.ledger
     return BooksSnapshot(
-        await books.summary(),
-        await _all_pages(books.producers, lambda row: row.view.producer_id),
-        await _all_pages(books.consumers, lambda view: view.consumer_id),
+        await ledger.summary(),
+        await _all_pages(ledger.producers, lambda row: row.view.producer_id),
+        await _all_pages(ledger.consumers, lambda view: view.consumer_id),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter
 
-from aqua_coordinator.lane import REPORT_BODY_BYTES, hot
+from aqua_coordinator.hot_routes import REPORT_BODY_BYTES, hot
 from aqua_coordinator.routes.consumers import book_consumer
 from aqua_coordinator.routes.producers import book_producer
 from aqua_coordinator.services import CallerDep, ServicesDep

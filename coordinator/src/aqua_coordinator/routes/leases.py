@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from aqua_coordinator.lane import hot
-from aqua_coordinator.routes.paging import Limit
+from aqua_coordinator.hot_routes import hot
+from aqua_coordinator.routes.pagination import Limit
 from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import LeaseState
@@ -49,14 +49,14 @@ async def grant_lease(
 ) -> LeaseGrant:
     """Ask for memory of a producer; safe to repeat under the same Idempotency-Key."""
     caller.require(Role.CONSUMER, member=body.consumer_id)
-    grant = await services.books.grant_lease(
+    grant = await services.ledger.grant_lease(
         body,
         idempotency_key=idempotency_key,
         attach_window_s=services.settings.attach_window_s,
     )
     return LeaseGrant(
         lease=grant.lease,
-        token=await services.mint.capability(grant),
+        token=await services.signer.capability(grant),
         endpoint=grant.endpoint,
         transport=grant.transport,
         slab_bytes=grant.slab_bytes,
@@ -79,7 +79,7 @@ async def list_leases(
     With a filter a page may be short, or empty, and still not be the last: go on until
     `next_cursor` is null.
     """
-    views, position = await services.books.leases(
+    views, position = await services.ledger.leases(
         cursor=None if cursor is None else _position(cursor),
         limit=limit,
         state=state,
@@ -92,7 +92,7 @@ async def list_leases(
 @router.get("/{lease_id}")
 async def get_lease(lease_id: Name, _: CallerDep, services: ServicesDep) -> LeaseView:
     """One lease."""
-    return await services.books.lease(lease_id)
+    return await services.ledger.lease(lease_id)
 
 
 @router.post("/{lease_id}/renew")
@@ -102,7 +102,7 @@ async def renew_lease(
 ) -> LeaseView:
     """Start the time to live anew. A report that names the lease does the same."""
     caller.require(Role.CONSUMER)
-    return await services.books.renew_lease(
+    return await services.ledger.renew_lease(
         lease_id, epoch=body.epoch, ttl_s=body.ttl_s, as_consumer=caller.member
     )
 
@@ -114,7 +114,9 @@ async def release_lease(
 ) -> LeaseView:
     """Give up the right. Bytes that were handed out stay booked until the producer has them."""
     caller.require(Role.CONSUMER)
-    return await services.books.release_lease(lease_id, epoch=body.epoch, as_consumer=caller.member)
+    return await services.ledger.release_lease(
+        lease_id, epoch=body.epoch, as_consumer=caller.member
+    )
 
 
 @router.post("/{lease_id}/revoke")
@@ -123,7 +125,7 @@ async def revoke_lease(
 ) -> LeaseView:
     """End the right to a lease, as an operator."""
     caller.require(Role.OPERATOR)
-    return await services.books.revoke_lease(lease_id, epoch=body.epoch)
+    return await services.ledger.revoke_lease(lease_id, epoch=body.epoch)
 
 
 def _position(cursor: str) -> tuple[str, str]:

@@ -17,11 +17,11 @@ async def put_placements(
 ) -> PlacementPlan:
     """Replace the plan. Leases that exist stay; new ones follow it."""
     caller.require(Role.OPERATOR)
-    await services.books.put_placements(body)
+    await services.ledger.put_placements(body)
     return body
 
 
 @router.get("")
 async def get_placements(_: CallerDep, services: ServicesDep) -> PlacementPlan:
     """The plan in force."""
-    return await services.books.placements()
+    return await services.ledger.placements()

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_coordinator.auth import Caller
-from aqua_coordinator.lane import REPORT_BODY_BYTES, hot
-from aqua_coordinator.routes.paging import Limit, NameCursor, next_name
+from aqua_coordinator.hot_routes import REPORT_BODY_BYTES, hot
+from aqua_coordinator.routes.pagination import Limit, NameCursor, next_name
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, require_protocol_version
@@ -29,10 +29,12 @@ async def book_producer(report: ProducerReport, caller: Caller, services: Servic
     """Take one producer's report; shared with `heartbeats`."""
     caller.require(Role.PRODUCER, member=report.producer_id)
     require_protocol_version(report.protocol_version, who=f"producer {report.producer_id}")
-    booked = await services.books.report_producer(report)
+    booked = await services.ledger.report_producer(report)
     services.metrics.attached(booked.attached_s)
     services.metrics.reclaimed(booked.reclaimed)
-    key = await services.mint.checking_key(booked.books_id, report.producer_id, report.incarnation)
+    key = await services.signer.checking_key(
+        booked.books_id, report.producer_id, report.incarnation
+    )
     return ProducerAck(
         books_id=booked.books_id,
         heartbeat_s=services.settings.heartbeat_s,
@@ -60,7 +62,7 @@ async def list_producers(
     _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
 ) -> ProducerPage:
     """Producers by name."""
-    rows = await services.books.producers(cursor=cursor or "", limit=limit)
+    rows = await services.ledger.producers(cursor=cursor or "", limit=limit)
     views = [row.view for row in rows]
     return ProducerPage(
         producers=views, next_cursor=next_name([view.producer_id for view in views], limit)
@@ -70,7 +72,7 @@ async def list_producers(
 @router.get("/{producer_id}")
 async def get_producer(producer_id: Name, _: CallerDep, services: ServicesDep) -> ProducerView:
     """One producer."""
-    row = await services.books.producer(producer_id)
+    row = await services.ledger.producer(producer_id)
     return row.view
 
 
@@ -83,4 +85,4 @@ async def remove_producer(
 ) -> None:
     """Leave the books; refused while consumers hold slabs."""
     caller.require(Role.PRODUCER, member=producer_id)
-    await services.books.remove_producer(producer_id, incarnation)
+    await services.ledger.remove_producer(producer_id, incarnation)

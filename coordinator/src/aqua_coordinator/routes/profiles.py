@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 async def put_profile(body: ModelProfile, caller: CallerDep, services: ServicesDep) -> ModelProfile:
     """Keep a model's profile; it replaces the one before."""
     caller.require(Role.OPERATOR)
-    await services.books.put_profile(body)
+    await services.ledger.put_profile(body)
     return body
 
 
@@ -28,4 +28,4 @@ async def get_profiles(
     model: Annotated[str, Query(max_length=256, description="One model; all if left out.")] = "",
 ) -> Profiles:
     """The profiles of all models, or of one."""
-    return Profiles(profiles=await services.books.profiles(model))
+    return Profiles(profiles=await services.ledger.profiles(model))

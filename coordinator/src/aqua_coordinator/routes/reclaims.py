@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from aqua_coordinator.routes.paging import Limit, PositionCursor
+from aqua_coordinator.routes.pagination import Limit, PositionCursor
 from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
@@ -28,7 +28,7 @@ async def open_reclaim(
 ) -> ReclaimView:
     """Ask a producer to take memory back; it learns of it in the answer to its next report."""
     caller.require(Role.OPERATOR)
-    return await services.books.open_reclaim(body, idempotency_key=idempotency_key)
+    return await services.ledger.open_reclaim(body, idempotency_key=idempotency_key)
 
 
 @router.get("")
@@ -36,11 +36,11 @@ async def list_reclaims(
     _: CallerDep, services: ServicesDep, cursor: PositionCursor = None, limit: Limit = 100
 ) -> ReclaimPage:
     """Reclaims in the order they were opened, also for a while after their end."""
-    views, position = await services.books.reclaims(cursor=cursor, limit=limit)
+    views, position = await services.ledger.reclaims(cursor=cursor, limit=limit)
     return ReclaimPage(reclaims=views, next_cursor=None if position is None else str(position))
 
 
 @router.get("/{reclaim_id}")
 async def get_reclaim(reclaim_id: Name, _: CallerDep, services: ServicesDep) -> ReclaimView:
     """One reclaim."""
-    return await services.books.reclaim(reclaim_id)
+    return await services.ledger.reclaim(reclaim_id)

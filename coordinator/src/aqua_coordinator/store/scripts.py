@@ -8,7 +8,7 @@ missing (a new server, a flush, a failover that was quicker), the pipeline loads
 
 The library's name, and that of each function, carries a digest of the text. So coordinators of
 different versions share one Redis, each with its own library, and a function that exists is the
-one that was meant. `Books.open` deletes those of other versions: who still needs one, loads it.
+one that was meant. `Ledger.open` deletes those of other versions: who still needs one, loads it.
 
 Names are checked when the library is put together, not when it runs: `KEY.x` becomes a key of
 `keys.KEYS`, `STATE.x` and `EVENT.x` must be words of the lease machine, `KIND.x` an event kind,

@@ -1,8 +1,8 @@
-"""Rings when the event stream has grown.
+"""Tells event streams that there is something new to read.
 
 One connection waits for the stream on behalf of every client of this coordinator. It carries no
-events: whoever hears the bell reads the stream from its own position, so a slow client holds up
-nobody and nothing is queued for it here.
+events: each event stream, once woken, reads from its own position, so a slow client holds up
+no other and nothing is queued for it here.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ log = structlog.get_logger(__name__)
 BLOCK_MS: Final = 5000
 RETRY_S: Final = 0.5
 REST_S: Final = 0.02
-"""Between rings: a burst of changes wakes everybody once, and Redis is not asked for each."""
+"""Between two wake-ups: a burst of changes wakes streams once, and Redis is not asked for each."""
 
 
-class Bell:
+class EventWatcher:
     """Wakes all who wait whenever events have been written. Rests while nobody does.
 
     Attributes:
         listeners: Streams being served; kept by those who serve them.
-        closed: No ring will follow.
+        closed: No change will be told any more.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._rung: asyncio.Future[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
         self._wanted = asyncio.Event()
         self.listeners = 0
         self.closed = False
 
-    def next_ring(self) -> asyncio.Future[None]:
-        """Done at the next ring. Take it before you read, so that no event falls in between."""
+    def next_change(self) -> asyncio.Future[None]:
+        """Done at the next change. Take it before you read, so that no event falls in between."""
         self._wanted.set()
-        if self._rung is None or self._rung.done():
-            self._rung = asyncio.get_running_loop().create_future()
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
             if self.closed:
-                self._rung.set_result(None)
-        return self._rung
+                self._changed.set_result(None)
+        return self._changed
 
     def close(self) -> None:
         """Wake everybody for the last time."""
         self.closed = True
-        self._ring()
+        self._wake()
 
     async def run(self) -> None:
-        """Listen for ever; a Redis that is lost is tried again, and rings to be safe."""
+        """Listen for ever; a Redis that is lost is tried again, and counts as a change."""
         while True:
             await self._wanted.wait()
             try:
@@ -64,10 +64,10 @@ class Bell:
             except (RedisError, OSError, UnavailableError) as error:
                 log.debug("event stream lost", error=str(error))
                 await asyncio.sleep(RETRY_S)
-            self._ring()
+            self._wake()
 
     async def _listen(self) -> None:
-        """Ring for every change until nobody wants to know any more."""
+        """Wake for every change until no stream is left."""
         connection = await self._pipeline.listen()
         known: bytes | None = None
         try:
@@ -75,7 +75,7 @@ class Bell:
                 latest = await self._latest(connection)
                 if latest != known:
                     known = latest
-                    self._ring()
+                    self._wake()
                 # Answers at once if something was written since.
                 await connection.send_command(
                     *("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", KEYS["events"], known)
@@ -94,6 +94,6 @@ class Bell:
         entries: list[list[bytes]] = await connection.read_response()
         return entries[0][0] if entries else b"0-0"
 
-    def _ring(self) -> None:
-        if self._rung is not None and not self._rung.done():
-            self._rung.set_result(None)
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)

@@ -64,7 +64,7 @@ LeaseCursor: TypeAlias = tuple[str, str]
 """A producer, and the grant epoch of the last lease of it that has been listed."""
 
 
-class Books:
+class Ledger:
     """Typed access to the books over a pipeline, which it closes."""
 
     def __init__(self, pipeline: Pipeline) -> None:

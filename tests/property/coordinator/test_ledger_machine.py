@@ -64,7 +64,7 @@ RARELY: Final = st.integers(0, 4).map(lambda number: number == 4)
 """Of events that undo most of a history; at full rate no history would get anywhere."""
 
 
-class BooksMachine(RuleBasedStateMachine):
+class LedgerMachine(RuleBasedStateMachine):
     """One producer, two consumers, and everything that can happen to their leases."""
 
     url = ""
@@ -121,7 +121,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule()
     def producer_reports(self) -> None:
         report = self.producer.report()
-        booked = self.run(self.room.books.report_producer(report))
+        booked = self.run(self.room.ledger.report_producer(report))
         self.producer.books_id = booked.books_id
         self.last_report = report
         self.reported_held = sum(held.held_bytes for held in report.leases)
@@ -134,7 +134,7 @@ class BooksMachine(RuleBasedStateMachine):
         if self.last_report is None:
             return
         try:
-            self.run(self.room.books.report_producer(self.last_report))
+            self.run(self.room.ledger.report_producer(self.last_report))
         except StaleRevisionError:
             assert self.last_report.incarnation != self.producer.incarnation
         else:
@@ -149,7 +149,7 @@ class BooksMachine(RuleBasedStateMachine):
         if late.revision < 0 or not self._books_know_the_producer():
             return
         with pytest.raises(StaleRevisionError):
-            self.run(self.room.books.report_producer(late))
+            self.run(self.room.ledger.report_producer(late))
 
     @rule(slabs=st.integers(0, MAX_SLABS) | st.just(MAX_SLABS))
     def producer_changes_its_offer(self, slabs: int) -> None:
@@ -289,7 +289,7 @@ class BooksMachine(RuleBasedStateMachine):
     def the_books_agree_with_themselves(self) -> None:
         if not self._books_exist():
             return
-        assert self.run(self.room.books.audit()) == []
+        assert self.run(self.room.ledger.audit()) == []
         raw = self.run(self.room.command("HGET", KEYS["books"], "epoch"))
         assert int(raw) >= self.highest_epoch
         self.highest_epoch = int(raw)
@@ -298,7 +298,7 @@ class BooksMachine(RuleBasedStateMachine):
     def no_byte_is_leased_twice(self) -> None:
         if not self._books_know_the_producer():
             return
-        view = self.run(self.room.books.producer("producer")).view
+        view = self.run(self.room.ledger.producer("producer")).view
         leases = self.run(self._all_leases())
         assert sum(lease.bytes for lease in leases) == view.leased_bytes
         assert view.free_bytes + view.leased_bytes == view.offered_bytes
@@ -315,24 +315,24 @@ class BooksMachine(RuleBasedStateMachine):
 
     def _act(self, grant: Grant, *, current: bool, action: str) -> None:
         lease_id, epoch = grant.lease.lease_id, grant.lease.epoch
-        books = self.room.books
+        ledger = self.room.ledger
         try:
-            before = self.run(books.lease(lease_id))
+            before = self.run(ledger.lease(lease_id))
         except UnknownResourceError:
             return
         if current:
             epoch = before.epoch
         try:
             if action == "release":
-                after = self.run(books.release_lease(lease_id, epoch=epoch, as_consumer=None))
+                after = self.run(ledger.release_lease(lease_id, epoch=epoch, as_consumer=None))
             elif action == "renew":
                 after = self.run(
-                    books.renew_lease(lease_id, epoch=epoch, ttl_s=30, as_consumer=None)
+                    ledger.renew_lease(lease_id, epoch=epoch, ttl_s=30, as_consumer=None)
                 )
             else:
-                after = self.run(books.revoke_lease(lease_id, epoch=epoch))
+                after = self.run(ledger.revoke_lease(lease_id, epoch=epoch))
         except (ProtocolError, LeaseLostError):
-            after = self.run(books.lease(lease_id))
+            after = self.run(ledger.lease(lease_id))
             assert (after.state, after.epoch, after.bytes) == (
                 before.state,
                 before.epoch,
@@ -343,7 +343,7 @@ class BooksMachine(RuleBasedStateMachine):
             raise AssertionError(f"a renewal made {before.state} {after.state}")
 
     async def _all_leases(self) -> list[LeaseView]:
-        leases, cursor = await self.room.books.leases(limit=1000)
+        leases, cursor = await self.room.ledger.leases(limit=1000)
         assert cursor is None
         return leases
 
@@ -369,9 +369,9 @@ def store() -> Iterator[EmbeddedValkey]:
 
 @pytest.mark.timeout(300)
 def test_no_history_makes_the_books_disagree_with_the_world(store: EmbeddedValkey) -> None:
-    BooksMachine.url = store.url
+    LedgerMachine.url = store.url
     run_state_machine_as_test(
-        BooksMachine,
+        LedgerMachine,
         settings=settings(
             max_examples=100,
             stateful_step_count=50,
@@ -379,4 +379,4 @@ def test_no_history_makes_the_books_disagree_with_the_world(store: EmbeddedValke
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert {"granted", LeaseState.ACTIVE, LeaseState.FENCED} <= BooksMachine.happened.keys()
+    assert {"granted", LeaseState.ACTIVE, LeaseState.FENCED} <= LedgerMachine.happened.keys()

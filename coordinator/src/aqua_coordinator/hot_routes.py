@@ -6,7 +6,7 @@ FastAPI still documents them. What the lane leaves out is generality: it knows p
 body, one header and the two services that operations take, and refuses at start to carry anything
 else.
 
-`tests/integration/coordinator/test_lane.py` sends everything through both and compares.
+`tests/integration/coordinator/test_hot_routes.py` sends everything through both and compares.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HotRoute:
         return answer.__pydantic_serializer__.to_json(answer)
 
 
-class Lane:
+class HotRoutes:
     """Finds the hot route of a request.
 
     Args:

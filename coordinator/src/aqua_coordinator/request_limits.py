@@ -13,7 +13,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_coordinator.answers import JSON_HEADER, Headers, error_answer, typed
-from aqua_coordinator.lane import MIB, SMALL_BODY_BYTES, HotRoute, Lane
+from aqua_coordinator.hot_routes import MIB, SMALL_BODY_BYTES, HotRoute, HotRoutes
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
 
@@ -26,7 +26,7 @@ UNMATCHED: Final = "unmatched"
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 
-class Gate:
+class RequestLimits:
     """The ASGI application that the server runs.
 
     Args:
@@ -35,7 +35,7 @@ class Gate:
         services: Shared with `app`.
     """
 
-    def __init__(self, app: ASGIApp, lane: Lane, services: Services) -> None:
+    def __init__(self, app: ASGIApp, lane: HotRoutes, services: Services) -> None:
         self._app = app
         self._lane = lane
         self._services = services
@@ -72,7 +72,7 @@ class Gate:
             self._metrics.answered(route, method, code, time.perf_counter() - started_s)
 
     def find(self, method: str, path: str) -> tuple[HotRoute, str] | None:
-        """As `Lane.find`."""
+        """As `HotRoutes.find`."""
         return self._lane.find(method, path)
 
     async def answer(
@@ -114,7 +114,7 @@ class Gate:
         if self._in_flight > self._limit:
             raise _overloaded(self._in_flight - 1)
         authorization = headers.get(b"authorization")
-        caller = self._services.door.authenticate(
+        caller = self._services.authenticator.authenticate(
             None if authorization is None else authorization.decode("latin-1")
         )
         key = headers.get(b"idempotency-key")

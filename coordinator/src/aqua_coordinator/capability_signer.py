@@ -1,4 +1,4 @@
-"""Mints capability tokens and hands producers the keys that check them.
+"""Signs capability tokens and hands producers the keys that check them.
 
 One secret per life of the books signs everything, so all coordinators of one Redis agree without
 talking; each producer's key is derived from it (`aqua_protocol.capability`). Keys are kept, since
@@ -11,29 +11,29 @@ import base64
 from functools import lru_cache
 from typing import Final
 
-from aqua_coordinator.store import Books
+from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.rows import Grant
 from aqua_protocol.capability import Claims, mint, producer_key
 
 MAX_CACHED_KEYS: Final = 4096
 
 
-class Mint:
+class CapabilitySigner:
     """Signs for the books that granted.
 
     Args:
-        books: Where the secret is, unless one is configured.
+        ledger: Where the secret is, unless one is configured.
         secret: The configured secret.
     """
 
-    def __init__(self, books: Books, secret: bytes | None) -> None:
-        self._books = books
+    def __init__(self, ledger: Ledger, secret: bytes | None) -> None:
+        self._ledger = ledger
         self._secret = secret
         self._key = lru_cache(MAX_CACHED_KEYS)(producer_key)
 
     async def capability(self, grant: Grant) -> str:
         """The token for a fresh lease; the same whenever the grant is the same."""
-        secret = self._secret or await self._books.secret_of(grant.books_id)
+        secret = self._secret or await self._ledger.secret_of(grant.books_id)
         lease = grant.lease
         claims = Claims(
             lease_id=lease.lease_id,
@@ -47,5 +47,5 @@ class Mint:
 
     async def checking_key(self, books_id: str, producer_id: str, incarnation: str) -> str:
         """The key that one life of a producer checks its tokens with, in base64."""
-        secret = self._secret or await self._books.secret_of(books_id)
+        secret = self._secret or await self._ledger.secret_of(books_id)
         return base64.b64encode(self._key(secret, producer_id, incarnation)).decode()

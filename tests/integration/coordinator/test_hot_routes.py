@@ -9,7 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from aqua_coordinator.app import Service
-from aqua_coordinator.lane import Lane
+from aqua_coordinator.hot_routes import HotRoutes
 from aqua_coordinator.routes import ALL
 from harness.asgi import client_of
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
@@ -29,7 +29,7 @@ HOT_PATHS = {
 
 def test_what_members_do_all_the_time_goes_down_the_lane() -> None:
     routes = [route for router in ALL for route in router.routes if isinstance(route, APIRoute)]
-    assert {route.path for route in Lane(routes).routes} == HOT_PATHS
+    assert {route.path for route in HotRoutes(routes).routes} == HOT_PATHS
 
 
 def _conversation() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:

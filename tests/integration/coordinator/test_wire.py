@@ -186,7 +186,7 @@ async def test_a_large_report_fits(address: tuple[str, int], service: Service) -
             "/v1/producers/producer", content=report, headers={"Content-Type": "application/json"}
         )
     assert answer.status_code == 200
-    assert (await service.services.books.producer("producer")).view.producer_id == "producer"
+    assert (await service.services.ledger.producer("producer")).view.producer_id == "producer"
 
 
 async def test_a_request_under_way_is_answered_before_the_server_ends(service: Service) -> None:
@@ -216,10 +216,10 @@ async def test_many_connections_at_once_each_get_their_own(
     address: tuple[str, int], service: Service
 ) -> None:
     producer, consumer = PaperProducer(), PaperConsumer()
-    books = service.services.books
+    ledger = service.services.ledger
     for _ in range(2):
-        producer.books_id = (await books.report_producer(producer.report())).books_id
-    await books.report_consumer(consumer.report())
+        producer.books_id = (await ledger.report_producer(producer.report())).books_id
+    await ledger.report_consumer(consumer.report())
     wish = consumer.request().model_dump_json().encode()
 
     async def lend(number: int) -> str:
@@ -238,4 +238,4 @@ async def test_many_connections_at_once_each_get_their_own(
 
     lease_ids = await asyncio.gather(*(lend(number) for number in range(8)))
     assert len(set(lease_ids)) == 8
-    assert await books.audit() == []
+    assert await ledger.audit() == []
