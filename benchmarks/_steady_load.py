@@ -11,10 +11,10 @@ import json
 import sys
 from pathlib import Path
 
-from aqua_profiler.endpoint import Endpoint
-from aqua_profiler.lengths import read_lengths
-from aqua_profiler.loading import Load
-from aqua_profiler.objective import Objective, Run, Unloaded
+from aqua_profiler.load.endpoint import Endpoint
+from aqua_profiler.load.lengths import read_lengths
+from aqua_profiler.measure.open_loop import OpenLoopTrial
+from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
 
 WORDS_OF_A_PROBE = 20
 
@@ -25,10 +25,16 @@ async def load(url: str, model: str, lengths: Path, rate: float, seconds: float,
         probe = await endpoint.ask(WORDS_OF_A_PROBE, 2, 0, lambda: None, lambda: None)
         if probe.prompt_tokens:
             endpoint.words_per_token = WORDS_OF_A_PROBE / probe.prompt_tokens
-        run = Run(rate, seed=seed, most_s=seconds, to_the_end=True)
+        trial = Trial(rate, seed=seed, most_s=seconds, to_the_end=True)
         requests = read_lengths(lengths).drawn(seed)
-        running = Load(
-            endpoint, requests, run, Objective(), Unloaded(0.1, 1.0, 0.01), stall_s=60, drain_s=30
+        running = OpenLoopTrial(
+            endpoint,
+            requests,
+            trial,
+            LatencyObjective(),
+            UnloadedLatency(0.1, 1.0, 0.01),
+            stall_s=60,
+            drain_s=30,
         )
         found = await running.go()
         names = ("rate_per_s", "sent", "ttft_s", "ttft_p99_s", "tbt_s", "lateness_p99_s")

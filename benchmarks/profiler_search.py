@@ -24,7 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from aqua_profiler.objective import Objective
+from aqua_profiler.objective import LatencyObjective
 from harness.known_servers import CASES, Case
 from harness.queueing import search, true_rate_in_steps, unloaded_of
 
@@ -36,7 +36,7 @@ TRUTH_REQUESTS: Final = 30_000
 
 def measure(case: Case, seeds: int, budget_s: float) -> dict[str, Any]:
     """The figures of one server."""
-    objective = Objective()
+    objective = LatencyObjective()
     truth = true_rate_in_steps(
         case.server,
         case.lengths,
@@ -48,7 +48,7 @@ def measure(case: Case, seeds: int, budget_s: float) -> dict[str, Any]:
     errors, partial, sent, reasons = [], 0, [], set()
     for seed in range(seeds):
         unloaded = unloaded_of(case.server, case.lengths.drawn(seed), seed)
-        verdict, runs, _ = search(
+        verdict, trials, _ = search(
             lambda: case.server,
             case.lengths,
             seed,
@@ -58,7 +58,7 @@ def measure(case: Case, seeds: int, budget_s: float) -> dict[str, Any]:
         )
         errors.append((verdict.estimate.rate_per_s or math.nan) / truth - 1)
         partial += not verdict.complete
-        sent.append(sum(run.sent for run in runs))
+        sent.append(sum(trial.sent for trial in trials))
         reasons.add(verdict.estimate.limited_by or "nothing")
     sweep = SWEEP_REQUESTS * (int(truth / SWEEP_STEP_PER_S) + 1)
     return {

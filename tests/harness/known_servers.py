@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from aqua_profiler.lengths import Lengths, lengths_of
+from aqua_profiler.load.lengths import LengthDistribution, lengths_of
 from harness.queueing import AnyServer, Server
 from harness.stepping import StepServer
 
@@ -20,12 +20,14 @@ class Case:
     """A server, its requests, and between which rates its truth lies."""
 
     server: AnyServer
-    lengths: Lengths
+    lengths: LengthDistribution
     low: float
     high: float
 
 
-def drawn(prompt: tuple[float, float], output: tuple[float, float], most: int) -> Lengths:
+def drawn(
+    prompt: tuple[float, float], output: tuple[float, float], most: int
+) -> LengthDistribution:
     """Log-normal lengths of prompts and outputs, each by (mu, sigma); outputs up to `most`."""
     generator = random.Random(3)
     return lengths_of(

@@ -18,12 +18,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from aqua_profiler.arrivals import Schedule
-from aqua_profiler.lengths import Lengths
-from aqua_profiler.objective import Objective, Run, Unloaded
-from aqua_profiler.observing import Observation
-from aqua_profiler.searching import Verdict, next_step
-from aqua_profiler.summary import Stop, Summary
+from aqua_profiler.load.arrivals import ArrivalProcess
+from aqua_profiler.load.lengths import LengthDistribution
+from aqua_profiler.measure.recorder import TrialRecorder
+from aqua_profiler.measure.summary import StopReason, TrialSummary
+from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.search.rate_search import SearchResult, next_trial
 
 TICK_S: Final = 0.05
 
@@ -180,22 +180,22 @@ class VirtualServer:
 def drive(
     server: AnyServer,
     lengths: Iterator[tuple[int, int]],
-    run: Run,
-    objective: Objective,
-    unloaded: Unloaded,
+    trial: Trial,
+    objective: LatencyObjective,
+    unloaded: UnloadedLatency,
     *,
     to_the_end: bool = False,
     drain_s: float = math.inf,
-) -> tuple[Summary, float]:
-    """One run from an empty server; returns also how long it lasted with its drain.
+) -> tuple[TrialSummary, float]:
+    """One trial from an empty server; returns also how long it lasted with its drain.
 
     With `to_the_end` nothing ends it but its number of requests. After `drain_s` what is still
     outstanding is given up.
     """
-    virtual = server.start(run.seed)
-    watch = Observation(run, objective, unloaded)
+    virtual = server.start(trial.seed)
+    watch = TrialRecorder(trial, objective, unloaded)
     virtual.watch = watch
-    schedule = Schedule(run)
+    schedule = ArrivalProcess(trial)
     tick_s, stop = TICK_S, None
     for due_s in schedule:
         while stop is None and tick_s < due_s:
@@ -206,8 +206,8 @@ def drive(
                 schedule.thaw(tick_s)
             if not to_the_end:
                 stop = watch.should_stop(tick_s, schedule.rate_at(tick_s))
-            elif watch.count >= run.enough_requests:
-                stop = Stop.ENOUGH
+            elif watch.count >= trial.enough_requests:
+                stop = StopReason.ENOUGH
             tick_s += TICK_S
         if stop is not None:
             break
@@ -226,25 +226,25 @@ def drive(
 
 def search(
     server_of_run: Callable[[], AnyServer],
-    lengths: Lengths,
+    lengths: LengthDistribution,
     seed: int,
-    objective: Objective,
+    objective: LatencyObjective,
     *,
-    unloaded: Unloaded,
+    unloaded: UnloadedLatency,
     budget_s: float,
-) -> tuple[Verdict, list[Summary], float]:
-    """A whole search: its end, its runs, and the seconds it took.
+) -> tuple[SearchResult, list[TrialSummary], float]:
+    """A whole search: its end, its trials, and the seconds it took.
 
     Args:
-        server_of_run: Asked before each run.
+        server_of_run: Asked before each trial.
     """
-    runs: list[Summary] = []
+    trials: list[TrialSummary] = []
     used_s = 0.0
     while True:
         left_s = budget_s - used_s
-        step = next_step(objective, unloaded, runs, left_s=left_s, budget_s=budget_s, seed=seed)
-        if isinstance(step, Verdict):
-            return step, runs, used_s
+        step = next_trial(objective, unloaded, trials, left_s=left_s, budget_s=budget_s, seed=seed)
+        if isinstance(step, SearchResult):
+            return step, trials, used_s
         summary, seconds = drive(
             server_of_run(),
             lengths.drawn(step.seed),
@@ -253,11 +253,13 @@ def search(
             unloaded,
             drain_s=left_s - step.most_s,
         )
-        runs.append(summary)
+        trials.append(summary)
         used_s += seconds
 
 
-def unloaded_of(server: AnyServer, lengths: Iterator[tuple[int, int]], seed: int) -> Unloaded:
+def unloaded_of(
+    server: AnyServer, lengths: Iterator[tuple[int, int]], seed: int
+) -> UnloadedLatency:
     """What lone requests take, one after the other."""
     virtual, tally = server.start(seed), Tally()
     virtual.watch = tally
@@ -266,14 +268,14 @@ def unloaded_of(server: AnyServer, lengths: Iterator[tuple[int, int]], seed: int
         tally.due.append(due_s)
         virtual.submit(number, prompt, output, due_s)
         virtual.run_until(due_s + 1e6)
-    return Unloaded(
+    return UnloadedLatency(
         float(np.median(tally.firsts_s)),
         float(np.mean(tally.stays_s)),
         float(np.median(tally.gaps_s)) if tally.gaps_s else 0.0,
     )
 
 
-def independent(lengths: Lengths, seed: int) -> Iterator[tuple[int, int]]:
+def independent(lengths: LengthDistribution, seed: int) -> Iterator[tuple[int, int]]:
     """Requests drawn one by one, as users come."""
     generator = random.Random(f"users {seed}")
     while True:
@@ -282,15 +284,15 @@ def independent(lengths: Lengths, seed: int) -> Iterator[tuple[int, int]]:
 
 def true_rate(
     server: Server,
-    lengths: Lengths,
-    objective: Objective,
+    lengths: LengthDistribution,
+    objective: LatencyObjective,
     *,
     low: float,
     high: float,
     requests: int = 200_000,
     tolerance: float = 0.003,
 ) -> float:
-    """The highest rate at which the median TTFT meets the objective, by long runs and bisection.
+    """The highest rate at which the median TTFT meets the objective, by long trials and bisection.
 
     For servers whose times do not depend on the load: then a queue is a recursion, and fast.
     """
@@ -316,8 +318,8 @@ def true_rate(
 
 def true_rate_in_steps(
     server: AnyServer,
-    lengths: Lengths,
-    objective: Objective,
+    lengths: LengthDistribution,
+    objective: LatencyObjective,
     *,
     low: float,
     high: float,
@@ -325,9 +327,9 @@ def true_rate_in_steps(
 ) -> float:
     """The highest rate at which TTFT and TBT meet the objective, for servers of any kind; slower.
 
-    Bisection by short runs to within an eighth, then long runs on both sides. The share of misses,
-    as log-odds, is nearly straight in the logarithm of the rate there: the truth is where a line
-    through all of them crosses what the objective allows.
+    Bisection by short trials to within an eighth, then long trials on both sides. The share of
+    misses, as log-odds, is nearly straight in the logarithm of the rate there: the truth is where a
+    line through all of them crosses what the objective allows.
     """
     allowed = (1 - objective.ttft_quantile, 1 - objective.tbt_quantile)
     while high / low > 1.06:
@@ -362,7 +364,11 @@ def _crossing(rates: list[float], shares: list[float], most: float) -> float:
 
 
 def _missed(
-    server: AnyServer, lengths: Lengths, objective: Objective, rate: float, requests: int
+    server: AnyServer,
+    lengths: LengthDistribution,
+    objective: LatencyObjective,
+    rate: float,
+    requests: int,
 ) -> tuple[float, float]:
     """Shares of first tokens and of gaps beyond their limits, in the steady state."""
     virtual, tally = server.start(99), Tally()

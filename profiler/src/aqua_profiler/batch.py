@@ -19,8 +19,8 @@ from statistics import fmean, stdev
 from typing import Any, Final
 
 from aqua_profiler.errors import EndpointError
-from aqua_profiler.meters import Meter
-from aqua_profiler.programs import BatchProgram, ContextProgram
+from aqua_profiler.load.programs import BatchProgram, ContextProgram
+from aqua_profiler.measure.memory import MemoryMeter
 from aqua_protocol.profile import (
     PRODUCER_THRESHOLD_BYTES,
     ModelProfile,
@@ -37,7 +37,7 @@ TOLERANCE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchSpec:
     """What to measure.
 
     Attributes:
@@ -58,7 +58,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchMeasurement:
     """One batch size.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step:
     repeats: int
 
 
-def is_saturated(steps: Sequence[Step]) -> bool:
+def is_saturated(steps: Sequence[BatchMeasurement]) -> bool:
     """Two doublings together gained next to nothing."""
     if len(steps) < 3:  # noqa: PLR2004 - two doublings
         return False
@@ -84,22 +84,22 @@ def is_saturated(steps: Sequence[Step]) -> bool:
     return max(step.items_per_s for step in steps[-2:]) < best_before * (1 + LEAST_GAIN)
 
 
-def peak(steps: Sequence[Step]) -> Step:
+def peak(steps: Sequence[BatchMeasurement]) -> BatchMeasurement:
     """The smallest size that reaches the best throughput, but for `LEAST_GAIN`."""
     best = max(step.items_per_s for step in steps)
     return next(step for step in steps if step.items_per_s * (1 + LEAST_GAIN) >= best)
 
 
 def profile_batch(
-    plan: BatchPlan,
+    plan: BatchSpec,
     program: BatchProgram,
-    meter: Meter,
-    listen: Callable[[Step], None] = lambda _: None,
+    meter: MemoryMeter,
+    listen: Callable[[BatchMeasurement], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ModelProfile, EndpointError | None]:
     """Measure a program that makes batches; the error says why the profile is partial."""
     began_s = clock()
-    steps: list[Step] = []
+    steps: list[BatchMeasurement] = []
     notes: list[str] = []
     error: EndpointError | None = None
     size, ended = 1, False
@@ -130,8 +130,8 @@ def profile_batch(
 
 
 def _measure(
-    program: BatchProgram, meter: Meter, size: int, clock: Callable[[], float], until_s: float
-) -> Step | None:
+    program: BatchProgram, meter: MemoryMeter, size: int, clock: Callable[[], float], until_s: float
+) -> BatchMeasurement | None:
     """Repeat a size until its throughput is known; None when the time is up first."""
     program.run(size)  # Compiles, grows pools, and is not counted.
     meter.reset()
@@ -148,7 +148,7 @@ def _measure(
         if len(times) >= LEAST_REPEATS and _error(times) <= ENOUGH_ERROR:
             break
     assert free_bytes is not None, size
-    return Step(size, size / fmean(times), _error(times), free_bytes, len(times))
+    return BatchMeasurement(size, size / fmean(times), _error(times), free_bytes, len(times))
 
 
 def _error(times: Sequence[float]) -> float:
@@ -160,9 +160,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _profile(
-    plan: BatchPlan,
-    steps: Sequence[Step],
-    meter: Meter,
+    plan: BatchSpec,
+    steps: Sequence[BatchMeasurement],
+    meter: MemoryMeter,
     notes: list[str],
     error: EndpointError | None,
     *,
@@ -205,7 +205,7 @@ def _profile(
 
 
 def profile_context(
-    plan: BatchPlan, program: ContextProgram, tokens: int, prefix_tokens: int = 0
+    plan: BatchSpec, program: ContextProgram, tokens: int, prefix_tokens: int = 0
 ) -> ModelProfile:
     """A consumer that reads long prompts: the swap for one of `tokens`, from two short ones.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from aqua_profiler.llm import Listener
+    from aqua_profiler.llm import ProfileListener
     from aqua_protocol.profile import ModelProfile
 
 EXIT_PARTIAL, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
@@ -121,11 +121,11 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
 ) -> None:
     """Find the highest rate that meets the objective, and the memory left over at it."""
     from aqua_profiler.errors import ProfileInvalidError
-    from aqua_profiler.lengths import read_lengths
     from aqua_profiler.llm import profile_llm
-    from aqua_profiler.objective import Objective
-    from aqua_profiler.plan import Plan
-    from aqua_profiler.provenance import provenance
+    from aqua_profiler.load.lengths import read_lengths
+    from aqua_profiler.objective import LatencyObjective
+    from aqua_profiler.report.provenance import provenance
+    from aqua_profiler.spec import ProfileSpec
     from aqua_protocol import ConfigError, parse_bytes
 
     if min_rate > max_rate:
@@ -137,11 +137,11 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         raise ProfileInvalidError(f"{model!r} cannot be a model's name", remedy="Give --model.")
     if journal is None and output is not None:
         journal = output.with_name(output.name + ".journal")
-    plan = Plan(
+    plan = ProfileSpec(
         url=endpoint,
         model=model,
         lengths=workload,
-        objective=Objective(
+        objective=LatencyObjective(
             ttft_s=ttft_s,
             tbt_s=tbt_p99_s,
             ttft_quantile=ttft_quantile,
@@ -208,14 +208,18 @@ def batch(  # noqa: PLR0917 - as above
 ) -> None:
     """Raise the batch size until throughput saturates; what is free then can be lent."""
     from aqua_profiler.batch import profile_batch
-    from aqua_profiler.meters import UrlMeter, meter_for
-    from aqua_profiler.programs import HttpBatch, load
+    from aqua_profiler.load.programs import HttpBatchProgram, load
+    from aqua_profiler.measure.memory import UrlMeter, meter_for
     from aqua_protocol import ConfigError
 
     if (program is None) == (endpoint is None):
         raise ConfigError("nothing to run", remedy="Give one of --program and --endpoint.")
     plan = _batch_plan(model, budget_s, largest, threshold, hbm, hardware)
-    work = load(program, "run") if program is not None else HttpBatch(endpoint or "", body, token)
+    work = (
+        load(program, "run")
+        if program is not None
+        else HttpBatchProgram(endpoint or "", body, token)
+    )
     meter = UrlMeter(memory_url) if memory_url else meter_for(work, device)
     quiet = as_json or not sys.stderr.isatty()
     try:
@@ -227,7 +231,7 @@ def batch(  # noqa: PLR0917 - as above
         )
     finally:
         meter.close()
-        if isinstance(work, HttpBatch):
+        if isinstance(work, HttpBatchProgram):
             work.close()
     _deliver(profile, output, plot, as_json=as_json)
     if error is not None:
@@ -251,7 +255,7 @@ def context(  # noqa: PLR0917 - as above
 ) -> None:
     """Find the swap that a program needs for a long prompt, beyond its own memory."""
     from aqua_profiler.batch import profile_context
-    from aqua_profiler.programs import load
+    from aqua_profiler.load.programs import load
 
     plan = _batch_plan(model, 600.0, 1, threshold, hbm, hardware)
     profile = profile_context(plan, load(program, "read"), long_prompt_tokens, prefix_tokens)
@@ -260,12 +264,12 @@ def context(  # noqa: PLR0917 - as above
 
 def _batch_plan(
     model: str, budget_s: float, largest: int, threshold: str, hbm: str | None, hardware: str
-) -> Any:  # noqa: ANN401 - a BatchPlan; its module loads pydantic
-    from aqua_profiler.batch import BatchPlan
-    from aqua_profiler.provenance import provenance
+) -> Any:  # noqa: ANN401 - a BatchSpec; its module loads pydantic
+    from aqua_profiler.batch import BatchSpec
+    from aqua_profiler.report.provenance import provenance
     from aqua_protocol import parse_bytes
 
-    return BatchPlan(
+    return BatchSpec(
         model=model,
         budget_s=budget_s,
         largest=largest,
@@ -289,8 +293,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a profile: as text, as input of aqua-place, as Kubernetes metadata, as a picture."""
-    from aqua_profiler.files import read_profile
-    from aqua_profiler.showing import kubernetes, lines_of, placer_input
+    from aqua_profiler.report.files import read_profile
+    from aqua_profiler.report.text import kubernetes, lines_of, placer_input
 
     profiles = [read_profile(path) for path in files]
     if form is Format.PLACER:
@@ -313,8 +317,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Say in what two profiles differ; exit 1 if they do."""
-    from aqua_profiler.files import read_profile
-    from aqua_profiler.showing import differences
+    from aqua_profiler.report.files import read_profile
+    from aqua_profiler.report.text import differences
 
     found = differences(read_profile(old), read_profile(new))
     if as_json:
@@ -339,8 +343,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Send a profile to the coordinator, where informers find it."""
-    from aqua_profiler.files import read_profile
-    from aqua_profiler.pushing import push as send
+    from aqua_profiler.report.files import read_profile
+    from aqua_profiler.report.push import push as send
 
     profile = read_profile(file)
     send(profile, url, token)
@@ -365,22 +369,22 @@ def _factors(text: str) -> tuple[float, ...]:
 
 
 @contextmanager
-def _watching(budget_s: float, *, quiet: bool) -> Iterator[Listener]:
+def _watching(budget_s: float, *, quiet: bool) -> Iterator[ProfileListener]:
     """Progress with the time left, on a terminal; silence elsewhere."""
-    from aqua_profiler.progress import Silence, Terminal
+    from aqua_profiler.report.progress import ProgressBar, SilentListener
 
     if quiet or not sys.stderr.isatty():
-        yield Silence()
+        yield SilentListener()
         return
-    with Terminal(budget_s) as listener:
+    with ProgressBar(budget_s) as listener:
         yield listener
 
 
 def _deliver(
     profile: ModelProfile, output: Path | None, plot: Path | None, *, as_json: bool
 ) -> None:
-    from aqua_profiler.files import write_profile
-    from aqua_profiler.showing import lines_of
+    from aqua_profiler.report.files import write_profile
+    from aqua_profiler.report.text import lines_of
 
     if output is not None:
         write_profile(profile, output)
@@ -393,7 +397,7 @@ def _deliver(
 
 
 def _draw(profile: ModelProfile, path: Path) -> None:
-    from aqua_profiler.plotting import draw
+    from aqua_profiler.report.plot import draw
 
     draw(profile, path)
     _say(str(path))

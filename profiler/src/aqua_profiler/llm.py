@@ -21,17 +21,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from aqua_profiler.cache import CacheGauge, cache_of
-from aqua_profiler.composing import Findings, compose, spare_bytes
-from aqua_profiler.endpoint import Answered, Endpoint, ShedError
 from aqua_profiler.errors import EndpointError, EndpointRefusedError, EndpointStalledError
-from aqua_profiler.estimating import Estimate, estimate
-from aqua_profiler.journal import Journal
-from aqua_profiler.loading import Load, Progress
-from aqua_profiler.objective import Run, Unloaded
-from aqua_profiler.plan import Plan
-from aqua_profiler.searching import Verdict, next_step
-from aqua_profiler.summary import Summary
+from aqua_profiler.estimate.rate import Estimate, estimate_rate
+from aqua_profiler.load.endpoint import Completion, Endpoint, ShedError
+from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
+from aqua_profiler.measure.open_loop import OpenLoopTrial, TrialProgress
+from aqua_profiler.measure.summary import TrialSummary
+from aqua_profiler.objective import Trial, UnloadedLatency
+from aqua_profiler.report.profile import Findings, compose, spare_bytes
+from aqua_profiler.search.journal import Journal
+from aqua_profiler.search.rate_search import SearchResult, next_trial
+from aqua_profiler.spec import ProfileSpec
 from aqua_protocol.profile import ModelProfile
 
 LONE_REQUESTS: Final = 6
@@ -46,21 +46,21 @@ STALL_SHARE: Final = 0.25
 SETTLE_FACTOR: Final = 3.0
 
 
-class Listener(Protocol):
+class ProfileListener(Protocol):
     """Watches a profile being made."""
 
     def stage(self, name: str) -> None:
         """A new part has begun."""
 
-    def progress(self, progress: Progress, left_s: float) -> None:
-        """A run goes on."""
+    def progress(self, progress: TrialProgress, left_s: float) -> None:
+        """A trial goes on."""
 
     def found(self, known: Estimate) -> None:
-        """A run has ended, and this is known now."""
+        """A trial has ended, and this is known now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProfileResult:
     """A profile, and why it is partial if an endpoint failed."""
 
     profile: ModelProfile
@@ -68,8 +68,8 @@ class Outcome:
 
 
 def profile_llm(
-    plan: Plan, listener: Listener, clock: Callable[[], float] = time.monotonic
-) -> Outcome:
+    plan: ProfileSpec, listener: ProfileListener, clock: Callable[[], float] = time.monotonic
+) -> ProfileResult:
     """Measure an endpoint.
 
     Raises:
@@ -81,7 +81,9 @@ def profile_llm(
 
 
 class _Profiling:
-    def __init__(self, plan: Plan, listener: Listener, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, plan: ProfileSpec, listener: ProfileListener, clock: Callable[[], float]
+    ) -> None:
         self._plan = plan
         self._listener = listener
         self._clock = clock
@@ -98,11 +100,11 @@ class _Profiling:
     def _stall_s(self) -> float:
         return min(self._plan.stall_s, max(LEAST_STALL_S, STALL_SHARE * self._plan.budget_s))
 
-    async def go(self) -> Outcome:
+    async def go(self) -> ProfileResult:
         """Everything."""
         plan = self._plan
         async with Endpoint(plan.url, plan.model, api=plan.api, token=plan.token) as endpoint:
-            gauge = CacheGauge(endpoint)
+            gauge = KvCachePoller(endpoint)
             error: EndpointError | None = None
             try:
                 await self._introduce(endpoint, gauge)
@@ -119,11 +121,11 @@ class _Profiling:
         profile = compose(plan, self._findings, self._journal, error)
         if not profile.partial:
             self._journal.remove()
-        return Outcome(profile, error)
+        return ProfileResult(profile, error)
 
     # --- Before the load ------------------------------------------------------------------
 
-    async def _introduce(self, endpoint: Endpoint, gauge: CacheGauge) -> None:
+    async def _introduce(self, endpoint: Endpoint, gauge: KvCachePoller) -> None:
         """What the engine says of itself; it need not say anything."""
         self._listener.stage("introduction")
         folder = self._plan.model_folder
@@ -166,7 +168,7 @@ class _Profiling:
             number = _json(version).get("version", "") if version else ""
             self._findings.engine = f"{card['owned_by']} {number}".strip()
 
-    async def _lone_requests(self, endpoint: Endpoint) -> Unloaded:
+    async def _lone_requests(self, endpoint: Endpoint) -> UnloadedLatency:
         """One request at a time: the first warms up, the rest are measured."""
         if self._journal.unloaded is not None:
             await self._lone_request(endpoint, *next(self._lengths.drawn(self._plan.seed)), seed=0)
@@ -198,7 +200,7 @@ class _Profiling:
                 "the engine does not count tokens (usage), so a prompt has as many words as its"
                 " length asks for tokens"
             )
-        unloaded = Unloaded(
+        unloaded = UnloadedLatency(
             ttft_s=statistics.median(firsts),
             residence_s=statistics.fmean(stays),
             tbt_s=statistics.median(gaps) if gaps else 0.0,
@@ -211,7 +213,7 @@ class _Profiling:
 
     async def _lone_request(
         self, endpoint: Endpoint, prompt: int, output: int, *, seed: int
-    ) -> tuple[list[float], Answered]:
+    ) -> tuple[list[float], Completion]:
         """Times of sending and of each piece."""
         times = [self._clock()]
         asking = endpoint.ask(
@@ -242,26 +244,30 @@ class _Profiling:
 
     # --- Load -----------------------------------------------------------------------------
 
-    async def _search(self, endpoint: Endpoint, gauge: CacheGauge, unloaded: Unloaded) -> None:
-        plan, runs = self._plan, self._journal.runs
+    async def _search(
+        self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
+    ) -> None:
+        plan, trials = self._plan, self._journal.trials
         while True:
-            step = next_step(
+            step = next_trial(
                 plan.objective,
                 unloaded,
-                runs,
+                trials,
                 left_s=self._left_s,
                 budget_s=plan.budget_s,
                 seed=plan.seed,
             )
-            if isinstance(step, Verdict):
+            if isinstance(step, SearchResult):
                 self._findings.verdict = step
                 return
             self._listener.stage("ramp" if step.doubling_s else f"{step.rate_per_s:.2f} requests/s")
             summary = await self._load(endpoint, gauge, unloaded, step)
-            self._journal.note_run(summary)
-            self._listener.found(estimate(plan.objective, unloaded, runs))
+            self._journal.note_trial(summary)
+            self._listener.found(estimate_rate(plan.objective, unloaded, trials))
 
-    async def _burst(self, endpoint: Endpoint, gauge: CacheGauge, unloaded: Unloaded) -> None:
+    async def _burst(
+        self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
+    ) -> None:
         """Bursts above the stable rate, for models that are no producers."""
         plan, cache, verdict = self._plan, self._findings.cache, self._findings.verdict
         rate = None if verdict is None else verdict.estimate.rate_per_s
@@ -280,37 +286,37 @@ class _Profiling:
                 self._findings.notes.append(f"no time was left for the burst of {factor:g} x")
                 continue
             self._listener.stage(f"burst of {factor:g} x")
-            run = Run(
+            trial = Trial(
                 rate_per_s=factor * rate,
                 seed=plan.seed * 1_000 + 900 + round(10 * factor),
                 most_s=plan.burst_s,
                 to_the_end=True,
             )
             # What has not been answered at the end of the minute has been counted already.
-            summary = await self._load(endpoint, gauge, unloaded, run, drain_s=1.0)
+            summary = await self._load(endpoint, gauge, unloaded, trial, drain_s=1.0)
             self._journal.note_burst(factor, summary)
 
     async def _load(
         self,
         endpoint: Endpoint,
-        gauge: CacheGauge,
-        unloaded: Unloaded,
-        run: Run,
+        gauge: KvCachePoller,
+        unloaded: UnloadedLatency,
+        trial: Trial,
         *,
         drain_s: float | None = None,
-    ) -> Summary:
+    ) -> TrialSummary:
         if drain_s is None:
-            waits_s = run.patience * self._plan.objective.ttft_s
+            waits_s = trial.patience * self._plan.objective.ttft_s
             drain_s = 2.0 + 3 * unloaded.residence_s + 2 * waits_s
-        load = Load(
+        load = OpenLoopTrial(
             endpoint,
-            self._lengths.drawn(run.seed),
-            run,
+            self._lengths.drawn(trial.seed),
+            trial,
             self._plan.objective,
             unloaded,
             stall_s=self._stall_s,
             drain_s=max(
-                0.5, min(drain_s, self._left_s - run.most_s if run.to_the_end else self._left_s)
+                0.5, min(drain_s, self._left_s - trial.most_s if trial.to_the_end else self._left_s)
             ),
             listen=lambda progress: self._listener.progress(progress, self._left_s),
             kv_usage=lambda: gauge.usage,
@@ -324,8 +330,8 @@ class _Profiling:
             await self._settle(endpoint, unloaded)
         return summary
 
-    async def _settle(self, endpoint: Endpoint, unloaded: Unloaded) -> None:
-        """After a run that had to be cut off: wait until the engine has forgotten it."""
+    async def _settle(self, endpoint: Endpoint, unloaded: UnloadedLatency) -> None:
+        """After a trial that had to be cut off: wait until the engine has forgotten it."""
         prompt, output = min(self._lengths.pairs)
         until_s = self._clock() + min(20.0, 0.2 * max(self._left_s, 0.0))
         while self._clock() < until_s:

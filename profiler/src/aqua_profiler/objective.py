@@ -20,7 +20,7 @@ STEP_PER_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class LatencyObjective:
     """A rate is sustained if it meets all of this in the steady state.
 
     Attributes:
@@ -52,7 +52,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Unloaded:
+class UnloadedLatency:
     """What the endpoint takes for one request at a time; measured before the search.
 
     Attributes:
@@ -67,7 +67,7 @@ class Unloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Trial:
     """One stretch of open-loop load.
 
     Attributes:

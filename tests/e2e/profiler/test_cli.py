@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aqua_profiler.files import write_profile
+from aqua_profiler.report.files import write_profile
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 from harness.closed_pipe import into_closed_pipe
 

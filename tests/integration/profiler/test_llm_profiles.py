@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from aqua_profiler.cli import app
 from aqua_profiler.errors import EndpointError
-from aqua_profiler.files import read_profile
+from aqua_profiler.report.files import read_profile
 from aqua_protocol.profile import ProfileLabel
 from harness.openai_server import Fault, Manners, OpenAIServer
 from harness.scripted_server import Answer, Request, ScriptedServer

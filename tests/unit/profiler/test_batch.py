@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_profiler.batch import BatchPlan, profile_batch, profile_context
+from aqua_profiler.batch import BatchSpec, profile_batch, profile_context
 from aqua_profiler.errors import EndpointError, EndpointGoneError
-from aqua_profiler.meters import ProgramMeter
+from aqua_profiler.measure.memory import ProgramMeter
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 GB = 10**9
@@ -41,7 +41,7 @@ class Painter:
 def _profile(
     painter: Painter, budget_s: float = 600.0
 ) -> tuple[ModelProfile, EndpointError | None]:
-    plan = BatchPlan("sd", budget_s)
+    plan = BatchSpec("sd", budget_s)
     return profile_batch(plan, painter, ProgramMeter(painter), clock=painter.clock)
 
 
@@ -102,12 +102,12 @@ class Reader:
 
 
 def test_swap_for_a_long_prompt_follows_from_two_short_ones() -> None:
-    profile = profile_context(BatchPlan("llm"), Reader(), tokens=5000, prefix_tokens=10)
+    profile = profile_context(BatchSpec("llm"), Reader(), tokens=5000, prefix_tokens=10)
     assert profile.label is ProfileLabel.CONSUMER
     assert profile.needed_bytes == 100 + 15_000 - 1000 + 30
 
 
 def test_a_prompt_that_fits_needs_no_swap() -> None:
-    profile = profile_context(BatchPlan("llm"), Reader(), tokens=100)
+    profile = profile_context(BatchSpec("llm"), Reader(), tokens=100)
     assert profile.label is ProfileLabel.NEUTRAL
     assert profile.needed_bytes == 0

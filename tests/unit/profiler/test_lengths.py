@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aqua_profiler.errors import LengthsInvalidError
-from aqua_profiler.lengths import lengths_of, read_lengths
+from aqua_profiler.load.lengths import lengths_of, read_lengths
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,254 @@
+"""An OpenAI-compatible endpoint over streaming HTTP, one request at a time.
+
+Owns how a request of given lengths is put: a prompt of random common words, so that no two, of
+this process or another, share a prefix that a cache could skip, scaled by what the server itself
+counts; an exact length of output
+by `ignore_eos`, left out for servers that do not know it. And the translation of what can go wrong
+into the errors of `errors`.
+
+Not promised: prompts to the exact token. The server's own counts are in the profile.
+
+aiohttp rather than httpx, which the rest of Aqua uses: its parser is C, and a piece of a stream
+costs a tenth. At 50 requests/s httpx alone filled a core and was late.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final, Self
+
+import aiohttp
+
+from aqua_profiler.errors import (
+    EndpointError,
+    EndpointGarbledError,
+    EndpointGoneError,
+    EndpointRefusedError,
+)
+from aqua_profiler.load.answer_stream import SHOWN, AnswerStream
+from aqua_protocol import ConfigError
+
+CONNECT_TIMEOUT_S: Final = 10.0
+KEEPALIVE_S: Final = 2.0
+TOO_MANY, UNAVAILABLE, NOT_FOUND, BAD, UNPROCESSABLE = 429, 503, 404, 400, 422
+
+WORDS: Final = tuple(
+    (  # noqa: SIM905 - a list of them would take a page
+        "the of and to in is you that it he was for on are as with his they at be this have from or"
+        " one had by word but not what all were we when your can said there use an each which she"
+        " do how their if will up other about out many then them these so some her would make like"
+        " him into time has look two more write go see number no way could people my than first"
+        " water been call who oil its now find long down day did get come made may part"
+    ).split()
+)
+"""Common English: about one token each in vocabularies that people use."""
+
+CONTEXT_SHARE: Final = 0.92
+"""Of an engine's context that a prompt and its answer may aim at: words differ in their tokens, and
+one prompt too long would be an error."""
+
+
+class ShedError(Exception):
+    """The endpoint turned a request away because it has too much to do (429)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A complete answer.
+
+    Attributes:
+        pieces: Pieces of text that arrived.
+        prompt_tokens: As the server counts, None if it does not say.
+        output_tokens: Likewise.
+    """
+
+    pieces: int
+    prompt_tokens: int | None
+    output_tokens: int | None
+
+
+class Endpoint:
+    """Where requests go.
+
+    Args:
+        url: Of the server, with or without `/v1` and the path of an operation.
+        model: As the server calls it.
+        api: `completions` or `chat`; None to find out.
+        token: A bearer token, if the server wants one.
+
+    Attributes:
+        words_per_token: Words of a prompt for one token of the wanted length.
+        most_tokens: The engine's context, once it has said so.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, api: str | None = None, token: str | None = None
+    ) -> None:
+        base = url.rstrip("/")
+        for path, name in (("/chat/completions", "chat"), ("/completions", "completions")):
+            if base.endswith(path):
+                base, api = base.removesuffix(path), api or name
+        self.url = base.removesuffix("/v1")
+        self.model = model
+        self.api = api or "completions"
+        self._may_switch = api is None
+        # What strict servers may not know; each is left out once one has refused it by name.
+        self._optional: dict[str, Any] = {
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+        self.words_per_token = 1.0
+        self.most_tokens: int | None = None
+        # Asked again, the same words would come out of a prefix cache.
+        self._salt = secrets.token_hex(8)
+        self._token = token
+        self._session: aiohttp.ClientSession | None = None
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not a URL", remedy="Give http://host:port.")
+
+    async def __aenter__(self) -> Self:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_chunk_sent.append(_note_sent)
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            # An idle connection that the server is about to close would cost a request.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            # Whether an answer takes too long is decided for all requests together.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            trace_configs=[tracing],
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.close()
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "an endpoint is a context manager"
+        return self._session
+
+    async def get(self, path: str) -> bytes | None:
+        """What a side door of the server answers; None where it has none.
+
+        Raises:
+            EndpointError: Nobody answers.
+        """
+        try:
+            timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+            async with self._open.get(self.url + path, timeout=timeout) as answer:
+                return await answer.read() if answer.ok else None
+        except TimeoutError:
+            return None
+        except aiohttp.ClientError as error:
+            raise _gone(error, self.url) from error
+
+    async def ask(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        seed: int,
+        on_sent: Callable[[], None],
+        on_token: Callable[[], None],
+    ) -> Completion:
+        """Send one request and read its answer.
+
+        Args:
+            prompt_tokens: Length to aim at.
+            output_tokens: Length of the answer.
+            seed: Of the words.
+            on_sent: Called when the request has been handed to the socket.
+            on_token: Called for each piece of text as it arrives.
+
+        Raises:
+            ShedError: The endpoint is too busy.
+            EndpointError: It failed.
+        """
+        while True:
+            try:
+                return await self._ask(prompt_tokens, output_tokens, seed, on_sent, on_token)
+            except _TryOtherwiseError:
+                continue
+
+    async def _ask(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        seed: int,
+        on_sent: Callable[[], None],
+        on_token: Callable[[], None],
+    ) -> Completion:
+        operation = "chat/completions" if self.api == "chat" else "completions"
+        stream = AnswerStream()
+        try:
+            async with self._open.post(
+                f"{self.url}/v1/{operation}",
+                json=self._body(prompt_tokens, output_tokens, seed),
+                trace_request_ctx=on_sent,
+            ) as response:
+                if not response.ok:
+                    self._refuse(response, (await response.read()).decode(errors="replace"))
+                async for data in response.content.iter_any():
+                    for _ in range(stream.feed(data)):
+                        on_token()
+                stream.end()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _gone(error, self.url) from error
+        return Completion(stream.tokens, stream.prompt_tokens, stream.output_tokens)
+
+    def _body(self, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
+        generator = random.Random(f"prompt {self._salt} {seed}")
+        if self.most_tokens is not None:
+            room = round(CONTEXT_SHARE * self.most_tokens) - output_tokens
+            prompt_tokens = min(prompt_tokens, max(1, room))
+        count = max(1, round(prompt_tokens * self.words_per_token))
+        text = " ".join(generator.choices(WORDS, k=count))
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": output_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            **self._optional,
+        }
+        if self.api == "chat":
+            return body | {"messages": [{"role": "user", "content": text}]}
+        return body | {"prompt": text}
+
+    def _refuse(self, response: aiohttp.ClientResponse, said: str) -> None:
+        status = response.status
+        if status == TOO_MANY or (status == UNAVAILABLE and "Retry-After" in response.headers):
+            raise ShedError
+        if status == NOT_FOUND and self._may_switch and self.api == "completions":
+            self.api, self._may_switch = "chat", False
+            raise _TryOtherwiseError
+        refused = [name for name in self._optional if name in said]
+        if status in {BAD, UNPROCESSABLE} and refused:
+            for name in refused:
+                del self._optional[name]
+            raise _TryOtherwiseError
+        raise EndpointRefusedError(
+            f"{response.url} answered {status}: {said[:SHOWN]!r}", status=status
+        )
+
+
+class _TryOtherwiseError(Exception):
+    """The same request once more, put another way."""
+
+
+async def _note_sent(
+    _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceRequestChunkSentParams
+) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()
+
+
+def _gone(error: aiohttp.ClientError | TimeoutError, url: str) -> EndpointError:
+    said = str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
+        return EndpointGoneError(f"cannot connect to {url}: {said}", connecting=True)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return EndpointGarbledError(f"{url} does not speak HTTP: {error.message or said}")
+    return EndpointGoneError(f"{url} broke off an answer: {said}")

@@ -1,0 +1,240 @@
+"""Prompt and output lengths of a deployment, and requests drawn from them.
+
+Owns the reading of CSV files and traces (`docs/profiling.md` lists the columns): lenient on the
+names of columns, strict on their values. And the drawing: requests come in *decks*. A deck holds
+one request from each of 8 x 8 equal shares of the distribution, by output and prompt, shuffled.
+Every row is as likely as any other, but a stretch of requests carries nearly the same work as any
+other stretch, so that two runs, or two rates, differ by the server and not by who drew the long
+prompts. Independent drawing needs several times as many requests for the same precision.
+
+Not promised: correlations between requests. A trace is read for its lengths; its times are not
+replayed, for the search sets the rate.
+
+Source: Aqua section 4.1, "samples requests for profiling using input and output token
+distributions from individual LLM deployments". Decks are ours.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from aqua_profiler.errors import LengthsInvalidError
+
+DECK_SIDE: Final = 8
+"""A deck has the square of that many requests."""
+
+GOLDEN: Final = (5**0.5 - 1) / 2
+"""Steps of this share visit a cell evenly, however many there are (van der Corput, Weyl)."""
+
+MAX_ROWS: Final = 5_000_000
+MAX_TOKENS: Final = 10_000_000
+MAX_FILE_BYTES: Final = 1 << 30
+
+PROMPT_NAMES: Final = (
+    "prompt_tokens",
+    "input_tokens",
+    "prompt_len",
+    "input_len",
+    "prompt_length",
+    "input_length",
+    "num_prefill_tokens",
+    "context_tokens",
+    "contexttokens",
+    "request_tokens",
+    "request tokens",
+    "prompt",
+    "input",
+)
+OUTPUT_NAMES: Final = (
+    "output_tokens",
+    "completion_tokens",
+    "generated_tokens",
+    "generatedtokens",
+    "output_len",
+    "output_length",
+    "num_decode_tokens",
+    "response_tokens",
+    "response tokens",
+    "max_tokens",
+    "completion",
+    "output",
+)
+"""In order of preference; compared without case, spaces around, and `-` for `_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """A distribution of (prompt, output) lengths in tokens.
+
+    Attributes:
+        pairs: One per observed request, sorted by work: output, then prompt.
+        digest: SHA-256 of the pairs, whatever file they came from.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    digest: str
+
+    @property
+    def mean_output(self) -> float:
+        """Mean tokens of an output."""
+        return sum(output for _, output in self.pairs) / len(self.pairs)
+
+    def fitting(self, max_tokens: int) -> LengthDistribution:
+        """Those of at most `max_tokens` in all, which is what an engine's context holds.
+
+        Raises:
+            LengthsInvalidError: None fits.
+        """
+        kept = [pair for pair in self.pairs if sum(pair) <= max_tokens]
+        if not kept:
+            raise LengthsInvalidError(
+                f"no request fits the engine's context of {max_tokens} tokens",
+                remedy="Give lengths of this deployment, or raise the engine's context length.",
+            )
+        return lengths_of(kept)
+
+    def drawn(self, seed: int) -> Iterator[tuple[int, int]]:
+        """Requests for ever; the same seed gives the same ones."""
+        generator = random.Random(seed)
+        cells = _cells(self.pairs)
+        places = [generator.random() for _ in cells]
+        while True:
+            deck = [cell[int(place * len(cell))] for cell, place in zip(cells, places, strict=True)]
+            places = [(place + GOLDEN) % 1.0 for place in places]
+            generator.shuffle(deck)
+            yield from deck
+
+
+def _cells(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+    """Equal shares of the distribution: by output, then within each share by prompt."""
+    return [cell for band in _parts(pairs, DECK_SIDE) for cell in _parts(sorted(band), DECK_SIDE)]
+
+
+def _parts(pairs: Sequence[tuple[int, int]], count: int) -> list[Sequence[tuple[int, int]]]:
+    """`count` parts of nearly equal size; of fewer pairs, as many parts as there are pairs."""
+    count = min(count, len(pairs))
+    edges = [round(part * len(pairs) / count) for part in range(count + 1)]
+    return [pairs[low:high] for low, high in pairwise(edges)]
+
+
+def lengths_of(pairs: Sequence[tuple[int, int]]) -> LengthDistribution:
+    """The distribution of these pairs; checks nothing."""
+    ordered = tuple(sorted(pairs, key=lambda pair: (pair[1], pair[0])))
+    text = "\n".join(f"{prompt},{output}" for prompt, output in ordered)
+    return LengthDistribution(ordered, hashlib.sha256(text.encode()).hexdigest())
+
+
+def read_lengths(path: Path) -> LengthDistribution:
+    """Read a CSV (or TSV) with a header, or a trace of JSON lines; `.gz` or not.
+
+    Raises:
+        LengthsInvalidError: Unreadable, columns missing, or a value that is no token count; the
+            message names the line.
+    """
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as stream:
+                raw = stream.read(MAX_FILE_BYTES + 1)
+        else:
+            with path.open("rb") as stream:
+                raw = stream.read(MAX_FILE_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise LengthsInvalidError(
+            f"cannot read {path}: {error}", remedy="Check the path and that the file is whole."
+        ) from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise LengthsInvalidError(
+            f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="Sample its rows."
+        )
+    lines = text.lstrip()
+    pairs = list(_from_json(text, path) if lines.startswith("{") else _from_csv(text, path))
+    if not pairs:
+        raise LengthsInvalidError(
+            f"{path} has no rows", remedy="Give one row per request: prompt_tokens,output_tokens."
+        )
+    return lengths_of(pairs)
+
+
+def _from_csv(text: str, path: Path) -> Iterator[tuple[int, int]]:
+    header = text.lstrip().splitlines()[0] if text.strip() else ""
+    delimiter = next((mark for mark in "\t;" if mark in header and "," not in header), ",")
+    rows = csv.reader(io.StringIO(text), delimiter=delimiter)
+    columns: tuple[int, int] | None = None
+    for row in rows:
+        if not any(cell.strip() for cell in row):
+            continue
+        if columns is None:
+            columns = _columns([_plain(cell) for cell in row], path)
+            continue
+        if len(row) <= max(columns):
+            raise LengthsInvalidError(
+                f"{path}, line {rows.line_num}: {len(row)} cells, too few for the header",
+                remedy="Complete or remove the line.",
+            )
+        place = f"{path}, line {rows.line_num}"
+        prompt, output = (_tokens(row[column], place) for column in columns)
+        yield prompt, output
+
+
+def _from_json(text: str, path: Path) -> Iterator[tuple[int, int]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise LengthsInvalidError(
+                f"{place} is not JSON: {error.msg}", remedy="Write one JSON object per line."
+            ) from error
+        if not isinstance(entry, dict):
+            raise LengthsInvalidError(
+                f"{place} is not an object", remedy="Write one JSON object per line."
+            )
+        named = {_plain(str(name)): value for name, value in entry.items()}
+        names = list(named)
+        first, second = _columns(names, path)
+        yield _tokens(named[names[first]], place), _tokens(named[names[second]], place)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _columns(names: Sequence[str], path: Path) -> tuple[int, int]:
+    found = []
+    for wanted in (PROMPT_NAMES, OUTPUT_NAMES):
+        match = next((name for name in wanted if name in names), None)
+        if match is None:
+            raise LengthsInvalidError(
+                f"{path} has no column for {wanted[0]}; it has: {', '.join(names) or 'nothing'}",
+                remedy="Name the columns prompt_tokens and output_tokens, with a header line.",
+            )
+        found.append(names.index(match))
+    return found[0], found[1]
+
+
+def _tokens(value: Any, place: str) -> int:  # noqa: ANN401 - a cell of CSV or JSON
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+        count = int(number)
+    except (TypeError, ValueError, OverflowError):
+        count, number = -1, 0.0
+    if count != number or not 1 <= count <= MAX_TOKENS:
+        raise LengthsInvalidError(
+            f"{place}: {value!r} is not a count of tokens",
+            remedy=f"Give whole numbers from 1 to {MAX_TOKENS}.",
+        )
+    return count

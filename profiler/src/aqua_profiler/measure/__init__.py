@@ -1,0 +1,1 @@
+"""What came back: one trial recorded and summed up, the KV cache, device memory."""

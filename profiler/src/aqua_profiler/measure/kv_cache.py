@@ -1,0 +1,178 @@
+"""The engine's KV cache as its `/metrics` tell it: how full, how large, how much a token takes.
+
+Bytes are taken from, in this order: the operator (`--kv-bytes`), the number of blocks with the
+model's own configuration where its folder can be read, or the size that the engine was given. If
+none of them says it, the size is unknown and stays so.
+
+Source of the names: vLLM's Prometheus metrics, present and former.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from aqua_profiler.errors import EndpointError
+from aqua_profiler.load.endpoint import Endpoint
+
+USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
+OF_INTEREST: Final = (*USAGE_NAMES, *CONFIG_NAMES)
+LEAST_POLL_S: Final = 0.25
+MOST_POLL_S: Final = 2.0
+LOOKING_SHARE: Final = 0.01
+"""Of the server's time that looking may take: an engine's page has hundreds of lines and is made by
+the process that also sends its tokens, for 10 ms or more each time."""
+
+DTYPE_BYTES: Final = {
+    "float32": 4,
+    "float": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """A KV cache.
+
+    Attributes:
+        tokens: That it holds, None if the engine does not say.
+        nbytes: Its size, None if nobody says.
+        source: Who says it.
+    """
+
+    tokens: int | None
+    nbytes: int | None
+    source: str
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """For context lengths; None where tokens or bytes are unknown."""
+        if not self.tokens or self.nbytes is None:
+            return None
+        return self.nbytes / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMetrics:
+    """One look at `/metrics`."""
+
+    usage: float | None
+    config: dict[str, str]
+
+
+def parse_metrics(text: str) -> CacheMetrics:
+    """What the page says about the cache; several engines behind one page count as the fullest.
+
+    Raises:
+        ValueError: Not Prometheus text.
+    """
+    usage: float | None = None
+    config: dict[str, str] = {}
+    # To parse it all would make the generator late by 20 ms: what is not of the cache stays unread.
+    told = "".join(line for line in text.splitlines(keepends=True) if line.startswith(OF_INTEREST))
+    for family in text_string_to_metric_families(told):
+        for sample in family.samples:
+            if sample.name in USAGE_NAMES and sample.value == sample.value:
+                usage = max(sample.value, usage or 0.0)
+            elif sample.name.removesuffix("_info") in {
+                n.removesuffix("_info") for n in CONFIG_NAMES
+            }:
+                config |= sample.labels
+    return CacheMetrics(usage, config)
+
+
+class KvCachePoller:
+    """Polls `/metrics` beside a trial.
+
+    Args:
+        endpoint: Whose.
+
+    Attributes:
+        usage: As last seen; None where the engine does not say.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.usage: float | None = None
+
+    async def look(self) -> CacheMetrics | None:
+        """Ask once; None where there are no metrics."""
+        try:
+            page = await self._endpoint.get("/metrics")
+            readings = None if page is None else parse_metrics(page.decode(errors="replace"))
+        except (EndpointError, ValueError):
+            readings = None  # An engine is judged by its answers; its metrics are optional.
+        self.usage = None if readings is None else readings.usage
+        return readings
+
+    async def follow(self) -> None:
+        """Keep asking, until cancelled."""
+        while True:
+            began_s = time.monotonic()
+            await self.look()
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(min(max(took_s / LOOKING_SHARE, LEAST_POLL_S), MOST_POLL_S))
+
+
+def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | None) -> KvCache:
+    """The size of the cache.
+
+    Args:
+        config: Labels of the engine's configuration metric.
+        model_folder: Of the model, with a `config.json`.
+        kv_bytes: What the operator says.
+    """
+    blocks, block_tokens = _number(config.get("num_gpu_blocks")), _number(config.get("block_size"))
+    tokens = blocks * block_tokens if blocks and block_tokens else None
+    if kv_bytes is not None:
+        return KvCache(tokens, kv_bytes, "given")
+    per_token = None
+    if model_folder is not None and tokens:
+        per_token = token_bytes(model_folder, config.get("cache_dtype", "auto"))
+    if per_token is not None and tokens:
+        return KvCache(tokens, tokens * per_token, "blocks and the model's config.json")
+    for name in ("kv_cache_memory_bytes", "cpu_kvcache_space_bytes"):
+        if not _number(config.get("num_gpu_blocks_override")) and (
+            size := _number(config.get(name))
+        ):
+            return KvCache(tokens, size, name)
+    return KvCache(tokens, None, "unknown")
+
+
+def token_bytes(folder: Path, cache_dtype: str) -> int | None:
+    """Bytes of keys and values of a token, from a Hugging Face `config.json`; None if unclear."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    config = config.get("text_config") or config
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim")
+    if not head_dim and heads and config.get("hidden_size"):
+        head_dim = config["hidden_size"] // heads
+    own = str(config.get("dtype") or config.get("torch_dtype") or "")
+    width = DTYPE_BYTES.get(own if cache_dtype == "auto" else cache_dtype)
+    if not (layers and kv_heads and head_dim and width) or config.get("kv_lora_rank"):
+        return None
+    return 2 * int(layers) * int(kv_heads) * int(head_dim) * width
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return int(float(text)) if text else None
+    except ValueError:
+        return None

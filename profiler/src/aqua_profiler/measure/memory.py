@@ -1,0 +1,228 @@
+"""Device memory while something trials: from NVML, from torch, or from the program's own books.
+
+A meter yields the highest use since it was last reset, for what is free between two peaks is not
+spare. NVML sees every process on the device, so it also measures a server; it is polled, and what
+rises and falls between two looks stays unseen. torch sees its own allocator exactly, and only that.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from aqua_profiler.errors import MeterUnavailableError
+
+POLL_S: Final = 0.005
+URL_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A device's memory.
+
+    Attributes:
+        used_bytes: Highest use since the last look.
+        total_bytes: All of it.
+    """
+
+    used_bytes: int
+    total_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What was never used."""
+        return max(0, self.total_bytes - self.used_bytes)
+
+
+class MemoryMeter(Protocol):
+    """Reads a device's memory."""
+
+    name: str
+
+    def reset(self) -> None:
+        """Forget the highest use."""
+
+    def read(self) -> MemoryUse:
+        """The highest use since `reset`."""
+
+    def close(self) -> None:
+        """Stop looking."""
+
+
+class TorchMeter:
+    """torch's allocator in this process, with what others hold on the device.
+
+    Raises:
+        MeterUnavailableError: torch sees no GPU.
+    """
+
+    name = "torch"
+
+    def __init__(self, device: int = 0) -> None:
+        try:
+            import torch
+        except ImportError as error:
+            raise MeterUnavailableError("torch is not installed") from error
+        if not torch.cuda.is_available():
+            raise MeterUnavailableError("torch sees no GPU")
+        self._cuda: Any = torch.cuda
+        self._device = device
+
+    def reset(self) -> None:
+        """Forget the highest use."""
+        self._cuda.synchronize(self._device)
+        self._cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> MemoryUse:
+        """The highest use since `reset`."""
+        self._cuda.synchronize(self._device)
+        free, total = self._cuda.mem_get_info(self._device)
+        elsewhere = total - free - self._cuda.memory_reserved(self._device)
+        peak = self._cuda.max_memory_allocated(self._device)
+        return MemoryUse(min(total, int(elsewhere + peak)), int(total))
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class NvmlMeter:
+    """The whole device, polled on a thread.
+
+    Raises:
+        MeterUnavailableError: No NVML, or no such device.
+    """
+
+    name = "nvml"
+
+    def __init__(self, device: int = 0) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(device)
+        except Exception as error:  # its own errors, or the loader's: all mean the same
+            raise MeterUnavailableError(f"NVML cannot be used: {error}") from error
+        self._nvml: Any = pynvml
+        self._peak = 0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="aqua-nvml", daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._done.wait(POLL_S):
+            self._look()
+
+    def _look(self) -> int:
+        info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        with self._lock:
+            self._peak = max(self._peak, int(info.used))
+        return int(info.total)
+
+    def reset(self) -> None:
+        """Forget the highest use."""
+        with self._lock:
+            self._peak = 0
+
+    def read(self) -> MemoryUse:
+        """The highest use since `reset`."""
+        total = self._look()
+        with self._lock:
+            return MemoryUse(self._peak, total)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._done.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ProgramMeter:
+    """A program that keeps books of an emulated device itself.
+
+    Args:
+        program: With `used_bytes` (the highest of the last batch) and `total_bytes`.
+    """
+
+    name = "emulated"
+
+    def __init__(self, program: Any) -> None:  # noqa: ANN401 - whatever the user's factory made
+        self._program = program
+
+    def reset(self) -> None:
+        """The program does it with every batch."""
+
+    def read(self) -> MemoryUse:
+        """What the program says."""
+        return MemoryUse(int(self._program.used_bytes), int(self._program.total_bytes))
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class UrlMeter:
+    """A server that tells the memory of its device, emulated or not.
+
+    Args:
+        url: Answers JSON with `used_bytes` (the highest of late) and `total_bytes`.
+    """
+
+    name = "url"
+
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        self._url = url
+        self._client = httpx.Client(timeout=URL_TIMEOUT_S)
+
+    def reset(self) -> None:
+        """The server looks at recent batches by itself."""
+
+    def read(self) -> MemoryUse:
+        """What the server says.
+
+        Raises:
+            MeterUnavailableError: It does not say it.
+        """
+        import httpx
+
+        try:
+            said = self._client.get(self._url).raise_for_status().json()
+            return MemoryUse(int(said["used_bytes"]), int(said["total_bytes"]))
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise MeterUnavailableError(
+                f"{self._url} does not tell its memory: {error}",
+                remedy="Answer JSON with used_bytes and total_bytes.",
+            ) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above
+    """The best meter: the program's own, torch in this process, NVML beside a server.
+
+    Raises:
+        MeterUnavailableError: None works here.
+    """
+    if hasattr(program, "used_bytes") and hasattr(program, "total_bytes"):
+        return ProgramMeter(program)
+    if not getattr(program, "is_remote", False):
+        try:
+            return TorchMeter(device)
+        except MeterUnavailableError:
+            pass
+    return NvmlMeter(device)

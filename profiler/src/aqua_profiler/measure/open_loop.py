@@ -1,0 +1,222 @@
+"""Open-loop load on a real endpoint: every request at its scheduled time, whatever the answers do.
+
+Each request is a task of its own, so one that waits holds nobody up; nothing limits how many are
+outstanding but the stop rules of `recorder`. Times count from the schedule, and the distance
+between schedule and socket, the generator's own lateness, is measured and reported.
+
+A trial ends in three steps: nothing more is sent; what is outstanding may finish, for a while; what
+is left is cancelled and counted as waiting until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from aqua_profiler.errors import EndpointError, EndpointStalledError
+from aqua_profiler.load.arrivals import ArrivalProcess
+from aqua_profiler.load.endpoint import Endpoint, ShedError
+from aqua_profiler.measure.recorder import TrialRecorder
+from aqua_profiler.measure.summary import StopReason, TrialSummary
+from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+
+TICK_S: Final = 0.05
+LEAD_S: Final = 0.02
+FAULTS_ALLOWED: Final = 2
+FAULT_SHARE: Final = 0.01
+"""A connection may break now and then on any network; more is the endpoint."""
+
+Gauge = Callable[[], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProgress:
+    """Where a trial is.
+
+    Attributes:
+        trial: Which one.
+        rate_per_s: Due now.
+        sent: Requests so far.
+        outstanding: Requests without their last token.
+        elapsed_s: Since its start.
+    """
+
+    trial: Trial
+    rate_per_s: float
+    sent: int
+    outstanding: int
+    elapsed_s: float
+
+
+class OpenLoopTrial:
+    """One trial on an endpoint.
+
+    Args:
+        endpoint: Where to.
+        lengths: Requests to draw from.
+        trial: How fast and how long.
+        objective: What is looked for.
+        unloaded: What a lone request takes.
+        stall_s: No news for so long, with requests outstanding, is a stall.
+        drain_s: How long outstanding requests may take at the end.
+        listen: Called at every tick.
+        kv_usage: Share of the KV cache in use, as last seen.
+
+    Attributes:
+        cancelled: Requests that were cut off at the end.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a trial depends on
+        self,
+        endpoint: Endpoint,
+        lengths: Iterator[tuple[int, int]],
+        trial: Trial,
+        objective: LatencyObjective,
+        unloaded: UnloadedLatency,
+        *,
+        stall_s: float,
+        drain_s: float,
+        listen: Callable[[TrialProgress], None] = lambda _: None,
+        kv_usage: Gauge = lambda: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._lengths = lengths
+        self._run = trial
+        self._schedule = ArrivalProcess(trial)
+        self._watch = TrialRecorder(trial, objective, unloaded)
+        self._stall_s = stall_s
+        self._drain_s = drain_s
+        self._listen = listen
+        self._kv_usage = kv_usage
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._faults: list[EndpointError] = []
+        self._began_s = 0.0
+        self._sending_s = 0.0
+        self._ended_s = 0.0
+        self.cancelled = 0
+
+    async def go(self) -> TrialSummary:
+        """Send until a stop rule holds, wait for the answers, sum up.
+
+        Raises:
+            EndpointError: The endpoint failed; `summary_so_far` has what was seen until then.
+        """
+        # A collection in the middle of a trial would be late for tens of requests.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._began_s = asyncio.get_running_loop().time() + LEAD_S
+            stop = await self._send()
+            self._sending_s = self._now_s()
+            await self._drain()
+            self._ended_s = self._now_s()
+            return self._summary(stop)
+        finally:
+            await self._cancel()
+            gc.unfreeze()
+
+    def summary_so_far(self) -> TrialSummary:
+        """What was seen of a trial that failed; from within the loop that ran it."""
+        return self._summary(StopReason.FAULT)
+
+    def _summary(self, stop: StopReason) -> TrialSummary:
+        now_s = self._ended_s or self._now_s()
+        sending_s = self._sending_s or now_s
+        return self._watch.summary(stop, self._schedule.rate_at(sending_s), sending_s, now_s)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._began_s
+
+    async def _send(self) -> StopReason:
+        for due_s in self._schedule:
+            while (now_s := self._now_s()) < due_s:
+                stop = self._look(now_s)
+                if stop is not None:
+                    return stop
+                await asyncio.sleep(min(TICK_S, due_s - now_s))
+            stop = self._look(now_s) if now_s > due_s + TICK_S else None
+            if stop is not None:
+                return stop
+            self._start(due_s)
+        raise AssertionError("a schedule has no end")
+
+    def _look(self, now_s: float) -> StopReason | None:
+        """Between two sends.
+
+        Raises:
+            EndpointError: Too many requests failed, or nothing comes any more.
+        """
+        watch, rate = self._watch, self._schedule.rate_at(now_s)
+        self._check(now_s)
+        usage = self._kv_usage()
+        if usage is not None:
+            watch.kv_usage = max(usage, watch.kv_usage or 0.0)
+        if watch.is_backlogged(now_s):
+            self._schedule.freeze(now_s)
+        else:
+            self._schedule.thaw(now_s)
+        self._listen(TrialProgress(self._run, rate, watch.count, watch.outstanding, now_s))
+        return watch.should_stop(now_s, rate)
+
+    def _check(self, now_s: float) -> None:
+        allowed = max(FAULTS_ALLOWED, int(FAULT_SHARE * self._watch.count))
+        if len(self._faults) > allowed or any(
+            fault.details.get("connecting") for fault in self._faults
+        ):
+            raise self._faults[-1]
+        if self._watch.outstanding and now_s - self._watch.news_s > self._stall_s:
+            oldest_s = self._watch.oldest_wait_s(now_s)
+            raise EndpointStalledError(
+                f"no token for {now_s - self._watch.news_s:.0f} s with {self._watch.outstanding}"
+                f" requests outstanding, the oldest without any for {oldest_s:.0f} s"
+            )
+
+    def _start(self, due_s: float) -> None:
+        prompt, output = next(self._lengths)
+        watch = self._watch
+        if not watch.outstanding:
+            watch.news_s = max(watch.news_s, due_s)  # Silence counts from when something is asked.
+        number = watch.scheduled(due_s, prompt)
+        task = asyncio.create_task(self._one(number, prompt, output))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _one(self, number: int, prompt: int, output: int) -> None:
+        watch = self._watch
+        try:
+            await self._endpoint.ask(
+                prompt,
+                output,
+                self._run.seed * 1_000_003 + number,
+                lambda: watch.sent(number, self._now_s()),
+                lambda: watch.token(number, self._now_s()),
+            )
+        except ShedError:
+            watch.turn_away(number, self._now_s())
+        except EndpointError as error:
+            watch.abandon(number, self._now_s())
+            self._faults.append(error)
+        else:
+            watch.finish(number, self._now_s())
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # Not an endpoint's failure but ours: let the loop show it.
+
+    async def _drain(self) -> None:
+        until_s = self._now_s() + self._drain_s
+        while self._tasks and (now_s := self._now_s()) < until_s:
+            self._check(now_s)
+            await asyncio.wait(self._tasks, timeout=min(TICK_S, until_s - now_s))
+        self._check(self._now_s())
+
+    async def _cancel(self) -> None:
+        tasks = list(self._tasks)
+        self.cancelled = len(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

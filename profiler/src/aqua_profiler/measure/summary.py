@@ -1,0 +1,109 @@
+"""What is kept of a trial: for the search, the journal and the profile. JSON out, JSON in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from aqua_profiler.measure.gap_histogram import GapHistogram
+
+
+class StopReason(StrEnum):
+    """Why a trial ended."""
+
+    ENOUGH = "enough"
+    BACKLOG = "backlog"
+    OVERLOAD = "overload"
+    SLOW_TOKENS = "slow_tokens"
+    SHED = "shed"
+    TIME = "time"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """A stretch in which requests queued.
+
+    Attributes:
+        starts: First tokens after its beginning.
+        seconds: How long it lasted.
+        dispersion: Variance over mean of the counts of first tokens in short windows, about as long
+            as a queue lasts; None if it was short.
+        spread: The same in the long run: what the mean's own error follows from. Smaller where
+            decks of lengths even out what neighbours differ in.
+    """
+
+    starts: int
+    seconds: float
+    dispersion: float | None
+    spread: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSummary:
+    """What is kept of a trial.
+
+    Attributes:
+        rate_per_s: Asked for; of a ramp, reached in the end.
+        ramp: It was a ramp: its quantiles say nothing about a steady state.
+        stop: Why it ended.
+        sent: Requests sent.
+        finished: Requests answered to the end.
+        shed: Requests turned away.
+        seconds: From the start to the last send.
+        window: Requests of the steady part, from which all that follows is taken.
+        ttft_s: The objective's quantile of TTFT.
+        ttft_p99_s: For people.
+        over_share: Share of requests beyond the limit of TTFT.
+        effective_count: Independent requests that the window is worth.
+        ttft_error: Relative standard error of `ttft_s`.
+        tbt_s: The objective's quantile of TBT, None without two tokens anywhere.
+        tbt_error: Relative standard error of `tbt_s`.
+        gaps: Gaps between tokens.
+        residence_s: Mean time from first to last token.
+        running: Requests between first and last token, on average.
+        backlogs: Stretches in which requests queued.
+        lateness_p99_s: Between scheduled and actual sends: the generator's own fault.
+        tokens_peak: Most tokens of context that requests in the system would hold together.
+        kv_usage: Highest share of the KV cache in use that the engine reported, if it did.
+        gaps_per_request: Of those answered to the end, on average.
+        paces: How fast tokens came, by requests in the system; one after the other.
+    """
+
+    rate_per_s: float
+    ramp: bool
+    stop: StopReason
+    sent: int
+    finished: int
+    shed: int
+    seconds: float
+    window: int
+    ttft_s: float
+    ttft_p99_s: float
+    over_share: float
+    effective_count: float
+    ttft_error: float
+    tbt_s: float | None
+    tbt_error: float
+    gaps: int
+    residence_s: float
+    running: float
+    backlogs: tuple[Backlog, ...]
+    lateness_p99_s: float
+    tokens_peak: int = 0
+    kv_usage: float | None = None
+    gaps_per_request: float = 0.0
+    paces: tuple[GapHistogram, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For the journal."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> TrialSummary:
+        """Read what `as_json` wrote."""
+        backlogs = tuple(Backlog(**entry) for entry in content["backlogs"])
+        paces = tuple(GapHistogram.from_json(entry) for entry in content["paces"])
+        read = {"stop": StopReason(content["stop"]), "backlogs": backlogs, "paces": paces}
+        return cls(**{**content, **read})

@@ -1,0 +1,73 @@
+"""What to measure of an LLM endpoint: everything that a caller decides beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from aqua_profiler.load.lengths import LengthDistribution
+from aqua_profiler.objective import LatencyObjective
+from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES, Provenance
+
+DEFAULT_BURSTS: Final = (2.0, 1.5, 3.0)
+"""The planned one first: a budget may end before the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSpec:
+    """What to measure.
+
+    Attributes:
+        url: Of the endpoint.
+        model: As the endpoint calls it.
+        lengths: Of its requests.
+        objective: What the rate has to meet.
+        budget_s: For everything.
+        api: `completions`, `chat` or None to find out.
+        token: For the endpoint.
+        seed: Of arrivals, lengths and words.
+        threshold_bytes: From which spare memory makes a producer.
+        tensor_parallel: GPUs that share the model.
+        hbm_bytes: Of each of them.
+        kv_bytes: Size of the KV cache per GPU, where the operator knows it.
+        model_folder: With the model's `config.json`.
+        bursts: Factors of the stable rate, in the order of importance.
+        burst_s: How long each lasts.
+        long_prompt_tokens: A prompt that should be possible beside the load.
+        prefix_tokens: Prefixes to keep cached.
+        stall_s: Silence that counts as a stall.
+        journal: Where to keep what is measured.
+        provenance: What the caller knows about the where and how.
+    """
+
+    url: str
+    model: str
+    lengths: LengthDistribution
+    objective: LatencyObjective
+    budget_s: float
+    api: str | None = None
+    token: str | None = None
+    seed: int = 0
+    threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
+    tensor_parallel: int = 1
+    hbm_bytes: int | None = None
+    kv_bytes: int | None = None
+    model_folder: Path | None = None
+    bursts: tuple[float, ...] = DEFAULT_BURSTS
+    burst_s: float = 60.0
+    long_prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    stall_s: float = 30.0
+    journal: Path | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def subject(self) -> dict[str, Any]:
+        """What makes two profiles the same measurement."""
+        return {
+            "url": self.url,
+            "model": self.model,
+            "workload_sha256": self.lengths.digest,
+            "objective": asdict(self.objective),
+            "seed": self.seed,
+        }

@@ -1,0 +1,171 @@
+"""The search on servers whose capacity is known, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from aqua_profiler.load.lengths import LengthDistribution
+from aqua_profiler.measure.compliance import meets
+from aqua_profiler.measure.summary import StopReason, TrialSummary
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.search.rate_search import SearchResult, next_trial
+from harness.known_servers import CASES, CHAT
+from harness.queueing import (
+    AnyServer,
+    Server,
+    drive,
+    search,
+    true_rate,
+    true_rate_in_steps,
+    unloaded_of,
+)
+
+BUDGET_S: Final = 600.0
+SEEDS: Final = 20
+SWEEP_STEP: Final = 0.5
+SWEEP_REQUESTS: Final = 200
+"""At each rate of a plain linear sweep: no more than the search takes to see one rate's median."""
+
+
+SLOTS: Final = ("sixteen slots", "five slots", "one at a time")
+TOKENS: Final = (
+    "tokens slow down with each request",
+    "tokens of chance",
+    "steps of a small engine",
+)
+
+
+def _search(
+    server: AnyServer,
+    seed: int,
+    objective: LatencyObjective,
+    *,
+    lengths: LengthDistribution = CHAT,
+    budget_s: float = BUDGET_S,
+) -> tuple[SearchResult, list[TrialSummary], float]:
+    unloaded = unloaded_of(server, lengths.drawn(seed), seed)
+    return search(lambda: server, lengths, seed, objective, unloaded=unloaded, budget_s=budget_s)
+
+
+def _sweep_requests(rate: float) -> int:
+    return SWEEP_REQUESTS * (int(rate / SWEEP_STEP) + 1)
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) -> None:
+    server, objective = CASES[name].server, LatencyObjective()
+    assert isinstance(server, Server)
+    truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=40_000)
+    for seed in range(SEEDS):
+        verdict, trials, used_s = _search(server, seed, objective)
+        rate = verdict.estimate.rate_per_s
+        assert rate is not None
+        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
+        assert verdict.complete, (seed, verdict)
+        assert sum(trial.sent for trial in trials) <= _sweep_requests(truth) / 2, seed
+        assert used_s <= BUDGET_S, seed
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_limit_of_token_times_is_found_within_5_percent_on_20_seeds(name: str) -> None:
+    case, objective = CASES[name], LatencyObjective()
+    truth = true_rate_in_steps(
+        case.server, case.lengths, objective, low=case.low, high=case.high, requests=16_000
+    )
+    exceeded = 0
+    for seed in range(SEEDS):
+        verdict, trials, used_s = _search(case.server, seed, objective, lengths=case.lengths)
+        rate = verdict.estimate.rate_per_s
+        assert rate is not None
+        assert verdict.estimate.limited_by == "tbt", (seed, verdict)
+        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
+        assert sum(trial.sent for trial in trials) <= _sweep_requests(truth) / 2, seed
+        assert used_s <= BUDGET_S, seed
+        exceeded += any(
+            rate < trial.rate_per_s < 1.2 * rate and not trial.ramp and not meets(objective, trial)
+            for trial in trials
+        )
+    # A search ends once the limit was seen exceeded, or was looked for twice: also above it a trial
+    # of half a minute may meet the objective by chance.
+    assert exceeded >= 0.75 * SEEDS
+
+
+def test_a_server_of_steps_is_not_found_faster_than_it_is() -> None:
+    """Single searches are up to a tenth off where few gaps are slow for long; not to one side."""
+    server, objective = CASES["steps"].server, LatencyObjective()
+    truth = true_rate_in_steps(server, CHAT, objective, low=5.0, high=40.0, requests=16_000)
+    rates = [_search(server, seed, objective)[0].estimate.rate_per_s for seed in range(9)]
+    found = sorted(rate for rate in rates if rate is not None)
+    assert len(found) == len(rates)
+    assert abs(found[len(found) // 2] / truth - 1) < 0.05, (found, truth)
+
+
+def test_the_same_seed_gives_the_same_search() -> None:
+    first = _search(CASES["five slots"].server, 3, LatencyObjective())
+    again = _search(CASES["five slots"].server, 3, LatencyObjective())
+    assert first[0] == again[0]
+    assert first[1] == again[1]
+
+
+def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
+    server, objective = CASES["five slots"].server, LatencyObjective()
+    verdict, trials, _ = _search(server, 4, objective)
+    unloaded = unloaded_of(server, CHAT.drawn(4), 4)
+    kept = [TrialSummary.from_json(trial.as_json()) for trial in trials]
+    step = next_trial(objective, unloaded, kept, left_s=100.0, budget_s=BUDGET_S, seed=4)
+    assert isinstance(step, SearchResult)
+    assert step.estimate == verdict.estimate
+
+
+def test_a_short_budget_is_kept_and_makes_a_partial_profile() -> None:
+    verdict, _, used_s = _search(CASES["five slots"].server, 1, LatencyObjective(), budget_s=15.0)
+    assert used_s < 15.5
+    assert not verdict.complete
+    assert verdict.estimate.confidence < 0.9
+
+
+def test_a_server_faster_than_the_highest_rate_allowed_is_said_to_be_so() -> None:
+    verdict, _, _ = _search(CASES["one at a time"].server, 1, LatencyObjective(max_rate_per_s=6.0))
+    assert verdict.at_cap
+    assert verdict.complete
+    assert verdict.estimate.rate_per_s == 6.0
+
+
+def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
+    server = CASES["tokens slow down with each request"].server
+    verdict, trials, _ = _search(server, 2, LatencyObjective())
+    assert verdict.estimate.limited_by == "tbt"
+    assert verdict.estimate.rate_per_s is not None
+    assert any(trial.stop is StopReason.SLOW_TOKENS or (trial.tbt_s or 0) > 0.1 for trial in trials)
+    assert 9.0 < verdict.estimate.rate_per_s < 16.0
+
+
+def test_nothing_is_concluded_from_a_ramp_alone() -> None:
+    server, objective = CASES["sixteen slots"].server, LatencyObjective()
+    unloaded = unloaded_of(server, CHAT.drawn(0), 0)
+    ramp = next_trial(objective, unloaded, [], left_s=600, budget_s=600, seed=0)
+    assert not isinstance(ramp, SearchResult)
+    summary, _ = drive(server, CHAT.drawn(ramp.seed), ramp, objective, unloaded)
+    assert summary.stop is StopReason.BACKLOG
+    spent = next_trial(objective, unloaded, [summary], left_s=0.0, budget_s=600, seed=0)
+    assert isinstance(spent, SearchResult)
+    assert not spent.complete
+
+
+def test_a_lone_request_that_misses_the_limit_leaves_no_rate_that_meets_it() -> None:
+    server = Server(4, lambda _p, _r: 1.5, lambda _n, _r: 0.01)
+    verdict, _, _ = _search(server, 0, LatencyObjective(min_rate_per_s=0.1))
+    assert verdict.estimate.ok_per_s == 0.0
+    assert not verdict.complete
+
+
+def test_a_ramp_starts_where_a_server_that_takes_one_request_at_a_time_keeps_up() -> None:
+    objective = replace(LatencyObjective(), max_rate_per_s=50.0)
+    ramp = next_trial(
+        objective, UnloadedLatency(0.1, 2.0, 0.02), [], left_s=100, budget_s=100, seed=0
+    )
+    assert not isinstance(ramp, SearchResult)
+    assert ramp.rate_per_s * 2.0 < 1
