@@ -113,26 +113,26 @@ class Engine:
         """Wait for peer memory; where paged blocks go then."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        courier = get_kv_transfer_group().courier
+        worker = get_kv_transfer_group().paging_worker
         give_up_s = time.monotonic() + WAIT_FOR_LEASE_S
-        while courier._aqua.stats().leased_bytes < nbytes:  # noqa: SLF001 - what a lease is, only Aqua says
+        while worker.aqua.stats().leased_bytes < nbytes:
             if time.monotonic() > give_up_s:
                 raise TimeoutError("no peer memory was leased")
             time.sleep(0.05)
-        return str(courier.location())
+        return str(worker.location())
 
     def paged(self) -> dict[str, Any]:
         """What was paged so far."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        courier = get_kv_transfer_group().courier if has_kv_transfer_group() else None
-        if courier is None:
+        worker = get_kv_transfer_group().paging_worker if has_kv_transfer_group() else None
+        if worker is None:
             return {}
         return {
-            "blocks": dict(courier.paged_blocks),
-            "seconds": dict(courier.paging_s),
-            "failures": dict(courier.failures),
-            "location": str(courier.location()),
+            "blocks": dict(worker.paged_blocks),
+            "seconds": dict(worker.paging_s),
+            "failures": dict(worker.failures),
+            "location": str(worker.location()),
         }
 
     def begin(self, arrivals: list[tuple[float, int, int]]) -> None:

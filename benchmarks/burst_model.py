@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from _bursts import STABLE_SHARE, Lengths, busy_s, draw_lengths, paper_burst, steady
-from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
+from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -113,7 +113,7 @@ def serve(
     store = None
     if pages and policy is not PolicyName.FCFS:
         store = PageStore(
-            "peer", 10**9, PAGE_BYTES_PER_S, is_overlapped=False, location=Location.PEER
+            "peer", 10**9, PAGE_BYTES_PER_S, is_overlapped=False, location=PagingTier.PEER
         )
     engine = Engine(
         "model",

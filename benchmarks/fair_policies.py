@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_schedulers.cfs import Location, PolicyName
+from aqua_schedulers.cfs import PagingTier, PolicyName
 from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.papers.aqua import Burst
 from aqua_simulator.serving.request import Served
@@ -84,12 +84,12 @@ def main() -> None:
             burst = replace(calm, factor=factor, length_s=length_s)
             for seed in range(options.seeds):
                 arrivals = burst.arrivals(rate, seed)
-                fcfs = burst.engine(PolicyName.FCFS, Location.NOWHERE).run(arrivals)
+                fcfs = burst.engine(PolicyName.FCFS, PagingTier.NOWHERE).run(arrivals)
                 if max(row.ttft_s for row in fcfs) < QUEUED_S:
                     cases.append({"lengths": name, "shape": shape, "seed": seed, "queued": False})
                     continue
                 for policy in POLICIES:
-                    row = compare(burst.engine(policy, Location.PEER).run(arrivals), fcfs)
+                    row = compare(burst.engine(policy, PagingTier.PEER).run(arrivals), fcfs)
                     found[policy].append(row)
                     case = {"lengths": name, "shape": shape, "seed": seed, "queued": True}
                     cases.append({**case, "policy": policy.value, **row})

@@ -12,8 +12,8 @@ from aqua_schedulers.cfs import (
     EngineView,
     Eviction,
     FairPolicy,
-    Location,
     PagingRates,
+    PagingTier,
     RequestView,
 )
 
@@ -57,7 +57,7 @@ class PagedEngine:
     block_tokens: int = 4
     budget: int = 32
     max_running: int = 16
-    location: Location = Location.PEER
+    location: PagingTier = PagingTier.PEER
     store_blocks: int = 2**40
     rates: PagingRates | None = None
     step: int = 0

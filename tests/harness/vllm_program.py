@@ -169,8 +169,8 @@ def _main(scenario: Scenario) -> None:
     from vllm import SamplingParams
 
     engine = _engine(scenario)
-    courier = _courier(scenario)
-    _before_step(scenario, 0, engine, courier)
+    worker = _worker(scenario)
+    _before_step(scenario, 0, engine, worker)
     prompts = _prompts(scenario)
     params = SamplingParams(temperature=0, max_tokens=scenario.output_tokens, ignore_eos=True)
 
@@ -185,7 +185,7 @@ def _main(scenario: Scenario) -> None:
         add(turn)
         while engine.has_unfinished_requests():
             step += 1
-            _before_step(scenario, step, engine, courier)
+            _before_step(scenario, step, engine, worker)
             if step == scenario.abort_at_step:
                 engine.abort_request([f"{turn}-{index}" for index in range(0, len(prompts), 3)])
             if not has_waved and 0 < scenario.wave_at_step <= step and _is_ready(scenario, engine):
@@ -195,22 +195,22 @@ def _main(scenario: Scenario) -> None:
                 if output.finished:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
-    say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, courier)})
+    say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, worker)})
     if scenario.lend is not None:
         engine.engine_core.engine_core.scheduler.shutdown()
 
 
-def _before_step(scenario: Scenario, step: int, engine: Any, courier: Any) -> None:  # noqa: ANN401 - vLLM's, ours
+def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - vLLM's, ours
     """What the scenario wants to happen around the engine; step 0 is before any request."""
     if step == 0 and scenario.await_offered_bytes:
         _await_offer(engine, scenario.await_offered_bytes)
-        say({"event": "offered", **_figures(engine, courier)})
+        say({"event": "offered", **_figures(engine, worker)})
         sys.stdin.readline()
     if step and step == scenario.pause_at_step:
-        say({"event": "paused", **_figures(engine, courier)})
+        say({"event": "paused", **_figures(engine, worker)})
         sys.stdin.readline()
     if step and step == scenario.spoil_at_step:
-        courier._store._sums ^= 1
+        worker.store._sums ^= 1
 
 
 def _is_ready(scenario: Scenario, engine: Any) -> bool:  # noqa: ANN401 - vLLM's
@@ -225,55 +225,55 @@ def _is_ready(scenario: Scenario, engine: Any) -> bool:  # noqa: ANN401 - vLLM's
 
 def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
     """Wait until the informer has offered so much: its thread has no event for others."""
-    office = engine.engine_core.engine_core.scheduler._office
+    service = engine.engine_core.engine_core.scheduler.lending_service
     give_up_s = time.monotonic() + OFFER_WITHIN_S
-    while office.producer.offered_bytes < nbytes:
-        assert time.monotonic() < give_up_s, office.estate
-        office.informer.wake()
+    while service.producer.offered_bytes < nbytes:
+        assert time.monotonic() < give_up_s, service.lending
+        service.informer.wake()
         threading.Event().wait(0.01)
 
 
-def _courier(scenario: Scenario) -> Any:  # noqa: ANN401 - a Courier, or None
+def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or None
     if scenario.aqua is None:
         return None
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():  # Of several workers, each has its own.
         return None
-    courier = get_kv_transfer_group().courier
-    if courier is None:
+    worker = get_kv_transfer_group().paging_worker
+    if worker is None:
         return None
     if scenario.await_leased_bytes:
         from harness.consumers import await_store
 
-        aqua = courier._aqua
+        aqua = worker.aqua
         await_store(
             aqua._store,
             lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
             "peer memory is leased",
         )
     if scenario.zeroes_loads:
-        page_in = courier._store.page_in
+        page_in = worker.store.page_in
 
         def page_in_nothing(slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
             transfer = page_in(slots, rows)
             rows.zero_()
             return transfer
 
-        courier._store.page_in = page_in_nothing
-    return courier
+        worker.store.page_in = page_in_nothing
+    return worker
 
 
-def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's, ours
+def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's, ours
     from prometheus_client import REGISTRY
 
     scheduler = engine.engine_core.engine_core.scheduler
-    desk = getattr(scheduler, "_desk", None)
+    paging = getattr(scheduler, "paging", None)
     figures: dict[str, Any] = {
         "forced": getattr(scheduler, "forced_preemptions", 0),
-        "desk": {} if desk is None else asdict(desk.counts),
+        "paging": {} if paging is None else asdict(paging.counts),
         "scheduler": type(scheduler).__name__,
-        "held_places": 0 if desk is None else desk.table.held_count,
+        "held_places": 0 if paging is None else paging.table.held_count,
         "metrics": {
             sample.name: sample.value
             for metric in REGISTRY.collect()
@@ -281,26 +281,26 @@ def _figures(engine: Any, courier: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
             if sample.name.startswith("aqua:")
         },
     }
-    office = getattr(scheduler, "_office", None)
-    if office is not None:
-        ended = office.metrics.ended_reclaims
+    service = getattr(scheduler, "lending_service", None)
+    if service is not None:
+        ended = service.metrics.ended_reclaims
         figures |= {
             "running": len(scheduler.running),
-            "offered_bytes": office.producer.offered_bytes,
-            "leased_bytes": office.producer.leased_bytes,
-            "absent_blocks": office.estate.out_blocks,
+            "offered_bytes": service.producer.offered_bytes,
+            "leased_bytes": service.producer.leased_bytes,
+            "absent_blocks": service.lending.out_blocks,
             "pool_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
             "usage": scheduler.kv_cache_manager.usage,
             "reclaims": ended.count,
             "reclaimed_bytes": ended.returned_bytes,
             "reclaim_s": ended.seconds,
         }
-    if courier is not None:
-        stats = courier._aqua.stats()
+    if worker is not None:
+        stats = worker.aqua.stats()
         figures |= {
-            "paged_blocks": dict(courier.paged_blocks),
-            "failures": dict(courier.failures),
-            "location": courier.location().value,
+            "paged_blocks": dict(worker.paged_blocks),
+            "failures": dict(worker.failures),
+            "location": worker.location().value,
             "leased_bytes": stats.leased_bytes,
             "drained_bytes": stats.drained_bytes,
             "paged_in_bytes": stats.paged_in_bytes,

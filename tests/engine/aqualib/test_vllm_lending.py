@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from aqua_protocol import MIB
-from aqualib.engines.vllm.lending.ceiling import BlockCeiling
+from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from harness.block_pool import PaperPool
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.holder_process import HolderProcess
@@ -133,7 +133,7 @@ def test_with_turns_and_paging_and_a_coordinator_that_dies_it_answers_as_ever(
             answer = program.until("done")
             assert_took_back(answer, stock, waves=1)
             assert answer["forced"] > 0, "nobody was put out: a slice ended while memory was lent"
-            assert answer["desk"]["restored_tokens"] > 0, "nothing came back from host memory"
+            assert answer["paging"]["restored_tokens"] > 0, "nothing came back from host memory"
             assert holder.look()["intact"], "the borrower lost bytes"
 
 
@@ -180,7 +180,7 @@ def test_one_engine_lends_to_another_and_takes_back_while_both_work(
             answer = program.until("done")
             assert_took_back(lender.until("done"), stock)
             assert answer["tokens"] == alone
-            assert answer["desk"]["restored_tokens"] > 300, answer
+            assert answer["paging"]["restored_tokens"] > 300, answer
             assert answer["drained_bytes"] > 0, "nothing was paged where it was taken back"
 
 
@@ -190,7 +190,7 @@ def test_the_pool_on_paper_is_vllms_as_far_as_lending_uses_it() -> None:
     real: Any = BlockPool(40, enable_caching=True, hash_block_size=16)
     paper = PaperPool(40)
     rng = random.Random(5)
-    ceilings = [BlockCeiling(pool, 3) for pool in (real, paper)]
+    limits = [BlockLimit(pool, 3) for pool in (real, paper)]
     held: list[tuple[list[Any], list[Any]]] = []
     for step in range(400):
         match rng.choice(["take", "take", "free", "free", "lower", "settle", "give back"]):
@@ -201,17 +201,17 @@ def test_the_pool_on_paper_is_vllms_as_far_as_lending_uses_it() -> None:
                 real.free_blocks(ours)
                 paper.free_blocks(theirs)
             case "lower":
-                ceiling = rng.randrange(1, 40)
-                for each in ceilings:
-                    each.lower(ceiling, step)
+                limit = rng.randrange(1, 40)
+                for each in limits:
+                    each.lower(limit, step)
             case "settle":
-                for each in ceilings:
+                for each in limits:
                     each.settle(step)
             case "give back":
                 blocks = np.arange(40) >= rng.randrange(40)
-                for each in ceilings:
+                for each in limits:
                     each.give_back(blocks)
-        assert list(ceilings[0].out) == list(ceilings[1].out)
+        assert list(limits[0].out) == list(limits[1].out)
         assert [b.ref_cnt for b in real.blocks[1:]] == [b.ref_cnt for b in paper.blocks[1:]]
         free = [block.block_id for block in real.free_block_queue.get_all_free_blocks()]
         assert free == [block.block_id for block in paper.free]
@@ -229,11 +229,11 @@ def test_a_lent_block_answers_no_prefix_and_the_cache_can_be_reset() -> None:
         key = make_block_hash_with_group_id(BlockHash(bytes([block.block_id])), 0)
         pool._insert_block_hash(key, block, num_tokens=16)
     pool.free_blocks(blocks)
-    ceiling = BlockCeiling(pool, 0)
-    ceiling.lower(5, 0)
+    limit = BlockLimit(pool, 0)
+    limit.lower(5, 0)
     found = [i for i in range(1, 8) if pool.get_cached_block(BlockHash(bytes([i])), [0])]
     assert found == [1, 2, 3, 4]
     assert pool.get_usage() == 0
     assert pool.reset_prefix_cache()
-    ceiling.give_back(np.ones(8, np.bool_))
+    limit.give_back(np.ones(8, np.bool_))
     assert pool.get_num_free_blocks() == 7

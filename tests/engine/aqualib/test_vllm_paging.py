@@ -89,7 +89,7 @@ def on_peer(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - as above
 def assert_paged(answer: dict[str, Any], *, forced: int = 10) -> None:
     """The load really happened, and nothing is held for requests that are gone."""
     assert answer["forced"] >= forced, answer
-    assert answer["desk"]["restored_tokens"] > 30 * forced, answer
+    assert answer["paging"]["restored_tokens"] > 30 * forced, answer
     assert answer["paged_blocks"]["in"] > forced, answer
     assert answer["paged_blocks"]["out"] > forced, answer
     assert answer["held_places"] == 0, answer
@@ -102,7 +102,7 @@ def test_swapped_requests_answer_as_if_never_preempted(
     assert answer["tokens"] == stock
     assert_paged(answer, forced=100)
     assert answer["failures"] == {}
-    assert answer["desk"]["clean_blocks"] > 0, "full blocks are paged out once only"
+    assert answer["paging"]["clean_blocks"] > 0, "full blocks are paged out once only"
 
 
 def test_first_tokens_first_answers_as_if_never_preempted(
@@ -120,7 +120,7 @@ def test_checkpointed_requests_answer_as_if_never_preempted(
     answer = run(on_host(model, mode="checkpoint"), AQUA_SLAB_BYTES=str(SLAB))
     assert answer["tokens"] == stock
     assert_paged(answer)
-    assert answer["desk"]["checkpointed_blocks"] > 20
+    assert answer["paging"]["checkpointed_blocks"] > 20
 
 
 def test_two_workers_answer_as_if_never_preempted(model: str) -> None:
@@ -132,7 +132,7 @@ def test_two_workers_answer_as_if_never_preempted(model: str) -> None:
     answer = run(Scenario(model, engine=engine, aqua=aqua), AQUA_SLAB_BYTES=str(SLAB), **cores)
     assert answer["tokens"] == stock
     assert answer["forced"] >= 10, answer
-    assert answer["desk"]["restored_tokens"] > 300, answer
+    assert answer["paging"]["restored_tokens"] > 300, answer
     assert answer["metrics"]["aqua:kv_paged_in_bytes_total"] > 0, answer
     assert answer["held_places"] == 0, answer
 
@@ -176,7 +176,7 @@ def test_blocks_that_fail_their_checksum_are_computed_again(
     assert answer["tokens"] == stock
     assert_paged(answer)
     assert answer["failures"].get("checksum_mismatch", 0) > 0, answer
-    assert answer["desk"]["lost_blocks"] > 0
+    assert answer["paging"]["lost_blocks"] > 0
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -196,13 +196,13 @@ def test_without_a_store_preempted_requests_are_computed_again(
     answer = run(on_host(model, mode="recompute"))
     assert answer["tokens"] == stock
     assert answer["forced"] > 10
-    assert answer["desk"]["restored_tokens"] == 0
+    assert answer["paging"]["restored_tokens"] == 0
 
 
 def test_a_store_that_is_too_small_pages_what_fits(model: str, stock: dict[str, list[int]]) -> None:
     answer = run(on_host(model, store_bytes="1MiB"), AQUA_SLAB_BYTES=str(SLAB))
     assert answer["tokens"] == stock
-    assert answer["desk"]["unsaved_blocks"] > 0
+    assert answer["paging"]["unsaved_blocks"] > 0
     assert answer["held_places"] == 0
 
 
@@ -214,8 +214,8 @@ def test_prefixes_of_finished_requests_are_loaded_by_later_ones(
     stock_answer = run(plain)
     answer = run(tier, AQUA_SLAB_BYTES=str(SLAB))
     assert answer["tokens"] == stock_answer["tokens"]
-    assert answer["desk"]["kept_blocks"] > 0
-    assert answer["desk"]["prefix_hit_tokens"] >= 12 * 96, "the second round finds every prefix"
+    assert answer["paging"]["kept_blocks"] > 0
+    assert answer["paging"]["prefix_hit_tokens"] >= 12 * 96, "the second round finds every prefix"
     zeroed = run(dataclasses.replace(tier, zeroes_loads=True), AQUA_SLAB_BYTES=str(SLAB))
     assert zeroed["tokens"] != answer["tokens"], "hits decide nothing"
 

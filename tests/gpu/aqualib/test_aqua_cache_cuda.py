@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aqua_protocol import GIB, MIB, TransportKind, TransportUnavailableError
-from aqualib.engines.torch_loop import CudaAllowance
+from aqualib.engines.torch_loop import CudaMemoryLimit
 from aqualib.transports import select
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,9 +29,9 @@ def kind(request: pytest.FixtureRequest) -> TransportKind:
 
 
 @pytest.fixture
-def allowance() -> Iterator[CudaAllowance]:
+def allowance() -> Iterator[CudaMemoryLimit]:
     device = torch.device("cuda", torch.cuda.current_device())
-    yield CudaAllowance(device, headroom_bytes=256 * MIB)
+    yield CudaMemoryLimit(device, headroom_bytes=256 * MIB)
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     torch.cuda.empty_cache()
 
@@ -75,7 +75,7 @@ def test_logits_equal_those_of_a_cache_that_keeps_everything(
         assert held <= cache.statistics.peak_resident_bytes + 4 * MIB
 
 
-def test_what_the_recent_steps_did_not_need_can_be_lent(allowance: CudaAllowance) -> None:
+def test_what_the_recent_steps_did_not_need_can_be_lent(allowance: CudaMemoryLimit) -> None:
     workspace = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
     del workspace
     allowance.step_ended()

@@ -110,7 +110,7 @@ def test_any_history_leaves_the_same_keys_and_values(
                 case _:
                     continue
             assert cache.get_seq_length() == reference.get_seq_length()
-            if cache.residency is not None:
-                assert cache.statistics.peak_resident_bytes <= cache.residency.resident_bytes
+            if cache.offload_plan is not None:
+                assert cache.statistics.peak_resident_bytes <= cache.offload_plan.resident_bytes
     aqua._store.audit()
     assert aqua.stats().used_bytes == 0, "no block is left behind"

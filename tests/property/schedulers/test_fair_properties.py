@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqua_schedulers.cfs import FairSettings, Location, PagingRates, PolicyName, policy_named
+from aqua_schedulers.cfs import FairSettings, PagingRates, PagingTier, PolicyName, policy_named
 from harness.paged_engine import PagedEngine, Request
 
 PATIENCE = 6
@@ -50,9 +50,9 @@ POLICIES = st.sampled_from(list(PolicyName))
 FAIR = st.sampled_from(sorted(set(PolicyName) - {PolicyName.FCFS}))
 
 
-@given(POLICIES, workloads(), st.sampled_from(list(Location)), st.integers(0, 40))
+@given(POLICIES, workloads(), st.sampled_from(list(PagingTier)), st.integers(0, 40))
 def test_every_request_is_served_to_its_end(
-    name: PolicyName, workload: tuple[list[Request], int], location: Location, store: int
+    name: PolicyName, workload: tuple[list[Request], int], location: PagingTier, store: int
 ) -> None:
     run = engine(name, workload, location=location, store_blocks=store)
     run.run()

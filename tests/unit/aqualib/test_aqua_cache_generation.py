@@ -172,12 +172,12 @@ def test_keys_and_values_never_exceed_the_budget(
     ) as cache:
         _generate(model, cache)
         gc.unfreeze()
-        assert cache.residency is not None
-        assert len(cache.residency.pinned) == 1
+        assert cache.offload_plan is not None
+        assert len(cache.offload_plan.resident) == 1
         statistics = cache.statistics
         whole = 2 * LAYERS * TOKENS * 2 * 16 * 4
         assert statistics.resident_bytes == max(seen) < budget_bytes < whole
-        assert statistics.peak_resident_bytes <= cache.residency.resident_bytes <= budget_bytes
+        assert statistics.peak_resident_bytes <= cache.offload_plan.resident_bytes <= budget_bytes
 
 
 def test_reordering_beams_stays_within_the_budget(aqua: Aqua) -> None:
@@ -186,7 +186,7 @@ def test_reordering_beams_stays_within_the_budget(aqua: Aqua) -> None:
         model.config, max_tokens=TOKENS, budget_bytes=250_000, aqua=aqua, block_tokens=8
     ) as cache:
         _generate(model, cache, num_beams=4)
-        assert cache.residency is not None
+        assert cache.offload_plan is not None
         statistics = cache.statistics
         assert statistics.resident_bytes < statistics.peak_resident_bytes <= 250_000
 
@@ -210,11 +210,11 @@ def test_decoding_pages_out_full_blocks_only_and_each_once(aqua: Aqua) -> None:
         model.config, max_tokens=64, resident_layers=2, aqua=aqua, block_tokens=8
     ) as cache:
         model(**prompt(1, 10), past_key_values=cache)
-        cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are streamed
+        cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are offloaded
         for length in range(11, 40):
             before = cache.statistics
             model(torch.tensor([[5]]), past_key_values=cache)
-            cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are streamed
+            cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are offloaded
             moved = cache.statistics.paged_out_bytes - before.paged_out_bytes
             assert moved == (LAYERS * block if length % 8 == 0 else 0)
         assert cache.statistics.stored_bytes == aqua.stats().used_bytes == LAYERS * 4 * block

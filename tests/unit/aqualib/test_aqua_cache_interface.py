@@ -51,7 +51,7 @@ def test_a_filled_cache_says_what_it_holds(aqua: Aqua) -> None:
         assert cache.is_initialized
         assert cache.get_seq_length() == 20
         assert cache.get_mask_sizes(3, 0) == (23, 0)
-        assert "6 streamed" in repr(cache)
+        assert "6 offloaded" in repr(cache)
         assert "20 tokens" in repr(cache)
 
 

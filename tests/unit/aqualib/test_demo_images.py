@@ -7,7 +7,7 @@ import torch
 
 from aqualib.demo.images import MAX_WAITING, Arrivals, ImageService
 from aqualib.demo.scale import QUICK, SCALES
-from aqualib.engines.torch_loop import CountedAllowance
+from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 
 
@@ -17,12 +17,12 @@ def memory() -> EmulatedMemory:
 
 
 @pytest.fixture
-def allowance(memory: EmulatedMemory) -> CountedAllowance:
-    return CountedAllowance(memory, least_bytes=QUICK.memory_bytes - QUICK.offer_bytes)
+def allowance(memory: EmulatedMemory) -> CountedMemoryLimit:
+    return CountedMemoryLimit(memory, least_bytes=QUICK.memory_bytes - QUICK.offer_bytes)
 
 
 @pytest.fixture
-def service(allowance: CountedAllowance) -> ImageService:
+def service(allowance: CountedMemoryLimit) -> ImageService:
     return ImageService(QUICK, allowance, torch.device("cpu"), seed=0)
 
 
@@ -62,7 +62,7 @@ def test_lent_memory_limits_how_many_images_are_made_at_once(
 def test_a_service_that_lends_all_it_can_still_makes_images(name: str) -> None:
     scale = SCALES[name]
     memory = EmulatedMemory(scale.memory_bytes)
-    allowance = CountedAllowance(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
+    allowance = CountedMemoryLimit(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
     service = ImageService(scale, allowance, torch.device("cpu"), seed=0)
     assert allowance.shrink(scale.offer_bytes) == scale.offer_bytes
     memory.take(scale.offer_bytes)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from aqua_protocol import ConfigError
-from aqua_schedulers.cfs import Location
+from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.adapters import SUPPORTED, adapter_for
 from aqualib.engines.vllm.options import PagingMode, read_options
-from aqualib.engines.vllm.orders import WorkerReport
+from aqualib.engines.vllm.paging_plan import WorkerReport
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:
@@ -72,7 +72,7 @@ def test_paging_is_refused_where_blocks_are_zeroed_first(
 
 
 def test_workers_together_report_the_worst() -> None:
-    ours = WorkerReport({1}, Location.PEER, 5e9)
-    theirs = WorkerReport({2}, Location.HOST, 3e9)
-    assert ours.aggregate(theirs) == WorkerReport({1, 2}, Location.HOST, 3e9)
+    ours = WorkerReport({1}, PagingTier.PEER, 5e9)
+    theirs = WorkerReport({2}, PagingTier.HOST, 3e9)
+    assert ours.aggregate(theirs) == WorkerReport({1, 2}, PagingTier.HOST, 3e9)
     assert ours.aggregate(WorkerReport()).link_bytes_per_s == 5e9

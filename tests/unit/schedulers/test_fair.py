@@ -14,8 +14,8 @@ from aqua_schedulers.cfs import (
     Eviction,
     FairPolicy,
     FairSettings,
-    Location,
     PagingRates,
+    PagingTier,
     PolicyName,
     Preemption,
     RequestView,
@@ -147,7 +147,7 @@ def test_tensors_in_host_memory_make_it_first_come_first_served() -> None:
     policy.added(RequestView("b", 2.0, 8, missing_blocks=2))
     policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
     policy.begin_step()
-    on_host = policy.decide(seen(running, free=2, location=Location.HOST))
+    on_host = policy.decide(seen(running, free=2, location=PagingTier.HOST))
     assert on_host == Decision(admit=("c", "b"))
     policy.added(RequestView("d", 3.0, 8, missing_blocks=2))
     back = at_turn(policy, seen(running))
@@ -185,7 +185,7 @@ def test_nothing_is_swapped_to_nowhere() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9)]
     policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
-    decision = at_turn(policy, seen(running, location=Location.NOWHERE))
+    decision = at_turn(policy, seen(running, location=PagingTier.NOWHERE))
     assert decision.preempt == (Preemption("a", Eviction.RECOMPUTE),)
 
 
@@ -256,7 +256,7 @@ def test_first_token_first_pays_for_recomputation_with_prompts_let_in() -> None:
     policy = fair(PolicyName.FIRST_TOKEN)
     running = [decoding(policy, name, 20) for name in "ab"]
     policy.added(RequestView("p", 1.0, 8, missing_blocks=2))
-    nowhere = seen(running, location=Location.NOWHERE)
+    nowhere = seen(running, location=PagingTier.NOWHERE)
     # Two prompts of 8 tokens were let in (a and b themselves): one context of 27 may go ...
     assert at_turn(policy, nowhere).preempt == (Preemption("b", Eviction.RECOMPUTE),)
     policy.preempted(RequestView("b", 0.0, 8, output_tokens=20, missing_blocks=7))
@@ -264,7 +264,7 @@ def test_first_token_first_pays_for_recomputation_with_prompts_let_in() -> None:
     policy.added(RequestView("q", 2.0, 8, missing_blocks=2))
     running = [running[0], RequestView("p", 1.0, 8, 1, 8, held_blocks=3)]
     # ... and then none, except to a store.
-    assert at_turn(policy, seen(running, location=Location.NOWHERE)) == Decision()
+    assert at_turn(policy, seen(running, location=PagingTier.NOWHERE)) == Decision()
     slow = PagingRates(1.0, block_bytes=1000, prefill_tokens_per_s=1000.0)
     swapped = at_turn(policy, seen(running, rates=slow)).preempt
     assert [each.eviction for each in swapped] == [Eviction.SWAP]

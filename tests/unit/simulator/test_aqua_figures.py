@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqua_schedulers.cfs import Location, PolicyName
+from aqua_schedulers.cfs import PagingTier, PolicyName
 from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.papers.aqua import (
     Burst,
@@ -48,7 +48,7 @@ def test_the_stable_rate_is_the_last_that_meets_the_service_level(burst: Burst) 
     rate = burst.stable_rate_per_s()
 
     def wait_s(rate_per_s: float) -> float:
-        engine = burst.engine(PolicyName.FCFS, Location.NOWHERE)
+        engine = burst.engine(PolicyName.FCFS, PagingTier.NOWHERE)
         served = engine.run(burst.steady(rate_per_s))
         return float(np.mean([row.scheduled_s - row.arrival_s for row in served]))
 
@@ -62,7 +62,7 @@ def test_turns_shorten_the_wait_and_links_tell_in_the_time_per_token(burst: Burs
     assert dram.tpot_mean_s > 1.5 * peer.tpot_mean_s
     assert ours.preemption_count < peer.preemption_count / 2
     (least_served,) = outcomes(
-        slow, [1, 2], [("", PolicyName.LEAST_SERVED, Location.PEER)]
+        slow, [1, 2], [("", PolicyName.LEAST_SERVED, PagingTier.PEER)]
     ).values()
     assert ours.preemption_count < least_served.preemption_count / 3
     assert ours.completion_mean_s < 1.25 * fcfs.completion_mean_s
@@ -92,14 +92,14 @@ def test_a_stored_prefix_is_copied_and_not_computed() -> None:
 def test_a_hit_waits_for_its_link(burst: Burst) -> None:
     large = replace(burst, kv_tokens=40_000)
     waits = {}
-    for location in (Location.HOST, Location.PEER):
+    for location in (PagingTier.HOST, PagingTier.PEER):
         run = cached_prefix_run(
             large, location, prefix_tokens=20_000, every=5, count=10, rate_per_s=0.2, seed=1
         )
         waits[location] = max(row.ttft_s for row in run if row.prompt_tokens > 20_000)
     copied = 20_000 * burst.model.kv_bytes_per_token
     gap_s = copied / burst.dram_bytes_per_s - copied / burst.peer_bytes_per_s
-    assert waits[Location.HOST] - waits[Location.PEER] > 0.9 * gap_s
+    assert waits[PagingTier.HOST] - waits[PagingTier.PEER] > 0.9 * gap_s
 
 
 def test_aquas_figures_have_names() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from aqua_protocol.errors import CapacityError, ConfigError
-from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
+from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -209,12 +209,12 @@ def test_turns_serve_a_late_prompt_before_a_long_answer_ends() -> None:
 
 def test_turns_end_where_contexts_would_go_to_host_memory() -> None:
     waits = {}
-    for location in (Location.HOST, Location.PEER):
+    for location in (PagingTier.HOST, PagingTier.PEER):
         store = PageStore("s", 10_000, 1e9, location=location)
         run = engine(blocks=11, policy=PolicyName.CFS, store=store, fcfs_on_host=True)
         waits[location] = {row.request_id: row.ttft_s for row in run.run(LONG_AND_SHORT)}["short"]
-    assert waits[Location.PEER] < 8.0
-    assert waits[Location.HOST] > 40.0
+    assert waits[PagingTier.PEER] < 8.0
+    assert waits[PagingTier.HOST] > 40.0
 
 
 def test_under_turns_a_resumed_decode_runs_before_a_prompt_that_is_still_computed() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from aqualib.demo.models import NoiseSchedule, build_unet
 from aqualib.demo.scale import Scale
-from aqualib.engines.torch_loop import CountedAllowance
+from aqualib.engines.torch_loop import CountedMemoryLimit
 
 MAX_WAITING: Final = 10_000
 """Requests beyond are turned away."""
@@ -78,7 +78,7 @@ class ImageService:
     """
 
     def __init__(
-        self, scale: Scale, memory: CountedAllowance, device: torch.device, *, seed: int
+        self, scale: Scale, memory: CountedMemoryLimit, device: torch.device, *, seed: int
     ) -> None:
         self._scale = scale
         self._memory = memory

@@ -31,7 +31,7 @@ from aqualib.demo.messages import (
     SetLoad,
 )
 from aqualib.demo.scale import Scale, scale_of
-from aqualib.engines.torch_loop import CountedAllowance, TorchLoop
+from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
 from aqualib.producer.lender import Producer
@@ -131,7 +131,7 @@ class ProducerProgram:
         torch.set_num_threads(settings.threads)
         transport = select(settings.transport, settings.device)
         memory = EmulatedMemory(scale.memory_bytes)
-        allowance = CountedAllowance(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
+        allowance = CountedMemoryLimit(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
         service = ImageService(scale, allowance, transport.device, seed=settings.seed)
         capacity_per_s = service.images_per_s(scale.spare_images)
         base_per_s = scale.quiet_load * capacity_per_s
@@ -178,7 +178,7 @@ class ProducerProgram:
         meter: RateMeter,
         loop: TorchLoop,
         producer: RecordingProducer,
-        allowance: CountedAllowance,
+        allowance: CountedMemoryLimit,
     ) -> None:
         arrivals = Arrivals(base_per_s, seed=self._settings.seed, now_s=time.monotonic())
         next_sample_s = 0.0

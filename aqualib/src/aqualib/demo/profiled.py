@@ -18,7 +18,7 @@ from aqualib.demo.images import ImageService
 from aqualib.demo.machine import compute_threads
 from aqualib.demo.models import build_llama
 from aqualib.demo.scale import SCALES, Scale
-from aqualib.engines.torch_loop import CountedAllowance
+from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 
 
@@ -37,7 +37,7 @@ class Images:
         torch.set_num_threads(compute_threads())
         self._scale = scale
         self._memory = EmulatedMemory(scale.memory_bytes)
-        allowance = CountedAllowance(self._memory, least_bytes=scale.memory_bytes)
+        allowance = CountedMemoryLimit(self._memory, least_bytes=scale.memory_bytes)
         self._service = ImageService(scale, allowance, torch.device("cpu"), seed=0)
         self.total_bytes = scale.memory_bytes
         self.used_bytes = self._memory.used_bytes

@@ -1,6 +1,6 @@
 """Producer adapter for any torch program that works in steps: image and audio pipelines first.
 
-    loop = TorchLoop(CudaAllowance(device), queue_length=lambda: len(requests))
+    loop = TorchLoop(CudaMemoryLimit(device), queue_length=lambda: len(requests))
     with Producer(...) as producer, Informer(producer, loop, profile):
         pipeline(prompt, callback_on_step_end=loop.on_step_end)
 
@@ -44,7 +44,7 @@ DEFAULT_HEADROOM_BYTES: Final = 512 * MIB
 """Kept above the recent peak on a GPU: fragmentation, and workspaces that libraries allocate."""
 
 
-class Allowance(Protocol):
+class MemoryLimit(Protocol):
     """The part of a device's memory that a program may use."""
 
     @property
@@ -69,25 +69,25 @@ class TorchLoop:
     """A program in steps, as the informer sees it (a `LoadSource`).
 
     Args:
-        allowance: Its memory.
+        limit: Its memory.
         queue_length: Requests that wait now; called on the informer's thread.
         requests_per_s: Rate of arrivals, if the program knows it; likewise.
     """
 
     def __init__(
         self,
-        allowance: Allowance,
+        limit: MemoryLimit,
         *,
         queue_length: Callable[[], int],
         requests_per_s: Callable[[], float] | None = None,
     ) -> None:
-        self._allowance = allowance
+        self._limit = limit
         self._queue_length = queue_length
         self._requests_per_s = requests_per_s
 
     def step_ended(self) -> None:
         """Call this at the end of every step, on the loop's thread."""
-        self._allowance.step_ended()
+        self._limit.step_ended()
 
     def on_step_end(
         self,
@@ -105,21 +105,21 @@ class TorchLoop:
         """The load now."""
         return LoadReport(
             queue_length=self._queue_length(),
-            memory_used_bytes=self._allowance.used_bytes,
-            memory_total_bytes=self._allowance.total_bytes,
+            memory_used_bytes=self._limit.used_bytes,
+            memory_total_bytes=self._limit.total_bytes,
             requests_per_s=None if self._requests_per_s is None else self._requests_per_s(),
         )
 
     def shrink(self, nbytes: int) -> int:
         """Do without up to `nbytes`; returns how much it was."""
-        return self._allowance.shrink(nbytes)
+        return self._limit.shrink(nbytes)
 
     def grow(self, nbytes: int) -> None:
         """Use `nbytes` given up before again."""
-        self._allowance.grow(nbytes)
+        self._limit.grow(nbytes)
 
 
-class CudaAllowance:
+class CudaMemoryLimit:
     """A limit on torch's caching allocator.
 
     Args:
@@ -138,7 +138,7 @@ class CudaAllowance:
         if device.type != "cuda":
             raise ConfigError(
                 f"{device} has no allocator to limit",
-                remedy="Count the program's memory, and use CountedAllowance.",
+                remedy="Count the program's memory, and use CountedMemoryLimit.",
             )
         self._cuda = torch.cuda
         self._device = device
@@ -181,7 +181,7 @@ class CudaAllowance:
         self._cuda.set_per_process_memory_fraction(fraction, self._device)
 
 
-class CountedAllowance:
+class CountedMemoryLimit:
     """The memory of a program that asks before it allocates; thread-safe.
 
     Args:

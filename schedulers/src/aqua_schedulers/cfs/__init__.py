@@ -25,7 +25,7 @@ rules that all but the last share, and what they promise.
 Source: `Aqua: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Domains`, section 7.
 """
 
-from aqua_schedulers.cfs.naming import FairSettings, PolicyName, policy_named
+from aqua_schedulers.cfs.policy import TimeSlicePolicy
 from aqua_schedulers.cfs.ranking import (
     FairShare,
     FirstComeFirstServed,
@@ -33,14 +33,14 @@ from aqua_schedulers.cfs.ranking import (
     LeastServedFirst,
     Ranking,
 )
-from aqua_schedulers.cfs.turns import Turns
+from aqua_schedulers.cfs.registry import FairSettings, PolicyName, policy_named
 from aqua_schedulers.cfs.views import (
     Decision,
     EngineView,
     Eviction,
     FairPolicy,
-    Location,
     PagingRates,
+    PagingTier,
     Preemption,
     RequestView,
 )
@@ -55,12 +55,12 @@ __all__ = [
     "FirstComeFirstServed",
     "FirstTokenFirst",
     "LeastServedFirst",
-    "Location",
     "PagingRates",
+    "PagingTier",
     "PolicyName",
     "Preemption",
     "Ranking",
     "RequestView",
-    "Turns",
+    "TimeSlicePolicy",
     "policy_named",
 ]

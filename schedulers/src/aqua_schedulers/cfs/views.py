@@ -16,7 +16,7 @@ UNBOUNDED_BLOCKS: Final = 2**62
 """More blocks than any store has."""
 
 
-class Location(StrEnum):
+class PagingTier(StrEnum):
     """Where paged state goes now."""
 
     PEER = "peer"
@@ -100,7 +100,7 @@ class EngineView(NamedTuple):
     running_count: int
     running: Callable[[], Sequence[RequestView]]
     eviction_room_blocks: int = UNBOUNDED_BLOCKS
-    location: Location = Location.PEER
+    location: PagingTier = PagingTier.PEER
     rates: PagingRates | None = None
 
 

@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
+from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
@@ -117,14 +117,14 @@ class Burst:
         """Step times."""
         return from_data_sheet(self.gpu, self.model, width=self.width)
 
-    def engine(self, policy: PolicyName, location: Location) -> Engine:
+    def engine(self, policy: PolicyName, location: PagingTier) -> Engine:
         """An engine whose preempted contexts go there."""
         rates = {
-            Location.HOST: self.dram_bytes_per_s,
-            Location.PEER: self.peer_bytes_per_s,
+            PagingTier.HOST: self.dram_bytes_per_s,
+            PagingTier.PEER: self.peer_bytes_per_s,
         }
         store = None
-        if location is not Location.NOWHERE:
+        if location is not PagingTier.NOWHERE:
             store = PageStore(
                 location.value,
                 10**9,
@@ -182,7 +182,7 @@ class Burst:
         low, high = 0.005, 50.0
         while high / low > 1.0 + RATE_TOLERANCE:
             rate = sqrt(low * high)
-            served = self.engine(PolicyName.FCFS, Location.NOWHERE).run(self.steady(rate))
+            served = self.engine(PolicyName.FCFS, PagingTier.NOWHERE).run(self.steady(rate))
             waits = [row.scheduled_s - row.arrival_s for row in served]
             is_stable = float(np.mean(waits)) < self.stable_wait_s
             low, high = (rate, high) if is_stable else (low, rate)
@@ -231,13 +231,13 @@ class Outcome:
         return float(np.mean(last)) if last else 0.0
 
 
-Line = tuple[str, PolicyName, Location]
+Line = tuple[str, PolicyName, PagingTier]
 
 LINES: Final[tuple[Line, ...]] = (
-    ("FCFS", PolicyName.FCFS, Location.NOWHERE),
-    ("CFS over DRAM", PolicyName.CFS, Location.HOST),
-    ("CFS over NVLink", PolicyName.CFS, Location.PEER),
-    ("first-token over NVLink", PolicyName.FIRST_TOKEN, Location.PEER),
+    ("FCFS", PolicyName.FCFS, PagingTier.NOWHERE),
+    ("CFS over DRAM", PolicyName.CFS, PagingTier.HOST),
+    ("CFS over NVLink", PolicyName.CFS, PagingTier.PEER),
+    ("first-token over NVLink", PolicyName.FIRST_TOKEN, PagingTier.PEER),
 )
 """The paper's three lines, and ours."""
 
@@ -295,7 +295,7 @@ def piecewise_bytes_per_s(link_bytes_per_s: float) -> float:
 
 def cached_prefix_run(
     burst: Burst,
-    location: Location,
+    location: PagingTier,
     *,
     prefix_tokens: int,
     every: int,

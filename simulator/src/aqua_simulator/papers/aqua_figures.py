@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aqua_schedulers.cfs import Location
+from aqua_schedulers.cfs import PagingTier
 from aqua_simulator.catalogue import GPUS
 from aqua_simulator.papers.aqua import (
     ARXIV,
@@ -259,9 +259,9 @@ def figure9(laboratory: Laboratory) -> Reproduction:
     )
     piecewise = replace(burst, dram_bytes_per_s=piecewise_bytes_per_s(burst.dram_bytes_per_s))
     lines = {
-        "DRAM piecewise": (piecewise, Location.HOST),
-        "DRAM, gathered": (burst, Location.HOST),
-        "NVLink": (burst, Location.PEER),
+        "DRAM piecewise": (piecewise, PagingTier.HOST),
+        "DRAM, gathered": (burst, PagingTier.HOST),
+        "NVLink": (burst, PagingTier.PEER),
     }
     runs = {
         name: cached_prefix_run(
@@ -361,7 +361,7 @@ def _hit_sensitivity(burst: Burst, seed: int) -> list[Row]:
     ):
         run = cached_prefix_run(
             replace(burst, dram_bytes_per_s=rate),
-            Location.HOST,
+            PagingTier.HOST,
             prefix_tokens=PREFIX_TOKENS,
             every=10,
             count=CACHED_COUNT,

@@ -31,8 +31,8 @@ from aqua_schedulers.cfs import (
     EngineView,
     Eviction,
     FairPolicy,
-    Location,
     PagingRates,
+    PagingTier,
     PolicyName,
     RequestView,
     policy_named,
@@ -215,7 +215,7 @@ class Engine:
                 running_count=len(self._running),
                 running=lambda: [self._view(job) for job in self._running],
                 eviction_room_blocks=self._store_room_blocks,
-                location=Location.NOWHERE if self.store is None else self.store.location,
+                location=PagingTier.NOWHERE if self.store is None else self.store.location,
                 rates=self._rates(),
             )
         )

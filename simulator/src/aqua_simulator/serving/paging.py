@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.cfs import Location
+from aqua_schedulers.cfs import PagingTier
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class PageStore:
     capacity_tokens: int
     link_bytes_per_s: float
     is_overlapped: bool = True
-    location: Location = Location.PEER
+    location: PagingTier = PagingTier.PEER
     used_tokens: int = 0
     paged_out_tokens: int = 0
     paged_in_tokens: int = 0

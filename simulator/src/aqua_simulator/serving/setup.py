@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.cfs import FairSettings, Location, PolicyName, policy_named
+from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
@@ -130,7 +130,7 @@ class EngineSpec:
             tokens,
             (self.link_bytes_per_s or rates[self.page_to]) * self.width,
             is_overlapped=self.copies_overlap,
-            location=Location.HOST if self.page_to == "dram" else Location.PEER,
+            location=PagingTier.HOST if self.page_to == "dram" else PagingTier.PEER,
         )
 
     def describe(self) -> str:

@@ -6,7 +6,7 @@
 
 A stock `generate` runs a prompt whose keys and values exceed the budget, with the same logits bit
 for bit as with `DynamicCache`: greedy, sampled, batched, with beams, with an assistant, in several
-prefill chunks or over several calls. Which layers move, and how, is in `residency` and `streaming`.
+prefill chunks or over several calls. `offload_plan` says which layers move, `layer_stream` how.
 
 What it promises: keys and values on the device never exceed the budget; bytes that come back
 different from what was stored raise `ChecksumMismatchError` where the Aqua instance checks, and
@@ -34,7 +34,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import aqualib
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.engines.transformers.residency import LayerShape, Residency, plan_residency
+from aqualib.engines.transformers.offload_plan import LayerShape, OffloadPlan, plan_offload
 from aqualib.engines.transformers.storage import LayerStorage
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_TOKENS: Final = 64
 """Tokens of one head in one block: 16 KiB at 128 elements of two bytes. Prompts are paged in runs
-of many blocks whatever the size; a larger block makes the resident tails of streamed layers larger,
-a smaller one makes the runs of decoded tokens shorter."""
+of many blocks whatever the size. Doubled, the tails of offloaded layers, which stay on the device,
+take twice the memory; halved, the runs of decoded tokens are half as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,16 @@ class AquaCache(Cache):
         )
         if self._storage is None:
             return f"AquaCache({self._layer_count} layers within {limit}, empty)"
-        residency = self._storage.residency
+        plan = self._storage.offload_plan
         return (
-            f"AquaCache({len(residency.pinned)} pinned and {len(residency.streamed)} streamed"
+            f"AquaCache({len(plan.resident)} resident and {len(plan.offloaded)} offloaded"
             f" layers within {limit}, {self.get_seq_length()} tokens)"
         )
 
     @property
-    def residency(self) -> Residency | None:
-        """Which layers are pinned and which streamed; None before the first `update`."""
-        return self._storage.residency if self._storage is not None else None
+    def offload_plan(self) -> OffloadPlan | None:
+        """Which layers are resident and which offloaded; None before the first `update`."""
+        return self._storage.offload_plan if self._storage is not None else None
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -201,14 +201,14 @@ class AquaCache(Cache):
                 block_tokens=self._block_tokens,
                 max_blocks=-(-self._max_tokens // self._block_tokens),
             )
-            residency = plan_residency(
+            plan = plan_offload(
                 self._layer_count,
                 shape,
                 budget_bytes=self._budget_bytes,
                 resident_layers=self._resident_layers,
             )
             aqua = aqualib.default() if self._aqua is None else self._aqua
-            self._storage = LayerStorage(shape, residency, aqua.block_store, keys)
+            self._storage = LayerStorage(shape, plan, aqua.block_store, keys)
             self._finalizer = weakref.finalize(self, self._storage.close)
             # At the interpreter's end the whole store goes; see `Aqua.close`.
             self._finalizer.atexit = False

@@ -1,4 +1,4 @@
-"""Keys and values of all layers within one budget: pinned ones here, the others streamed.
+"""Keys and values of all layers within one budget: resident ones here, the others offloaded.
 
 Owns the device memory of a cache. It is allocated once, when the first keys arrive and say what
 shape they have, and does not grow: that is how the budget holds. `DynamicCache` concatenates, so
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from aqua_protocol import ConfigError
-from aqualib.engines.transformers.residency import LayerShape, Residency
-from aqualib.engines.transformers.streaming import LayerStream, new_buffer, reorder_sequences
+from aqualib.engines.transformers.layer_stream import LayerStream, new_buffer, reorder_sequences
+from aqualib.engines.transformers.offload_plan import LayerShape, OffloadPlan
 
 if TYPE_CHECKING:
     from aqualib.blocks import BlockStore
@@ -32,37 +32,37 @@ class LayerStorage:
 
     Args:
         shape: Of every layer.
-        residency: Which layers are pinned and which are streamed.
-        new_store: Called if anything is streamed.
+        plan: Which layers are resident and which are offloaded.
+        new_store: Called if anything is offloaded.
         like: A tensor of the cache's dtype, on its device.
     """
 
     def __init__(
-        self, shape: LayerShape, residency: Residency, new_store: NewStore, like: torch.Tensor
+        self, shape: LayerShape, plan: OffloadPlan, new_store: NewStore, like: torch.Tensor
     ) -> None:
         self.shape = shape
-        self.residency = residency
+        self.offload_plan = plan
         self._dtype = like.dtype
         self._device = like.device
-        self._pinned = {layer: new_buffer(shape, like) for layer in residency.pinned}
-        self._pinned_lengths = dict.fromkeys(residency.pinned, 0)
+        self._resident = {layer: new_buffer(shape, like) for layer in plan.resident}
+        self._resident_lengths = dict.fromkeys(plan.resident, 0)
         self.stream: LayerStream | None = None
-        if residency.streamed:
-            blocks = len(residency.streamed) * shape.rows * shape.max_blocks
-            self.stream = LayerStream(new_store(shape.block_bytes, blocks), shape, residency, like)
+        if plan.offloaded:
+            blocks = len(plan.offloaded) * shape.rows * shape.max_blocks
+            self.stream = LayerStream(new_store(shape.block_bytes, blocks), shape, plan, like)
         self.peak_bytes = self.nbytes
 
     @property
     def nbytes(self) -> int:
         """Device memory held now, measured from the tensors."""
-        streamed = self.stream.nbytes if self.stream is not None else 0
-        return streamed + sum(buffer.nbytes for buffer in self._pinned.values())
+        offloaded = self.stream.nbytes if self.stream is not None else 0
+        return offloaded + sum(buffer.nbytes for buffer in self._resident.values())
 
     def length(self, layer: int) -> int:
         """Tokens that `layer` holds."""
-        if layer in self._pinned:
-            return self._pinned_lengths[layer]
-        assert self.stream is not None, f"layer {layer} is neither pinned nor streamed"
+        if layer in self._resident:
+            return self._resident_lengths[layer]
+        assert self.stream is not None, f"layer {layer} is neither resident nor offloaded"
         return self.stream.length(layer)
 
     def append(
@@ -80,16 +80,16 @@ class LayerStorage:
         before = self.length(layer)
         after = before + keys.shape[-2]
         self._require_fit(layer, keys, values, after)
-        if layer in self._pinned:
-            buffer = self._pinned[layer]
-            self._pinned_lengths[layer] = after
+        if layer in self._resident:
+            buffer = self._resident[layer]
+            self._resident_lengths[layer] = after
         else:
             assert self.stream is not None
             buffer = self.stream.enter(layer)
         buffer[0, :, :, before:after] = keys
         buffer[1, :, :, before:after] = values
         if self.stream is not None:
-            if layer not in self._pinned:
+            if layer not in self._resident:
                 self.stream.commit(layer, after)
             self.stream.prefetch_after(layer)
         return buffer[0, :, :, :after], buffer[1, :, :, :after]
@@ -97,22 +97,22 @@ class LayerStorage:
     def reorder(self, beams: torch.Tensor) -> None:
         """Sequence `i` becomes what sequence `beams[i]` was."""
         self.peak_bytes = max(self.peak_bytes, self.nbytes + self.shape.scratch_bytes)
-        for layer, buffer in self._pinned.items():
-            reorder_sequences(buffer, beams, self._pinned_lengths[layer])
+        for layer, buffer in self._resident.items():
+            reorder_sequences(buffer, beams, self._resident_lengths[layer])
         if self.stream is not None:
             self.stream.reorder(beams)
 
     def crop(self, layer: int, length: int) -> None:
         """Forget all but the first `length` tokens of `layer`."""
-        if layer in self._pinned:
-            self._pinned_lengths[layer] = length
+        if layer in self._resident:
+            self._resident_lengths[layer] = length
         else:
             assert self.stream is not None
             self.stream.crop(layer, length)
 
     def clear(self) -> None:
         """Forget every token; the memory stays for the next prompt."""
-        self._pinned_lengths = dict.fromkeys(self._pinned, 0)
+        self._resident_lengths = dict.fromkeys(self._resident, 0)
         if self.stream is not None:
             self.stream.clear()
 

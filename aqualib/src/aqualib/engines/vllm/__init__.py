@@ -8,10 +8,12 @@ Nothing of vLLM is patched. The scheduler decides *who* computes (policies of `a
 and tells the connector what a preempted request leaves behind; the connector decides *where* that
 is kept and brings it back. Both halves talk in block ids of vLLM and in numbered places of ours:
 
-    AquaScheduler ──> PagingDesk (scheduler process) ── Orders, one per step ──> Courier (worker)
-         │                 │  BlockTable: request, hash ─> place                     │
-     policy events         └────────── WorkerReport: places lost, location ─────────┘
-                                                                     BlockStore of aqualib
+    scheduler's process                                    each worker's process
+    AquaScheduler ──> KvPagingScheduler ── PagingPlan ───> KvPagingWorker ──> BlockStore of aqualib
+         │                 │  BlockTable:    one per step        │
+     policy events         │  request, hash ─> place             │
+                           └──── WorkerReport: places lost, ─────┘
+                                 where paged blocks are
 
 Whatever goes wrong on Aqua's side ends as "these blocks are not there", which vLLM answers by
 computing them again. The names below are loaded when they are used, because importing vLLM is

@@ -2,7 +2,7 @@
 
 vLLM makes one connector in the scheduler's process and one in each worker; the two halves share a
 class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
-of `PagingDesk` and `Courier`, which know nothing of vLLM.
+of `KvPagingScheduler` and `KvPagingWorker`, which know nothing of vLLM.
 
 Page-outs run in `handle_preemptions`, which vLLM calls at the start of every step, before blocks
 that were freed are written again. Synchronous page-ins run in `start_load_kv`, before the model.
@@ -27,22 +27,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from aqua_protocol import ConfigError, format_bytes
 from aqualib.consumer.default import connect
-from aqualib.engines.vllm.courier import Courier
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
+from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
+from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.options import AquaOptions, model_name, options_of
-from aqualib.engines.vllm.orders import Orders, WorkerReport
-from aqualib.engines.vllm.paging_desk import PagingDesk
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")
 
 
-class AquaOrders(Orders, KVConnectorMetadata):
+class AquaPagingPlan(PagingPlan, KVConnectorMetadata):
     """The step's orders, as vLLM passes them on."""
 
 
-class AquaReport(WorkerReport, KVConnectorWorkerMetadata):
+class AquaWorkerReport(WorkerReport, KVConnectorWorkerMetadata):
     """A worker's report, as vLLM passes it back."""
 
 
@@ -52,14 +52,14 @@ class AquaConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.options: Final = options_of(vllm_config)
-        self.desk: Final = (
-            open_desk(self.options, vllm_config, kv_cache_config)
+        self.paging_scheduler: Final = (
+            open_paging_scheduler(self.options, vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER
             else None
         )
         # What cannot be loaded is computed again, whatever the command line says.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self.courier: Courier | None = None
+        self.paging_worker: KvPagingWorker | None = None
         self._block_count = kv_cache_config.num_blocks
         self._capacity_blocks = _capacity_blocks(self.options, kv_cache_config)
         self._meter = Meter()
@@ -77,51 +77,51 @@ class AquaConnector(KVConnectorBase_V1):
         request: Any,
         num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
-        """See `PagingDesk.matched`."""
-        return self._the_desk.matched(request, num_computed_tokens)
+        """See `KvPagingScheduler.matched`."""
+        return self._scheduler_half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `PagingDesk.allocated`."""
+        """See `KvPagingScheduler.allocated`."""
         block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-        self._the_desk.allocated(request, block_ids, num_external_tokens)
+        self._scheduler_half.allocated(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> AquaOrders:
-        """The step's orders."""
+    def build_connector_meta(self, scheduler_output: Any) -> AquaPagingPlan:
+        """The step's plan."""
         del scheduler_output
-        orders = self._the_desk.take_orders()
-        return AquaOrders(
-            orders.drops,
-            orders.out_places,
-            orders.out_blocks,
-            orders.in_places,
-            orders.in_blocks,
-            orders.async_loads,
+        plan = self._scheduler_half.take_plan()
+        return AquaPagingPlan(
+            plan.drops,
+            plan.out_places,
+            plan.out_blocks,
+            plan.in_places,
+            plan.in_blocks,
+            plan.async_loads,
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers found out."""
-        desk = self._the_desk
+        paging = self._scheduler_half
         if connector_output.finished_recving:
-            desk.loads_ended(connector_output.finished_recving)
+            paging.loads_ended(connector_output.finished_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            desk.note(report)
+            paging.note(report)
 
     def reset_cache(self) -> bool:
         """Forget everything that was paged out."""
-        self._the_desk.reset()
+        self._scheduler_half.reset()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """See `PagingDesk.finished`; vLLM may free the blocks at once."""
+        """See `KvPagingScheduler.finished`; vLLM may free the blocks at once."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        self._the_desk.finished(request, block_ids, computed)
+        self._scheduler_half.finished(request, block_ids, computed)
         return False, None
 
     @property
-    def _the_desk(self) -> PagingDesk:
-        assert self.desk is not None, "asked in a worker"
-        return self.desk
+    def _scheduler_half(self) -> KvPagingScheduler:
+        assert self.paging_scheduler is not None, "asked in a worker"
+        return self.paging_scheduler
 
     # --- In a worker ----------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class AquaConnector(KVConnectorBase_V1):
             host_bytes=settings.host_bytes or max(room, settings.wanted_bytes or 0),
             is_offline=self.options.is_offline,
         )
-        self.courier = Courier(rows, aqua, self._capacity_blocks)
+        self.paging_worker = KvPagingWorker(rows, aqua, self._capacity_blocks)
         logger.info(
             "KV blocks of %s page into room for %d of them (%s)",
             format_bytes(block_bytes),
@@ -155,14 +155,14 @@ class AquaConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Page out what this step may overwrite."""
-        if self.courier is not None:
-            self.courier.page_out(kv_connector_metadata)
+        if self.paging_worker is not None:
+            self.paging_worker.page_out(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Page in what this step reads, and begin what the next ones read."""
         del forward_context, kwargs
-        if self.courier is not None:
-            self.courier.page_in(self._get_connector_metadata())
+        if self.paging_worker is not None:
+            self.paging_worker.page_in(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are done when `start_load_kv` returns, or beside the model."""
@@ -176,26 +176,26 @@ class AquaConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous loads have ended."""
         del finished_req_ids
-        return None, (self.courier.take_arrived() or None) if self.courier is not None else None
+        arrived = self.paging_worker.take_arrived() if self.paging_worker is not None else None
+        return None, arrived or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute again."""
-        return self.courier.take_failed_blocks() if self.courier is not None else set()
+        return self.paging_worker.take_failed_blocks() if self.paging_worker is not None else set()
 
-    def build_connector_worker_meta(self) -> AquaReport | None:
+    def build_connector_worker_meta(self) -> AquaWorkerReport | None:
         """What the scheduler's half should know, if anything is new."""
-        report = self.courier.take_report() if self.courier is not None else None
+        report = self.paging_worker.take_report() if self.paging_worker is not None else None
         if report is None:
             return None
-        return AquaReport(report.lost_places, report.location, report.link_bytes_per_s)
+        return AquaWorkerReport(report.lost_places, report.location, report.link_bytes_per_s)
 
     # --- Figures --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> AquaStats | None:
         """What this half has counted since the last call."""
-        if self.desk is not None:
-            return self._meter.read(self.desk.totals())
-        return self._meter.read(self.courier.totals()) if self.courier is not None else None
+        half = self.paging_scheduler or self.paging_worker
+        return None if half is None else self._meter.read(half.totals())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AquaStats:
@@ -217,13 +217,15 @@ class AquaConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Drop every block and leave."""
-        if self.courier is not None:
-            self.courier.close()
-            self.courier = None
+        if self.paging_worker is not None:
+            self.paging_worker.close()
+            self.paging_worker = None
 
 
-def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> PagingDesk:
-    """The desk for an engine.
+def open_paging_scheduler(
+    options: AquaOptions, vllm_config: Any, kv_cache_config: Any
+) -> KvPagingScheduler:
+    """Make the scheduler's half for an engine.
 
     Raises:
         ConfigError: The engine keeps its KV in a way that is not supported.
@@ -242,7 +244,7 @@ def open_desk(options: AquaOptions, vllm_config: Any, kv_cache_config: Any) -> P
     block_tokens = groups[0].kv_cache_spec.block_size
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
     tier = options.prefix_tier
-    return PagingDesk(
+    return KvPagingScheduler(
         options,
         capacity_blocks=_capacity_blocks(options, kv_cache_config),
         block_bytes=_block_bytes(kv_cache_config) if options.is_paging else 0,

@@ -3,7 +3,7 @@
 vLLM admits in order of arrival and preempts only when a running request finds no block. Here the
 policy of `aqua_schedulers.cfs` decides, at slice ends, who leaves and whose turn it is; vLLM's own
 loop then does everything else, unchanged. What is left of its order is the head of `waiting`,
-which is a `WaitingLine`.
+which is a `PolicyRequestQueue`.
 
 A request that leaves is told to the paging desk before its blocks are freed, so that its KV is
 paged out instead of lost, whoever preempted it. Requests are never admitted in the step that put
@@ -26,17 +26,17 @@ from aqua_schedulers.cfs import (
     EngineView,
     Eviction,
     FairSettings,
-    Location,
     PagingRates,
+    PagingTier,
     RequestView,
     policy_named,
 )
 from aqualib.engines.vllm.adapters import adapter_for
 from aqualib.engines.vllm.connector import AquaConnector
+from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
-from aqualib.engines.vllm.paging_desk import PagingDesk
-from aqualib.engines.vllm.waiting_line import WaitingLine
+from aqualib.engines.vllm.request_queue import PolicyRequestQueue
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed."""
@@ -69,12 +69,12 @@ class AquaScheduler(LendingScheduler):
         )
         self._block_tokens = block_tokens
         self._max_running = adapter.max_running(self)
-        self._desk: PagingDesk | None = None
+        self.paging: KvPagingScheduler | None = None
         if isinstance(self.connector, AquaConnector):
-            self._desk = self.connector.desk
+            self.paging = self.connector.paging_scheduler
             adapter.require_pageable(self)
-        self._line = WaitingLine()
-        self.waiting = self._line
+        self._queue = PolicyRequestQueue()
+        self.waiting = self._queue
         # In the order of admission: what a decision does must not depend on string hashes.
         self._inside: dict[str, None] = {}
         self._eviction = Eviction.SWAP
@@ -90,12 +90,12 @@ class AquaScheduler(LendingScheduler):
         if self._policy.begin_step():
             with self._block_lock:
                 self._decide()
-        desk = self._desk
-        if desk is not None and desk.is_checkpointing:
-            self._checkpoint(desk)
+        paging = self.paging
+        if paging is not None and paging.is_checkpointing:
+            self._checkpoint(paging)
         self._step_started_s = time.perf_counter()
         output = super().schedule(*args, **kwargs)
-        loading_count = 0 if desk is None else len(desk.loading_ids())
+        loading_count = 0 if paging is None else len(paging.loading_ids())
         if len(self.running) + loading_count != len(self._inside):
             self._note_admissions()
         return output
@@ -122,8 +122,8 @@ class AquaScheduler(LendingScheduler):
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
             self._eviction = Eviction.SWAP
-            if self._desk is not None:
-                self._desk.reset()
+            if self.paging is not None:
+                self.paging.reset()
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id)
@@ -131,21 +131,21 @@ class AquaScheduler(LendingScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        desk = self._desk
-        if desk is not None and desk.is_paging and self._eviction is Eviction.SWAP:
+        paging = self.paging
+        if paging is not None and paging.is_paging and self._eviction is Eviction.SWAP:
             (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
-            desk.preempting(request, block_ids, request.num_computed_tokens)
+            paging.preempting(request, block_ids, request.num_computed_tokens)
         super()._preempt_request(request, *args, **kwargs)
         self._inside.pop(request.request_id, None)
         self._policy.preempted(self._view_outside(request))
 
     def _still_read(self) -> Collection[int]:
-        return () if self._desk is None else self._desk.ordered_blocks
+        return () if self.paging is None else self.paging.planned_page_out_blocks
 
     # --- Turns ----------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        desk = self._desk
+        paging = self.paging
         decision = self._policy.decide(
             EngineView(
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -153,8 +153,8 @@ class AquaScheduler(LendingScheduler):
                 max_running=self._max_running,
                 running_count=len(self._inside),
                 running=self._views_inside,
-                eviction_room_blocks=0 if desk is None else desk.table.room,
-                location=Location.NOWHERE if desk is None else desk.location,
+                eviction_room_blocks=0 if paging is None else paging.table.room,
+                location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
             )
         )
@@ -167,16 +167,16 @@ class AquaScheduler(LendingScheduler):
                 self._preempt_request(self.requests[preemption.request_id], now_s)
             self._eviction = Eviction.SWAP
             self.forced_preemptions += len(leaving)
-            if desk is not None:
-                desk.counts.forced_preemptions += len(leaving)
-        self._line.admit(decision.admit)
+            if paging is not None:
+                paging.counts.forced_preemptions += len(leaving)
+        self._queue.admit(decision.admit)
 
     def _note_admissions(self) -> None:
         """Tell the policy who got in, and keep decodes before prompts (section 7's partition)."""
         inside = self._inside
         entered = [r.request_id for r in self.running if r.request_id not in inside]
-        if self._desk is not None:
-            entered += [name for name in self._desk.loading_ids() if name not in inside]
+        if self.paging is not None:
+            entered += [name for name in self.paging.loading_ids() if name not in inside]
         for name in entered:
             inside[name] = None
             self._policy.admitted(name)
@@ -187,22 +187,22 @@ class AquaScheduler(LendingScheduler):
                 decodes = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
                 running[:] = decodes + prompts
 
-    def _checkpoint(self, desk: PagingDesk) -> None:
+    def _checkpoint(self, paging: KvPagingScheduler) -> None:
         """Have blocks paged out that the steps until now have filled."""
         for request in self.running:
             computed_tokens = request.num_computed_tokens
-            if desk.is_behind(request.request_id, computed_tokens):
+            if paging.is_behind(request.request_id, computed_tokens):
                 (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
-                desk.checkpoint(request, computed_tokens, block_ids)
+                paging.checkpoint(request, computed_tokens, block_ids)
 
     def _rates(self) -> PagingRates | None:
         """What a load and a prompt cost, once both have been measured."""
-        desk = self._desk
-        if desk is None or not desk.link_bytes_per_s or not self._prefill_tokens_per_s:
+        paging = self.paging
+        if paging is None or not paging.link_bytes_per_s or not self._prefill_tokens_per_s:
             return None
         return PagingRates(
-            link_bytes_per_s=desk.link_bytes_per_s,
-            block_bytes=desk.block_bytes,
+            link_bytes_per_s=paging.link_bytes_per_s,
+            block_bytes=paging.block_bytes,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
         )
 
@@ -230,17 +230,17 @@ class AquaScheduler(LendingScheduler):
             held_blocks=held_blocks,
             weight=_weight(request),
             is_pinned=request.status != RequestStatus.RUNNING,
-            saved_blocks=0 if self._desk is None else self._desk.clean_blocks(request),
+            saved_blocks=0 if self.paging is None else self.paging.clean_blocks(request),
         )
 
     def _view_outside(self, request: Any) -> RequestView:
-        desk = self._desk
+        paging = self.paging
         return RequestView(
             request_id=request.request_id,
             arrival_s=request.arrival_time,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
-            computed_tokens=0 if desk is None else desk.saved_tokens(request.request_id),
+            computed_tokens=0 if paging is None else paging.saved_tokens(request.request_id),
             missing_blocks=-(-request.num_tokens // self._block_tokens),
             weight=_weight(request),
         )

@@ -21,7 +21,7 @@ from aqualib.producer.reclaims import ReclaimTotals
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.engines.vllm.lending.estate import KvEstate
+    from aqualib.engines.vllm.lending.kv_lending import KvLending
     from aqualib.producer.lender import Producer
     from aqualib.producer.reclaims import Reclaim
 
@@ -32,12 +32,12 @@ class LenderMetrics(ProducerMetrics):
     A reclaim has ended here when the engine has its blocks: later than for the producer.
 
     Args:
-        estate: Whose blocks.
+        lending: Whose blocks.
         producer: Who lends them.
     """
 
-    def __init__(self, estate: KvEstate, producer: Producer) -> None:
-        self._estate = estate
+    def __init__(self, lending: KvLending, producer: Producer) -> None:
+        self._lending = lending
         self._lock = threading.Lock()
         self._open: list[tuple[Reclaim, float]] = []
         self._ended = ReclaimTotals()
@@ -68,5 +68,5 @@ class LenderMetrics(ProducerMetrics):
         yield GaugeMetricFamily(
             "aqua_lender_absent_blocks",
             "KV blocks that the engine does without.",
-            value=self._estate.out_blocks,
+            value=self._lending.out_blocks,
         )

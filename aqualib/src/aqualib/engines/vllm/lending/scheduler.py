@@ -22,8 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.adapters import adapter_for
-from aqualib.engines.vllm.lending.estate import EngineLoad
-from aqualib.engines.vllm.lending.office import LendingOffice
+from aqualib.engines.vllm.lending.kv_lending import EngineLoad
+from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of
 
@@ -54,7 +54,7 @@ class LendingScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self._office: LendingOffice | None = None
+        self.lending_service: LendingService | None = None
         self._block_lock = threading.RLock()
         self._left_waiting = 0
         self._arrivals_s: deque[float] = deque()
@@ -70,7 +70,7 @@ class LendingScheduler(Scheduler):
                 f"CPUs also --distributed-executor-backend {SAME_PROCESS}. Engines of several "
                 "GPUs cannot lend.",
             )
-        self._office = LendingOffice(
+        self.lending_service = LendingService(
             options.lend,
             cache,
             pool=self.kv_cache_manager.block_pool,
@@ -83,31 +83,31 @@ class LendingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM, with the blocks that are there."""
-        office = self._office
-        if office is None:
+        service = self.lending_service
+        if service is None:
             return super().schedule(*args, **kwargs)
         with self._block_lock:
-            office.estate.before_step(is_anyone_waiting=self._left_waiting > 0)
+            service.lending.before_step(is_anyone_waiting=self._left_waiting > 0)
             output = super().schedule(*args, **kwargs)
-            office.estate.step_begun()
+            service.lending.step_begun()
             was_waiting = self._left_waiting > 0
             self._left_waiting = self.get_request_counts()[1]
         if self._left_waiting and not was_waiting:
-            office.requests_wait()
+            service.requests_wait()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM; a step has ended."""
-        office = self._office
-        if office is None:
+        service = self.lending_service
+        if service is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         with self._block_lock:
-            office.estate.step_ended()
+            service.lending.step_ended()
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def add_request(self, request: Any) -> None:
         """As vLLM; a request has arrived."""
-        if self._office is None:
+        if self.lending_service is None:
             super().add_request(request)
             return
         self._arrivals_s.append(time.monotonic())
@@ -126,9 +126,9 @@ class LendingScheduler(Scheduler):
 
     def shutdown(self) -> None:
         """Take everything back and leave."""
-        office, self._office = self._office, None
-        if office is not None:
-            office.close()
+        service, self.lending_service = self.lending_service, None
+        if service is not None:
+            service.close()
         super().shutdown()
 
     def _still_read(self) -> Collection[int]:

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from aqua_protocol import MIB, AquaError
-from aqua_schedulers.cfs import Location
-from aqualib.engines.vllm.orders import Orders, WorkerReport
+from aqua_schedulers.cfs import PagingTier
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.tensor import Location as StoreLocation
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MIN_RATE_BYTES: Final = MIB
 """Transfers below this measure their fixed cost and not the link."""
 
 
-class Courier:
+class KvPagingWorker:
     """Moves blocks for one worker.
 
     Args:
@@ -58,7 +58,7 @@ class Courier:
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], aqua: Aqua, capacity_blocks: int) -> None:
-        self._aqua = aqua
+        self.aqua = aqua
         self._word = _word_of(rows)
         self._rows = [row.view(self._word) for row in rows]
         self._bounds = np.cumsum([0, *(row.shape[1] for row in self._rows)]).tolist()
@@ -70,14 +70,14 @@ class Courier:
         self._capacity_blocks = capacity_blocks
         self._staged_blocks = max(1, min(capacity_blocks, STAGING_BYTES // self.block_bytes))
         self._staging = self._new_staging()
-        self._store: BlockStore | None = None
+        self.store: BlockStore | None = None
         self._lost: set[int] = set()
         self._failed_blocks: set[int] = set()
         self._rate = 0.0
         self._drained_bytes = 0
         self._reclaim_s = 0.0
         self._reclaims: set[str] = set()
-        self._reported = (Location.NOWHERE, 0.0)
+        self._reported = (PagingTier.NOWHERE, 0.0)
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[tuple[str, list[int], list[int]] | None] = SimpleQueue()
         self._arrived: set[str] = set()
@@ -91,7 +91,7 @@ class Courier:
 
     def _open_store(self) -> None:
         try:
-            self._store = self._aqua.block_store(self.block_bytes, self._capacity_blocks)
+            self.store = self.aqua.block_store(self.block_bytes, self._capacity_blocks)
         except AquaError as error:
             self._fail(error, "no store for KV blocks")
 
@@ -101,26 +101,26 @@ class Courier:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        self._aqua.close()
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+        self.aqua.close()
 
     # --- Each step ------------------------------------------------------------------------
 
-    def page_out(self, orders: Orders) -> None:
+    def page_out(self, plan: PagingPlan) -> None:
         """Drop what is not needed and page out; done when it returns."""
-        self._empty(orders.drops)
+        self._empty(plan.drops)
         started_s = time.perf_counter()
-        for part in self._parts(len(orders.out_places)):
-            self._out(orders.out_places[part], orders.out_blocks[part])
-        self._note("out", len(orders.out_places), started_s)
+        for part in self._parts(len(plan.out_places)):
+            self._out(plan.out_places[part], plan.out_blocks[part])
+        self._note("out", len(plan.out_places), started_s)
 
-    def page_in(self, orders: Orders) -> None:
+    def page_in(self, plan: PagingPlan) -> None:
         """Page in; done when it returns, but for what goes beside the model."""
-        if orders.in_places:
-            self._in(orders.in_places, orders.in_blocks, self._staging)
-        for request_id, (places, blocks) in orders.async_loads.items():
+        if plan.in_places:
+            self._in(plan.in_places, plan.in_blocks, self._staging)
+        for request_id, (places, blocks) in plan.async_loads.items():
             self._in_background(request_id, places, blocks)
 
     def take_arrived(self) -> set[str]:
@@ -137,7 +137,7 @@ class Courier:
 
     def take_report(self) -> WorkerReport | None:
         """What changed since the last report; None if nothing did."""
-        if self._aqua.step() is not None:
+        if self.aqua.step() is not None:
             self._follow()
         location, rate = self.location(), self._rate
         with self._lock:
@@ -149,7 +149,7 @@ class Courier:
 
     def _follow(self) -> None:
         """Peers lent or took back: read what that cost."""
-        stats = self._aqua.stats()
+        stats = self.aqua.stats()
         self._drained_bytes = stats.drained_bytes
         ended = {
             record.reclaim_id: record.total_ms / 1000
@@ -171,13 +171,13 @@ class Courier:
                 "kv_reclaim_seconds": self._reclaim_s,
             }
 
-    def location(self) -> Location:
+    def location(self) -> PagingTier:
         """Where paged blocks are now; partly on a peer counts as on a peer."""
-        if self._store is None:
-            return Location.NOWHERE
-        where = self._store.location()
+        if self.store is None:
+            return PagingTier.NOWHERE
+        where = self.store.location()
         is_peer = where in {StoreLocation.PEER, StoreLocation.MIXED}
-        return Location.PEER if is_peer else Location.HOST
+        return PagingTier.PEER if is_peer else PagingTier.HOST
 
     # --- Inside: copies -------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Courier:
     def _out(self, places: list[int], blocks: list[int]) -> None:
         """Gather a staging buffer's worth of blocks and store it."""
         self._empty(places)
-        if self._store is None:
+        if self.store is None:
             self._lose(places)
             return
         rows = self._staging[: len(places)]
@@ -197,11 +197,11 @@ class Courier:
         for layer, (start, end) in zip(self._rows, self._pieces(), strict=True):
             words[:, start:end] = layer.index_select(0, index)
         try:
-            slots, transfer = self._store.page_out(rows)
+            slots, transfer = self.store.page_out(rows)
             try:
                 transfer.wait()
             except AquaError:
-                self._store.free(slots)
+                self.store.free(slots)
                 raise
         except AquaError as error:
             self._fail(error, f"{len(places)} KV blocks were not paged out")
@@ -225,12 +225,12 @@ class Courier:
         empty = [pair for pair in pairs if self._store_slots[pair[0]] < 0]
         self._give_up(empty)
         pairs = [pair for pair in pairs if self._store_slots[pair[0]] >= 0]
-        if not pairs or self._store is None:
+        if not pairs or self.store is None:
             return []
         slots = self._store_slots[[place for place, _ in pairs]]
         rows = staging[: len(pairs)]
         try:
-            self._store.page_in(torch.from_numpy(slots), rows).wait()
+            self.store.page_in(torch.from_numpy(slots), rows).wait()
         except AquaError as error:
             self._fail(error, f"{len(pairs)} KV blocks were not paged in and are computed again")
             named = set(error.details.get("slots", ()))
@@ -258,11 +258,11 @@ class Courier:
             self._lost.update(places)
 
     def _empty(self, places: Sequence[int]) -> None:
-        if not len(places) or self._store is None:
+        if not len(places) or self.store is None:
             return
         slots = self._store_slots[list(places)]
         self._store_slots[list(places)] = -1
-        self._store.free(torch.from_numpy(slots[slots >= 0]))
+        self.store.free(torch.from_numpy(slots[slots >= 0]))
 
     def _pieces(self) -> Iterable[tuple[int, int]]:
         return zip(self._bounds[:-1], self._bounds[1:], strict=True)

@@ -1,4 +1,4 @@
-"""The lending office of an engine: estate, producer and informer, opened and closed as one.
+"""The lending service of an engine: estate, producer and informer, opened and closed as one.
 
 Lives in the engine's process, beside its scheduler. The informer's thread looks at the load several
 times a second, and at once when a step has left requests waiting; the producer's own threads talk
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client import start_http_server
 
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.engines.vllm.lending.ceiling import BlockCeiling
-from aqualib.engines.vllm.lending.estate import KvEstate
+from aqualib.engines.vllm.lending.block_limit import BlockLimit
+from aqualib.engines.vllm.lending.kv_lending import KvLending
 from aqualib.engines.vllm.lending.metrics import LenderMetrics
 from aqualib.producer.informer import Informer
 from aqualib.producer.opening import open_producer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection
 
-    from aqualib.engines.vllm.lending.estate import EngineLoad
+    from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.lending.options import LendingOptions
     from aqualib.engines.vllm.lending.worker import LendableCache
     from aqualib.producer.lender import Producer
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("aqualib")
 
 
-class LendingOffice:
+class LendingService:
     """See the module.
 
     Args:
@@ -79,8 +79,8 @@ class LendingOffice:
                 open_producer(device=str(cache.device), memory=cache.memory.account, model=model)
             )
             slab_bytes = self.producer.slab_bytes
-            self.estate: Final = KvEstate(
-                ceiling=BlockCeiling(pool, -(-reserve_bytes // block_bytes), still_read),
+            self.lending: Final = KvLending(
+                limit=BlockLimit(pool, -(-reserve_bytes // block_bytes), still_read),
                 granules=cache.granules,
                 memory=cache.memory,
                 slab_bytes=slab_bytes,
@@ -90,7 +90,7 @@ class LendingOffice:
                 read_load=read_load,
                 count_free=pool.get_num_free_blocks,
             )
-            most_bytes = self.estate.most_bytes
+            most_bytes = self.lending.most_bytes
             if not most_bytes:
                 raise ConfigError(
                     f"a KV cache of {format_bytes(cache_bytes)} that keeps {keep_blocks} blocks "
@@ -102,13 +102,13 @@ class LendingOffice:
             profile = options.profile(
                 cache_bytes=cache_bytes, most_bytes=most_bytes, slab_bytes=slab_bytes
             )
-            self.metrics: Final = LenderMetrics(self.estate, self.producer)
-            self.estate.on_grown = self.metrics.blocks_came_back
+            self.metrics: Final = LenderMetrics(self.lending, self.producer)
+            self.lending.on_grown = self.metrics.blocks_came_back
             if options.metrics_port is not None:
                 server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
                 opened.callback(server.server_close)
                 opened.callback(server.shutdown)
-            self.informer: Final = Informer(self.producer, self.estate, profile)
+            self.informer: Final = Informer(self.producer, self.lending, profile)
             self.informer.on_reclaim = self.metrics.reclaim_began
             opened.enter_context(self.informer)
             self._opened = opened.pop_all()
@@ -120,7 +120,7 @@ class LendingOffice:
 
     def requests_wait(self) -> None:
         """A step has left requests waiting: look at the load now; never waits itself."""
-        if self.estate.surrendered_bytes:
+        if self.lending.surrendered_bytes:
             self.informer.wake()
 
     def close(self) -> None:

@@ -40,16 +40,16 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
-from aqua_schedulers.cfs.lobby import Entry, Lobby, Queue
 from aqua_schedulers.cfs.ranking import FirstComeFirstServed, Ranking
 from aqua_schedulers.cfs.views import (
     Decision,
     EngineView,
     Eviction,
-    Location,
+    PagingTier,
     Preemption,
     RequestView,
 )
+from aqua_schedulers.cfs.waiting_queue import Entry, Queue, WaitingQueue
 
 KEEP: Final = Decision()
 _ARRIVAL: Final = FirstComeFirstServed()
@@ -142,7 +142,7 @@ class _Line:
         return inner[0] <= outer[0] if self._keeps_equals else inner[:3] <= outer[:3]
 
 
-class Turns:
+class TimeSlicePolicy:
     """A `FairPolicy` by a ranking.
 
     Args:
@@ -160,7 +160,7 @@ class Turns:
         self._block_tokens = block_tokens
         self._patience_turns = patience_turns
         self._fcfs_on_host = fcfs_on_host
-        self._lobby = Lobby(ranking)
+        self._waiting = WaitingQueue(ranking)
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._floors: dict[str, tuple[int, int]] = {}
@@ -185,7 +185,7 @@ class Turns:
 
     def admitted(self, request_id: str) -> None:
         """A request from outside holds blocks now, running or still loading."""
-        request = self._lobby.take(request_id)
+        request = self._waiting.take(request_id)
         assert request is not None, request_id
         self._backlog_tokens += _pending_tokens(request)
         if not request.output_tokens:
@@ -205,7 +205,7 @@ class Turns:
 
     def removed(self, request_id: str) -> None:
         """A request finished or was aborted, inside or outside."""
-        self._lobby.take(request_id)
+        self._waiting.take(request_id)
         self._floors.pop(request_id, None)
         self._leaving.discard(request_id)
         self._wanted.forget(request_id)
@@ -220,7 +220,7 @@ class Turns:
                 max(output, request.output_tokens),
                 max(computed, request.computed_tokens),
             )
-        self._lobby.put(request, self._numbers[name], self._turn_index)
+        self._waiting.put(request, self._numbers[name], self._turn_index)
 
     # --- Decisions ---------------------------------------------------------------------------
 
@@ -229,13 +229,13 @@ class Turns:
         self._elapsed_steps += 1
         if self._backlog_tokens:
             self._backlog_tokens = max(0, self._backlog_tokens - self._token_budget)
-        return bool(len(self._lobby)) and (self._has_changed or self._is_turn_over)
+        return bool(len(self._waiting)) and (self._has_changed or self._is_turn_over)
 
     @property
     def _is_turn_over(self) -> bool:
         ranking = self._ranking
         return ranking.evicts and self._elapsed_steps >= ranking.turn_iterations(
-            prompts_wait=self._lobby.has_prompts
+            prompts_wait=self._waiting.has_prompts
         )
 
     def decide(self, engine: EngineView) -> Decision:
@@ -246,23 +246,23 @@ class Turns:
         if not self._ranking.evicts:
             return Decision(admit=self._by_arrival(engine))
         decision = self._fill(engine)
-        if len(decision.admit) == len(self._lobby) or not self._is_turn_over:
+        if len(decision.admit) == len(self._waiting) or not self._is_turn_over:
             return decision
         return self._turn(engine)
 
-    def _follow(self, location: Location) -> None:
+    def _follow(self, location: PagingTier) -> None:
         """Fall back to first come, first served where paging is slow, and back again."""
-        is_slow = self._fcfs_on_host and location is not Location.PEER
+        is_slow = self._fcfs_on_host and location is not PagingTier.PEER
         ranking = _ARRIVAL if is_slow else self._wanted
         if ranking is not self._ranking:
             self._ranking = ranking
-            self._lobby.rank_by(ranking)
+            self._waiting.rank_by(ranking)
             self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
 
     def _by_arrival(self, engine: EngineView) -> tuple[str, ...]:
         """The first that fit by their arrival, and one more, which the engine may try."""
         room, slots = engine.free_blocks, engine.max_running - engine.running_count
-        queues = (self._lobby.prompts(), self._lobby.decodes())
+        queues = (self._waiting.prompts(), self._waiting.decodes())
         admit: list[str] = []
         while room >= 0 and len(admit) < slots:
             entries = [(entry, queue) for queue in queues if (entry := queue.first()) is not None]
@@ -294,7 +294,7 @@ class Turns:
         self._turn_index += 1
         self._elapsed_steps = 0
         inside = engine.running()
-        self._ranking.begin_turn(inside, self._lobby.decode_keys)
+        self._ranking.begin_turn(inside, self._waiting.decode_keys)
         movable = [request for request in inside if self._may_leave(request)]
         may_recompute = (
             self._recompute_tokens > 0.0 or self._ranking.recompute_per_prompt_token == inf
@@ -328,7 +328,7 @@ class Turns:
     ) -> None:
         """The order of the module's theory: patience, prompts, decodes, further prompts."""
         ranking, numbers, growth = self._ranking, self._numbers, self._growth
-        for request in self._lobby.overdue(self._turn_index - self._patience_turns):
+        for request in self._waiting.overdue(self._turn_index - self._patience_turns):
             if not table.invite(request, growth(request)):
                 table.is_closed = True
                 break
@@ -337,7 +337,7 @@ class Turns:
             is_decode = request.output_tokens > 0
             key = ranking.decode_key(request) if is_decode else ranking.prompt_key(request)
             inside[is_decode].append((key, request.arrival_s, numbers[request.request_id], request))
-        queues = (self._lobby.prompts(), self._lobby.decodes())
+        queues = (self._waiting.prompts(), self._waiting.decodes())
         prompts, decodes = (
             _Line(mine, theirs, keeps_equals=ranking.keeps_equals)
             for mine, theirs in zip(inside, queues, strict=True)
@@ -352,7 +352,7 @@ class Turns:
 
     def _evict(self, leaving: Sequence[RequestView], engine: EngineView) -> dict[str, Eviction]:
         """What becomes of each; the store's room goes to the longest contexts."""
-        store = engine.eviction_room_blocks if engine.location is not Location.NOWHERE else 0
+        store = engine.eviction_room_blocks if engine.location is not PagingTier.NOWHERE else 0
         out: dict[str, Eviction] = {}
         for request in sorted(leaving, key=lambda each: -each.computed_tokens):
             need = request.held_blocks - request.saved_blocks

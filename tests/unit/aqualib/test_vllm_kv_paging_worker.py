@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm import courier as courier_module
-from aqualib.engines.vllm.courier import Courier
-from aqualib.engines.vllm.orders import Orders
+from aqualib.engines.vllm import kv_paging_worker as worker_module
+from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
+from aqualib.engines.vllm.paging_plan import PagingPlan
 from aqualib.engines.vllm.rows import block_rows
 from harness.consumers import consuming
 
@@ -25,40 +25,40 @@ def cache(seed: int) -> torch.Tensor:
 
 
 @contextmanager
-def carrying(capacity: int = 12) -> Iterator[tuple[Courier, list[torch.Tensor]]]:
+def paging(capacity: int = 12) -> Iterator[tuple[KvPagingWorker, list[torch.Tensor]]]:
     layers = [cache(seed) for seed in range(3)]
     with consuming() as aqua:
-        courier = Courier(block_rows(layers, BLOCKS), aqua, capacity)
+        worker = KvPagingWorker(block_rows(layers, BLOCKS), aqua, capacity)
         try:
-            yield courier, layers
+            yield worker, layers
         finally:
-            courier.close()
+            worker.close()
 
 
 def test_blocks_come_back_into_other_blocks() -> None:
-    with carrying() as (courier, layers):
+    with paging() as (worker, layers):
         before = [layer.clone() for layer in layers]
-        courier.page_out(Orders(out_places=[3, 0, 7], out_blocks=[1, 5, 9]))
+        worker.page_out(PagingPlan(out_places=[3, 0, 7], out_blocks=[1, 5, 9]))
         for layer in layers:
             layer.zero_()
-        courier.page_in(Orders(in_places=[0, 3, 7], in_blocks=[2, 4, 6]))
+        worker.page_in(PagingPlan(in_places=[0, 3, 7], in_blocks=[2, 4, 6]))
         for layer, was in zip(layers, before, strict=True):
             assert torch.equal(layer[2], was[5])
             assert torch.equal(layer[4], was[1])
             assert torch.equal(layer[6], was[9])
             assert not layer[0].any()
-        assert courier.take_failed_blocks() == set()
-        assert courier.paged_blocks == {"out": 3, "in": 3}
+        assert worker.take_failed_blocks() == set()
+        assert worker.paged_blocks == {"out": 3, "in": 3}
 
 
 def test_blocks_of_an_odd_number_of_bytes_come_back_too() -> None:
     layers = [torch.arange(BLOCKS * 9, dtype=torch.uint8).reshape(BLOCKS, 9) + at for at in (0, 7)]
     before = [layer.clone() for layer in layers]
     with consuming() as aqua:
-        courier = Courier(block_rows(layers, BLOCKS), aqua, 4)
-        courier.page_out(Orders(out_places=[0, 1], out_blocks=[5, 9]))
-        courier.page_in(Orders(in_places=[0, 1], in_blocks=[9, 5]))
-        courier.close()
+        worker = KvPagingWorker(block_rows(layers, BLOCKS), aqua, 4)
+        worker.page_out(PagingPlan(out_places=[0, 1], out_blocks=[5, 9]))
+        worker.page_in(PagingPlan(in_places=[0, 1], in_blocks=[9, 5]))
+        worker.close()
     for layer, was in zip(layers, before, strict=True):
         assert torch.equal(layer[9], was[5])
         assert torch.equal(layer[5], was[9])
@@ -67,57 +67,57 @@ def test_blocks_of_an_odd_number_of_bytes_come_back_too() -> None:
 def test_more_blocks_than_the_staging_buffer_holds_go_in_stretches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(courier_module, "STAGING_BYTES", 1)
-    with carrying() as (courier, layers):
+    monkeypatch.setattr(worker_module, "STAGING_BYTES", 1)
+    with paging() as (worker, layers):
         before = layers[0].clone()
-        courier.page_out(Orders(out_places=list(range(12)), out_blocks=list(range(12))))
+        worker.page_out(PagingPlan(out_places=list(range(12)), out_blocks=list(range(12))))
         layers[0].zero_()
-        courier.page_in(Orders(in_places=list(range(12)), in_blocks=list(range(12))))
+        worker.page_in(PagingPlan(in_places=list(range(12)), in_blocks=list(range(12))))
         assert torch.equal(layers[0][:12], before[:12])
 
 
 def test_an_empty_place_is_reported_and_its_block_computed_again() -> None:
-    with carrying() as (courier, _):
-        courier.page_out(Orders(out_places=[1], out_blocks=[1]))
-        courier.page_in(Orders(in_places=[1, 2], in_blocks=[3, 4]))
-        assert courier.take_failed_blocks() == {4}
-        assert courier.take_failed_blocks() == set(), "told once"
-        report = courier.take_report()
+    with paging() as (worker, _):
+        worker.page_out(PagingPlan(out_places=[1], out_blocks=[1]))
+        worker.page_in(PagingPlan(in_places=[1, 2], in_blocks=[3, 4]))
+        assert worker.take_failed_blocks() == {4}
+        assert worker.take_failed_blocks() == set(), "told once"
+        report = worker.take_report()
         assert report is not None
         assert report.lost_places == {2}
 
 
 def test_dropped_places_give_their_room_back() -> None:
-    with carrying(capacity=2) as (courier, _):
+    with paging(capacity=2) as (worker, _):
         for _ in range(5):
-            courier.page_out(Orders(out_places=[0, 1], out_blocks=[0, 1]))
-            courier.page_out(Orders(drops=[0, 1]))
-        assert courier._store is not None
-        assert courier._store.used_count == 0
-        assert courier.failures == {}
+            worker.page_out(PagingPlan(out_places=[0, 1], out_blocks=[0, 1]))
+            worker.page_out(PagingPlan(drops=[0, 1]))
+        assert worker.store is not None
+        assert worker.store.used_count == 0
+        assert worker.failures == {}
 
 
 def test_a_place_that_is_filled_again_holds_the_new_block() -> None:
-    with carrying() as (courier, layers):
+    with paging() as (worker, layers):
         wanted = layers[0][2].clone()
-        courier.page_out(Orders(out_places=[0], out_blocks=[1]))
-        courier.page_out(Orders(out_places=[0], out_blocks=[2]))
-        courier.page_in(Orders(in_places=[0], in_blocks=[5]))
+        worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
+        worker.page_out(PagingPlan(out_places=[0], out_blocks=[2]))
+        worker.page_in(PagingPlan(in_places=[0], in_blocks=[5]))
         assert torch.equal(layers[0][5], wanted)
 
 
 def test_loads_beside_the_model_arrive() -> None:
-    with carrying() as (courier, layers):
+    with paging() as (worker, layers):
         wanted = layers[1][1].clone()
-        courier.page_out(Orders(out_places=[0], out_blocks=[1]))
-        courier.page_in(Orders(async_loads={"r": ([0], [8]), "s": ([5], [9])}))
-        courier._jobs.put(None)
-        assert courier._thread is not None
-        courier._thread.join()
-        courier._thread = None
-        assert courier.take_arrived() == {"r", "s"}, "failed ones end as well"
+        worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
+        worker.page_in(PagingPlan(async_loads={"r": ([0], [8]), "s": ([5], [9])}))
+        worker._jobs.put(None)
+        assert worker._thread is not None
+        worker._thread.join()
+        worker._thread = None
+        assert worker.take_arrived() == {"r", "s"}, "failed ones end as well"
         assert torch.equal(layers[1][8], wanted)
-        assert courier.take_failed_blocks() == {9}
+        assert worker.take_failed_blocks() == {9}
 
 
 def test_without_a_store_everything_is_computed_again_and_logged_once(
@@ -126,13 +126,13 @@ def test_without_a_store_everything_is_computed_again_and_logged_once(
     caplog.set_level(logging.WARNING, logger="aqualib")
     layers = [cache(0)]
     with consuming(host_slabs=1) as aqua:
-        courier = Courier(block_rows(layers, BLOCKS), aqua, 100_000)
+        worker = KvPagingWorker(block_rows(layers, BLOCKS), aqua, 100_000)
         for _ in range(3):
-            courier.page_out(Orders(out_places=[0], out_blocks=[1]))
-            courier.page_in(Orders(in_places=[0], in_blocks=[1]))
-        assert courier.take_failed_blocks() == {1}
-        assert courier.location().value == "nowhere"
-        courier.close()
+            worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
+            worker.page_in(PagingPlan(in_places=[0], in_blocks=[1]))
+        assert worker.take_failed_blocks() == {1}
+        assert worker.location().value == "nowhere"
+        worker.close()
     assert len([r for r in caplog.records if "no store for KV blocks" in r.message]) == 1
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-class WaitingLine:
+class PolicyRequestQueue:
     """A queue of vLLM's requests behind a gate."""
 
     def __init__(self) -> None:

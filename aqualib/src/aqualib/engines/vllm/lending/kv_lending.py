@@ -29,7 +29,7 @@ import numpy as np
 
 from aqua_protocol import TransportError, format_bytes
 from aqua_protocol.members import LoadReport
-from aqualib.engines.vllm.lending.ceiling import BlockCeiling
+from aqualib.engines.vllm.lending.block_limit import BlockLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,11 +51,11 @@ class EngineLoad:
     requests_per_s: float
 
 
-class KvEstate:
+class KvLending:
     """See the module; a `LoadSource`.
 
     Args:
-        ceiling: On the engine's block pool.
+        limit: On the engine's block pool.
         granules: Of its KV cache.
         memory: Under it.
         slab_bytes: Unit of what is given up.
@@ -72,7 +72,7 @@ class KvEstate:
     def __init__(  # noqa: PLR0913 - one by one, by keyword: everything that two threads share
         self,
         *,
-        ceiling: BlockCeiling,
+        limit: BlockLimit,
         granules: GranuleMap,
         memory: KvMemory,
         slab_bytes: int,
@@ -82,7 +82,7 @@ class KvEstate:
         read_load: Callable[[], EngineLoad],
         count_free: Callable[[], int],
     ) -> None:
-        self._ceiling = ceiling
+        self._limit = limit
         self._granules = granules
         self._memory = memory
         self._slab_bytes = slab_bytes
@@ -102,7 +102,7 @@ class KvEstate:
         self._ended_steps = 0
 
     def __repr__(self) -> str:
-        return f"KvEstate({format_bytes(self._surrendered_bytes)} given up, {self._ceiling!r})"
+        return f"KvLending({format_bytes(self._surrendered_bytes)} given up, {self._limit!r})"
 
     # --- What can be seen -----------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class KvEstate:
     @property
     def out_blocks(self) -> int:
         """Blocks out of use."""
-        return self._ceiling.out_count
+        return self._limit.out_count
 
     @property
     def total_bytes(self) -> int:
         """Size of the KV cache."""
-        return self._ceiling.block_count * self._block_bytes
+        return self._limit.block_count * self._block_bytes
 
     # --- The scheduler's thread, under the lock -------------------------------------------
 
@@ -133,10 +133,10 @@ class KvEstate:
         """A step is about to be scheduled."""
         if not self._is_shrinking:
             return
-        if is_anyone_waiting or self._ceiling.is_pool_short:
+        if is_anyone_waiting or self._limit.is_pool_short:
             self._let_go()
         else:
-            self._ceiling.settle(self._begun_steps)
+            self._limit.settle(self._begun_steps)
 
     def step_begun(self) -> None:
         """A step was scheduled; one without requests may still page blocks out."""
@@ -164,9 +164,9 @@ class KvEstate:
         wanted = min(before + nbytes, self.most_bytes)
         with self._lock:
             ceiling = max(self._keep_blocks, self._granules.ceiling_for(wanted))
-            self._ceiling.lower(ceiling, self._begun_steps)
+            self._limit.lower(ceiling, self._begun_steps)
             self._is_shrinking = True
-            is_unused = self._ceiling.out & (self._ceiling.since <= self._ended_steps)
+            is_unused = self._limit.out & (self._limit.since <= self._ended_steps)
             free = self._granules.free(is_unused) & ~self._gone
             granule_bytes = self._granules.granule_bytes
             gone_count = int(self._gone.sum())
@@ -207,4 +207,4 @@ class KvEstate:
     def _let_go(self) -> None:
         """Give back every block whose memory is here."""
         self._is_shrinking = False
-        self._ceiling.give_back(~self._granules.blocks_of(self._gone))
+        self._limit.give_back(~self._granules.blocks_of(self._gone))

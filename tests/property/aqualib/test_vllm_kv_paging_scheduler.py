@@ -1,8 +1,9 @@
 """Random lives of requests on a small engine: what is loaded is always what was computed.
 
-The world below is an engine reduced to what the desk sees: blocks that are freed and given away
-within a step, steps that write after paging, a worker that keeps bytes by place and now and then
-loses some. A block's bytes are its tokens with all before them, so a wrong block is a wrong value.
+The world below is an engine reduced to what the scheduler's half sees: blocks that are freed and
+given away within a step, steps that write after paging, a worker that keeps bytes by place and now
+and then loses some. A block's bytes are its tokens with all before them, so a wrong block is a
+wrong value.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
-from aqualib.engines.vllm.orders import Orders, WorkerReport
-from aqualib.engines.vllm.paging_desk import PagingDesk
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 
 BLOCK = 4
 Bytes = tuple[int, ...]
@@ -51,7 +52,7 @@ class Request:
 class World:
     def __init__(self, rng: random.Random, options: AquaOptions, *, is_sharing: bool) -> None:
         self.rng = rng
-        self.desk = PagingDesk(
+        self.paging = KvPagingScheduler(
             options,
             capacity_blocks=rng.randrange(1, 30),
             block_bytes=1,
@@ -67,7 +68,7 @@ class World:
         self.restored = self.lost = self.count = 0
 
     def step(self) -> None:
-        rng, desk = self.rng, self.desk
+        rng, paging = self.rng, self.paging
         left = {
             request.request_id for request in list(self.requests.values()) if self.part(request)
         }
@@ -77,17 +78,17 @@ class World:
             name = f"r{self.count}"
             self.requests[name] = Request(name, tokens, goal=len(tokens) + rng.randrange(1, 20))
         running = [r for r in self.requests.values() if r.is_inside]
-        for request in running if desk.is_checkpointing else ():
+        for request in running if paging.is_checkpointing else ():
             is_loading = request.request_id in self.loading
-            if not is_loading and desk.is_behind(request.request_id, request.computed):
-                desk.checkpoint(request, request.computed, request.blocks)
+            if not is_loading and paging.is_behind(request.request_id, request.computed):
+                paging.checkpoint(request, request.computed, request.blocks)
         for request in self.requests.values():
             if not request.is_inside and request.request_id not in left and rng.random() < 0.5:
                 self.admit(request)
         if rng.random() < 0.02:
-            desk.reset()
-            assert not any(map(desk.saved_tokens, self.requests))
-        self.execute(desk.take_orders())
+            paging.reset()
+            assert not any(map(paging.saved_tokens, self.requests))
+        self.execute(paging.take_plan())
         self.compute()
 
     def part(self, request: Request) -> bool:
@@ -105,15 +106,15 @@ class World:
         return False
 
     def leave(self, request: Request) -> None:
-        saved = self.desk.preempting(request, request.blocks, request.computed)
-        assert saved == self.desk.saved_tokens(request.request_id) <= request.computed
+        saved = self.paging.preempting(request, request.blocks, request.computed)
+        assert saved == self.paging.saved_tokens(request.request_id) <= request.computed
         self.free += request.blocks
         request.blocks, request.computed, request.is_inside = [], 0, False
 
     def finish(self, request: Request) -> None:
         if request.request_id in self.loading:
             return  # vLLM keeps such a request until its load has ended.
-        self.desk.finished(request, request.blocks, request.computed)
+        self.paging.finished(request, request.blocks, request.computed)
         self.free += request.blocks
         del self.requests[request.request_id]
 
@@ -121,43 +122,43 @@ class World:
         need = -(-(len(request.tokens) + 1) // BLOCK)
         if need > len(self.free):
             return
-        count, is_async = self.desk.matched(request, 0)
+        count, is_async = self.paging.matched(request, 0)
         if count is None:
             return
-        assert self.desk.matched(request, 0) == (count, is_async), "asking changes nothing"
+        assert self.paging.matched(request, 0) == (count, is_async), "asking changes nothing"
         assert count < request.num_tokens
         self.rng.shuffle(self.free)
         request.blocks = [self.free.pop() for _ in range(need)]
         request.is_inside = True
         request.computed = count
-        self.desk.allocated(request, request.blocks, count)
+        self.paging.allocated(request, request.blocks, count)
         self.restored += count
         if is_async and count:
             self.loading[request.request_id] = ([], [])
 
-    def execute(self, orders: Orders) -> None:
-        for place in orders.drops:
+    def execute(self, plan: PagingPlan) -> None:
+        for place in plan.drops:
             self.places.pop(place, None)
-        for place, block in zip(orders.out_places, orders.out_blocks, strict=True):
+        for place, block in zip(plan.out_places, plan.out_blocks, strict=True):
             self.places[place] = self.cache[block]
         report = WorkerReport()
         if self.places and self.rng.random() < 0.05:
             self.places.pop(self.rng.choice(sorted(self.places)))
         failed: set[int] = set()
-        self.load(orders.in_places, orders.in_blocks, report, failed)
-        for name, job in orders.async_loads.items():
+        self.load(plan.in_places, plan.in_blocks, report, failed)
+        for name, job in plan.async_loads.items():
             assert name in self.loading
             self.loading[name] = job
         for name in [name for name in self.loading if self.rng.random() < 0.4]:
             self.load(*self.loading.pop(name), report, failed)
-            self.desk.loads_ended([name])
+            self.paging.loads_ended([name])
         for request in self.requests.values():
             for index, block in enumerate(request.blocks):
                 if block in failed:
                     request.computed = min(request.computed, index * BLOCK)
                     self.lost += 1
         if report.lost_places:
-            self.desk.note(report)
+            self.paging.note(report)
 
     def load(
         self, places: list[int], blocks: list[int], report: WorkerReport, failed: set[int]
@@ -188,7 +189,7 @@ class World:
                 request.tokens.append(self.rng.randrange(2))
 
     def audit(self) -> None:
-        table = self.desk.table
+        table = self.paging.table
         held = [place for place, entry in table._places.items() if entry.holders]
         assert table.held_count == len(held)
         assert len(table) + len(table._unused) == table.capacity_blocks
@@ -212,14 +213,14 @@ def test_what_is_loaded_is_what_was_computed(
         world.step()
         world.audit()
     for _ in range(200):  # Loads under way come to their end.
-        world.execute(world.desk.take_orders())
+        world.execute(world.paging.take_plan())
         if not world.loading:
             break
     for request in list(world.requests.values()):
         world.finish(request)
-    world.desk.take_orders()
+    world.paging.take_plan()
     world.audit()
-    assert world.desk.table.held_count == 0
+    assert world.paging.table.held_count == 0
 
 
 def test_the_histories_load_and_lose() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs.policy import TimeSlicePolicy
 from aqua_schedulers.cfs.ranking import (
     FairShare,
     FirstComeFirstServed,
@@ -13,7 +14,6 @@ from aqua_schedulers.cfs.ranking import (
     LeastServedFirst,
     Ranking,
 )
-from aqua_schedulers.cfs.turns import Turns
 from aqua_schedulers.cfs.views import FairPolicy
 
 
@@ -49,7 +49,7 @@ class FairSettings:
         block_tokens: Tokens of a KV block of the engine.
         slice_iterations: Engine steps of a turn.
         stint_tokens: For `first-token`: output of each request that goes before all further output.
-        patience_turns: Turns outside after which a request goes before all others.
+        patience_turns: TimeSlicePolicy outside after which a request goes before all others.
         fcfs_on_host: First come, first served while paged state would go to host memory.
     """
 
@@ -78,7 +78,7 @@ def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -
         PolicyName.LEAST_SERVED: LeastServedFirst(settings.slice_iterations),
         PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
     }
-    return Turns(
+    return TimeSlicePolicy(
         rankings[PolicyName.named(name)],
         block_tokens=settings.block_tokens,
         patience_turns=settings.patience_turns,

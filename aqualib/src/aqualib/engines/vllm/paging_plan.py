@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aqua_schedulers.cfs import Location
+from aqua_schedulers.cfs import PagingTier
 
 
 @dataclass(slots=True)
-class Orders:
+class PagingPlan:
     """One step's paging.
 
     Attributes:
@@ -47,7 +47,7 @@ class WorkerReport:
     """
 
     lost_places: set[int] = field(default_factory=set)
-    location: Location = Location.NOWHERE
+    location: PagingTier = PagingTier.NOWHERE
     link_bytes_per_s: float = 0.0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -60,4 +60,4 @@ class WorkerReport:
         )
 
 
-_WORST_LAST = [Location.PEER, Location.HOST, Location.NOWHERE]
+_WORST_LAST = [PagingTier.PEER, PagingTier.HOST, PagingTier.NOWHERE]

@@ -4,11 +4,11 @@ Owns the arithmetic of `AquaCache`, and nothing else: no tensors, no threads.
 
 A decoder visits its layers in the same order, over and over. For that pattern least-recently-used
 is the worst policy there is: with room for all layers but one it evicts, every time, exactly the
-layer that comes next. So the plan is fixed. Some layers are *pinned* and never move; the others
-are *streamed* through two buffers, one being read by the attention of the present layer while the
+layer that comes next. So the plan is fixed. Some layers are *resident* and never move; the others
+are *offloaded* through two buffers, one being read by the attention of the present layer while the
 next one fills. What moves per step is then the least that any policy can move, less one buffer.
 
-Pinned layers are spread evenly between the streamed ones: while a pinned layer computes, both
+Resident layers are spread evenly between the offloaded ones: while a resident layer computes, both
 buffers can be filling, so the link keeps working.
 
 Source: Aqua section 9.1, the FlexGen workload ("preempting the previous layer's context and loading
@@ -69,7 +69,7 @@ class LayerShape:
 
     @property
     def tail_bytes(self) -> int:
-        """Room for the last, unfinished block of one streamed layer."""
+        """Room for the last, unfinished block of one offloaded layer."""
         return self.rows * self.block_bytes
 
     @property
@@ -79,26 +79,26 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class OffloadPlan:
     """A division of the layers, and what it costs on the device."""
 
-    pinned: tuple[int, ...]
-    streamed: tuple[int, ...]
+    resident: tuple[int, ...]
+    offloaded: tuple[int, ...]
     resident_bytes: int
 
     def upcoming(self, layer: int) -> Iterator[int]:
         """Streamed layers in the order they are needed after `layer`, once around."""
-        later = [other for other in self.streamed if other > layer]
-        return iter(later + [other for other in self.streamed if other <= layer])
+        later = [other for other in self.offloaded if other > layer]
+        return iter(later + [other for other in self.offloaded if other <= layer])
 
 
-def plan_residency(
+def plan_offload(
     layer_count: int,
     shape: LayerShape,
     *,
     budget_bytes: int | None = None,
     resident_layers: int | None = None,
-) -> Residency:
+) -> OffloadPlan:
     """Pin as many layers as the limit allows.
 
     Args:
@@ -124,7 +124,7 @@ def plan_residency(
                 remedy=f"Pass resident_layers={STREAM_BUFFERS} or more.",
             )
         fits = resident_layers >= layer_count
-        pinned_count = layer_count if fits else resident_layers - STREAM_BUFFERS
+        resident_count = layer_count if fits else resident_layers - STREAM_BUFFERS
     else:
         assert budget_bytes is not None
         if budget_bytes < min(full, least):
@@ -137,14 +137,14 @@ def plan_residency(
             )
         # Pinning a layer costs its bytes and saves its tail; below `full` there is room for at
         # most all layers but three, so two buffers always have at least three layers to carry.
-        per_pinned = shape.layer_bytes - shape.tail_bytes
+        per_resident = shape.layer_bytes - shape.tail_bytes
         fits = budget_bytes >= full
-        pinned_count = layer_count if fits else (budget_bytes - least) // per_pinned
-    streamed_count = layer_count - pinned_count
-    streamed = tuple(index * layer_count // streamed_count for index in range(streamed_count))
-    pinned = tuple(layer for layer in range(layer_count) if layer not in set(streamed))
-    buffers = pinned_count if not streamed else pinned_count + STREAM_BUFFERS
-    return Residency(pinned, streamed, _resident_bytes(buffers, streamed_count, shape))
+        resident_count = layer_count if fits else (budget_bytes - least) // per_resident
+    offloaded_count = layer_count - resident_count
+    offloaded = tuple(index * layer_count // offloaded_count for index in range(offloaded_count))
+    resident = tuple(layer for layer in range(layer_count) if layer not in set(offloaded))
+    buffers = resident_count if not offloaded else resident_count + STREAM_BUFFERS
+    return OffloadPlan(resident, offloaded, _resident_bytes(buffers, offloaded_count, shape))
 
 
 def _resident_bytes(buffers: int, tails: int, shape: LayerShape) -> int:

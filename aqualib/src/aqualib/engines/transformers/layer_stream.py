@@ -1,6 +1,6 @@
 """Streams the layers that do not stay: their books, their buffers, and the lane that fills them.
 
-A streamed layer lives in three pieces. Its full *blocks* are in the block store, wherever that
+A offloaded layer lives in three pieces. Its full *blocks* are in the block store, wherever that
 keeps them at the moment (a peer's memory or the host's). Its *tail*, the last unfinished block, is
 on the device, so that a decoded token moves nothing: blocks are paged out once, when they are full,
 and never again, since a full block cannot change. While attention reads the layer, all of it is
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from aqualib.engines.transformers.residency import STREAM_BUFFERS, LayerShape, Residency
+from aqualib.engines.transformers.offload_plan import STREAM_BUFFERS, LayerShape, OffloadPlan
 
 if TYPE_CHECKING:
     from aqualib.blocks import BlockStore
@@ -39,31 +39,30 @@ NO_SLOT: Final = -1
 
 
 class LayerStream:
-    """The streamed layers of one cache.
+    """The offloaded layers of one cache.
 
     Args:
         store: Holds the full blocks; owned by the stream from now on.
         shape: Of every layer.
-        residency: Which layers are streamed, and in which order.
+        plan: Which layers are offloaded, and in which order.
         like: A tensor of the cache's dtype, on its device.
     """
 
     def __init__(
-        self, store: BlockStore, shape: LayerShape, residency: Residency, like: torch.Tensor
+        self, store: BlockStore, shape: LayerShape, plan: OffloadPlan, like: torch.Tensor
     ) -> None:
         self._store = store
         self._shape = shape
-        self._residency = residency
+        self._plan = plan
         self._device = like.device
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aqua-cache-lane")
         self._buffers = [new_buffer(shape, like) for _ in range(STREAM_BUFFERS)]
         tail_shape = (2, shape.batch, shape.heads, shape.block_tokens, shape.head_dim)
-        self._tails = {layer: like.new_empty(tail_shape) for layer in residency.streamed}
+        self._tails = {layer: like.new_empty(tail_shape) for layer in plan.offloaded}
         self._slots = {
-            layer: torch.full((shape.rows, shape.max_blocks), NO_SLOT)
-            for layer in residency.streamed
+            layer: torch.full((shape.rows, shape.max_blocks), NO_SLOT) for layer in plan.offloaded
         }
-        self._lengths = dict.fromkeys(residency.streamed, 0)
+        self._lengths = dict.fromkeys(plan.offloaded, 0)
         # Which buffer a layer occupies, and the copy that has to finish before it may be read.
         self._holder: dict[int, int] = {}
         self._filling: dict[int, Future[None]] = {}
@@ -129,10 +128,10 @@ class LayerStream:
         self._lengths[layer] = length
 
     def prefetch_after(self, layer: int) -> None:
-        """Fill the free buffers with the streamed layers that come next after `layer`."""
+        """Fill the free buffers with the offloaded layers that come next after `layer`."""
         if self._reading not in (None, layer):
             self._let_go()
-        for upcoming in self._residency.upcoming(layer):
+        for upcoming in self._plan.upcoming(layer):
             if len(self._holder) == STREAM_BUFFERS:
                 return
             if upcoming not in self._holder:
@@ -172,7 +171,7 @@ class LayerStream:
         self._filling.clear()
         self._holder.clear()
         self._reading = None
-        for layer in self._residency.streamed:
+        for layer in self._plan.offloaded:
             self.crop(layer, 0)
 
     def drain(self) -> None:

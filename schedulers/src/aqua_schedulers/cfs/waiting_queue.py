@@ -21,7 +21,7 @@ Inhabitants = OrderedDict[str, tuple[int, int, RequestView]]
 """Number, turn of leaving and view by id, in order of leaving; cheap to take from the front."""
 
 
-class Lobby:
+class WaitingQueue:
     """Holds each outside request once."""
 
     def __init__(self, ranking: Ranking) -> None:

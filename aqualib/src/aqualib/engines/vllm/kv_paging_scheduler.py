@@ -1,6 +1,6 @@
 """The paging desk: the scheduler's half of paging, without vLLM.
 
-It is told what happens to requests and block ids and writes the step's `Orders`. Requests are
+It is told what happens to requests and block ids and writes the step's `PagingPlan`. Requests are
 vLLM's objects, of which it reads `request_id`, `num_tokens`, `block_hashes` and
 `skip_reading_prefix_cache`; nothing is kept of them but names.
 
@@ -20,10 +20,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from aqua_schedulers.cfs import Location
+from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
-from aqualib.engines.vllm.orders import Orders, WorkerReport
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 
 TAIL: Final = "tail"
 """Marks the key of a request's partial last block, beside the number of its tokens."""
@@ -51,7 +51,7 @@ class _Offer:
 
 
 @dataclass(slots=True)
-class DeskCounts:
+class PagingCounts:
     """What the desk did so far; blocks unless named otherwise.
 
     Attributes:
@@ -79,7 +79,7 @@ class DeskCounts:
     forced_preemptions: int = 0
 
 
-class PagingDesk:
+class KvPagingScheduler:
     """Writes each step's orders.
 
     Args:
@@ -106,15 +106,15 @@ class PagingDesk:
         self.table: Final = BlockTable(capacity_blocks if self.is_paging else 0)
         self.block_bytes: Final = block_bytes
         self.block_tokens: Final = block_tokens
-        self.counts: Final = DeskCounts()
-        self.location = Location.HOST if self.is_paging else Location.NOWHERE
+        self.counts: Final = PagingCounts()
+        self.location = PagingTier.HOST if self.is_paging else PagingTier.NOWHERE
         self.link_bytes_per_s = 0.0
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
         self.has_tier: Final = is_sharing and self.is_paging
         self._hashes_per_block = block_tokens // hash_tokens
         self._is_async = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
-        self._orders = Orders()
+        self._plan = PagingPlan()
         self._saved: dict[str, _Saved] = {}
         self._offers: dict[str, _Offer] = {}
         self._loading: dict[str, list[int]] = {}
@@ -249,13 +249,13 @@ class PagingDesk:
         self._checkpointed[request.request_id] = max(done, len(keys))
         self.counts.checkpointed_blocks += self._cache(keys[done:], block_ids[done : len(keys)])
 
-    def take_orders(self) -> Orders:
+    def take_plan(self) -> PagingPlan:
         """The step's orders; the next one's begin empty."""
-        orders, self._orders = self._orders, Orders()
-        orders.drops = self.table.take_dropped()
+        plan, self._plan = self._plan, PagingPlan()
+        plan.drops = self.table.take_dropped()
         self.table.release(self._until_taken)
         self._until_taken = []
-        return orders
+        return plan
 
     def totals(self) -> dict[str, float]:
         """What is counted here, by the names of `engine_metrics`."""
@@ -304,9 +304,9 @@ class PagingDesk:
         self.table.clear()
 
     @property
-    def ordered_blocks(self) -> Collection[int]:
+    def planned_page_out_blocks(self) -> Collection[int]:
         """Blocks that the next step pages out, whoever owns them by now."""
-        return self._orders.out_blocks
+        return self._plan.out_blocks
 
     # --- What policies ask ----------------------------------------------------------------
 
@@ -351,11 +351,11 @@ class PagingDesk:
         self.table.hold(offer.places)
         if self._is_async:
             self._loading[request_id] = offer.places
-            self._orders.async_loads[request_id] = (offer.places, blocks)
+            self._plan.async_loads[request_id] = (offer.places, blocks)
         else:
             self._until_taken += offer.places
-            self._orders.in_places += offer.places
-            self._orders.in_blocks += blocks
+            self._plan.in_places += offer.places
+            self._plan.in_blocks += blocks
 
     def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> int:
         """Have blocks paged out that nobody holds; returns how many were not there."""
@@ -372,8 +372,8 @@ class PagingDesk:
         return count
 
     def _page_out(self, place: int, block_id: int) -> None:
-        self._orders.out_places.append(place)
-        self._orders.out_blocks.append(block_id)
+        self._plan.out_places.append(place)
+        self._plan.out_blocks.append(block_id)
 
     def _keys(self, request: Any, count: int) -> list[Hashable]:
         """Keys of the first `count` full blocks, or of as many as have one."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aqua_protocol import TransportError
-from aqualib.engines.vllm.lending.ceiling import BlockCeiling
-from aqualib.engines.vllm.lending.estate import EngineLoad, KvEstate
+from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
+from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
 from harness.block_pool import PaperBlock, PaperPool
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class LendingEngine(RuleBasedStateMachine):
         )
         self.pool = PaperPool(blocks)
         self.memory = PaperMemory(self.granules.count)
-        self.ceiling = BlockCeiling(self.pool, keep_free)
+        self.limit = BlockLimit(self.pool, keep_free)
         self.keep, self.keep_free = keep, keep_free
-        self.estate = KvEstate(
-            ceiling=self.ceiling,
+        self.lending = KvLending(
+            limit=self.limit,
             granules=self.granules,
             memory=self.memory,
             slab_bytes=SLAB,
@@ -121,22 +121,22 @@ class LendingEngine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.steps) < 2)
     @rule(is_anyone_waiting=st.booleans())
     def begin_step(self, is_anyone_waiting: bool) -> None:
-        self.estate.before_step(is_anyone_waiting=is_anyone_waiting)
+        self.lending.before_step(is_anyone_waiting=is_anyone_waiting)
         if self.requests:
-            self.estate.step_begun()
+            self.lending.step_begun()
             self.steps.append({block.block_id for blocks in self.requests for block in blocks})
 
     @precondition(lambda self: self.steps)
     @rule()
     def end_step(self) -> None:
         self.steps.pop(0)
-        self.estate.step_ended()
+        self.lending.step_ended()
 
     # --- The informer ---------------------------------------------------------------------
 
     @rule(slabs=st.integers(1, 6))
     def shrink(self, slabs: int) -> None:
-        given = self.estate.shrink(slabs * SLAB)
+        given = self.lending.shrink(slabs * SLAB)
         assert 0 <= given <= slabs * SLAB
         assert given % SLAB == 0
         self.given_bytes += given
@@ -145,19 +145,19 @@ class LendingEngine(RuleBasedStateMachine):
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
         slabs = data.draw(st.integers(1, self.given_bytes // SLAB))
-        self.estate.grow(slabs * SLAB)
+        self.lending.grow(slabs * SLAB)
         self.given_bytes -= slabs * SLAB
 
     @rule(slabs=st.integers(1, 6))
     def shrink_or_grow_on_a_device_that_refuses(self, slabs: int) -> None:
         self.memory.is_refusing = True
-        for ask in (self.estate.shrink, self.estate.grow):
+        for ask in (self.lending.shrink, self.lending.grow):
             try:
                 given = ask(slabs * SLAB)
             except TransportError:
                 continue
             assert not given, "nothing moved, so nothing was given"
-            assert not self.given_bytes or ask == self.estate.shrink
+            assert not self.given_bytes or ask == self.lending.shrink
         self.memory.is_refusing = False
 
     # --- What always holds ----------------------------------------------------------------
@@ -166,7 +166,7 @@ class LendingEngine(RuleBasedStateMachine):
     def every_block_is_in_one_place(self) -> None:
         free = {block.block_id for block in self.pool.free}
         used = {block.block_id for blocks in self.requests for block in blocks}
-        out = set(np.flatnonzero(self.ceiling.out))
+        out = set(np.flatnonzero(self.limit.out))
         assert len(free) + len(used) + len(out) + 1 == len(self.pool.blocks)
         assert free | used | out | {0} == set(range(len(self.pool.blocks)))
         assert self.pool.num_gpu_blocks == len(self.pool.blocks) - len(out)
@@ -181,22 +181,22 @@ class LendingEngine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_given_up_is_really_gone(self) -> None:
-        assert self.estate.surrendered_bytes == self.given_bytes
+        assert self.lending.surrendered_bytes == self.given_bytes
         gone = int((~self.memory.present).sum()) * GRANULE
         assert self.given_bytes <= gone < self.given_bytes + GRANULE + (not self.given_bytes)
 
     @invariant()
     def blocks_that_are_out_answer_no_prefix(self) -> None:
-        assert all(self.pool.blocks[i].block_hash is None for i in np.flatnonzero(self.ceiling.out))
+        assert all(self.pool.blocks[i].block_hash is None for i in np.flatnonzero(self.limit.out))
 
     def teardown(self) -> None:
-        if not hasattr(self, "estate"):
+        if not hasattr(self, "lending"):
             return
         while self.requests:
             self.pool.free_blocks(self.requests.pop())
         if self.given_bytes:
-            self.estate.grow(self.given_bytes)
-        self.estate.before_step(is_anyone_waiting=True)
+            self.lending.grow(self.given_bytes)
+        self.lending.before_step(is_anyone_waiting=True)
         assert self.memory.present.all()
         assert len(self.pool.free) == len(self.pool.blocks) - 1
         assert self.pool.get_usage() == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.granules import Mask
 
 
-class BlockCeiling:
+class BlockLimit:
     """Which blocks of a pool are out of use.
 
     Args:
@@ -52,7 +52,7 @@ class BlockCeiling:
         self._awaited: list[Any] = []
 
     def __repr__(self) -> str:
-        return f"BlockCeiling({self.out.sum()} of {self.block_count} blocks out)"
+        return f"BlockLimit({self.out.sum()} of {self.block_count} blocks out)"
 
     @property
     def out_count(self) -> int:
