@@ -116,7 +116,7 @@ EDITABLES := \
   -e client \
   -e 'cli[plot]' \
   -e coordinator \
-  -e 'aqualib[torch,transformers,demo,nvml]' \
+  -e 'aqualib[torch,transformers,nvml]' \
   -e 'placer[gurobi,cbc]' \
   -e 'profiler[nvml,torch]' \
   -e schedulers \

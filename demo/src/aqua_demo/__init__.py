@@ -1,1 +1,12 @@
-"""The demos of Aqua."""
+"""The demo: idle memory of one process, harvested by another, taken back and given again.
+
+`aqua-demo` starts real processes and nothing pretends: a coordinator with its embedded Valkey, a
+producer that serves images from a diffusion model, a consumer that generates text with a Llama
+whose keys and values exceed its budget. Both models have random weights, since what is shown is
+memory moving under them, not what they say.
+
+Modules, from the ground up: `text`, `models`, `scale`, `machine` (what runs, how large, on what);
+`messages`, `leash`, `child`, `processes` (how processes speak, and end); `images`, `generation`,
+`producer_program`, `consumer_program`, `coordinator` (what they do); `phases`, `orchestration` (who
+starts, waits and stops); `timeline`, `report`, `plot`, `view` (what is seen); `cli`.
+"""

@@ -41,7 +41,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
         _run(
             tmp_path,
             *("aqua-profile", "run", "batch", "--model", "image-service", "--largest", "2"),
-            *("--program", "aqualib.demo.profiled:images_quick", "--threshold", "1MiB"),
+            *("--program", "aqua_demo.profiled:images_quick", "--threshold", "1MiB"),
             *("--output", "images.json", "--json"),
         )
     )
@@ -50,7 +50,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
         _run(
             tmp_path,
             *("aqua-profile", "run", "context", "--model", "llm", "--long-prompt-tokens", "1800"),
-            *("--program", "aqualib.demo.profiled:llm_quick", "--threshold", "1MiB"),
+            *("--program", "aqua_demo.profiled:llm_quick", "--threshold", "1MiB"),
             *("--output", "llm.json", "--json"),
         )
     )

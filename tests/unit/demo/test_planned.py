@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqua_demo.planned import arrange
+from aqua_demo.scale import QUICK, scale_of
 from aqua_protocol import MIB, ConfigError
 from aqua_protocol.plan import Match
 from aqua_protocol.profile import ModelProfile, ProfileLabel
-from aqualib.demo.coordinator import CONSUMER_ID, PRODUCER_ID
-from aqualib.demo.planned import arrange
-from aqualib.demo.scale import QUICK, scale_of
 
 
 def _profiles(spare: int = 12 * MIB, needed: int = 5 * MIB) -> dict[str, ModelProfile]:

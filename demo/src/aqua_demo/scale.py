@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from aqua_demo.models import LlamaSize
 from aqua_protocol import MIB
-from aqualib.demo.models import LlamaSize
 
 WEIGHT_BYTES: Final = 1 * MIB
 """Room for the image model's weights."""

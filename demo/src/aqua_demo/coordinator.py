@@ -16,8 +16,8 @@ from typing import Final, Self
 
 import httpx
 
+from aqua_demo.processes import Child, Crew, DemoError, clean_environment
 from aqua_protocol.leases import PlacementPlan
-from aqualib.demo.processes import Child, Crew, DemoError, clean_environment
 
 START_LIMIT_S: Final = 30.0
 LOOK_AGAIN_S: Final = 0.05
@@ -46,7 +46,7 @@ class Coordinator:
         if not program.exists():
             raise DemoError(
                 f"{program} is not installed",
-                remedy="Install it next to aqualib: pip install 'aqualib[demo]'.",
+                remedy="Install it next to aqualib: pip install aqua-demo.",
             )
         tokens_file = scratch / "tokens.json"
         producer_token = _make_token(program, tokens_file, "producer", PRODUCER_ID)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aqualib.demo.text import ByteTokenizer
+from aqua_demo.text import ByteTokenizer
 
 WEIGHT_DEVIATION: Final = 0.1
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from aqua_demo.messages import ConsumerSample, ProducerSample
+from aqua_demo.scale import Scale
 from aqua_protocol import format_bytes
-from aqualib.demo.messages import ConsumerSample, ProducerSample
-from aqualib.demo.scale import Scale
 
 
 class Phase(StrEnum):

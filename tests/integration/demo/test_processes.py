@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aqualib.demo.messages import ConsumerSample, Failure, Finish, News
-from aqualib.demo.processes import Child, Crew, DemoError
+from aqua_demo.messages import ConsumerSample, Failure, Finish, News
+from aqua_demo.processes import Child, Crew, DemoError
 
 END_LIMIT_S = 20.0
 READY = "import sys, time; print('ready', file=sys.stderr, flush=True); time.sleep(600)"
@@ -51,7 +51,7 @@ def test_a_leashed_process_ends_when_its_parent_is_killed() -> None:
         import os, subprocess, sys, time
         command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
         child = subprocess.Popen(
-            [sys.executable, "-m", "aqualib.demo.leash", str(os.getpid()), *command],
+            [sys.executable, "-m", "aqua_demo.leash", str(os.getpid()), *command],
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -74,7 +74,7 @@ def test_a_leashed_process_ends_when_its_parent_is_killed() -> None:
 
 def test_a_leash_is_not_put_on_for_a_parent_that_is_gone_already() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "aqualib.demo.leash", "1", sys.executable, "-c", "print('ran')"],
+        [sys.executable, "-m", "aqua_demo.leash", "1", sys.executable, "-c", "print('ran')"],
         capture_output=True,
         check=False,
         timeout=END_LIMIT_S,
@@ -135,8 +135,8 @@ def _talker(code: str) -> str:
         """
         import os, sys, threading
         from aqua_protocol import ConfigError
-        from aqualib.demo.child import Parent
-        from aqualib.demo.messages import News
+        from aqua_demo.child import Parent
+        from aqua_demo.messages import News
         finished = threading.Event()
         with Parent(os.getppid(), lambda command: finished.set()) as p:
         """

@@ -23,8 +23,8 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
+from aqua_demo.messages import REPORTS, Failure, Finish, Message, Report
 from aqua_protocol import AquaError
-from aqualib.demo.messages import REPORTS, Failure, Finish, Message, Report
 
 STOP_WAIT_S: Final = 10.0
 LOG_TAIL_LINES: Final = 15
@@ -172,13 +172,13 @@ class Crew:
         """Start one of the demo's own programs, which speaks its language.
 
         Args:
-            module: Within `aqualib.demo`.
+            module: Within `aqua_demo`.
             settings: Handed over as JSON, in the one argument.
         """
         command = [
             sys.executable,
             "-m",
-            f"aqualib.demo.{module}",
+            f"aqua_demo.{module}",
             str(os.getpid()),
             settings.model_dump_json(),
         ]
@@ -190,7 +190,7 @@ class Crew:
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> Child:
         """Start somebody else's program, on a leash."""
-        leashed = [sys.executable, "-m", "aqualib.demo.leash", str(os.getpid()), *command]
+        leashed = [sys.executable, "-m", "aqua_demo.leash", str(os.getpid()), *command]
         return self._keep(Child(name, leashed, log=self._log(name), environment=environment))
 
     def require_services(self) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aqualib.demo.orchestration import Story
-    from aqualib.demo.planned import Arrangement
-    from aqualib.demo.report import DemoReport
-    from aqualib.demo.view import View
+    from aqua_demo.orchestration import Story
+    from aqua_demo.planned import Arrangement
+    from aqua_demo.report import DemoReport
+    from aqua_demo.view import View
 
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
@@ -73,7 +73,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         signal.signal(number, _interrupt)
     try:
         logs = _prepare(output_directory)
-        from aqualib.demo.orchestration import Options, Story
+        from aqua_demo.orchestration import Options, Story
 
         name = "quick" if quick else "full"
         arrangement = _arrangement(name, profile or [], plan)
@@ -116,8 +116,8 @@ def _arrangement(scale: str, profiles: list[Path], plan: Path | None) -> Arrange
         raise ConfigError(
             "profiles and a plan go together", remedy="Give --profile twice and --plan."
         )
-    from aqualib.demo.planned import read_arrangement
-    from aqualib.demo.scale import SCALES
+    from aqua_demo.planned import read_arrangement
+    from aqua_demo.scale import SCALES
 
     return read_arrangement(SCALES[scale], profiles, plan)
 
@@ -136,7 +136,7 @@ def _prepare(directory: Path) -> Path:
 
 
 def _view(console: Console, *, quiet: bool) -> View:
-    from aqualib.demo.view import LiveView, PlainView, QuietView
+    from aqua_demo.view import LiveView, PlainView, QuietView
 
     if quiet:
         return QuietView()
@@ -147,8 +147,8 @@ def _publish(
     report: DemoReport, story: Story, directory: Path, console: Console, *, as_json: bool
 ) -> None:
     """Write the report and the plot; print the summary."""
-    from aqualib.demo.plot import draw
-    from aqualib.demo.view import summary
+    from aqua_demo.plot import draw
+    from aqua_demo.view import summary
 
     report_path, plot_path = directory / "demo-report.json", directory / "demo-plot.png"
     report_path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from aqualib.demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
-from aqualib.demo.phases import Observation, Phase, goals
-from aqualib.demo.plot import draw
-from aqualib.demo.report import DemoReport, Run, make_report
-from aqualib.demo.scale import QUICK
-from aqualib.demo.timeline import Timeline
-from aqualib.demo.view import picture, summary
+from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
+from aqua_demo.phases import Observation, Phase, goals
+from aqua_demo.plot import draw
+from aqua_demo.report import DemoReport, Run, make_report
+from aqua_demo.scale import QUICK
+from aqua_demo.timeline import Timeline
+from aqua_demo.view import picture, summary
 
 STARTED_S = 1000.0
 PHASES = {

@@ -18,8 +18,8 @@ from typing import Final
 
 import torch
 
-from aqualib.demo.models import NoiseSchedule, build_unet
-from aqualib.demo.scale import Scale
+from aqua_demo.models import NoiseSchedule, build_unet
+from aqua_demo.scale import Scale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 
 MAX_WAITING: Final = 10_000

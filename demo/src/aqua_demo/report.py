@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from aqua_demo.machine import describe_machine
+from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
+from aqua_demo.phases import GENERATING, TITLES, Phase
+from aqua_demo.timeline import Timeline
 from aqua_protocol import TransportKind, format_bytes
-from aqualib.demo.machine import describe_machine
-from aqualib.demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
-from aqualib.demo.phases import GENERATING, TITLES, Phase
-from aqualib.demo.timeline import Timeline
 
 PACKAGES: Final = ("aqualib", "aqua-coordinator", "aqua-protocol", "torch", "transformers")
 

@@ -39,7 +39,7 @@ def load_prompt(token_count: int) -> list[int]:
     Raises:
         ConfigError: The text is shorter.
     """
-    text = files("aqualib.demo").joinpath("texts/declaration.txt").read_text(encoding="utf-8")
+    text = files("aqua_demo").joinpath("texts/declaration.txt").read_text(encoding="utf-8")
     tokens = ByteTokenizer().encode(text)
     if token_count > len(tokens):
         raise ConfigError(

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqua_demo.scale import WEIGHT_BYTES, Scale
 from aqua_protocol import ConfigError, format_bytes
 from aqua_protocol.leases import Pairing, PlacementPlan
 from aqua_protocol.plan import Match, Plan
 from aqua_protocol.profile import ModelProfile, ProfileLabel
-from aqualib.demo.coordinator import CONSUMER_ID, PRODUCER_ID
-from aqualib.demo.scale import WEIGHT_BYTES, Scale
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -66,7 +66,7 @@ def arrange(
     ):
         raise ConfigError(
             f"the demo takes profiles of a producer {PRODUCER_ID!r} and a consumer {CONSUMER_ID!r}",
-            remedy="Profile aqualib.demo.profiled as docs/profiling.md shows.",
+            remedy="Profile aqua_demo.profiled as docs/profiling.md shows.",
         )
     match = next((match for match in matches if match.consumer == CONSUMER_ID), None)
     if match is None or match.producer != PRODUCER_ID:

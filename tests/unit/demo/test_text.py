@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aqua_demo.scale import FULL, QUICK
+from aqua_demo.text import ByteTokenizer, load_prompt
 from aqua_protocol import ConfigError
-from aqualib.demo.scale import FULL, QUICK
-from aqualib.demo.text import ByteTokenizer, load_prompt
 
 
 def test_text_survives_encoding_and_decoding() -> None:

@@ -1,6 +1,6 @@
 """Ties a process to its parent: however the parent ends, SIGKILL included, the child ends too.
 
-Run as `python -m aqualib.demo.leash <program> <arguments>` it puts the leash on and becomes the
+Run as `python -m aqua_demo.leash <program> <arguments>` it puts the leash on and becomes the
 program; the kernel keeps the setting across `exec`. The signal is SIGTERM, so that a program with
 children of its own, like a coordinator with its Valkey, can take them along.
 """

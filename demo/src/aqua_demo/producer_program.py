@@ -1,6 +1,6 @@
 """The producer: an image service that lends what it does not need, and takes it back under load.
 
-Run by the demo as `python -m aqualib.demo.producer_program <parent pid> <settings>`. One thread
+Run by the demo as `python -m aqua_demo.producer_program <parent pid> <settings>`. One thread
 denoises; the informer watches its queue and its rate of requests and decides about the memory. The
 service itself knows nothing of lending: it asks its allowance before it takes up an image, and
 waits when the answer is no.
@@ -17,12 +17,10 @@ from typing import Final
 
 import torch
 
-from aqua_protocol import TransportKind
-from aqualib.coordinator_link import CoordinatorLink
-from aqualib.demo.child import Parent
-from aqualib.demo.coordinator import PRODUCER_ID
-from aqualib.demo.images import Arrivals, ImageService
-from aqualib.demo.messages import (
+from aqua_demo.child import Parent
+from aqua_demo.coordinator import PRODUCER_ID
+from aqua_demo.images import Arrivals, ImageService
+from aqua_demo.messages import (
     Command,
     Finish,
     Message,
@@ -30,7 +28,9 @@ from aqualib.demo.messages import (
     ReclaimMeasure,
     SetLoad,
 )
-from aqualib.demo.scale import Scale, scale_of
+from aqua_demo.scale import Scale, scale_of
+from aqua_protocol import TransportKind
+from aqualib.coordinator_link import CoordinatorLink
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile

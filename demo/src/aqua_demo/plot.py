@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from aqua_demo.phases import GENERATING, Phase
+from aqua_demo.timeline import Timeline
 from aqua_protocol import MIB
-from aqualib.demo.phases import GENERATING, Phase
-from aqualib.demo.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aqualib.demo.images import MAX_WAITING, Arrivals, ImageService
-from aqualib.demo.scale import QUICK, SCALES
+from aqua_demo.images import MAX_WAITING, Arrivals, ImageService
+from aqua_demo.scale import QUICK, SCALES
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 

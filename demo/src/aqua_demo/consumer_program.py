@@ -1,6 +1,6 @@
 """The consumer: a Llama that reads a long text within a budget its keys and values exceed.
 
-Run by the demo as `python -m aqualib.demo.consumer_program <parent pid> <settings>`. With a
+Run by the demo as `python -m aqua_demo.consumer_program <parent pid> <settings>`. With a
 coordinator in its settings it borrows memory through `AquaCache`; without one it is the reference:
 the same generation with a plain `DynamicCache`, all on its own device.
 """
@@ -19,12 +19,10 @@ import torch
 from transformers import DynamicCache
 
 import aqualib
-from aqua_protocol import CapacityError, TransportKind, format_bytes
-from aqualib.consumer.extents import Run
-from aqualib.demo.child import Parent
-from aqualib.demo.coordinator import CONSUMER_ID
-from aqualib.demo.generation import Generation
-from aqualib.demo.messages import (
+from aqua_demo.child import Parent
+from aqua_demo.coordinator import CONSUMER_ID
+from aqua_demo.generation import Generation
+from aqua_demo.messages import (
     Command,
     ConsumerResult,
     ConsumerSample,
@@ -33,7 +31,9 @@ from aqualib.demo.messages import (
     Message,
     Progress,
 )
-from aqualib.demo.scale import scale_of
+from aqua_demo.scale import scale_of
+from aqua_protocol import CapacityError, TransportKind, format_bytes
+from aqualib.consumer.extents import Run
 from aqualib.engines.transformers import AquaCache
 from aqualib.transports import select
 

@@ -1,7 +1,7 @@
 """The demo's two programs as `aqua-profile` runs them, without anything lent.
 
-    aqua-profile run batch --program aqualib.demo.profiled:images_quick --model image-service ...
-    aqua-profile run context --program aqualib.demo.profiled:llm_quick --model llm ...
+    aqua-profile run batch --program aqua_demo.profiled:images_quick --model image-service ...
+    aqua-profile run context --program aqua_demo.profiled:llm_quick --model llm ...
 
 The image service makes batches on its emulated device; the LLM reads prompts and says how large its
 keys and values are. Both are the code that the demo runs.
@@ -14,10 +14,10 @@ import time
 import torch
 from transformers import DynamicCache
 
-from aqualib.demo.images import ImageService
-from aqualib.demo.machine import compute_threads
-from aqualib.demo.models import build_llama
-from aqualib.demo.scale import SCALES, Scale
+from aqua_demo.images import ImageService
+from aqua_demo.machine import compute_threads
+from aqua_demo.models import build_llama
+from aqua_demo.scale import SCALES, Scale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from transformers import Cache, LogitsProcessor, StoppingCriteria
 
-from aqualib.demo.messages import ConsumerResult
-from aqualib.demo.models import build_llama
-from aqualib.demo.scale import Scale
-from aqualib.demo.text import ByteTokenizer, load_prompt
+from aqua_demo.messages import ConsumerResult
+from aqua_demo.models import build_llama
+from aqua_demo.scale import Scale
+from aqua_demo.text import ByteTokenizer, load_prompt
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedConfig

@@ -16,11 +16,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from aqua_demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
+from aqua_demo.phases import TITLES, Goal, Phase
+from aqua_demo.report import DemoReport
+from aqua_demo.timeline import Event, Timeline
 from aqua_protocol import format_bytes
-from aqualib.demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
-from aqualib.demo.phases import TITLES, Goal, Phase
-from aqualib.demo.report import DemoReport
-from aqualib.demo.timeline import Event, Timeline
 
 REFRESH_PER_S: Final = 8
 PLAIN_INTERVAL_S: Final = 5.0

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from aqua_protocol import TransportKind, error_from_body, format_bytes
-from aqua_protocol.leases import PlacementPlan
-from aqualib.demo.consumer_program import ConsumerSettings
-from aqualib.demo.coordinator import Coordinator
-from aqualib.demo.machine import Devices, choose_devices, compute_threads
-from aqualib.demo.messages import (
+from aqua_demo.consumer_program import ConsumerSettings
+from aqua_demo.coordinator import Coordinator
+from aqua_demo.machine import Devices, choose_devices, compute_threads
+from aqua_demo.messages import (
     ConsumerResult,
     ConsumerSample,
     CorruptOneByte,
@@ -33,13 +31,15 @@ from aqualib.demo.messages import (
     Report,
     SetLoad,
 )
-from aqualib.demo.phases import TITLES, Observation, Patience, Phase, goals, next_phase
-from aqualib.demo.processes import Child, Crew, DemoError
-from aqualib.demo.producer_program import ProducerSettings
-from aqualib.demo.report import DemoReport, Run, make_report
-from aqualib.demo.scale import scale_of
-from aqualib.demo.timeline import Timeline
-from aqualib.demo.view import View
+from aqua_demo.phases import TITLES, Observation, Patience, Phase, goals, next_phase
+from aqua_demo.processes import Child, Crew, DemoError
+from aqua_demo.producer_program import ProducerSettings
+from aqua_demo.report import DemoReport, Run, make_report
+from aqua_demo.scale import scale_of
+from aqua_demo.timeline import Timeline
+from aqua_demo.view import View
+from aqua_protocol import TransportKind, error_from_body, format_bytes
+from aqua_protocol.leases import PlacementPlan
 
 STALL_LIMIT_S: Final = 180.0
 """A phase without progress for longer is stuck: on two busy cores each takes 10 to 20 seconds."""

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from aqua_demo import leash
+from aqua_demo.messages import COMMANDS, Command, Failure, Finish, Message, News
 from aqua_protocol import AquaError
-from aqualib.demo import leash
-from aqualib.demo.messages import COMMANDS, Command, Failure, Finish, Message, News
 
 
 class Parent:

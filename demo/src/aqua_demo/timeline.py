@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from aqualib.demo.messages import ConsumerSample, ProducerSample
-from aqualib.demo.phases import Phase
+from aqua_demo.messages import ConsumerSample, ProducerSample
+from aqua_demo.phases import Phase
 
 MAX_SAMPLES: Final = 36_000
 MAX_EVENTS: Final = 1_000
