@@ -110,9 +110,13 @@ class FrameStore:
             slab = self._make_host_slab()
             with self._changed:
                 self._books.spare_hosts.append(slab)
+                self._changed.notify_all()
 
     def claim(self, unit_bytes: int) -> Frame:
         """A new, empty frame, on a peer if a slab is spare.
+
+        A host slab that another thread is making, or that the mover is about to set free, is
+        waited for: it was counted already, so the store only looks full.
 
         Args:
             unit_bytes: What its room is counted in.
@@ -124,10 +128,9 @@ class FrameStore:
         """
         assert 0 < unit_bytes <= self.slab_bytes, f"unit of {unit_bytes} bytes"
         with self._changed:
+            self._changed.wait_for(self._knows_whether_full, PIN_WAIT_LIMIT_S)
             self._require_open()
             books = self._books
-            if not books.spare_hosts and books.host_count >= self.frame_limit:
-                self._sweep()
             if books.spare_hosts:
                 return books.add_frame(books.spare_hosts.pop(), unit_bytes)
             if books.host_count >= self.frame_limit:
@@ -139,6 +142,7 @@ class FrameStore:
             books.host_count += 1
         host = self._make_host_slab()
         with self._changed:
+            self._changed.notify_all()
             return self._books.add_frame(host, unit_bytes)
 
     def dissolve(self, frame: Frame) -> None:
@@ -456,6 +460,19 @@ class FrameStore:
         self.version += 1
         self._changed.notify_all()
 
+    def _knows_whether_full(self) -> bool:
+        """Whether the host slabs counted as taken are: none is being made, or moves to be freed."""
+        books = self._books
+        if self._closed or books.spare_hosts or books.host_count < self.frame_limit:
+            return True
+        self._sweep()
+        if books.spare_hosts:
+            return True
+        is_making = books.host_count > len(books.frames)
+        return not is_making and not any(
+            frame.is_unwanted and frame.is_moving for frame in books.frames.values()
+        )
+
     def _sweep(self) -> None:
         for frame in [frame for frame in self._books.frames.values() if frame.is_unwanted]:
             release_dead_views(frame)
@@ -470,6 +487,7 @@ class FrameStore:
         except BaseException:
             with self._changed:
                 self._books.host_count -= 1
+                self._changed.notify_all()
             raise
 
 
