@@ -27,6 +27,8 @@ from aqua_protocol.errors import CapabilityError
 from aqua_protocol.ids import MAX_EPOCH, Name
 from aqua_protocol.units import MAX_BYTES
 
+# Characters. Claims and signature take about 600; the rest is room for later claims. Doubled, an
+# attach packet still holds the token.
 MAX_TOKEN_LENGTH: Final = 4096
 
 
@@ -40,7 +42,9 @@ class Claims(BaseModel):
     producer_id: Name
     consumer_id: Name
     bytes: int = Field(ge=1, le=MAX_BYTES)
-    not_after_s: float = Field(description="Unix time, in seconds, after which nobody attaches.")
+    not_after_s: float = Field(
+        description="Unix time, in seconds, after which attaching is refused."
+    )
 
 
 def producer_key(secret: bytes, producer_id: str, incarnation: str) -> bytes:

@@ -28,10 +28,12 @@ from aqua_protocol.transport import TransportKind
 from aqua_protocol.wire import EpochField, Flag, PositiveBytes, VersionNumber, Wire
 
 MAX_PACKET_BYTES: Final = 64 * 1024
-"""Below the default `net.core.wmem_max` of 212,992 bytes, so that a packet is never refused."""
+"""Below the default `net.core.wmem_max` of 212,992 bytes, so that a packet is never refused.
+Doubled, it still fits; four times as much would not."""
 
 MAX_SLABS_PER_PACKET: Final = 64
-"""Far below the kernel's 253 descriptors a message, and the JSON stays within a packet."""
+"""Far below the kernel's 253 descriptors a message, and the JSON stays within a packet.
+Doubled, attaching 8 GiB takes one packet where it takes two."""
 
 SlabNumber = Annotated[int, Field(ge=0, le=MAX_EPOCH, strict=True)]
 GenerationNumber = Annotated[int, Field(ge=1, le=MAX_EPOCH, strict=True)]
@@ -128,7 +130,7 @@ class Refused(Wire):
 
 
 class Goodbye(Wire):
-    """A clean end: whoever says it holds nothing of the other any more."""
+    """A clean end: the sender holds nothing of the other any more."""
 
     type: Literal["goodbye"] = "goodbye"
 

@@ -30,6 +30,8 @@ SlabId = NewType("SlabId", int)
 Generation = NewType("Generation", int)
 """Counts how often a slab was lent; an answer for an older generation is ignored."""
 
+# Characters. A Kubernetes pod name with its namespace takes at most 117 (63 + 1 + 53). Doubled,
+# every Redis key and log line may be twice as long.
 MAX_NAME_LENGTH: Final = 128
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?$"
 """Letters, digits and inner `. _ : -`: safe in URLs, Redis keys, labels and file names."""
@@ -37,7 +39,7 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?$"
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=NAME_PATTERN)]
 
 MAX_EPOCH: Final = (1 << 53) - 1
-"""Largest integer that JSON, JavaScript and Lua hold exactly."""
+"""Fixed: the largest integer that JSON, JavaScript and Lua hold exactly."""
 
 
 def new_incarnation() -> Incarnation:

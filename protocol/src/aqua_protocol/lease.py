@@ -4,7 +4,7 @@ Three parties move it. The consumer renews and releases, the producer attaches, 
 returns, the coordinator grants, expires and revokes. The rule that everything rests on: bytes
 leave the books only when the *producer* says that the slabs are back (or when the producer itself
 is gone). A right that has merely ended, by the clock, by an operator or by a dead consumer, is
-`FENCED`: nobody may use it, and nobody else may have its bytes yet.
+`FENCED`: its holder may not use it, and no other may have its bytes yet.
 
 A lease that was granted but never attached holds no slab, so it ends at once. Should its consumer
 attach in that very moment, the producer's next report names a lease that the books hold ended, and

@@ -12,7 +12,11 @@ from aqua_protocol.lease import LeaseState
 from aqua_protocol.transport import TransportKind
 from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, Wire
 
+# A plan of the largest cluster that the placer is measured on, one pairing a GPU. Doubled, one
+# request may take 8 MB and block Redis for twice the time.
 MAX_PAIRINGS = 65_536
+# Producers that a consumer prefers, best first: a scale-up domain has at most 72 GPUs. Doubled,
+# matching tries twice as many before it gives up.
 MAX_PRODUCERS_PER_PAIRING = 64
 
 TtlSeconds = Annotated[float, Field(ge=1, le=3600, strict=True)]

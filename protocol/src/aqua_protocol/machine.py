@@ -2,7 +2,7 @@
 
 A machine is its table. Code asks it for the next state, Lua scripts receive it as generated text,
 documents draw it, and tests walk every (state, event) pair, allowed or refused. There are no
-actions and no clocks here: whoever acts on a transition does so at the edge.
+actions and no clocks here: callers act on a transition, at the edge.
 """
 
 from __future__ import annotations

@@ -32,11 +32,15 @@ from aqua_protocol.wire import (
     Wire,
 )
 
+# Leases in one report: 256 GiB in leases of a single 64 MiB slab, above any GPU. Doubled, so is the
+# time that one report may hold Redis.
 MAX_LEASES_PER_MEMBER = 4096
+# Members that share one heartbeat: a process serves the GPUs of its node. Doubled, so is that too.
 MAX_MEMBERS_PER_HEARTBEAT = 256
+# Finished reclaims told in one report; later ones go with the next. Doubled, so is the body.
 MAX_RECLAIMS_PER_REPORT = 32
 MAX_SOCKET_PATH_BYTES = 107
-"""`sockaddr_un.sun_path` holds 108 bytes including the final zero."""
+"""Fixed by the kernel: `sockaddr_un.sun_path` holds 108 bytes including the final zero."""
 
 ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 

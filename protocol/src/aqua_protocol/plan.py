@@ -1,4 +1,4 @@
-"""A plan as files and responses say it: who goes where, who serves whom, and how good that is.
+"""A plan, as files and responses say it: what runs where, which producer serves which consumer.
 
 A plan stands alone: with the problem it was made for (named by its hash) anyone can verify it
 without the solver, and its own hash says whether it was changed since.
@@ -15,6 +15,7 @@ from pydantic import Field
 
 from aqua_protocol.wire import Wire
 
+# Fixed: the form of the file; it grows when a reader of the old form would misread a new one.
 PLAN_VERSION: Final = 1
 
 

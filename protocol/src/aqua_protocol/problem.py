@@ -20,7 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from aqua_protocol.profile import ModelProfile
 from aqua_protocol.wire import Wire
 
+# Fixed: the form of the file; it grows when a reader of the old form would misread a new one.
 PROBLEM_VERSION: Final = 1
+# Bounds of a problem file, far above any cluster, so that a slip of the pen is refused by name
+# instead of filling memory. Doubled, they refuse fewer slips.
 MAX_SERVERS: Final = 1_000_000
 MAX_GPUS_PER_SERVER: Final = 1_024
 MAX_SHARDS: Final = 1_024

@@ -1,6 +1,6 @@
 """The profile of a deployment: what a model can lend or needs, measured.
 
-`aqua-profile` writes it; `aqua-place` reads it as it is, and so does whoever starts an informer.
+`aqua-profile` writes it; `aqua-place` reads it as it is, as does a program with an informer.
 Version 1 fixes the fields below. A profiler may add others; readers keep what they do not know.
 
 What was not measured is None, not 0, and a profile whose label could not be found says `unknown`:
@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from aqua_protocol.wire import ByteCount, Flag
 
+# Fixed: the form of the file; it grows when a reader of the old form would misread a new one.
 PROFILE_VERSION: Final = 1
 
 PRODUCER_THRESHOLD_BYTES: Final = 10 * 10**9
-"""A model with less to spare is no producer (Aqua section 4: "above a threshold (e.g., 10 GB)")."""
+"""A model with less to spare is no producer (Aqua section 4: "above a threshold (e.g., 10 GB)").
+Doubled, models that could lend 10 to 20 GB are labelled neutral."""
 
 Positive = Annotated[float, Field(gt=0, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, strict=True)]

@@ -1,6 +1,6 @@
 """The slab: one physical piece of a producer's memory, as its owner sees it.
 
-The producer process owns its slabs and nobody else can hand them out. There is no way to take a
+The producer process owns its slabs; no other can hand them out. There is no way to take a
 mapping away from another process (a CUDA import pins the memory until the importer unmaps or
 dies), hence the two rules that the table encodes:
 
@@ -64,7 +64,7 @@ SLAB: Final[StateMachine[SlabState, SlabEvent]] = StateMachine(
         (_S.QUARANTINED, _E.HOLDER_DEAD): _S.RETIRED,
     },
     meanings={
-        _S.FREE: "Exists, offered, mapped by nobody else; may be lent or withdrawn.",
+        _S.FREE: "Exists, offered, mapped by its owner alone; may be lent or withdrawn.",
         _S.LEASED: "Handed out under a lease; the holder may have it mapped.",
         _S.RECLAIMING: "Asked back; the holder is moving its bytes away.",
         _S.QUARANTINED: "The holder did not answer in time or vanished; never lent again.",

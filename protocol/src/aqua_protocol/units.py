@@ -13,6 +13,7 @@ from typing import Final
 
 from aqua_protocol.errors import ConfigError
 
+# Fixed by IEC 80000-13.
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -20,14 +21,16 @@ GIB: Final = 1 << 30
 DEFAULT_SLAB_BYTES: Final = 64 * MIB
 """Unit of an offer and of reclaim. Large enough that one copy saturates NVLink (a 64 MB copy
 reaches 200 of 276 GB/s on an A100, Aqua section 7), small enough that the first slab of a reclaim
-is back in milliseconds even over a 10 GB/s path."""
+is back in milliseconds even over a 10 GB/s path. Doubled, so is the time to the first slab, and the
+last slab of an offer strands twice the bytes."""
 
 MIN_SLAB_BYTES: Final = 64 * KIB
-"""Smaller slabs only make sense in tests: CUDA maps device memory in 2 MiB granules."""
+"""Smaller slabs only make sense in tests: CUDA maps device memory in 2 MiB granules. Doubled, tests
+need twice the memory."""
 
 MAX_BYTES: Final = 1 << 50
 """Upper bound of any byte count on the wire (1 PiB): above every rack, below 2^53, so that JSON
-and Lua numbers hold it exactly."""
+and Lua numbers hold it exactly. Doubled three times, they no longer would."""
 
 _FACTORS: Final = {
     "": 1,

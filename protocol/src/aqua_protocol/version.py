@@ -10,6 +10,7 @@ from typing import Final
 
 from aqua_protocol.errors import VersionMismatchError
 
+# Fixed: a count of changes.
 PROTOCOL_VERSION: Final = 1
 
 
