@@ -25,7 +25,7 @@ from aqua_batch.forecast import forecast
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
 from aqua_schedulers.blendserve import (
     UNKNOWN,
-    Mode,
+    BlendMode,
     ModelShape,
     PrefixTree,
     PreparedPool,
@@ -94,7 +94,7 @@ class Timed:
         return answer
 
 
-def time_steps(prepared: PreparedPool, mode: Mode) -> dict[str, float]:
+def time_steps(prepared: PreparedPool, mode: BlendMode) -> dict[str, float]:
     """Milliseconds per step of one policy."""
     timed = Timed(prepared.policy(capacity_tokens=CAPACITY_TOKENS, mode=mode))
     course = forecast(prepared, timed, capacity_tokens=CAPACITY_TOKENS, max_step_tokens=2048)
@@ -135,7 +135,7 @@ def main() -> None:
         "preprocessing_s": ended - started,
         "making_the_pool_s": making,
         "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "step": {mode.value: time_steps(small, mode) for mode in Mode},
+        "step": {mode.value: time_steps(small, mode) for mode in BlendMode},
     }
     if arguments.json:
         print(json.dumps(result))
@@ -145,7 +145,7 @@ def main() -> None:
         f"{result['preprocessing_s']:.1f} s (tree {result['tree_s']:.1f} s), peak memory "
         f"{result['peak_memory_gib']:.1f} GiB with the pool itself"
     )
-    for mode in Mode:
+    for mode in BlendMode:
         step = time_steps(small, mode)
         print(
             f"{mode.value:10} {step['mean_ms']:.3f} ms a step, p99 {step['p99_ms']:.3f} ms "

@@ -27,7 +27,7 @@ from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Served
-from aqua_simulator.timing.iteration import Batch, IterationTime
+from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 
 BLOCKS: Final = 64
 BLOCK_TOKENS: Final = 32
@@ -133,7 +133,7 @@ def serve(
     return engine.run([Arrival(str(index), *each) for index, each in enumerate(arrivals)])
 
 
-def computing_s(batch: Batch) -> float:
+def computing_s(batch: ScheduledBatch) -> float:
     """What a step takes beyond the constant."""
     prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
     return PROMPT_TOKEN_S * prompt_tokens + DECODE_S * batch.decoding_count

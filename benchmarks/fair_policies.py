@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from aqua_schedulers.cfs import PagingTier, PolicyName
 from aqua_simulator.catalogue import GPUS, MODELS
-from aqua_simulator.papers.aqua import Burst
+from aqua_simulator.papers.aqua import BurstExperiment
 from aqua_simulator.serving.request import Served
 from aqua_simulator.workloads.sources import SOURCES
 
@@ -76,7 +76,7 @@ def main() -> None:
     cases: list[dict[str, object]] = []
     found: dict[PolicyName, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     for name, lengths in LENGTHS.items():
-        calm = Burst(
+        calm = BurstExperiment(
             MODELS["Llama-3-8B"], GPUS["A100-80GB"], 1, lengths, KV_TOKENS[name], 32e9, 300e9
         )
         rate = calm.stable_rate_per_s()

@@ -21,28 +21,28 @@ from typing import Any
 import numpy as np
 
 from aqua_simulator.offline.engine import optimal, run
-from aqua_simulator.offline.planned import PlanSettings, PolicyName, policy_for
-from aqua_simulator.papers.blendserve import TRACES, Laboratory
+from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
+from aqua_simulator.papers.blendserve import TRACES, Experiments
 
-POLICIES = (PolicyName.DFS, PolicyName.PAPER, PolicyName.FORESIGHT)
+POLICIES = (OfflinePolicy.DFS, OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT)
 
 
-def measure(laboratory: Laboratory, name: PolicyName, requests: int) -> dict[str, Any]:
+def measure(experiments: Experiments, name: OfflinePolicy, requests: int) -> dict[str, Any]:
     """One policy on Trace 2."""
-    workload = laboratory.workload(TRACES[1], requests)
-    settings = PlanSettings(laboratory.capacity_tokens)
+    workload = experiments.workload(TRACES[1], requests)
+    settings = PlanSettings(experiments.capacity_tokens)
     started = time.process_time()
-    policy = policy_for(name, workload, laboratory.cost, settings)
+    policy = policy_for(name, workload, experiments.cost, settings)
     planned = time.process_time()
     result = run(
         workload,
         policy,
-        laboratory.cost,
-        capacity_tokens=laboratory.capacity_tokens,
+        experiments.cost,
+        capacity_tokens=experiments.capacity_tokens,
         clock=time.perf_counter,
     )
     ended = time.process_time()
-    bound = optimal(workload, laboratory.cost)
+    bound = optimal(workload, experiments.cost)
     return {
         "policy": name.value,
         "requests": requests,
@@ -65,10 +65,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    laboratory = Laboratory(request_count=options.requests)
+    experiments = Experiments(request_count=options.requests)
     for name in POLICIES:
-        measure(laboratory, name, 2000)
-    rows = [measure(laboratory, name, options.requests) for name in POLICIES]
+        measure(experiments, name, 2000)
+    rows = [measure(experiments, name, options.requests) for name in POLICIES]
     memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     slowest = max(row["planning_s"] + row["simulation_s"] for row in rows)
     mean_ms = max(row["policy_mean_ms"] for row in rows)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqua_batch.answers import Answer
+from aqua_batch.completions import Completion
 from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
 from aqua_protocol.errors import ConfigError
 
@@ -41,7 +41,7 @@ class CountingEngine:
         self._answered = 0
         self._left: dict[int, int] = {}
         self._new: list[int] = []
-        self._answers: list[Answer] = []
+        self._answers: list[Completion] = []
 
     def serve(
         self,
@@ -71,7 +71,7 @@ class CountingEngine:
             tokens.append(wish["max_tokens"])
             prompt = bytes(self._prompt_of(request)).decode()
             text = json.dumps({"prompt": prompt, "wish": wish, "process": os.getpid()})
-            self._answers.append(Answer(request, text, "length", wish["max_tokens"], 0))
+            self._answers.append(Completion(request, text, "length", wish["max_tokens"], 0))
         if self._is_held():
             time.sleep(0.01)  # a file has no event to wait for
         return StepEvents(started, finished, tokens)
@@ -80,7 +80,7 @@ class CountingEngine:
         held = self._stops_after is not None and self._answered >= self._stops_after
         return held and not self._goes_on_at.exists()
 
-    def take_answers(self) -> list[Answer]:
+    def take_answers(self) -> list[Completion]:
         taken, self._answers = self._answers, []
         return taken
 

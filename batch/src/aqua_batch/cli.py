@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aqua_batch.bars import bar, run_bar
 from aqua_batch.policies import Policy
+from aqua_batch.progress import bar, run_bar
 from aqua_protocol.errors import AquaError
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ def order(  # noqa: PLR0917 - Typer's options
 ) -> None:
     """Write IN in an order that blends compute- and memory-bound requests."""
     from aqua_batch.forecast import forecast
-    from aqua_batch.hardware import describe
-    from aqua_batch.planning import NothingToRunError, plan, read_lengths, tokenize
     from aqua_batch.policies import policy_for
     from aqua_batch.report import draw_usage, plan_report
+    from aqua_batch.target import describe
+    from aqua_batch.tokenization import NothingToRunError, plan, read_lengths, tokenize
     from aqua_batch.tokens import load_tokenizer
 
     report_path = report or _beside(output, ".plan.json")
@@ -216,11 +216,11 @@ def run(  # noqa: PLR0917 - as above
 
     If a machine or an engine dies, the others take over what it had not answered.
     """
+    from aqua_batch.batch_run import BatchRun
     from aqua_batch.bodies import run_problem
-    from aqua_batch.hardware import describe
-    from aqua_batch.journal import Journal
-    from aqua_batch.planning import NothingToRunError, tokenize
-    from aqua_batch.running import Run
+    from aqua_batch.journal import ResultJournal
+    from aqua_batch.target import describe
+    from aqua_batch.tokenization import NothingToRunError, tokenize
     from aqua_batch.tokens import load_tokenizer
 
     errors_path = errors or _beside(output, ".errors.jsonl")
@@ -230,7 +230,7 @@ def run(  # noqa: PLR0917 - as above
         _refuse_ray_options()
     batch = _read(source)
     words = load_tokenizer(tokenizer or model)
-    with Journal(output) as journal, ExitStack() as stack:
+    with ResultJournal(output) as journal, ExitStack() as stack:
         resumed = len(journal.finished)
         options = {"tokenizer": tokenizer or model, **options}
         if nodes is None:
@@ -262,7 +262,7 @@ def run(  # noqa: PLR0917 - as above
         )
         started = time.monotonic()
         with run_bar(len(tokenized.entries)) as show:
-            ran = Run(
+            ran = BatchRun(
                 batch,
                 tokenized,
                 fleet,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aqua_batch.answers import Answer
+from aqua_batch.completions import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StepEvents:
     finished_tokens: Sequence[int]
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """An engine as the feed sees it; requests are indices into the pool."""
 
     def submit(self, request: int) -> None:
@@ -69,7 +69,7 @@ class EngineFacts:
     longest_tokens: int | None
 
 
-class BatchEngine(Engine, Protocol):
+class BatchEngine(StepEngine, Protocol):
     """An engine that makes answers of what it runs."""
 
     @property
@@ -85,8 +85,8 @@ class BatchEngine(Engine, Protocol):
         """Name the pool that the next requests are indices into: token ids, sampling fields."""
         ...
 
-    def take_answers(self) -> list[Answer]:
-        """Answers since the last call."""
+    def take_answers(self) -> list[Completion]:
+        """Completions since the last call."""
         ...
 
     def cache_counters(self) -> CacheCounters:

@@ -4,20 +4,20 @@ A stock engine takes requests whenever it is given some, and hides what it does 
 therefore holds requests back, adds them as the policy says, and reckons from the engine's answers
 what the policy wants to know: who is decoding, how much prompt is still to compute, how much
 memory is in use. Prefix hits are predicted with a model of the engine's cache
-(`RuntimePrefixTree`). The token budget of a step is the engine's own; pace comes from admission.
+(`PrefixCacheModel`). The token budget of a step is the engine's own; pace comes from admission.
 
 What it promises: every request is submitted once, and the engine is never left without work
-while there is some. It knows neither files nor vLLM: an `Engine` is anything that steps.
+while there is some. It knows neither files nor vLLM: a `StepEngine` is anything that steps.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aqua_batch.engine import Engine, StepEvents
+from aqua_batch.engine import StepEngine, StepEvents
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
-from aqua_schedulers.blendserve import PrefixTree, RuntimePrefixTree
+from aqua_schedulers.blendserve import PrefixCacheModel, PrefixTree
 
 
 class BlendFeed:
@@ -30,12 +30,12 @@ class BlendFeed:
     """
 
     def __init__(
-        self, policy: AdmissionPolicy, tree: PrefixTree, engine: Engine, *, capacity_tokens: int
+        self, policy: AdmissionPolicy, tree: PrefixTree, engine: StepEngine, *, capacity_tokens: int
     ) -> None:
         self._policy = policy
         self._engine = engine
         self._prompt = tree.prompt_tokens
-        self._cache = RuntimePrefixTree(tree, capacity_tokens)
+        self._cache = PrefixCacheModel(tree, capacity_tokens)
         self._missing: dict[int, int] = {}
         self._decoding: dict[int, int] = {}
         self._pending = 0

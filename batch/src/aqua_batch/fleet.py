@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from aqua_batch.answers import Answer
+from aqua_batch.completions import Completion
 from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
 from aqua_batch.share import Share, ShareRun
 
@@ -28,7 +28,7 @@ class Report:
     """
 
     node: int
-    answers: list[Answer]
+    answers: list[Completion]
     running: int
     left: int
 

@@ -25,7 +25,7 @@ from aqua_batch.engine import StepEvents
 from aqua_batch.feed import BlendFeed
 from aqua_protocol.errors import CapacityError
 from aqua_schedulers.admission import AdmissionPolicy
-from aqua_schedulers.blendserve import PreparedPool, RuntimePrefixTree
+from aqua_schedulers.blendserve import PrefixCacheModel, PreparedPool
 
 INTERFERENCE: Final = 0.4
 """Alpha. The paper gives none; 0.4 puts its depth-first baseline where its figures do."""
@@ -63,7 +63,7 @@ class _VirtualEngine:
     def __init__(
         self, prepared: PreparedPool, capacity_tokens: int, *, obeys_budget: bool, budget: int
     ) -> None:
-        self._cache = RuntimePrefixTree(prepared.tree, capacity_tokens)
+        self._cache = PrefixCacheModel(prepared.tree, capacity_tokens)
         self._cost = prepared.cost
         self.output_tokens = np.maximum(1, np.rint(prepared.lengths.mean)).astype(np.int64)
         self._prompt = prepared.tree.prompt_tokens

@@ -24,7 +24,7 @@ SYNC_EVERY = 64
 """Results between two syncs: what a power cut can cost."""
 
 
-class Journal:
+class ResultJournal:
     """An output file that knows what it holds.
 
     Attributes:

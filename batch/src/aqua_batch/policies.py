@@ -34,13 +34,13 @@ def policy_for(
     import numpy as np
 
     from aqua_schedulers import baselines
-    from aqua_schedulers.blendserve import Mode
+    from aqua_schedulers.blendserve import BlendMode
     from aqua_schedulers.blendserve.order import charged
 
     if policy in {Policy.FORESIGHT, Policy.PAPER}:
         return prepared.policy(
             capacity_tokens=capacity_tokens,
-            mode=Mode(policy.value),
+            mode=BlendMode(policy.value),
             max_step_tokens=max_step_tokens,
         )
     tree = prepared.tree

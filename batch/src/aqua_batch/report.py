@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from aqua_batch.forecast import Forecast
-from aqua_batch.hardware import Target
-from aqua_batch.planning import TokenizedBatch
+from aqua_batch.target import PlanTarget
+from aqua_batch.tokenization import TokenizedBatch
 from aqua_batch.tokens import Tokenizer
 from aqua_schedulers.blendserve import PreparedPool
 
@@ -18,7 +18,7 @@ def plan_report(
     tokenized: TokenizedBatch,
     prepared: PreparedPool,
     course: Forecast,
-    target: Target,
+    target: PlanTarget,
     tokenizer: Tokenizer,
     policy: str,
 ) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aqua_batch.answers import Answer
+from aqua_batch.completions import Completion
 from aqua_batch.engine import BatchEngine
 from aqua_batch.feed import BlendFeed
-from aqua_batch.planning import Prompts
 from aqua_batch.policies import Policy, policy_for
+from aqua_batch.tokenization import Prompts
 from aqua_schedulers.blendserve import LengthEstimate, PreparedPool, ResourceCost, prepare
 
 
@@ -69,7 +69,7 @@ class ShareRun:
         """Rows that the engine works on."""
         return self._feed.running_count
 
-    def step(self, now_s: float) -> list[Answer]:
+    def step(self, now_s: float) -> list[Completion]:
         """Take one engine step; returns the answers that it brought."""
         self._feed.step(now_s)
         return self._engine.take_answers()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from aqua_batch.answers import Answer
+from aqua_batch.completions import Completion
 from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
 from aqua_protocol.errors import ConfigError
 
@@ -61,7 +61,7 @@ class VllmEngine:
         self._running: dict[str, int] = {}
         self._begun: set[int] = set()
         self._refused: list[int] = []
-        self._answers: list[Answer] = []
+        self._answers: list[Completion] = []
 
     @property
     def facts(self) -> EngineFacts:
@@ -95,7 +95,7 @@ class VllmEngine:
             self._engine.add_request(name, prompt, params)
         except self._refusals as error:
             # The engine's word on this request alone; the others go on.
-            self._answers.append(Answer(request, "", "error", 0, 0, str(error)))
+            self._answers.append(Completion(request, "", "error", 0, 0, str(error)))
             self._refused.append(request)
             return
         self._running[name] = request
@@ -123,7 +123,7 @@ class VllmEngine:
                 finished.append(request)
                 tokens.append(generated)
                 self._answers.append(
-                    Answer(
+                    Completion(
                         request,
                         completion.text,
                         completion.finish_reason or "stop",
@@ -133,8 +133,8 @@ class VllmEngine:
                 )
         return StepEvents(started, finished, tokens)
 
-    def take_answers(self) -> list[Answer]:
-        """Answers since the last call."""
+    def take_answers(self) -> list[Completion]:
+        """Completions since the last call."""
         taken, self._answers = self._answers, []
         return taken
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from aqua_protocol.errors import AquaError, ConfigError
-from aqua_simulator.showing import show_json, show_reproduction, show_summary, show_table, status
+from aqua_simulator.output import show_json, show_reproduction, show_summary, show_table, status
 
 app = typer.Typer(
     name="aqua-sim",
@@ -202,7 +202,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     plot: Plot = None,
 ) -> None:
     """Serve a trace on simulated engines with vLLM's rules, under a policy of `aqua_schedulers`."""
-    from aqua_schedulers.cfs import FairSettings, PolicyName
+    from aqua_schedulers.cfs import FairSettings, OfflinePolicy
     from aqua_simulator.serving.cluster import Cluster
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
@@ -218,7 +218,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         page_to=page_to,
         page_bytes=int(page_gb * 1e9),
         copies_overlap=copies_overlap,
-        policy=PolicyName.named(policy),
+        policy=OfflinePolicy.named(policy),
         fair=FairSettings(slice_iterations=slice_iterations, fcfs_on_host=fcfs_on_host),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
@@ -391,7 +391,7 @@ def paper(
     as_json: AsJson = False,
 ) -> None:
     """Reproduce tables or figures of a paper and print ours beside the published numbers."""
-    from aqua_simulator.papers.blendserve import Laboratory
+    from aqua_simulator.papers.blendserve import Experiments
     from aqua_simulator.papers.index import FIGURES, named
     from aqua_simulator.papers.page import picture_of, write_page
     from aqua_simulator.papers.report import Reproduction
@@ -399,7 +399,7 @@ def paper(
     wanted = named(names)
     made: list[Reproduction] = []
     with status("Simulating", quiet=as_json) as tell:
-        laboratory = Laboratory(
+        experiments = Experiments(
             request_count=request_count, seed=seed, interference=interference, progress=tell
         )
         for key in wanted:
@@ -409,7 +409,7 @@ def paper(
             if kept is not None and kept.is_file():
                 made.append(Reproduction.from_json(json.loads(kept.read_text())))
                 continue
-            figure = FIGURES[key](laboratory)
+            figure = FIGURES[key](experiments)
             made.append(figure)
             if plots is not None:
                 figure.save_plot(picture_of(key, plots))
@@ -453,20 +453,20 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
     """Run an offline blend of BlendServe's sources under one policy."""
     import time
 
-    from aqua_simulator.offline.planned import PlanSettings, PolicyName
-    from aqua_simulator.papers.blendserve import Laboratory, Trace, source_named
+    from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
+    from aqua_simulator.papers.blendserve import Experiments, Trace, source_named
 
-    known = [name.value for name in PolicyName]
+    known = [name.value for name in OfflinePolicy]
     if policy not in known:
         raise ConfigError(f"no policy named {policy!r}", remedy=f"Known: {', '.join(known)}.")
-    laboratory = Laboratory(request_count=request_count, seed=seed, interference=interference)
+    experiments = Experiments(request_count=request_count, seed=seed, interference=interference)
     trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, source_named(source))
     settings = PlanSettings(
-        laboratory.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
+        experiments.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
     )
     started = time.perf_counter()
     with status(f"Running {request_count:,} requests", quiet=as_json):
-        made = laboratory.run(trace, PolicyName(policy), settings=settings)
+        made = experiments.run(trace, OfflinePolicy(policy), settings=settings)
     if plot is not None:
         from aqua_simulator.plots import draw_usage
 
@@ -485,7 +485,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         "retractions": made.result.retraction_count,
         "recomputed_tokens": made.result.recomputed_tokens,
         "peak_kv_tokens": made.result.peak_kv_tokens,
-        "capacity_tokens": laboratory.capacity_tokens,
+        "capacity_tokens": experiments.capacity_tokens,
     }
     if as_json:
         show_json(result)

@@ -90,13 +90,13 @@ def run(
     engine: VllmEngine, model: Path, file: Path, out: Path, policy: str
 ) -> tuple[int, int, dict[str, str]]:
     """Hit tokens, queried tokens and texts by custom_id of one run from an empty cache."""
+    from aqua_batch.batch_run import BatchRun
     from aqua_batch.fleet import LocalFleet
-    from aqua_batch.hardware import describe
-    from aqua_batch.journal import Journal
-    from aqua_batch.planning import tokenize
+    from aqua_batch.journal import ResultJournal
     from aqua_batch.policies import Policy
     from aqua_batch.records import read_batch
-    from aqua_batch.running import Run
+    from aqua_batch.target import describe
+    from aqua_batch.tokenization import tokenize
     from aqua_batch.tokens import load_tokenizer
 
     assert engine._engine.reset_prefix_cache()
@@ -106,8 +106,10 @@ def run(
     words, longest = load_tokenizer(str(model)), fleet.facts.longest_tokens
     tokenized = tokenize(batch, words, longest_tokens=longest)
     cost = describe("A100-80GB", model, capacity_tokens=fleet.facts.capacity_tokens).cost
-    with Journal(out) as journal:
-        plan = Run(batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=Policy(policy))
+    with ResultJournal(out) as journal:
+        plan = BatchRun(
+            batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=Policy(policy)
+        )
         assert plan.finish() == len(batch.entries)
     after = engine.cache_counters()
     rows = [json.loads(line) for line in out.read_text().splitlines()]

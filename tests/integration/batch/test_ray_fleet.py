@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from aqua_batch.hardware import describe
-from aqua_batch.journal import Journal
-from aqua_batch.planning import tokenize
+from aqua_batch.batch_run import BatchProgress, BatchRun
+from aqua_batch.journal import ResultJournal
 from aqua_batch.policies import Policy
 from aqua_batch.ray_fleet import Placement, RayFleet
 from aqua_batch.records import read_batch
-from aqua_batch.running import Progress, Run
+from aqua_batch.target import describe
+from aqua_batch.tokenization import tokenize
 from aqua_batch.tokens import ByteTokenizer
 from aqua_protocol.errors import CapacityError, ConfigError
 from harness import counting_engine
@@ -68,8 +68,8 @@ def finish(fleet: RayFleet, file: Path, out: Path, **told: object) -> int:
     batch = read_batch(file)
     tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
     cost = describe("A100-80GB", None).cost
-    with Journal(out) as journal:
-        return Run(
+    with ResultJournal(out) as journal:
+        return BatchRun(
             batch,
             tokenized,
             fleet,
@@ -95,7 +95,7 @@ def test_two_nodes_answer_every_request_once_and_share_the_work(
     cluster: RayNodes, tmp_path: Path
 ) -> None:
     file, out = write_batch(tmp_path), tmp_path / "out.jsonl"
-    seen: list[Progress] = []
+    seen: list[BatchProgress] = []
     with RayFleet(CountingEngine, placement(), address=cluster.address) as fleet:
         assert finish(fleet, file, out, on_progress=seen.append) == REQUESTS
         assert fleet.cache_counters().queried_tokens == REQUESTS, "no request ran twice"
@@ -143,7 +143,7 @@ def test_what_dies_in_the_middle_is_replaced_and_nothing_is_lost_or_repeated(
     said: list[str] = []
     killed = threading.Event()
 
-    def kill(state: Progress) -> None:
+    def kill(state: BatchProgress) -> None:
         if killed.is_set():
             return
         assert 0 < state.done < REQUESTS

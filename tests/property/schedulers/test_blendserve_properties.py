@@ -14,15 +14,15 @@ from aqua_schedulers import baselines
 from aqua_schedulers.admission import BatchView
 from aqua_schedulers.blendserve import (
     UNKNOWN,
-    Mode,
+    BlendMode,
     ModelShape,
+    PrefixCacheModel,
     PrefixTree,
     RequestPool,
-    RuntimePrefixTree,
     prepare,
     split_among,
 )
-from aqua_schedulers.blendserve.ends import LEFT_RESERVED, RIGHT_RESERVED
+from aqua_schedulers.blendserve.dual_scanner import LEFT_RESERVED, RIGHT_RESERVED
 from aqua_schedulers.blendserve.order import charged
 from aqua_schedulers.blendserve.paper import PaperBlend
 from aqua_schedulers.blendserve.partition import left_share
@@ -96,7 +96,7 @@ def test_no_order_shares_more_than_depth_first(pool: RequestPool, seed: int, cap
     """With a cache of any size, requests one after another."""
 
     def computed(order: Order) -> int:
-        cache = RuntimePrefixTree(pool.tree, capacity)
+        cache = PrefixCacheModel(pool.tree, capacity)
         total = 0
         for request in order.tolist():
             total += cache.hold(request)
@@ -138,7 +138,7 @@ class Runtime:
         fixed = np.where(pool.known_tokens != UNKNOWN, pool.known_tokens, pool.sampled_tokens)
         guess = rng.integers(1, 200, pool.request_count)
         self.output = np.where(fixed != UNKNOWN, fixed, guess)
-        self.cache = RuntimePrefixTree(pool.tree, CAPACITY)
+        self.cache = PrefixCacheModel(pool.tree, CAPACITY)
         self.prompt = pool.tree.prompt_tokens
         self.left: dict[int, int] = {}
         self.done: list[int] = []
@@ -182,9 +182,9 @@ class Runtime:
 
 
 @settings(max_examples=25)
-@given(pools(), st.sampled_from(Mode), st.integers(0, 1000))
+@given(pools(), st.sampled_from(BlendMode), st.integers(0, 1000))
 def test_every_request_runs_to_its_end_exactly_once(
-    pool: RequestPool, mode: Mode, seed: int
+    pool: RequestPool, mode: BlendMode, seed: int
 ) -> None:
     policy = prepare(pool, COST).policy(capacity_tokens=CAPACITY, mode=mode)
     runtime = Runtime(pool, seed)
@@ -200,7 +200,7 @@ def test_every_request_runs_to_its_end_exactly_once(
 @settings(max_examples=25)
 @given(pools(), st.integers(0, 1000))
 def test_the_scanner_never_reserves_more_than_the_memory(pool: RequestPool, seed: int) -> None:
-    policy = prepare(pool, COST).policy(capacity_tokens=CAPACITY, mode=Mode.PAPER)
+    policy = prepare(pool, COST).policy(capacity_tokens=CAPACITY, mode=BlendMode.PAPER)
     assert isinstance(policy, PaperBlend)
     runtime = Runtime(pool, seed)
     for _ in range(200_000):

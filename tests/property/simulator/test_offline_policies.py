@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import OfflineResult, optimal, run
-from aqua_simulator.offline.planned import PlanSettings, PolicyName, policy_for
+from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
 from aqua_simulator.offline.workload import OfflineWorkload
 
 COST = StepCost.from_paper(MODELS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
@@ -40,7 +40,7 @@ def workloads(draw: st.DrawFn) -> OfflineWorkload:
 
 
 def serve(
-    load: OfflineWorkload, name: PolicyName, *, room: float, cost: StepCost = COST
+    load: OfflineWorkload, name: OfflinePolicy, *, room: float, cost: StepCost = COST
 ) -> tuple[OfflineResult, int]:
     largest = int((load.prompt_tokens + load.output_tokens).max())
     capacity = int(largest * room) + 64
@@ -48,11 +48,11 @@ def serve(
     return run(load, policy_for(name, load, cost, plan), cost, capacity_tokens=capacity), capacity
 
 
-@pytest.mark.parametrize("name", list(PolicyName))
+@pytest.mark.parametrize("name", list(OfflinePolicy))
 @settings(max_examples=25, deadline=None)
 @given(load=workloads(), room=st.floats(1.0, 8.0))
 def test_every_request_ends_once_within_memory(
-    name: PolicyName, load: OfflineWorkload, room: float
+    name: OfflinePolicy, load: OfflineWorkload, room: float
 ) -> None:
     result, capacity = serve(load, name, room=room)
     assert np.all(result.finish_s > 0.0)
@@ -64,11 +64,11 @@ def test_every_request_ends_once_within_memory(
         assert result.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("name", list(PolicyName))
+@pytest.mark.parametrize("name", list(OfflinePolicy))
 @settings(max_examples=25, deadline=None)
 @given(load=workloads(), room=st.floats(1.0, 8.0))
 def test_no_policy_beats_the_bound_or_the_optimal_sharing(
-    name: PolicyName, load: OfflineWorkload, room: float
+    name: OfflinePolicy, load: OfflineWorkload, room: float
 ) -> None:
     result, _ = serve(load, name, room=room)
     bound = optimal(load, COST)
@@ -79,14 +79,14 @@ def test_no_policy_beats_the_bound_or_the_optimal_sharing(
 @settings(max_examples=25, deadline=None)
 @given(load=workloads())
 def test_depth_first_order_shares_all_there_is_when_memory_is_ample(load: OfflineWorkload) -> None:
-    result, _ = serve(load, PolicyName.DFS, room=200.0)
+    result, _ = serve(load, OfflinePolicy.DFS, room=200.0)
     assert result.sharing == pytest.approx(load.optimal_sharing)
 
 
 @settings(max_examples=20, deadline=None)
 @given(load=workloads(), room=st.floats(1.0, 4.0))
 def test_a_run_repeats_itself_bit_by_bit(load: OfflineWorkload, room: float) -> None:
-    first, _ = serve(load, PolicyName.FORESIGHT, room=room)
-    second, _ = serve(load, PolicyName.FORESIGHT, room=room)
+    first, _ = serve(load, OfflinePolicy.FORESIGHT, room=room)
+    second, _ = serve(load, OfflinePolicy.FORESIGHT, room=room)
     assert first.makespan_s == second.makespan_s
     assert np.array_equal(first.finish_s, second.finish_s)

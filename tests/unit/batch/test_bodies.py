@@ -17,8 +17,8 @@ from aqua_batch.bodies import (
     run_problem,
     sampling,
 )
-from aqua_batch.planning import tokenize
 from aqua_batch.records import RejectionCode, read_batch
+from aqua_batch.tokenization import tokenize
 from aqua_batch.tokens import ByteTokenizer
 from aqua_protocol.errors import ConfigError
 

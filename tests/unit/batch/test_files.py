@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aqua_batch.hardware import describe
-from aqua_batch.journal import Journal
-from aqua_batch.planning import plan, read_lengths, tokenize
+from aqua_batch.journal import ResultJournal
 from aqua_batch.records import RejectionCode, read_batch, write_errors
+from aqua_batch.target import describe
+from aqua_batch.tokenization import plan, read_lengths, tokenize
 from aqua_batch.tokens import ByteTokenizer, load_tokenizer, plain_chat
 from aqua_protocol.errors import ConfigError
 
@@ -196,13 +196,13 @@ def result(custom_id: str, tokens: int = 3) -> dict[str, Any]:
 
 def test_a_journal_finds_what_was_finished_and_drops_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with Journal(path) as journal:
+    with ResultJournal(path) as journal:
         journal.record(result("a", 7))
         journal.record(result("b"))
     whole = path.read_bytes()
     for torn in range(1, 30):
         path.write_bytes(whole + json.dumps(result("c")).encode()[:torn])
-        with Journal(path) as journal:
+        with ResultJournal(path) as journal:
             assert journal.finished == {"a": 7, "b": 3}
             journal.record(result("c"))
         assert [json.loads(x)["custom_id"] for x in path.read_bytes().splitlines()] == [
@@ -216,12 +216,12 @@ def test_a_journal_refuses_a_file_that_is_something_else(tmp_path: Path) -> None
     path = tmp_path / "out.jsonl"
     path.write_text("once upon a time\n")
     with pytest.raises(ConfigError, match="line 1"):
-        Journal(path)
+        ResultJournal(path)
     assert path.read_text() == "once upon a time\n"
 
 
 def _hold(path: str, ready: Any, release: Any) -> None:  # noqa: ANN401 - events
-    with Journal(Path(path)):
+    with ResultJournal(Path(path)):
         ready.set()
         release.wait(30)
 
@@ -235,15 +235,15 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     try:
         assert ready.wait(30)
         with pytest.raises(ConfigError, match="another run"):
-            Journal(path)
+            ResultJournal(path)
     finally:
         release.set()
         other.join(30)
-    Journal(path).close()
+    ResultJournal(path).close()
 
 
 def test_a_result_is_recorded_once(tmp_path: Path) -> None:
-    with Journal(tmp_path / "out.jsonl") as journal:
+    with ResultJournal(tmp_path / "out.jsonl") as journal:
         journal.record(result("a"))
         with pytest.raises(AssertionError):
             journal.record(result("a"))

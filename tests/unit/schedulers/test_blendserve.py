@@ -11,28 +11,28 @@ from aqua_schedulers import baselines
 from aqua_schedulers.admission import BatchView
 from aqua_schedulers.blendserve import (
     UNKNOWN,
+    BlendMode,
     LengthEstimate,
-    Mode,
     ModelShape,
+    PrefixCacheModel,
     PrefixTree,
     RequestPool,
     ResourceCost,
-    RuntimePrefixTree,
     choose_sample,
     prepare,
     split_among,
 )
-from aqua_schedulers.blendserve.ends import (
+from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
     NONE,
     RIGHT,
     next_left,
     next_right,
-    open_ends,
+    open_scanner,
     settle,
     take,
 )
-from aqua_schedulers.blendserve.learning import FIRST_LOOK, LengthLearner
+from aqua_schedulers.blendserve.length_learner import FIRST_LOOK, LengthLearner
 from aqua_schedulers.blendserve.lengths import estimate_lengths
 from aqua_schedulers.blendserve.order import charged, weigh
 from aqua_schedulers.blendserve.timeline import add, empty_timeline, peak_with
@@ -221,8 +221,8 @@ def test_a_refused_request_is_offered_again_before_all_others() -> None:
     assert list(policy.plan(view()).admit) == [2]
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_a_retracted_request_is_offered_again(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", BlendMode)
+def test_a_retracted_request_is_offered_again(mode: BlendMode) -> None:
     tree = tree_of(*[[index] * 20 for index in range(6)])
     prepared = prepare(pool_of(tree, [2, 2, 2, 5000, 5000, 5000]), A100)
     policy = prepared.policy(capacity_tokens=100_000, mode=mode)
@@ -236,7 +236,7 @@ def test_a_retracted_request_is_offered_again(mode: Mode) -> None:
 def test_what_was_taken_out_of_turn_and_handed_back_is_offered_once() -> None:
     tree = tree_of(*[[index] * 4 for index in range(5)])
     order = prepare(pool_of(tree, [3000, 2900, 2800, 2700, 2]), A100).order
-    ends = open_ends(order, np.full(5, 10))
+    ends = open_scanner(order, np.full(5, 10))
     middle = int(order.requests[2])
     take(ends, middle, RIGHT)
     settle(ends, NOTHING, np.array([middle], np.int32))
@@ -252,7 +252,7 @@ def test_what_was_taken_out_of_turn_and_handed_back_is_offered_once() -> None:
 def test_the_paper_paces_steps_at_the_density_of_the_pool() -> None:
     tree = tree_of(*[[index] * 300 for index in range(200)])
     prepared = prepare(pool_of(tree, [20] * 199 + [4000]), A100)
-    policy = prepared.policy(capacity_tokens=400_000, mode=Mode.PAPER, max_step_tokens=10**6)
+    policy = prepared.policy(capacity_tokens=400_000, mode=BlendMode.PAPER, max_step_tokens=10**6)
     kv = 300_000
     budgets = [
         policy.plan(view(logical_kv_tokens=kv, decoding_count=0, step_index=step)).token_budget
@@ -279,7 +279,7 @@ def test_foresight_hides_the_smaller_resource_without_spending_the_larger() -> N
 
 def test_the_runtime_tree_remembers_what_fits_and_forgets_the_oldest() -> None:
     tree = tree_of([1, 1, 2], [1, 1, 3], [5] * 4, [6] * 4)
-    cache = RuntimePrefixTree(tree, capacity_tokens=8)
+    cache = PrefixCacheModel(tree, capacity_tokens=8)
     assert cache.hold(0) == 3
     cache.release(0)
     assert cache.missing_tokens(1) == 1

@@ -10,7 +10,7 @@ import pytest
 from aqua_schedulers.cfs import PagingTier, PolicyName
 from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.papers.aqua import (
-    Burst,
+    BurstExperiment,
     Ints,
     cached_prefix_run,
     outcomes,
@@ -29,13 +29,13 @@ def chats(count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
 
 
 @pytest.fixture
-def burst() -> Burst:
-    return Burst(
+def burst() -> BurstExperiment:
+    return BurstExperiment(
         MODELS["Llama-3-8B"], GPUS["A100-80GB"], 1, chats, 4000, 32e9, 300e9, length_s=20.0
     )
 
 
-def test_a_burst_has_its_calm_its_rush_and_its_calm_again(burst: Burst) -> None:
+def test_a_burst_has_its_calm_its_rush_and_its_calm_again(burst: BurstExperiment) -> None:
     times = [each.arrival_s for each in burst.arrivals(2.0, seed=3)]
     start = times[burst.before_count - 1]
     rush = [time for time in times if start < time <= start + burst.length_s]
@@ -44,7 +44,7 @@ def test_a_burst_has_its_calm_its_rush_and_its_calm_again(burst: Burst) -> None:
     assert burst.arrivals(2.0, seed=3) == burst.arrivals(2.0, seed=3)
 
 
-def test_the_stable_rate_is_the_last_that_meets_the_service_level(burst: Burst) -> None:
+def test_the_stable_rate_is_the_last_that_meets_the_service_level(burst: BurstExperiment) -> None:
     rate = burst.stable_rate_per_s()
 
     def wait_s(rate_per_s: float) -> float:
@@ -55,7 +55,9 @@ def test_the_stable_rate_is_the_last_that_meets_the_service_level(burst: Burst) 
     assert wait_s(rate) < burst.stable_wait_s <= wait_s(rate * 1.02)
 
 
-def test_turns_shorten_the_wait_and_links_tell_in_the_time_per_token(burst: Burst) -> None:
+def test_turns_shorten_the_wait_and_links_tell_in_the_time_per_token(
+    burst: BurstExperiment,
+) -> None:
     slow = replace(burst, dram_bytes_per_s=piecewise_bytes_per_s(burst.dram_bytes_per_s))
     fcfs, dram, peer, ours = outcomes(slow, [1, 2]).values()
     assert fcfs.ttft_max_s > 5 * peer.ttft_max_s
@@ -89,7 +91,7 @@ def test_a_stored_prefix_is_copied_and_not_computed() -> None:
     assert store.used_tokens == 0
 
 
-def test_a_hit_waits_for_its_link(burst: Burst) -> None:
+def test_a_hit_waits_for_its_link(burst: BurstExperiment) -> None:
     large = replace(burst, kv_tokens=40_000)
     waits = {}
     for location in (PagingTier.HOST, PagingTier.PEER):

@@ -6,9 +6,9 @@ import pytest
 
 from aqua_protocol.errors import CapacityError, InvalidTransitionError
 from aqua_protocol.lease import LeaseEvent, LeaseState
-from aqua_simulator.serving.cluster import Cluster, Reclaim, Routing
+from aqua_simulator.serving.cluster import Cluster, PlannedReclaim, Routing
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.lending import Books
+from aqua_simulator.serving.lending import LeaseLedger
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.iteration import IterationTime
@@ -26,13 +26,13 @@ def cluster() -> Cluster:
     return Cluster(
         [engine("borrower", 8), engine("lender", 400)],
         routing=Routing.ROUND_ROBIN,
-        books=Books(slab_bytes=SLAB),
+        books=LeaseLedger(slab_bytes=SLAB),
         host_bytes_per_s=100.0,
     )
 
 
 def test_what_is_offered_is_free_or_leased_at_every_transition() -> None:
-    books = Books(slab_bytes=SLAB)
+    books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", 10 * SLAB + 5)
     assert books.free_bytes("lender") == 10 * SLAB
     lease = books.grant("borrower", 4 * SLAB, now_s=0.0)
@@ -48,7 +48,7 @@ def test_what_is_offered_is_free_or_leased_at_every_transition() -> None:
 
 
 def test_a_released_lease_cannot_be_reclaimed() -> None:
-    books = Books(slab_bytes=SLAB)
+    books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", SLAB)
     lease = books.grant("borrower", SLAB, now_s=0.0)
     books.give_back(lease, now_s=1.0)
@@ -57,7 +57,7 @@ def test_a_released_lease_cannot_be_reclaimed() -> None:
 
 
 def test_released_bytes_stay_booked_until_the_lender_has_them() -> None:
-    books = Books(slab_bytes=SLAB)
+    books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", SLAB)
     lease = books.grant("borrower", SLAB, now_s=0.0)
     books.release(lease, now_s=1.0)
@@ -66,7 +66,7 @@ def test_released_bytes_stay_booked_until_the_lender_has_them() -> None:
 
 
 def test_nobody_is_granted_what_nobody_has() -> None:
-    books = Books(slab_bytes=SLAB)
+    books = LeaseLedger(slab_bytes=SLAB)
     with pytest.raises(CapacityError):
         books.grant("borrower", SLAB, now_s=0.0)
     books.offer("lender", SLAB - 1)
@@ -75,7 +75,7 @@ def test_nobody_is_granted_what_nobody_has() -> None:
 
 
 def test_an_offer_cannot_shrink_below_what_is_leased() -> None:
-    books = Books(slab_bytes=SLAB)
+    books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", 2 * SLAB)
     books.grant("borrower", 2 * SLAB, now_s=0.0)
     with pytest.raises(CapacityError, match="Reclaim first"):
@@ -90,7 +90,7 @@ def test_a_borrower_pages_into_lent_memory_and_the_lender_gets_it_back() -> None
     assert lender.memory.block_count < whole
     # Routed by turns: even ones to the borrower, whose eight blocks cannot hold two of them.
     arrivals = [Arrival(str(index), 0.0, 40, 60) for index in range(4)]
-    served = room.run(arrivals, [Reclaim(30.0, "lender")])
+    served = room.run(arrivals, [PlannedReclaim(30.0, "lender")])
     assert len(served) == 4
     store = room.engine("borrower").store
     assert store is not None
@@ -104,7 +104,7 @@ def test_a_borrower_pages_into_lent_memory_and_the_lender_gets_it_back() -> None
 def test_asking_twice_for_the_same_memory_returns_it_once() -> None:
     room = cluster()
     room.lend("lender", "borrower", 20 * SLAB, link_bytes_per_s=1e6)
-    room.run([], [Reclaim(1.0, "lender"), Reclaim(1.0, "lender")])
+    room.run([], [PlannedReclaim(1.0, "lender"), PlannedReclaim(1.0, "lender")])
     assert room.engine("lender").memory.block_count == 400
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aqua_simulator.offline.planned import DENSE_TOKENS, PolicyName, dense_tokens
-from aqua_simulator.papers.blendserve import TRACES, Laboratory, gain, grid
-from aqua_simulator.papers.figures import FIGURES, figure3, figure5
+from aqua_simulator.offline.policies import DENSE_TOKENS, OfflinePolicy, dense_tokens
+from aqua_simulator.papers.blendserve import TRACES, Experiments, gain, grid
+from aqua_simulator.papers.blendserve_figures import FIGURES, figure3, figure5
 from aqua_simulator.papers.page import page
 from aqua_simulator.papers.report import Reproduction, Row, number
 from aqua_simulator.workloads.sources import BURSTGPT
@@ -73,13 +73,13 @@ def test_numbers_keep_four_digits() -> None:
 
 
 def test_the_partition_example_is_within_two_percent_of_the_paper() -> None:
-    for row in figure5(Laboratory()).rows:
+    for row in figure5(Experiments()).rows:
         assert row.published is not None
         assert row.ours == pytest.approx(row.published, rel=0.02), row.name
 
 
 def test_figure_3_tells_compute_bound_from_memory_bound_requests() -> None:
-    chat, video, longest = (row.ours for row in figure3(Laboratory()).rows)
+    chat, video, longest = (row.ours for row in figure3(Experiments()).rows)
     assert chat > 1.0 > video
     # With short prompts the paper's "beyond 4K" comes out as beyond 6K: said, not hidden.
     assert 1.0 < longest < 1.5
@@ -98,23 +98,23 @@ def test_every_figure_of_the_paper_has_a_name() -> None:
 
 def test_blending_beats_depth_first_order_on_a_small_trace_and_is_run_once() -> None:
     told: list[str] = []
-    laboratory = Laboratory(request_count=4000, progress=told.append)
-    base = laboratory.run(TRACES[1], PolicyName.DFS)
-    ours = laboratory.run(TRACES[1], PolicyName.FORESIGHT)
+    experiments = Experiments(request_count=4000, progress=told.append)
+    base = experiments.run(TRACES[1], OfflinePolicy.DFS)
+    ours = experiments.run(TRACES[1], OfflinePolicy.FORESIGHT)
     assert gain(ours, base) > 5.0
     assert ours.optimal_share > base.optimal_share
     assert ours.sharing_share > 0.97
-    assert laboratory.run(TRACES[1], PolicyName.DFS) is base
+    assert experiments.run(TRACES[1], OfflinePolicy.DFS) is base
     assert len(told) == 2
 
 
 def test_a_plot_is_the_same_bytes_twice(tmp_path: Path) -> None:
-    made = figure3(Laboratory())
+    made = figure3(Experiments())
     one, two = tmp_path / "one.png", tmp_path / "two.png"
     assert made.save_plot(one)
     assert made.save_plot(two)
     assert one.read_bytes() == two.read_bytes()
-    assert not figure5(Laboratory()).save_plot(tmp_path / "none.png")
+    assert not figure5(Experiments()).save_plot(tmp_path / "none.png")
 
 
 def test_dense_steps_are_whole_tiles_at_the_wanted_efficiency() -> None:

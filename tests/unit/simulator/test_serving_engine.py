@@ -12,7 +12,7 @@ from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Job, summary
-from aqua_simulator.timing.iteration import Batch, IterationTime
+from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 
 
 def steady(step_s: float = 1.0) -> IterationTime:
@@ -61,9 +61,9 @@ def test_planning_ahead_costs_an_arrival_one_more_step() -> None:
 
 
 def test_decoding_requests_come_before_new_prompts_in_the_budget() -> None:
-    seen: list[Batch] = []
+    seen: list[ScheduledBatch] = []
 
-    def attention(batch: Batch) -> float:
+    def attention(batch: ScheduledBatch) -> float:
         seen.append(batch)
         return 0.0
 
@@ -218,9 +218,9 @@ def test_turns_end_where_contexts_would_go_to_host_memory() -> None:
 
 
 def test_under_turns_a_resumed_decode_runs_before_a_prompt_that_is_still_computed() -> None:
-    seen: list[Batch] = []
+    seen: list[ScheduledBatch] = []
 
-    def attention(batch: Batch) -> float:
+    def attention(batch: ScheduledBatch) -> float:
         seen.append(batch)
         return 0.0
 

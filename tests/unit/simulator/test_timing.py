@@ -12,9 +12,9 @@ from aqua_simulator.catalogue import GPUS, MODELS, model_from_config, model_name
 from aqua_simulator.serving.setup import EngineSpec, iteration_time
 from aqua_simulator.timing.evaluation import evaluate, mape, overall
 from aqua_simulator.timing.fit import Fit, fit_samples
-from aqua_simulator.timing.iteration import Batch, Chunk, from_kernels, from_operators
+from aqua_simulator.timing.interpolation import Curve, non_negative_fit
+from aqua_simulator.timing.iteration import Chunk, ScheduledBatch, from_kernels, from_operators
 from aqua_simulator.timing.profiles import read_folder
-from aqua_simulator.timing.smoothing import Curve, non_negative_fit
 from harness.profile_tables import (
     GPU,
     LINEAR_OPERATORS,
@@ -106,7 +106,7 @@ def test_a_saved_fit_is_the_same_fit_and_the_same_bytes(profiles: Path, tmp_path
 def test_an_iteration_is_layers_times_operators_and_attention(profiles: Path) -> None:
     model = MODELS["Llama-3-8B"]
     time_of = from_operators(fit_samples(read_folder(profiles)), "a100", "Meta-Llama-3-8B", model)
-    batch = Batch((), decoding_count=64, decode_context_tokens=64 * 1024, sampled_count=64)
+    batch = ScheduledBatch((), decoding_count=64, decode_context_tokens=64 * 1024, sampled_count=64)
     names = [name for name in LINEAR_OPERATORS if name != "emb"] + ["add"]
     linear = sum(linear_ms(name, 64, 1) for name in names)
     expected_ms = 32 * (linear + decode_ms(64, 1024, 32, 8))
@@ -117,9 +117,10 @@ def test_an_iteration_is_layers_times_operators_and_attention(profiles: Path) ->
 def test_chunks_of_a_prompt_add_up_to_the_whole(profiles: Path) -> None:
     model = MODELS["Llama-3-8B"]
     time_of = from_operators(fit_samples(read_folder(profiles)), "a100", "Meta-Llama-3-8B", model)
-    whole = time_of.attention(Batch((Chunk(4096, 0),), 0, 0, 1))
+    whole = time_of.attention(ScheduledBatch((Chunk(4096, 0),), 0, 0, 1))
     parts = sum(
-        time_of.attention(Batch((Chunk(1024, at),), 0, 0, 0)) for at in range(0, 4096, 1024)
+        time_of.attention(ScheduledBatch((Chunk(1024, at),), 0, 0, 0))
+        for at in range(0, 4096, 1024)
     )
     assert parts == pytest.approx(whole, rel=0.1)
 
@@ -138,7 +139,7 @@ def test_a_models_own_kernels_are_preferred(tmp_path: Path) -> None:
     model = MODELS["Llama-3-8B"]
     chosen = iteration_time(fit, model, GPUS["RTX4090"], 1)
     own = from_kernels(fit, GPU, MODEL, model)
-    batch = Batch((Chunk(128, 64),), 8, 8 * 1024, 9)
+    batch = ScheduledBatch((Chunk(128, 64),), 8, 8 * 1024, 9)
     assert chosen(batch) == own(batch)
 
 

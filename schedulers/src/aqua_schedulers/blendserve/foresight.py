@@ -29,7 +29,22 @@ from numpy.typing import NDArray
 
 from aqua_schedulers.admission import BatchView, StepPlan
 from aqua_schedulers.blendserve.cost import ResourceCost
-from aqua_schedulers.blendserve.desk import (
+from aqua_schedulers.blendserve.dual_scanner import (
+    BACK,
+    DONE_COUNT,
+    FRONT,
+    LEFT,
+    LEFT_RETRIES,
+    NONE,
+    POOLED,
+    RIGHT,
+    RIGHT_RETRIES,
+    DualScanner,
+    next_left,
+    next_right,
+    open_scanner,
+)
+from aqua_schedulers.blendserve.foresight_state import (
     ADMITTED,
     AMOUNT_SLOTS,
     BUDGET,
@@ -60,29 +75,14 @@ from aqua_schedulers.blendserve.desk import (
     STEP,
     STEPS_LEFT,
     TOKEN_S,
-    Desk,
+    ForesightState,
     admit,
     ramp,
     rebuild,
     settle_books,
     weigh_short,
 )
-from aqua_schedulers.blendserve.ends import (
-    BACK,
-    DONE_COUNT,
-    FRONT,
-    LEFT,
-    LEFT_RETRIES,
-    NONE,
-    POOLED,
-    RIGHT,
-    RIGHT_RETRIES,
-    Ends,
-    next_left,
-    next_right,
-    open_ends,
-)
-from aqua_schedulers.blendserve.learning import LengthLearner
+from aqua_schedulers.blendserve.length_learner import LengthLearner
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 from aqua_schedulers.blendserve.order import BlendOrder, blend_order, charged, weigh
 from aqua_schedulers.blendserve.timeline import Timeline, empty_timeline, peak_with
@@ -151,8 +151,8 @@ class ForesightBlend:
         count = len(order.requests)
         prompt_tokens = tree.prompt_tokens
         reserved = prompt_tokens + np.ceil(lengths.mean).astype(np.int64)
-        self._ends = open_ends(order, reserved)
-        self._desk = Desk(
+        self._ends = open_scanner(order, reserved)
+        self._desk = ForesightState(
             prompt_tokens.astype(np.int64),
             fresh_tokens.astype(np.int64),
             lengths.mean.copy(),
@@ -261,7 +261,7 @@ def _long_from(requests: Int32s, mean: Floats) -> int:
 
 
 @compiled
-def _pace(desk: Desk) -> float:
+def _pace(desk: ForesightState) -> float:
     """Compute per memory time that a step aims for."""
     compute = desk.amount[COMPUTE_LEFT] + desk.amount[RUNNING_COMPUTE]
     memory = desk.amount[MEMORY_LEFT] + desk.amount[RUNNING_MEMORY]
@@ -272,7 +272,7 @@ def _pace(desk: Desk) -> float:
 
 
 @compiled
-def _long_waits(ends: Ends, desk: Desk) -> bool:
+def _long_waits(ends: DualScanner, desk: ForesightState) -> bool:
     """Whether a long request is still pooled at the right end."""
     cursor = ends.cursor
     return bool(
@@ -281,7 +281,7 @@ def _long_waits(ends: Ends, desk: Desk) -> bool:
 
 
 @compiled
-def _spread(ends: Ends, desk: Desk, pace: float) -> float:
+def _spread(ends: DualScanner, desk: ForesightState, pace: float) -> float:
     """Tokens per step beyond the pace that use up compute while the tail of long requests lasts.
 
     Once no long request waits, the steps to come are counted: as many as the longest one that runs
@@ -299,7 +299,9 @@ def _spread(ends: Ends, desk: Desk, pace: float) -> float:
 
 
 @compiled
-def _shorter_that_fits(ends: Ends, desk: Desk, timeline: Timeline, room: float) -> int:
+def _shorter_that_fits(
+    ends: DualScanner, desk: ForesightState, timeline: Timeline, room: float
+) -> int:
     """The rightmost pooled long request whose ramp fits, if the very next one does not.
 
     Long requests at the right end run from long to short when lengths are known, so bisection
@@ -327,7 +329,7 @@ def _shorter_that_fits(ends: Ends, desk: Desk, timeline: Timeline, room: float) 
 
 
 @compiled
-def _budget(ends: Ends, desk: Desk, pace: float) -> int:
+def _budget(ends: DualScanner, desk: ForesightState, pace: float) -> int:
     """Tokens of the step: what hides the smaller resource, and what can be spared beyond."""
     number, amount = desk.number, desk.amount
     most = float(number[MAX_STEP])
@@ -342,7 +344,9 @@ def _budget(ends: Ends, desk: Desk, pace: float) -> int:
 
 
 @compiled
-def _next_for_memory(ends: Ends, desk: Desk, timeline: Timeline, usable: float) -> int:
+def _next_for_memory(
+    ends: DualScanner, desk: ForesightState, timeline: Timeline, usable: float
+) -> int:
     """The right end's next request that has room now and later, or NONE."""
     number, amount = desk.number, desk.amount
     request = next_right(ends)
@@ -362,7 +366,9 @@ def _next_for_memory(ends: Ends, desk: Desk, timeline: Timeline, usable: float) 
 
 
 @compiled
-def _next_for_step(ends: Ends, desk: Desk, timeline: Timeline, usable: float) -> int:
+def _next_for_step(
+    ends: DualScanner, desk: ForesightState, timeline: Timeline, usable: float
+) -> int:
     """The left end's next request that has room now and while it lives, or NONE."""
     number = desk.number
     request = next_left(ends)
@@ -379,7 +385,7 @@ def _next_for_step(ends: Ends, desk: Desk, timeline: Timeline, usable: float) ->
 
 
 @compiled
-def _plan(ends: Ends, desk: Desk, timeline: Timeline) -> None:
+def _plan(ends: DualScanner, desk: ForesightState, timeline: Timeline) -> None:
     """Decide the step: BUDGET and the admitted requests."""
     number, amount = desk.number, desk.amount
     number[ADMITTED] = 0

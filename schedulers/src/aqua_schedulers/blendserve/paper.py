@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqua_schedulers.admission import BatchView, StepPlan
-from aqua_schedulers.blendserve import ends as ends_module
+from aqua_schedulers.blendserve import dual_scanner as ends_module
 from aqua_schedulers.blendserve.cost import ResourceCost
-from aqua_schedulers.blendserve.ends import (
+from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
     LEFT_COUNT,
     LEFT_RESERVED,
@@ -34,11 +34,11 @@ from aqua_schedulers.blendserve.ends import (
     RIGHT,
     RIGHT_COUNT,
     RIGHT_RESERVED,
-    Ends,
+    DualScanner,
     left_density,
     next_left,
     next_right,
-    open_ends,
+    open_scanner,
     right_density,
     settle,
     take,
@@ -78,7 +78,7 @@ class PaperBlend:
         *,
         max_step_tokens: int,
     ) -> None:
-        self._ends = open_ends(order, reserved_tokens)
+        self._ends = open_scanner(order, reserved_tokens)
         self._fresh = fresh_tokens.astype(np.int64)
         self._target = order.root_density
         self._tokens_per_kv_token = (
@@ -120,7 +120,7 @@ class PaperBlend:
 
 @compiled
 def _scan(
-    ends: Ends,
+    ends: DualScanner,
     fresh: Int64s,
     target: float,
     capacity: int,

@@ -34,7 +34,7 @@ MAX_STEP_TOKENS = 2048
 """Tokens per step where nobody says otherwise: vLLM's offline default is of this size."""
 
 
-class Mode(StrEnum):
+class BlendMode(StrEnum):
     """Which policy runs a prepared pool."""
 
     FORESIGHT = "foresight"
@@ -82,7 +82,7 @@ class PreparedPool:
         self,
         *,
         capacity_tokens: int,
-        mode: Mode = Mode.FORESIGHT,
+        mode: BlendMode = BlendMode.FORESIGHT,
         max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> PaperBlend | ForesightBlend:
         """A policy that runs this pool once.
@@ -90,7 +90,7 @@ class PreparedPool:
         Args:
             capacity_tokens: KV tokens that fit in the engine's memory.
         """
-        if mode is Mode.PAPER:
+        if mode is BlendMode.PAPER:
             return PaperBlend(
                 self.order,
                 self.reserved_tokens,

@@ -1,6 +1,6 @@
 """Aqua's bursts on the serving engine: who waits how long under which policy and link.
 
-A `Burst` is an experiment of the paper: 25 requests at the stable rate, the rate times a factor for
+A `BurstExperiment` is one of the paper: 25 requests at the stable rate, the rate times a factor for
 a minute, then 25 more at the stable rate (the burst's overflow goes to new instances by then, as in
 section 9.1). The policies are those of `aqua_schedulers.cfs`.
 
@@ -85,7 +85,7 @@ ARXIV: Final = Lengths(
 
 
 @dataclass(frozen=True)
-class Burst:
+class BurstExperiment:
     """One experiment.
 
     Attributes:
@@ -243,7 +243,7 @@ LINES: Final[tuple[Line, ...]] = (
 
 
 def outcomes(
-    burst: Burst, seeds: Sequence[int], lines: Sequence[Line] = LINES
+    burst: BurstExperiment, seeds: Sequence[int], lines: Sequence[Line] = LINES
 ) -> dict[str, Outcome]:
     """Every line on the same arrivals."""
     rate = burst.stable_rate_per_s()
@@ -273,10 +273,10 @@ def burst_of(
     memory_share: float,
     dram_bytes_per_s: float,
     factor: float,
-) -> Burst:
+) -> BurstExperiment:
     """An experiment by names."""
     shape, device = model_named(model), gpu_named(gpu)
-    return Burst(
+    return BurstExperiment(
         shape,
         device,
         width,
@@ -294,7 +294,7 @@ def piecewise_bytes_per_s(link_bytes_per_s: float) -> float:
 
 
 def cached_prefix_run(
-    burst: Burst,
+    burst: BurstExperiment,
     location: PagingTier,
     *,
     prefix_tokens: int,

@@ -11,14 +11,14 @@ from aqua_simulator.catalogue import GPUS
 from aqua_simulator.papers.aqua import (
     ARXIV,
     LINES,
-    Burst,
+    BurstExperiment,
     Outcome,
     burst_of,
     cached_prefix_run,
     outcomes,
     piecewise_bytes_per_s,
 )
-from aqua_simulator.papers.blendserve import Laboratory
+from aqua_simulator.papers.blendserve import Experiments
 from aqua_simulator.papers.report import Reproduction, Row
 from aqua_simulator.workloads.sources import SOURCES
 
@@ -41,7 +41,7 @@ _NOT_PRINTED: Final = (
 )
 
 
-def figure8(laboratory: Laboratory) -> Reproduction:
+def figure8(experiments: Experiments) -> Reproduction:
     """The burst on Llama-3.1-70B."""
     burst = burst_of(
         "Llama-3.1-70B",
@@ -52,8 +52,8 @@ def figure8(laboratory: Laboratory) -> Reproduction:
         dram_bytes_per_s=_PCIE5_BYTES_PER_S,
         factor=2.0,
     )
-    laboratory.progress("Aqua Figure 8: bursts on Llama-3.1-70B")
-    found = outcomes(burst, _seeds(laboratory, SEED_COUNT))
+    experiments.progress("Aqua Figure 8: bursts on Llama-3.1-70B")
+    found = outcomes(burst, _seeds(experiments, SEED_COUNT))
     fcfs, dram, peer = (found[name] for name in ("FCFS", "CFS over DRAM", "CFS over NVLink"))
     rows = [
         Row("FCFS, longest time to first token", fcfs.ttft_max_s, 20.0, "s"),
@@ -73,7 +73,7 @@ def figure8(laboratory: Laboratory) -> Reproduction:
             f"KV memory: {burst.kv_tokens:,} tokens, what 0.9 of the HBM leaves.",
             "Step times: a roofline of the data sheet.",
         ],
-        sensitivity=_sensitivity(laboratory, burst),
+        sensitivity=_sensitivity(experiments, burst),
         remarks=[
             _NOT_PRINTED,
             (
@@ -96,7 +96,7 @@ def figure8(laboratory: Laboratory) -> Reproduction:
     )
 
 
-def figure13(laboratory: Laboratory) -> Reproduction:
+def figure13(experiments: Experiments) -> Reproduction:
     """The burst of long prompts on Yi-34B."""
     burst = burst_of(
         "Yi-34B",
@@ -107,8 +107,8 @@ def figure13(laboratory: Laboratory) -> Reproduction:
         dram_bytes_per_s=_PCIE4_BYTES_PER_S,
         factor=3.0,
     )
-    laboratory.progress("Aqua Figure 13: bursts on Yi-34B")
-    found = outcomes(burst, _seeds(laboratory, SEED_COUNT))
+    experiments.progress("Aqua Figure 13: bursts on Yi-34B")
+    found = outcomes(burst, _seeds(experiments, SEED_COUNT))
     return Reproduction(
         "aqua-figure13",
         "Aqua Figure 13: a burst of long prompts",
@@ -120,7 +120,7 @@ def figure13(laboratory: Laboratory) -> Reproduction:
             f"KV memory: {burst.kv_tokens:,} tokens, what 0.95 of the HBM leaves.",
             "Step times: a roofline of the data sheet.",
         ],
-        sensitivity=_sensitivity(laboratory, burst),
+        sensitivity=_sensitivity(experiments, burst),
         remarks=[
             _NOT_PRINTED,
             (
@@ -132,8 +132,8 @@ def figure13(laboratory: Laboratory) -> Reproduction:
     )
 
 
-def _seeds(laboratory: Laboratory, count: int) -> list[int]:
-    return [laboratory.seed * 1000 + index for index in range(count)]
+def _seeds(experiments: Experiments, count: int) -> list[int]:
+    return [experiments.seed * 1000 + index for index in range(count)]
 
 
 def _rows(found: Mapping[str, Outcome]) -> list[Row]:
@@ -177,10 +177,10 @@ def _rows(found: Mapping[str, Outcome]) -> list[Row]:
     ]
 
 
-def _sensitivity(laboratory: Laboratory, burst: Burst) -> list[Row]:
+def _sensitivity(experiments: Experiments, burst: BurstExperiment) -> list[Row]:
     """What the constants that the paper does not give do to its two claims."""
     piecewise = piecewise_bytes_per_s(burst.dram_bytes_per_s)
-    cases: dict[str, Burst] = {
+    cases: dict[str, BurstExperiment] = {
         "all as above": burst,
         "slices of 1 iteration": replace(burst, slice_iterations=1),
         "slices of 20 iterations": replace(burst, slice_iterations=20),
@@ -198,8 +198,8 @@ def _sensitivity(laboratory: Laboratory, burst: Burst) -> list[Row]:
     }
     rows = []
     for label, case in cases.items():
-        laboratory.progress(f"Sensitivity: {label}")
-        found = outcomes(case, _seeds(laboratory, SENSITIVITY_SEED_COUNT), LINES[:3])
+        experiments.progress(f"Sensitivity: {label}")
+        found = outcomes(case, _seeds(experiments, SENSITIVITY_SEED_COUNT), LINES[:3])
         fcfs, dram, peer = found.values()
         rows += [
             Row(
@@ -245,9 +245,9 @@ OPT_KV_BYTES_PER_TOKEN: Final = 2 * 48 * 7168 * 2
 OPT_PROMPT_TOKENS: Final = 8192
 
 
-def figure9(laboratory: Laboratory) -> Reproduction:
+def figure9(experiments: Experiments) -> Reproduction:
     """A cached prefix of 100,000 tokens, and a prompt larger than memory."""
-    laboratory.progress("Aqua Figure 9: cached prefixes")
+    experiments.progress("Aqua Figure 9: cached prefixes")
     burst = burst_of(
         "Yi-34B",
         "H100-80GB",
@@ -271,7 +271,7 @@ def figure9(laboratory: Laboratory) -> Reproduction:
             every=10,
             count=CACHED_COUNT,
             rate_per_s=CACHED_RATE_PER_S,
-            seed=laboratory.seed,
+            seed=experiments.seed,
         )
         for name, (case, location) in lines.items()
     }
@@ -313,7 +313,7 @@ def figure9(laboratory: Laboratory) -> Reproduction:
                 "launch; neither is in the paper."
             ),
         ],
-        sensitivity=_hit_sensitivity(burst, laboratory.seed),
+        sensitivity=_hit_sensitivity(burst, experiments.seed),
         remarks=[
             (
                 "At 50 GB/s for each GPU a hit's 24.6 GB would take a quarter of a second. The "
@@ -330,7 +330,7 @@ def figure9(laboratory: Laboratory) -> Reproduction:
     )
 
 
-def _long_prompt(burst: Burst) -> list[Row]:
+def _long_prompt(burst: BurstExperiment) -> list[Row]:
     """Tokens per second of OPT-30B with its context behind a link, on an H100."""
     weights_s = OPT_WEIGHT_BYTES / burst.gpu.hbm_bytes_per_s
     context = OPT_KV_BYTES_PER_TOKEN * OPT_PROMPT_TOKENS
@@ -351,7 +351,7 @@ def _long_prompt(burst: Burst) -> list[Row]:
     ]
 
 
-def _hit_sensitivity(burst: Burst, seed: int) -> list[Row]:
+def _hit_sensitivity(burst: BurstExperiment, seed: int) -> list[Row]:
     """A hit's time by what the paper does not give."""
     rows = []
     for label, rate in (
@@ -373,7 +373,7 @@ def _hit_sensitivity(burst: Burst, seed: int) -> list[Row]:
     return rows
 
 
-FIGURES: Final[dict[str, Callable[[Laboratory], Reproduction]]] = {
+FIGURES: Final[dict[str, Callable[[Experiments], Reproduction]]] = {
     "aqua-figure8": figure8,
     "aqua-figure9": figure9,
     "aqua-figure13": figure13,

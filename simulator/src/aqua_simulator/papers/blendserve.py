@@ -1,6 +1,6 @@
 """BlendServe: Table 3 and Figures 3 and 5 to 12.
 
-One `Laboratory` runs everything: it makes the blends, knows the cost and the memory of the paper's
+`Experiments` runs everything: it makes the blends, knows the cost and the memory of the paper's
 machine (Llama-3.1-8B on an A100 80GB, 20 GB for weights and buffers), and remembers its runs, so
 that figures of the same traces share them.
 
@@ -22,7 +22,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_simulator.catalogue import GPUS, MODELS, Gpu, Model, as_group
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import Bound, OfflineResult, optimal, run
-from aqua_simulator.offline.planned import PlanSettings, PolicyName, policy_for
+from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
 from aqua_simulator.offline.workload import OfflineWorkload
 from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, SOURCES, Source
@@ -57,7 +57,7 @@ TRACES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TraceRun:
     """A policy on a trace, and what no policy can beat; not the workload, which is large."""
 
     optimal_sharing: float
@@ -76,7 +76,7 @@ class Run:
 
 
 @dataclass
-class Laboratory:
+class Experiments:
     """Runs blends under policies, each once.
 
     Args:
@@ -91,7 +91,7 @@ class Laboratory:
     gpu: Gpu = GPUS["A100-80GB"]
     interference: float = INTERFERENCE
     progress: Callable[[str], None] = field(default=lambda _message: None, repr=False)
-    _runs: dict[tuple[object, ...], Run] = field(default_factory=dict, init=False, repr=False)
+    _runs: dict[tuple[object, ...], TraceRun] = field(default_factory=dict, init=False, repr=False)
     _drawn: tuple[tuple[object, ...], OfflineWorkload] | None = field(
         default=None, init=False, repr=False
     )
@@ -123,12 +123,12 @@ class Laboratory:
     def run(
         self,
         trace: Trace,
-        policy: PolicyName,
+        policy: OfflinePolicy,
         *,
         request_count: int | None = None,
         cost: StepCost | None = None,
         settings: PlanSettings | None = None,
-    ) -> Run:
+    ) -> TraceRun:
         """Run a policy on a trace."""
         count = request_count or self.request_count
         cost = cost or self.cost
@@ -144,11 +144,11 @@ class Laboratory:
                 capacity_tokens=settings.capacity_tokens,
                 usage_stride=max(1, count // 400),
             )
-            self._runs[key] = Run(workload.optimal_sharing, optimal(workload, cost), result)
+            self._runs[key] = TraceRun(workload.optimal_sharing, optimal(workload, cost), result)
         return self._runs[key]
 
 
-def gain(ours: Run, base: Run) -> float:
+def gain(ours: TraceRun, base: TraceRun) -> float:
     """Throughput gain in percent."""
     return (base.result.makespan_s / ours.result.makespan_s - 1.0) * 100.0
 
@@ -158,11 +158,11 @@ def surrogates(sources: Sequence[Source]) -> list[str]:
     return [f"{source.name} ({source.provenance}): {source.origin}." for source in sources]
 
 
-def workload_of(source: Source, laboratory: Laboratory) -> tuple[OfflineWorkload, Bound]:
+def workload_of(source: Source, experiments: Experiments) -> tuple[OfflineWorkload, Bound]:
     """A single source as Table 3 describes it."""
     count = MMLU_REQUESTS if source is MMLU else TRACE_REQUESTS
-    workload = draw([(source, count)], seed=laboratory.seed)
-    return workload, optimal(workload, laboratory.cost)
+    workload = draw([(source, count)], seed=experiments.seed)
+    return workload, optimal(workload, experiments.cost)
 
 
 def request_density(prompt: int, output: int, model: Model, gpu: Gpu) -> float:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.papers import aqua_figures, figures
-from aqua_simulator.papers.blendserve import Laboratory
+from aqua_simulator.papers import aqua_figures, blendserve_figures
+from aqua_simulator.papers.blendserve import Experiments
 from aqua_simulator.papers.report import Reproduction
 
-FIGURES: Final[dict[str, Callable[[Laboratory], Reproduction]]] = {
-    **figures.FIGURES,
+FIGURES: Final[dict[str, Callable[[Experiments], Reproduction]]] = {
+    **blendserve_figures.FIGURES,
     **aqua_figures.FIGURES,
 }
 """BlendServe's without a prefix, Aqua's with one: both papers have a Figure 8."""

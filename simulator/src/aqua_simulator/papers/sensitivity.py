@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from aqua_simulator.offline.planned import PlanSettings, PolicyName
-from aqua_simulator.papers.blendserve import TRACES, Laboratory, gain
+from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
+from aqua_simulator.papers.blendserve import TRACES, Experiments, gain
 from aqua_simulator.papers.report import Row
 
 SENSITIVITY_REQUESTS: Final = 50_000
@@ -17,21 +17,21 @@ _DENSE_STEPS: Final = (128, 256, 320, 448, 512)
 """Least dense batches tried beside the chosen one."""
 
 
-def sensitivity(laboratory: Laboratory) -> list[Row]:
+def sensitivity(experiments: Experiments) -> list[Row]:
     """What the constants that the paper does not give do to the gain on Trace 2."""
-    trace, count = TRACES[1], min(SENSITIVITY_REQUESTS, laboratory.request_count)
-    plan = PlanSettings(laboratory.capacity_tokens, seed=laboratory.seed)
-    cost = laboratory.cost
+    trace, count = TRACES[1], min(SENSITIVITY_REQUESTS, experiments.request_count)
+    plan = PlanSettings(experiments.capacity_tokens, seed=experiments.seed)
+    cost = experiments.cost
 
     def of(label: str, **changes: Any) -> list[Row]:  # noqa: ANN401 - arguments of `run`
-        base = laboratory.run(trace, PolicyName.DFS, request_count=count, **changes)
+        base = experiments.run(trace, OfflinePolicy.DFS, request_count=count, **changes)
         return [
             Row(
                 f"{name.value}, {label}",
-                gain(laboratory.run(trace, name, request_count=count, **changes), base),
+                gain(experiments.run(trace, name, request_count=count, **changes), base),
                 unit="% over DFS",
             )
-            for name in (PolicyName.PAPER, PolicyName.FORESIGHT)
+            for name in (OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT)
         ]
 
     rows = of(f"Trace 2 with {count:,} requests, all else as above")
@@ -41,13 +41,13 @@ def sensitivity(laboratory: Laboratory) -> list[Row]:
         rows += of(
             f"dense steps from {tokens} tokens on", settings=replace(plan, dense_tokens=tokens)
         )
-    rows += _dense_steps(laboratory, plan, count)
+    rows += _dense_steps(experiments, plan, count)
     rows += of("all lengths known", settings=replace(plan, all_known=True))
     rows += of("media lengths sampled too", settings=replace(plan, media_known=False))
     rows += of("10 % of lengths sampled", settings=replace(plan, sample_probability=0.1))
     rows += of("half the memory", settings=replace(plan, capacity_tokens=plan.capacity_tokens // 2))
     rows += of("5 ms of host time per step", cost=replace(cost, overhead_s=0.005))
-    floor_s = laboratory.model.weight_bytes / laboratory.gpu.hbm_bytes_per_s
+    floor_s = experiments.model.weight_bytes / experiments.gpu.hbm_bytes_per_s
     rows += of(
         f"weights read every step (floor {floor_s * 1e3:.1f} ms, exponent 1.28)",
         cost=replace(cost, linear_floor_s=floor_s, linear_exponent=1.28),
@@ -55,15 +55,15 @@ def sensitivity(laboratory: Laboratory) -> list[Row]:
     return rows
 
 
-def _dense_steps(laboratory: Laboratory, plan: PlanSettings, count: int) -> list[Row]:
+def _dense_steps(experiments: Experiments, plan: PlanSettings, count: int) -> list[Row]:
     """Mean gain of the published policy over the four traces, by its least dense batch."""
     rows = []
     for tokens in sorted((*_DENSE_STEPS, plan.dense_tokens)):
         settings = replace(plan, dense_tokens=tokens)
         gains = [
             gain(
-                laboratory.run(trace, PolicyName.PAPER, request_count=count, settings=settings),
-                laboratory.run(trace, PolicyName.DFS, request_count=count),
+                experiments.run(trace, OfflinePolicy.PAPER, request_count=count, settings=settings),
+                experiments.run(trace, OfflinePolicy.DFS, request_count=count),
             )
             for trace in TRACES
         ]

@@ -4,11 +4,11 @@ The cluster owns the order of events: arrivals, reclaims and engine steps happen
 ties in the order of engine names, so that a run is the same run every time. The router decides
 once, on arrival: to the engine with the fewest requests, or by turns.
 
-Lending follows `lending.Books`: an engine that lends shrinks its own KV memory by what it lends; an
-engine that borrows has a page store of that size behind its NVLink, and preempted requests page
-out into it instead of being computed again. A reclaim takes the store's room at once (no new page
-outs), moves what is stored to host memory over the borrower's link, and only then gives the
-lender its blocks back.
+Lending follows `lending.LeaseLedger`: an engine that lends shrinks its own KV memory by what it
+lends; an engine that borrows has a page store of that size behind its NVLink, and preempted
+requests page out into it instead of being computed again. A reclaim takes the store's room at once
+(no new page outs), moves what is stored to host memory over the borrower's link, and only then
+gives the lender its blocks back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import inf
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.lease import LeaseState
 from aqua_simulator.serving.engine import Engine
-from aqua_simulator.serving.lending import Books, Lease
+from aqua_simulator.serving.lending import Lease, LeaseLedger
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Served
 
@@ -34,7 +34,7 @@ class Routing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reclaim:
+class PlannedReclaim:
     """A lender wants everything back at `at_s`."""
 
     at_s: float
@@ -59,7 +59,7 @@ class Cluster:
 
     engines: Sequence[Engine]
     routing: Routing = Routing.LEAST_REQUESTS
-    books: Books = field(default_factory=Books)
+    books: LeaseLedger = field(default_factory=LeaseLedger)
     host_bytes_per_s: float = 32e9
     _turn: int = 0
     _lent_blocks: dict[int, int] = field(default_factory=dict)
@@ -93,7 +93,9 @@ class Cluster:
         taker.store = PageStore(f"{lender} for {borrower}", capacity, link_bytes_per_s)
         return lease
 
-    def run(self, arrivals: Iterable[Arrival], reclaims: Iterable[Reclaim] = ()) -> list[Served]:
+    def run(
+        self, arrivals: Iterable[Arrival], reclaims: Iterable[PlannedReclaim] = ()
+    ) -> list[Served]:
         """Serve everything; requests in the order of their last token."""
         queue = sorted(arrivals, key=lambda each: each.arrival_s)[::-1]
         wanted = sorted(reclaims, key=lambda each: each.at_s)[::-1]
@@ -126,7 +128,7 @@ class Cluster:
             )
         engine.submit(arrival)
 
-    def _reclaim(self, reclaim: Reclaim) -> None:
+    def _reclaim(self, reclaim: PlannedReclaim) -> None:
         for lease in list(self.books.leases.values()):
             if lease.lender != reclaim.lender or lease.state is not LeaseState.ACTIVE:
                 continue

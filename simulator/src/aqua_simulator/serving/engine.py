@@ -40,7 +40,7 @@ from aqua_schedulers.cfs import (
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Job, Phase, Served
-from aqua_simulator.timing.iteration import Batch, Chunk, IterationTime
+from aqua_simulator.timing.iteration import Chunk, IterationTime, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Engine:
             return None
         if self._prefill_tokens_per_s == 0.0:
             tokens = self.settings.max_num_batched_tokens
-            spent_s = self.time_of(Batch((Chunk(tokens, 0),), 0, 0, 1))
+            spent_s = self.time_of(ScheduledBatch((Chunk(tokens, 0),), 0, 0, 1))
             self._prefill_tokens_per_s = tokens / spent_s
         return PagingRates(
             self.store.link_bytes_per_s,
@@ -306,7 +306,7 @@ class Engine:
                 job.emitted_tokens += 1
                 sampled.append((job, job.emitted_tokens))
             self.memory.publish_prefix(job)
-        batch = Batch(tuple(chunks), decoding, context, len(sampled))
+        batch = ScheduledBatch(tuple(chunks), decoding, context, len(sampled))
         spent = self.time_of(batch)
         if self._copy_tokens and self.store is not None:
             copy_s = (

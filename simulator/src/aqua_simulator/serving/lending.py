@@ -46,7 +46,7 @@ class Lender:
 
 
 @dataclass(slots=True)
-class Books:
+class LeaseLedger:
     """Offers and leases of a cluster, in whole slabs.
 
     Attributes:

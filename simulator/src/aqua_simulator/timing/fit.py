@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqua_protocol.errors import ConfigError
+from aqua_simulator.timing.interpolation import NEIGHBOURS, Curve, Surface
 from aqua_simulator.timing.profiles import CURVES, VARIABLES, Samples, work
-from aqua_simulator.timing.smoothing import NEIGHBOURS, Curve, Surface
 
 Floats = NDArray[np.float64]
 

@@ -64,7 +64,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ScheduledBatch:
     """What a step computes.
 
     Attributes:
@@ -91,22 +91,22 @@ class IterationTime:
 
     Attributes:
         linear: Tokens -> seconds of all layers' linear operators and collectives.
-        attention: Batch -> seconds of all layers' attention.
+        attention: ScheduledBatch -> seconds of all layers' attention.
         head: Sampled requests -> seconds of head and sampler.
         overhead_s: Host time per step that nothing hides.
     """
 
     name: str
     linear: Callable[[int], float]
-    attention: Callable[[Batch], float]
+    attention: Callable[[ScheduledBatch], float]
     head: Callable[[int], float]
     overhead_s: float = 0.0
 
-    def gpu_s(self, batch: Batch) -> float:
+    def gpu_s(self, batch: ScheduledBatch) -> float:
         """Time on the GPU."""
         return self.linear(batch.tokens) + self.attention(batch) + self.head(batch.sampled_count)
 
-    def __call__(self, batch: Batch) -> float:
+    def __call__(self, batch: ScheduledBatch) -> float:
         """Time of the whole step."""
         return self.gpu_s(batch) + self.overhead_s
 
@@ -132,7 +132,7 @@ def from_kernels(fit: Fit, gpu: str, model_key: str, model: Model) -> IterationT
     def head(sampled: int) -> float:
         return sum(operator.at(sampled) for operator in per_sequence) if sampled else 0.0
 
-    def attention(batch: Batch) -> float:
+    def attention(batch: ScheduledBatch) -> float:
         new = sum(chunk.tokens for chunk in batch.chunks)
         # One kernel call for all chunks: tokens add up, and so do the token pairs they attend to.
         pairs = sum(chunk.tokens * chunk.context for chunk in batch.chunks)
@@ -247,7 +247,7 @@ def from_data_sheet(gpu: Gpu, model: Model, *, width: int = 1) -> IterationTime:
         power = ROOFLINE_EXPONENT
         return float((floor_s**power + (per_token_s * tokens) ** power) ** (1.0 / power))
 
-    def attention(batch: Batch) -> float:
+    def attention(batch: ScheduledBatch) -> float:
         read = batch.decode_context_tokens + sum(chunk.context for chunk in batch.chunks)
         pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
         return read * model.kv_bytes_per_token / bytes_per_s + pairs * pair_s
@@ -268,12 +268,14 @@ def all_reduce_s(fit: Fit, gpu: str, model: Model, width: int, tokens: int) -> f
     return 2.0 * fit[f"{gpu}/vllm_graph_all_reduce/{width}"].at(message)
 
 
-def _split_attention(fit: Fit, gpu: str, model: Model, width: int) -> Callable[[Batch], float]:
+def _split_attention(
+    fit: Fit, gpu: str, model: Model, width: int
+) -> Callable[[ScheduledBatch], float]:
     """Prefill and decode attention from surfaces that were measured apart."""
     prefill, decode = fit[f"{gpu}/prefill_attention"], fit[f"{gpu}/decode_attention"]
     heads, kv_heads = model.head_count / width, max(1.0, model.kv_head_count / width)
 
-    def attention(batch: Batch) -> float:
+    def attention(batch: ScheduledBatch) -> float:
         seconds = 0.0
         for chunk in batch.chunks:
             end = _rounded(chunk.context + chunk.tokens)

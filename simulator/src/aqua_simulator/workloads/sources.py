@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-class Provenance(StrEnum):
+class Fidelity(StrEnum):
     """How close a source is to the trace of that name."""
 
     MEASURED = "measured"
@@ -92,7 +92,7 @@ class Source:
     output: Quantiles
     rank_correlation: float
     system_tokens: int
-    provenance: Provenance
+    provenance: Fidelity
     origin: str
     published_sharing: float
     published_density: float
@@ -137,7 +137,7 @@ SHAREGPT: Final = Source(
     output=Quantiles(_LEVELS, (2, 6, 43, 84, 228, 414, 629, 834, 920, 997, 1021, 1024)),
     rank_correlation=0.05,
     system_tokens=55,
-    provenance=Provenance.MEASURED,
+    provenance=Fidelity.MEASURED,
     origin="sharegpt_8k_filtered, Llama-2 tokenizer (project-etalon/etalon), 15,366 rows",
     published_sharing=0.02,
     published_density=3.12,
@@ -149,7 +149,7 @@ WILDCHAT: Final = Source(
     output=log_normal(256.0, 0.85, low=1, high=4096),
     rank_correlation=0.25,
     system_tokens=130,
-    provenance=Provenance.SURROGATE,
+    provenance=Fidelity.SURROGATE,
     origin="lognormal of the published means (user turn 296 tokens; output 256, A.1 of the paper)",
     published_sharing=0.19,
     published_density=2.13,
@@ -161,7 +161,7 @@ AZURE: Final = Source(
     output=Quantiles(_LEVELS, (6, 6, 6, 7, 9, 13, 22, 54, 85, 247, 858, 1899)),
     rank_correlation=-0.02,
     system_tokens=20,
-    provenance=Provenance.MEASURED,
+    provenance=Fidelity.MEASURED,
     origin="AzureLLMInferenceTrace_code (2023), 4,409 rows: the half whose density fits Table 3",
     published_sharing=0.01,
     published_density=33.2,
@@ -177,7 +177,7 @@ BURSTGPT: Final = Source(
     ),
     rank_correlation=-0.3,
     system_tokens=9,
-    provenance=Provenance.SURROGATE,
+    provenance=Fidelity.SURROGATE,
     origin="quantiles of the first 59,999 rows of BurstGPT_1; outputs scaled to Table 3",
     published_sharing=0.02,
     published_density=17.78,
@@ -189,7 +189,7 @@ OPENVID: Final = Source(
     output=log_normal(176 * 256 * 16 / 45, 0.82, low=256, high=MAX_CONTEXT_TOKENS - 1024),
     rank_correlation=0.0,
     system_tokens=8,
-    provenance=Provenance.SURROGATE,
+    provenance=Fidelity.SURROGATE,
     origin="lognormal of mean 176 frames x 256 tokens x 16/45; spread from the paper's density",
     published_sharing=0.0,
     published_density=0.05,
@@ -202,7 +202,7 @@ MMLU: Final = Source(
     output=Quantiles((0.0, 1.0), (2, 2)),
     rank_correlation=0.0,
     system_tokens=1,
-    provenance=Provenance.MEASURED,
+    provenance=Fidelity.MEASURED,
     origin="characters / 4.3 of 7,687 questions of 29 subjects; shots scaled to Table 3's sharing",
     published_sharing=0.8646,
     published_density=54.91,

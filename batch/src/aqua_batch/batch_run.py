@@ -25,14 +25,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_batch.answers import Answer, Answers, result_line
 from aqua_batch.bodies import sampling
+from aqua_batch.completions import Completion, CompletionCollector, result_line
 from aqua_batch.fleet import Event, Fleet, Lost, Ready, Report
-from aqua_batch.journal import Journal
-from aqua_batch.planning import TokenizedBatch
+from aqua_batch.journal import ResultJournal
 from aqua_batch.policies import Policy
 from aqua_batch.records import BatchFile
 from aqua_batch.share import Share
+from aqua_batch.tokenization import TokenizedBatch
 from aqua_protocol.errors import UnavailableError
 from aqua_schedulers.blendserve import (
     UNKNOWN,
@@ -57,7 +57,7 @@ MOST_DEATHS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BatchProgress:
     """How far a run is.
 
     Attributes:
@@ -75,7 +75,7 @@ class Progress:
     nodes: int
 
 
-class Run:
+class BatchRun:
     """A batch on its way through a fleet.
 
     Args:
@@ -91,13 +91,13 @@ class Run:
         batch: BatchFile,
         tokenized: TokenizedBatch,
         fleet: Fleet,
-        journal: Journal,
+        journal: ResultJournal,
         *,
         model: str,
         cost: ResourceCost,
         policy: Policy,
         clock_s: Callable[[], float] = time.time,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[BatchProgress], None] = lambda _: None,
         on_loss: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._batch = batch
@@ -112,7 +112,7 @@ class Run:
         self._clock_s = clock_s
         self._on_progress = on_progress
         self._on_loss = on_loss
-        self._answers = Answers()
+        self._answers = CompletionCollector()
         self._first_row = tokenized.first_rows()
         self._observed = tokenized.lengths(journal.finished)
         finished = np.array(
@@ -258,7 +258,7 @@ class Run:
         share = Share(self._prompts.keep(rows), lengths, wishes, policy, self._cost, prepared)
         self._fleet.begin(node, share)
 
-    def _book(self, row: int, answer: Answer) -> None:
+    def _book(self, row: int, answer: Completion) -> None:
         """Take an answer; on disk once its line of the file has all of them."""
         assert self._is_left[row], f"row {row} was answered twice"
         self._is_left[row] = False
@@ -287,7 +287,7 @@ class Run:
     def _show(self) -> None:
         total = self._work_done + max(0.0, self._work_left)
         self._on_progress(
-            Progress(
+            BatchProgress(
                 self._done,
                 len(self._tokenized.entries),
                 self._work_done / total if total else 1.0,

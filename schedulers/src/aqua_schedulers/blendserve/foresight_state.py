@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_schedulers.blendserve.ends import BACK, FRONT, POOLED, Ends, settle, take
+from aqua_schedulers.blendserve.dual_scanner import BACK, FRONT, POOLED, DualScanner, settle, take
 from aqua_schedulers.blendserve.timeline import Timeline, add, remaining_tokens
 from aqua_schedulers.compiled import compiled
 
@@ -33,7 +33,7 @@ MOST_LONG: Final = 4096
 WINDOW: Final = 256
 """Left-end requests that are looked at to see how much memory the left end needs."""
 
-# Slots of `Desk.number`: the run, then the engine's counters of this step.
+# Slots of `ForesightState.number`: the run, then the engine's counters of this step.
 STEP: Final = 0
 LONG_COUNT: Final = 1
 BUILT_AT: Final = 2
@@ -50,7 +50,7 @@ BUDGET: Final = 12
 ADMITTED: Final = 13
 NUMBER_SLOTS: Final = 14
 
-# Slots of `Desk.amount`: what is pooled, what runs, then the engine's rates.
+# Slots of `ForesightState.amount`: what is pooled, what runs, then the engine's rates.
 COMPUTE_LEFT: Final = 0
 MEMORY_LEFT: Final = 1
 LEFT_NEED: Final = 2
@@ -67,7 +67,7 @@ LEFT_STEPS: Final = 12
 AMOUNT_SLOTS: Final = 13
 
 
-class Desk(NamedTuple):
+class ForesightState(NamedTuple):
     """What the policy knows of each request and of the run; arrays are changed in place.
 
     Attributes:
@@ -99,7 +99,9 @@ class Desk(NamedTuple):
 
 
 @compiled
-def settle_books(ends: Ends, desk: Desk, finished: Int32s, returned: Int32s) -> None:
+def settle_books(
+    ends: DualScanner, desk: ForesightState, finished: Int32s, returned: Int32s
+) -> None:
     """Book what ended and what was handed back."""
     number, amount = desk.number, desk.amount
     for request in finished:
@@ -121,7 +123,7 @@ def settle_books(ends: Ends, desk: Desk, finished: Int32s, returned: Int32s) -> 
 
 
 @compiled
-def _weigh_one(desk: Desk, request: int, sign: float) -> None:
+def _weigh_one(desk: ForesightState, request: int, sign: float) -> None:
     """Count a pooled short request in (or out): tokens it computes, and for how long it holds them.
 
     A request that finds its prefix cached holds its fresh tokens and its outputs only.
@@ -132,7 +134,7 @@ def _weigh_one(desk: Desk, request: int, sign: float) -> None:
 
 
 @compiled
-def weigh_short(ends: Ends, desk: Desk) -> None:
+def weigh_short(ends: DualScanner, desk: ForesightState) -> None:
     """Sum up the pooled short requests."""
     desk.amount[SHORT_TOKENS] = 0.0
     desk.amount[SHORT_TOKEN_STEPS] = 0.0
@@ -142,7 +144,7 @@ def weigh_short(ends: Ends, desk: Desk) -> None:
 
 
 @compiled
-def _forget_long(desk: Desk, request: int) -> None:
+def _forget_long(desk: ForesightState, request: int) -> None:
     number = desk.number
     for index in range(number[LONG_COUNT]):
         if desk.running_long[index] == request:
@@ -153,7 +155,9 @@ def _forget_long(desk: Desk, request: int) -> None:
 
 
 @compiled
-def admit(ends: Ends, desk: Desk, timeline: Timeline, request: int, end: int) -> None:
+def admit(
+    ends: DualScanner, desk: ForesightState, timeline: Timeline, request: int, end: int
+) -> None:
     """Move a pooled request to the batch of this step."""
     take(ends, request, end)
     number, amount = desk.number, desk.amount
@@ -177,7 +181,7 @@ def admit(ends: Ends, desk: Desk, timeline: Timeline, request: int, end: int) ->
 
 
 @compiled
-def ramp(desk: Desk, request: int) -> tuple[float, float]:
+def ramp(desk: ForesightState, request: int) -> tuple[float, float]:
     """Tokens that a long request holds at the present step, and tokens still to come."""
     ran = float(desk.generated[request])
     left = remaining_tokens(desk.mean[request], ran, desk.exact[request])
@@ -185,7 +189,9 @@ def ramp(desk: Desk, request: int) -> tuple[float, float]:
 
 
 @compiled
-def rebuild(ends: Ends, desk: Desk, timeline: Timeline, full_step_tokens: float) -> None:
+def rebuild(
+    ends: DualScanner, desk: ForesightState, timeline: Timeline, full_step_tokens: float
+) -> None:
     """Forecast anew: long requests one by one, and the memory that the left end needs.
 
     Args:
@@ -212,7 +218,7 @@ def rebuild(ends: Ends, desk: Desk, timeline: Timeline, full_step_tokens: float)
 
 
 @compiled
-def _left_need(ends: Ends, desk: Desk, full_step_tokens: float) -> float:
+def _left_need(ends: DualScanner, desk: ForesightState, full_step_tokens: float) -> float:
     """Memory that the left end needs to fill such steps.
 
     By what its requests hold, and for how long, per token that they compute.

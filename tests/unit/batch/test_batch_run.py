@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aqua_batch.batch_run import LEAST_TO_SAMPLE, MOST_DEATHS, BatchProgress, BatchRun
 from aqua_batch.engine import CacheCounters
 from aqua_batch.feed import BlendFeed
 from aqua_batch.fleet import Event, Fleet, LocalFleet, Lost, Ready, Report
 from aqua_batch.forecast import SERIES_ROWS, forecast
-from aqua_batch.hardware import describe
-from aqua_batch.journal import Journal
-from aqua_batch.planning import plan, tokenize
+from aqua_batch.journal import ResultJournal
 from aqua_batch.policies import Policy, policy_for
 from aqua_batch.records import read_batch
-from aqua_batch.running import LEAST_TO_SAMPLE, MOST_DEATHS, Progress, Run
 from aqua_batch.share import Share, ShareRun
+from aqua_batch.target import describe
+from aqua_batch.tokenization import plan, tokenize
 from aqua_batch.tokens import ByteTokenizer
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_schedulers.admission import BatchView, StepPlan
@@ -42,10 +42,10 @@ def write_batch(path: Path, count: int) -> Path:
 def run_over(
     file: Path,
     fleet: Fleet,
-    journal: Journal,
+    journal: ResultJournal,
     policy: Policy = Policy.FORESIGHT,
-    **options: Any,  # noqa: ANN401 - those of Run,  # noqa: ANN401 - those of Run
-) -> Run:
+    **options: Any,  # noqa: ANN401 - those of BatchRun,  # noqa: ANN401 - those of BatchRun
+) -> BatchRun:
     batch = read_batch(file)
     tokenized = tokenize(
         batch,
@@ -54,7 +54,9 @@ def run_over(
         capacity_tokens=fleet.facts.capacity_tokens,
     )
     cost = describe("A100-80GB", None).cost
-    return Run(batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=policy, **options)
+    return BatchRun(
+        batch, tokenized, fleet, journal, model="tiny", cost=cost, policy=policy, **options
+    )
 
 
 def local(engine: CountingEngine) -> LocalFleet:
@@ -68,9 +70,9 @@ def ids_in(out: Path) -> list[str]:
 @pytest.mark.parametrize("policy", Policy)
 def test_a_run_answers_every_request_once(tmp_path: Path, policy: Policy) -> None:
     file = write_batch(tmp_path, 300)
-    seen: list[Progress] = []
+    seen: list[BatchProgress] = []
     engine = CountingEngine()
-    with Journal(tmp_path / "out.jsonl") as journal:
+    with ResultJournal(tmp_path / "out.jsonl") as journal:
         run = run_over(file, local(engine), journal, policy, on_progress=seen.append)
         assert run.finish() == 300
         assert len(journal.finished) == 300
@@ -84,12 +86,12 @@ def test_a_run_answers_every_request_once(tmp_path: Path, policy: Policy) -> Non
 def test_an_interrupted_run_resumes_without_repeating(tmp_path: Path) -> None:
     file = write_batch(tmp_path, 300)
     out = tmp_path / "out.jsonl"
-    with Journal(out) as journal, pytest.raises(KeyboardInterrupt):
+    with ResultJournal(out) as journal, pytest.raises(KeyboardInterrupt):
         run_over(file, local(CountingEngine(dies_after=150)), journal).finish()
     finished = ids_in(out)
     assert 0 < len(finished) < 300
     second = CountingEngine()
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         ran = run_over(file, local(second), journal).finish()
     assert ran == len(second.submitted) == 300 - len(finished)
     assert sorted(ids_in(out)) == sorted(f"r{index}" for index in range(300))
@@ -98,7 +100,7 @@ def test_an_interrupted_run_resumes_without_repeating(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     file, out = write_batch(tmp_path, 10), tmp_path / "out.jsonl"
     for ran in (10, 0):
-        with Journal(out) as journal:
+        with ResultJournal(out) as journal:
             assert run_over(file, local(CountingEngine()), journal).finish() == ran
     assert len(ids_in(out)) == 10
 
@@ -106,8 +108,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 def test_a_large_batch_of_unknown_lengths_is_sampled_first(tmp_path: Path) -> None:
     file = write_batch(tmp_path, 3 * LEAST_TO_SAMPLE)
     engine = CountingEngine()
-    seen: list[Progress] = []
-    with Journal(tmp_path / "out.jsonl") as journal:
+    seen: list[BatchProgress] = []
+    with ResultJournal(tmp_path / "out.jsonl") as journal:
         run_over(file, local(engine), journal, on_progress=seen.append).finish()
     kinds = {prompt.startswith("draw") for prompt in engine.submitted[:6]}
     assert kinds == {True, False}, "the sample holds both kinds of request"
@@ -120,7 +122,7 @@ def test_answers_wanted_of_one_line_come_in_one_line(tmp_path: Path) -> None:
     row = {"custom_id": "several", "url": "/v1/completions", "body": body}
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps(row))
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, local(CountingEngine()), journal, clock_s=lambda: 7.0).finish() == 1
     (line,) = out.read_text().splitlines()
     response = json.loads(line)["response"]["body"]
@@ -185,7 +187,7 @@ class PaperFleet:
 def test_engines_share_a_batch_evenly_and_answer_each_request_once(tmp_path: Path) -> None:
     file, out = write_batch(tmp_path, 300), tmp_path / "out.jsonl"
     fleet = PaperFleet(3)
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, fleet, journal).finish() == 300
     assert sorted(ids_in(out)) == sorted(f"r{index}" for index in range(300))
     work = [len(engine.submitted) for engine in fleet.lives]
@@ -210,7 +212,7 @@ def test_what_a_lost_engine_had_not_answered_is_answered_by_others(
     file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
     fleet = PaperFleet(3, plan)
     said: list[str] = []
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, fleet, journal, on_loss=said.append).finish() == 150
     names = ids_in(out)
     assert len(names) == len(set(names)) == 150
@@ -223,7 +225,7 @@ def test_finished_requests_of_a_lost_engine_are_not_repeated(tmp_path: Path) -> 
     file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
     fleet = PaperFleet(2, {200: Lost(1, "gone")})
     first = fleet.engines[1]
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         run_over(file, fleet, journal).finish()
     runs = [json.loads(raw) for raw in out.read_text().splitlines()]
     answered = {
@@ -237,7 +239,7 @@ def test_finished_requests_of_a_lost_engine_are_not_repeated(tmp_path: Path) -> 
 def test_engines_that_die_together_are_no_sign_of_bad_requests(tmp_path: Path) -> None:
     file, out = write_batch(tmp_path, 150), tmp_path / "out.jsonl"
     plan: dict[int, Event] = {1 + death: Lost(death, "power cut") for death in range(MOST_DEATHS)}
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, PaperFleet(MOST_DEATHS + 1, plan), journal).finish() == 150
 
 
@@ -246,16 +248,16 @@ def test_an_engine_that_dies_whatever_it_is_given_ends_the_run(tmp_path: Path) -
     plan: dict[int, Event] = {}
     for death in range(MOST_DEATHS):
         plan |= {2 * death + 1: Lost(0, "segmentation fault"), 2 * death + 2: Ready(0)}
-    with Journal(out) as journal, pytest.raises(UnavailableError, match="segmentation fault"):
+    with ResultJournal(out) as journal, pytest.raises(UnavailableError, match="segmentation fault"):
         run_over(file, PaperFleet(1, plan), journal).finish()
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, PaperFleet(1), journal).finish() == 60
 
 
 def test_the_death_of_an_engine_without_work_stops_nothing(tmp_path: Path) -> None:
     file, out = write_batch(tmp_path, 3), tmp_path / "out.jsonl"
     plan: dict[int, Event] = {1 + death: Lost(4 + death, "gone") for death in range(MOST_DEATHS)}
-    with Journal(out) as journal:
+    with ResultJournal(out) as journal:
         assert run_over(file, PaperFleet(4 + MOST_DEATHS, plan), journal).finish() == 3
 
 

@@ -1,4 +1,4 @@
-"""BlendServe's figures as functions of a laboratory; `FIGURES` lists them by name."""
+"""BlendServe's figures as functions of the experiments; `FIGURES` lists them by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.partition import left_share
 from aqua_simulator.catalogue import MODELS
 from aqua_simulator.offline import state
-from aqua_simulator.offline.planned import PlanSettings, PolicyName
+from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
 from aqua_simulator.papers.blendserve import (
     RESERVED_BYTES,
     TRACES,
-    Laboratory,
-    Run,
+    Experiments,
     Trace,
+    TraceRun,
     eight_gpus,
     gain,
     grid,
@@ -43,11 +43,11 @@ how little that moves."""
 BLENDED: Final = (BURSTGPT, MMLU, OPENVID)
 
 
-def table3(laboratory: Laboratory) -> Reproduction:
+def table3(experiments: Experiments) -> Reproduction:
     """Prefix sharing and compute density of the single traces."""
     rows = []
     for source in SOURCES.values():
-        workload, bound = workload_of(source, laboratory)
+        workload, bound = workload_of(source, experiments)
         rows += [
             Row(
                 f"{source.name}, prefix sharing", workload.optimal_sharing, source.published_sharing
@@ -77,7 +77,7 @@ def table3(laboratory: Laboratory) -> Reproduction:
 _FIGURE3_LENGTHS: Final = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def figure3(_laboratory: Laboratory) -> Reproduction:
+def figure3(_experiments: Experiments) -> Reproduction:
     """Compute density over prompt and output lengths."""
     model, gpu = MODELS["Llama-3-70B"], eight_gpus()
     table = np.array(
@@ -125,13 +125,13 @@ def figure3(_laboratory: Laboratory) -> Reproduction:
     )
 
 
-def figure5(laboratory: Laboratory) -> Reproduction:
+def figure5(experiments: Experiments) -> Reproduction:
     """The example of the memory partition."""
-    left = request_density(512, 256, laboratory.model, laboratory.gpu)
-    right = request_density(256, 16384, laboratory.model, laboratory.gpu)
+    left = request_density(512, 256, experiments.model, experiments.gpu)
+    right = request_density(256, 16384, experiments.model, experiments.gpu)
     target = 1.27
     share = left_share(left, right, target)
-    memory_gb = (laboratory.gpu.hbm_bytes - RESERVED_BYTES) / 1e9
+    memory_gb = (experiments.gpu.hbm_bytes - RESERVED_BYTES) / 1e9
     return Reproduction(
         "figure5",
         "BlendServe Figure 5: memory partition",
@@ -146,27 +146,34 @@ def figure5(laboratory: Laboratory) -> Reproduction:
     )
 
 
-_POLICIES: Final = (PolicyName.RANDOM, PolicyName.DFS, PolicyName.PAPER, PolicyName.FORESIGHT)
+_POLICIES: Final = (
+    OfflinePolicy.RANDOM,
+    OfflinePolicy.DFS,
+    OfflinePolicy.PAPER,
+    OfflinePolicy.FORESIGHT,
+)
 
 
-def figure6(laboratory: Laboratory) -> Reproduction:
+def figure6(experiments: Experiments) -> Reproduction:
     """End-to-end throughput of the four traces."""
     rows: list[Row] = []
     throughput: dict[str, list[float]] = {}
-    gains: dict[PolicyName, list[float]] = {PolicyName.PAPER: [], PolicyName.FORESIGHT: []}
-    shares: dict[PolicyName, list[float]] = {name: [] for name in _POLICIES}
+    gains: dict[OfflinePolicy, list[float]] = {OfflinePolicy.PAPER: [], OfflinePolicy.FORESIGHT: []}
+    shares: dict[OfflinePolicy, list[float]] = {name: [] for name in _POLICIES}
     for trace in TRACES:
-        runs = {name: laboratory.run(trace, name) for name in _POLICIES}
-        sequential = laboratory.run(trace, PolicyName.DFS, cost=without_overlap(laboratory.cost))
-        base = runs[PolicyName.DFS]
-        labelled: list[tuple[str, Run]] = [("vLLM-DFS, SGLang-DFS (no overlap)", sequential)]
+        runs = {name: experiments.run(trace, name) for name in _POLICIES}
+        sequential = experiments.run(
+            trace, OfflinePolicy.DFS, cost=without_overlap(experiments.cost)
+        )
+        base = runs[OfflinePolicy.DFS]
+        labelled: list[tuple[str, TraceRun]] = [("vLLM-DFS, SGLang-DFS (no overlap)", sequential)]
         labelled += [(name.value, runs[name]) for name in _POLICIES]
         for label, each in labelled:
             throughput.setdefault(label, []).append(each.result.tokens_per_s)
         rows.append(
             Row(
                 f"{trace.name}, gain of blendserve over DFS",
-                gain(runs[PolicyName.PAPER], base),
+                gain(runs[OfflinePolicy.PAPER], base),
                 unit="%",
                 low=19.34,
                 high=22.65,
@@ -175,14 +182,14 @@ def figure6(laboratory: Laboratory) -> Reproduction:
         rows.append(
             Row(
                 f"{trace.name}, gain of foresight over DFS",
-                gain(runs[PolicyName.FORESIGHT], base),
+                gain(runs[OfflinePolicy.FORESIGHT], base),
                 unit="%",
             )
         )
         rows.append(
             Row(
                 f"{trace.name}, gain of blendserve over no overlap",
-                gain(runs[PolicyName.PAPER], sequential),
+                gain(runs[OfflinePolicy.PAPER], sequential),
                 unit="%",
                 high=44.0,
             )
@@ -192,12 +199,12 @@ def figure6(laboratory: Laboratory) -> Reproduction:
         for name, found in gains.items():
             found.append(gain(runs[name], base))
     rows += [
-        Row("mean gain of blendserve over DFS", _mean(gains[PolicyName.PAPER]), 20.84, "%"),
-        Row("mean gain of foresight over DFS", _mean(gains[PolicyName.FORESIGHT]), unit="%"),
-        Row("mean share of T_o, blendserve", _mean(shares[PolicyName.PAPER]) * 100, 86.55, "%"),
-        Row("mean share of T_o, DFS", _mean(shares[PolicyName.DFS]) * 100, 71.6, "%"),
-        Row("mean share of T_o, foresight", _mean(shares[PolicyName.FORESIGHT]) * 100, unit="%"),
-        Row("least share of T_o, foresight", min(shares[PolicyName.FORESIGHT]) * 100, unit="%"),
+        Row("mean gain of blendserve over DFS", _mean(gains[OfflinePolicy.PAPER]), 20.84, "%"),
+        Row("mean gain of foresight over DFS", _mean(gains[OfflinePolicy.FORESIGHT]), unit="%"),
+        Row("mean share of T_o, blendserve", _mean(shares[OfflinePolicy.PAPER]) * 100, 86.55, "%"),
+        Row("mean share of T_o, DFS", _mean(shares[OfflinePolicy.DFS]) * 100, 71.6, "%"),
+        Row("mean share of T_o, foresight", _mean(shares[OfflinePolicy.FORESIGHT]) * 100, unit="%"),
+        Row("least share of T_o, foresight", min(shares[OfflinePolicy.FORESIGHT]) * 100, unit="%"),
     ]
 
     def draw(figure: Figure) -> None:
@@ -213,11 +220,11 @@ def figure6(laboratory: Laboratory) -> Reproduction:
     return Reproduction(
         "figure6",
         "BlendServe Figure 6: end-to-end throughput",
-        f"BlendServe section 5.2; {laboratory.request_count:,} requests per trace, "
-        f"interference {laboratory.interference}",
+        f"BlendServe section 5.2; {experiments.request_count:,} requests per trace, "
+        f"interference {experiments.interference}",
         rows,
         surrogates=surrogates(BLENDED),
-        sensitivity=sensitivity(laboratory),
+        sensitivity=sensitivity(experiments),
         remarks=[
             "The DFS share of T_o is not printed; 86.55 / 1.2084 implies it.",
             "T_o carries the engine's own interference, as the paper's achievable optimum does.",
@@ -237,16 +244,16 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
 
 
-def figure7(laboratory: Laboratory) -> Reproduction:
+def figure7(experiments: Experiments) -> Reproduction:
     """Prefix sharing of the four traces."""
     rows = []
     bars: dict[str, list[float]] = {"optimal": []}
     for trace in TRACES:
-        for name in (PolicyName.PAPER, PolicyName.FORESIGHT, PolicyName.RANDOM):
-            each = laboratory.run(trace, name)
+        for name in (OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT, OfflinePolicy.RANDOM):
+            each = experiments.run(trace, name)
             limits = {
-                PolicyName.PAPER: {"low": 97.0},
-                PolicyName.RANDOM: {"high": 30.0},
+                OfflinePolicy.PAPER: {"low": 97.0},
+                OfflinePolicy.RANDOM: {"high": 30.0},
             }.get(name, {})
             rows.append(
                 Row(
@@ -285,10 +292,10 @@ def figure7(laboratory: Laboratory) -> Reproduction:
     )
 
 
-def figure8(laboratory: Laboratory) -> Reproduction:
+def figure8(experiments: Experiments) -> Reproduction:
     """Compute and memory time over the steps of Trace 2."""
-    names = (PolicyName.DFS, PolicyName.PAPER, PolicyName.FORESIGHT)
-    runs = {name: laboratory.run(TRACES[1], name) for name in names}
+    names = (OfflinePolicy.DFS, OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT)
+    runs = {name: experiments.run(TRACES[1], name) for name in names}
     rows = []
     for name, each in runs.items():
         usage = each.result.usage
@@ -347,20 +354,20 @@ _GRID_PUBLISHED: Final[dict[str, tuple[str, dict[str, float]]]] = {
 }
 
 
-def gain_grid(laboratory: Laboratory, *, key: str) -> Reproduction:
+def gain_grid(experiments: Experiments, *, key: str) -> Reproduction:
     """Gain over DFS on blends of one source: all 65 for Figure 9, 15 of them for the appendix."""
     name, published = _GRID_PUBLISHED[key]
     source = source_named(name)
-    count = min(GRID_REQUESTS, laboratory.request_count)
+    count = min(GRID_REQUESTS, experiments.request_count)
     wanted = grid(source, every=1 if key == "figure9" else 3)
     cells: list[tuple[Trace, float]] = []
     for trace in wanted:
         try:
-            base = laboratory.run(trace, PolicyName.DFS, request_count=count)
+            base = experiments.run(trace, OfflinePolicy.DFS, request_count=count)
         except ConfigError:
             # No mixture of our sources has both; counted below.
             continue
-        ours = laboratory.run(trace, PolicyName.PAPER, request_count=count)
+        ours = experiments.run(trace, OfflinePolicy.PAPER, request_count=count)
         cells.append((trace, gain(ours, base)))
     gains = [value for _, value in cells]
     best = max(cells, key=lambda cell: cell[1])
@@ -401,18 +408,18 @@ def gain_grid(laboratory: Laboratory, *, key: str) -> Reproduction:
     )
 
 
-def beyond(laboratory: Laboratory) -> Reproduction:
+def beyond(experiments: Experiments) -> Reproduction:
     """The default policy on the paper's traces, with and without known media lengths."""
-    plan = PlanSettings(laboratory.capacity_tokens, seed=laboratory.seed)
+    plan = PlanSettings(experiments.capacity_tokens, seed=experiments.seed)
     unknown = replace(plan, media_known=False)
     gains: list[float] = []
     shares: list[float] = []
     losses: list[float] = []
     rows: list[Row] = []
     for trace in TRACES:
-        base = laboratory.run(trace, PolicyName.DFS)
-        known = laboratory.run(trace, PolicyName.FORESIGHT, settings=plan)
-        blind = laboratory.run(trace, PolicyName.FORESIGHT, settings=unknown)
+        base = experiments.run(trace, OfflinePolicy.DFS)
+        known = experiments.run(trace, OfflinePolicy.FORESIGHT, settings=plan)
+        blind = experiments.run(trace, OfflinePolicy.FORESIGHT, settings=unknown)
         gains.append(gain(known, base))
         shares.append(known.optimal_share * 100)
         losses.append(shares[-1] - blind.optimal_share * 100)
@@ -429,8 +436,8 @@ def beyond(laboratory: Laboratory) -> Reproduction:
     return Reproduction(
         "beyond",
         "Beyond BlendServe: the default policy on the same traces",
-        f"Ours; {laboratory.request_count:,} requests per trace, interference "
-        f"{laboratory.interference}",
+        f"Ours; {experiments.request_count:,} requests per trace, interference "
+        f"{experiments.interference}",
         rows,
         surrogates=surrogates(BLENDED),
         remarks=[
@@ -442,7 +449,7 @@ def beyond(laboratory: Laboratory) -> Reproduction:
     )
 
 
-FIGURES: Final[dict[str, Callable[[Laboratory], Reproduction]]] = {
+FIGURES: Final[dict[str, Callable[[Experiments], Reproduction]]] = {
     "table3": table3,
     "figure3": figure3,
     "figure5": figure5,

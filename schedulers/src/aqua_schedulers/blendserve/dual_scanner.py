@@ -31,7 +31,7 @@ LEFT: Final = 1
 RIGHT: Final = 2
 DONE: Final = 3
 
-# Slots of `Ends.cursor`.
+# Slots of `DualScanner.cursor`.
 FRONT: Final = 0
 BACK: Final = 1
 LEFT_RETRIES: Final = 2
@@ -44,7 +44,7 @@ DONE_COUNT: Final = 8
 CURSOR_SLOTS: Final = 9
 
 
-class Ends(NamedTuple):
+class DualScanner(NamedTuple):
     """Arrays are changed in place.
 
     Attributes:
@@ -70,12 +70,12 @@ class Ends(NamedTuple):
     cursor: Int64s
 
 
-def open_ends(order: BlendOrder, reserved: Int64s) -> Ends:
+def open_scanner(order: BlendOrder, reserved: Int64s) -> DualScanner:
     """Both ends of an untouched order."""
     count = len(order.requests)
     cursor = np.zeros(CURSOR_SLOTS, np.int64)
     cursor[BACK] = count - 1
-    return Ends(
+    return DualScanner(
         order.requests.astype(np.int32),
         order.unit_of.astype(np.int32),
         order.unit_density,
@@ -89,7 +89,7 @@ def open_ends(order: BlendOrder, reserved: Int64s) -> Ends:
 
 
 @compiled
-def _drop_retry(ends: Ends, end: int) -> None:
+def _drop_retry(ends: DualScanner, end: int) -> None:
     """Take the top off a stack.
 
     It may be running again: what was taken out of turn and handed back lies both on a stack and
@@ -104,7 +104,7 @@ def _drop_retry(ends: Ends, end: int) -> None:
 
 
 @compiled
-def next_left(ends: Ends) -> int:
+def next_left(ends: DualScanner) -> int:
     """The left end's next request, or NONE."""
     cursor = ends.cursor
     while cursor[LEFT_RETRIES] > 0:
@@ -121,7 +121,7 @@ def next_left(ends: Ends) -> int:
 
 
 @compiled
-def next_right(ends: Ends) -> int:
+def next_right(ends: DualScanner) -> int:
     """The right end's next request, or NONE."""
     cursor = ends.cursor
     while cursor[RIGHT_RETRIES] > 0:
@@ -138,7 +138,7 @@ def next_right(ends: Ends) -> int:
 
 
 @compiled
-def take(ends: Ends, request: int, end: int) -> None:
+def take(ends: DualScanner, request: int, end: int) -> None:
     """Move a pooled request to the running ones of `end`."""
     cursor = ends.cursor
     if end == LEFT:
@@ -155,7 +155,7 @@ def take(ends: Ends, request: int, end: int) -> None:
 
 
 @compiled
-def _leave(ends: Ends, request: int) -> int:
+def _leave(ends: DualScanner, request: int) -> int:
     end = ends.where[request]
     if end == LEFT:
         ends.cursor[LEFT_RESERVED] -= ends.reserved[request]
@@ -167,7 +167,7 @@ def _leave(ends: Ends, request: int) -> int:
 
 
 @compiled
-def settle(ends: Ends, finished: Int32s, returned: Int32s) -> None:
+def settle(ends: DualScanner, finished: Int32s, returned: Int32s) -> None:
     """Book what ended and what the runtime handed back.
 
     Handed-back requests go on a stack that is offered first, the last of `returned` lowest: they
@@ -193,14 +193,14 @@ def settle(ends: Ends, finished: Int32s, returned: Int32s) -> None:
 
 
 @compiled
-def left_density(ends: Ends) -> float:
+def left_density(ends: DualScanner) -> float:
     """Compute density of the unit where the left end stands; of the last when all is taken."""
     place = min(ends.cursor[FRONT], len(ends.order) - 1)
     return float(ends.unit_density[ends.unit_of[place]])
 
 
 @compiled
-def right_density(ends: Ends) -> float:
+def right_density(ends: DualScanner) -> float:
     """Compute density of the unit where the right end stands; of the first when all is taken."""
     place = max(ends.cursor[BACK], 0)
     return float(ends.unit_density[ends.unit_of[place]])

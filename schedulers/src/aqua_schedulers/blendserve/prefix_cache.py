@@ -31,7 +31,7 @@ USED = 3
 NONE = -1
 
 
-class RuntimePrefixTree:
+class PrefixCacheModel:
     """Prefixes that the engine has, as far as its memory allows.
 
     Args:

@@ -49,7 +49,7 @@ A100 for the cache, as in the paper's Figure 5."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanTarget:
     """What a plan is made for.
 
     Attributes:
@@ -70,7 +70,7 @@ def describe(
     *,
     capacity_tokens: int | None = None,
     longest_tokens: int | None = None,
-) -> Target:
+) -> PlanTarget:
     """The target of that GPU and model.
 
     Args:
@@ -105,4 +105,4 @@ def describe(
                 remedy="Choose a larger GPU, or say --kv-tokens.",
             )
     cost = model.cost_on(gpu.flops_per_s, gpu.bytes_per_s)
-    return Target(gpu, model, cost, int(capacity_tokens), longest_tokens)
+    return PlanTarget(gpu, model, cost, int(capacity_tokens), longest_tokens)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aqua_batch.running import Progress
+    from aqua_batch.batch_run import BatchProgress
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
+def run_bar(total: int) -> Iterator[Callable[[BatchProgress], None]]:
     """Requests done, nodes and time left; off a terminal a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -47,7 +47,7 @@ def run_bar(total: int) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=Console(stderr=True), disable=not terminal) as shown:
         task = shown.add_task("running", total=total, left="")
 
-        def show(state: Progress) -> None:
+        def show(state: BatchProgress) -> None:
             nonlocal spoken
             now = time.monotonic()
             left = _time_left(now - started, state.work_done)

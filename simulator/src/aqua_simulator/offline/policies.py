@@ -19,7 +19,7 @@ from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.lengths import UNKNOWN, choose_sample
 from aqua_schedulers.blendserve.order import charged
 from aqua_schedulers.blendserve.pool import RequestPool
-from aqua_schedulers.blendserve.preparation import Mode, prepare
+from aqua_schedulers.blendserve.preparation import BlendMode, prepare
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.workload import Ints, OfflineWorkload
@@ -55,7 +55,7 @@ no number; any efficiency from 76 to 83 percent gives this one, and Figure 6's s
 what others do: about 2.5 points of gain for every 64 tokens."""
 
 
-class PolicyName(StrEnum):
+class OfflinePolicy(StrEnum):
     """Orders and policies that can be compared."""
 
     DFS = "dfs"
@@ -117,19 +117,21 @@ def pool_of(workload: OfflineWorkload, settings: PlanSettings) -> RequestPool:
 
 
 def policy_for(
-    name: PolicyName, workload: OfflineWorkload, cost: StepCost, settings: PlanSettings
+    name: OfflinePolicy, workload: OfflineWorkload, cost: StepCost, settings: PlanSettings
 ) -> AdmissionPolicy:
     """The named policy over the workload's pool."""
     pool, costs = pool_of(workload, settings), resource_cost(cost)
-    if name in {PolicyName.PAPER, PolicyName.FORESIGHT}:
+    if name in {OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT}:
         return _blended(name, pool, costs, settings)
     lengths = pool.estimate()
     tree = pool.tree
     order = {
-        PolicyName.DFS: lambda: baselines.dfs_order(tree),
-        PolicyName.FCFS: lambda: baselines.fcfs_order(tree.request_count),
-        PolicyName.RANDOM: lambda: baselines.random_order(tree.request_count, seed=settings.seed),
-        PolicyName.BALANCED: lambda: baselines.balanced_order(
+        OfflinePolicy.DFS: lambda: baselines.dfs_order(tree),
+        OfflinePolicy.FCFS: lambda: baselines.fcfs_order(tree.request_count),
+        OfflinePolicy.RANDOM: lambda: baselines.random_order(
+            tree.request_count, seed=settings.seed
+        ),
+        OfflinePolicy.BALANCED: lambda: baselines.balanced_order(
             costs.density(tree.prompt_tokens, lengths.mean)
         ),
     }[name]()
@@ -159,16 +161,16 @@ class DenseSteps:
 
 
 def _blended(
-    name: PolicyName, pool: RequestPool, costs: ResourceCost, settings: PlanSettings
+    name: OfflinePolicy, pool: RequestPool, costs: ResourceCost, settings: PlanSettings
 ) -> AdmissionPolicy:
     prepared = prepare(pool, costs)
-    mode = Mode.PAPER if name is PolicyName.PAPER else Mode.FORESIGHT
+    mode = BlendMode.PAPER if name is OfflinePolicy.PAPER else BlendMode.FORESIGHT
     policy = prepared.policy(
         capacity_tokens=settings.capacity_tokens,
         mode=mode,
         max_step_tokens=settings.max_step_tokens,
     )
-    if mode is Mode.FORESIGHT:
+    if mode is BlendMode.FORESIGHT:
         return policy
     hidden = prepared.order.root_density * costs.decode_s_per_kv_token
     return DenseSteps(policy, int(settings.dense_tokens * costs.linear_s_per_token / hidden))

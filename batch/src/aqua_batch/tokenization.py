@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqua_batch.bodies import Problem, known_length, output_limit
-from aqua_batch.hardware import Target
 from aqua_batch.records import BatchFile, Entry, Rejection, RejectionCode
+from aqua_batch.target import PlanTarget
 from aqua_batch.tokens import Tokenizer, prompt_tokens
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve import (
@@ -242,6 +242,6 @@ def read_lengths(path: Path) -> dict[str, int]:
     return lengths
 
 
-def plan(tokenized: TokenizedBatch, target: Target, lengths: Mapping[str, int]) -> PreparedPool:
+def plan(tokenized: TokenizedBatch, target: PlanTarget, lengths: Mapping[str, int]) -> PreparedPool:
     """Order the batch for the target."""
     return prepare(tokenized.prompts.pool(tokenized.lengths(lengths)), target.cost)
