@@ -1,0 +1,110 @@
+"""Files that appear whole or not at all.
+
+A file is written beside its place under another name, synced, and renamed over it: a crash, a full
+disk or Ctrl-C leaves the old file or the new one. An existing file keeps its mode. What is not a
+regular file (`/dev/stdout`, a pipe) cannot be replaced and is written directly; a symbolic link is
+followed. A name that ends in `.gz` is compressed, the same content to the same bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def write_bytes(path: Path, content: bytes, *, mode: int | None = None) -> None:
+    """Write a file; see `replacing`."""
+    with replacing(path, mode=mode) as file:
+        file.write(content)
+
+
+def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write a UTF-8 file; see `replacing`."""
+    write_bytes(path, text.encode(), mode=mode)
+
+
+def write_json(
+    path: Path, content: BaseModel | dict[str, Any] | list[Any], *, mode: int | None = None
+) -> None:
+    """Write a document as indented JSON; see `replacing`."""
+    from aqua_cli.output import as_json
+
+    write_text(path, as_json(content, indent=2) + "\n", mode=mode)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
+    """A binary file to write to, which takes the place of `path` when the block ends well.
+
+    Args:
+        path: Where it goes; its folder exists.
+        mode: Permission bits; by default those of the file there, or what the umask leaves.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    try:
+        before = path.stat() if path.exists() else None
+        if before is not None and not stat.S_ISREG(before.st_mode):
+            with path.open("wb") as file:
+                yield file
+            return
+        place = path.resolve()
+        handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    except OSError as error:
+        raise _refusal(path, error) from error
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as compressed:
+                    yield compressed  # type: ignore[misc] # a GzipFile writes bytes as well
+            else:
+                yield file
+            file.flush()
+            kept = stat.S_IMODE(before.st_mode) if before is not None else 0o666 & ~_umask()
+            os.fchmod(file.fileno(), kept if mode is None else mode)
+            os.fsync(file.fileno())
+        draft.replace(place)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        raise
+    _sync_folder(place.parent)
+
+
+def _refusal(path: Path, error: OSError) -> Exception:
+    from aqua_protocol.errors import ConfigError
+
+    return ConfigError(
+        f"cannot write {path}: {error.strerror or error}",
+        remedy="Choose a folder that exists and is writable.",
+    )
+
+
+def _umask() -> int:
+    """The umask, which can only be read by setting it (or from /proc, which needs no moment)."""
+    with suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the file system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

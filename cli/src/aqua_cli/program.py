@@ -1,0 +1,137 @@
+"""Runs a Typer app as a program: expected errors become words and an exit code, always the same.
+
+- An error of Aqua's, a file that cannot be used, wrong usage: one sentence and one remedy on
+  standard error. Under `--json` instead one object on standard output,
+  `{"error": {"code", "message", "remedy", "details"}}`, so that a script reads either kind of
+  answer from one place.
+- Ctrl-C: a word, and 130.
+- A reader that has left (`aqua-sim ... | head`): silence, and 1.
+- Anything else is a bug and keeps its traceback.
+
+Every app gets `--version` on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import typer
+import typer.core
+import typer.main
+
+from aqua_cli.exit_codes import ExitCode, exit_code_of
+from aqua_cli.output import print_json, say
+
+if TYPE_CHECKING:
+    from aqua_protocol.errors import ErrorBody
+
+UsageError: Final = typer.BadParameter.__mro__[1]
+"""Typer brings its own copy of click and does not export this class of it."""
+
+
+def main(app: typer.Typer, name: str) -> NoReturn:
+    """Run `app` as the console script `name`, and exit."""
+    sys.exit(run(command_of(app, name), name, sys.argv[1:]))
+
+
+def command_of(app: typer.Typer, name: str) -> Any:  # noqa: ANN401 - Typer's click is private
+    """The app as a command with `--version`, which prints the distribution of script `name`."""
+    command = typer.main.get_command(app)
+    command.params.append(_version_option(name))
+    return command
+
+
+def run(command: Any, name: str, args: Sequence[str]) -> int:  # noqa: ANN401 - as above
+    """Run a command on `args`; returns the exit status instead of exiting."""
+    as_json = "--json" in (args[: args.index("--")] if "--" in args else args)
+    try:
+        result = command.main(list(args), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        result = ExitCode.INTERRUPTED
+    except Exception as error:
+        if (report := _report_of(error)) is None:
+            raise
+        body, status = report
+        _tell(body, name, as_json=as_json)
+        return status
+    if result == ExitCode.INTERRUPTED:
+        _tell(_body("interrupted", "interrupted"), name, as_json=as_json)
+    return result if isinstance(result, int) else ExitCode.DONE
+
+
+def _report_of(error: Exception) -> tuple[ErrorBody, int] | None:
+    """What to tell of an error and how to exit; None if it is not an expected one."""
+    from aqua_protocol.errors import AquaError
+
+    if isinstance(error, AquaError):
+        return error.to_body(), exit_code_of(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        body = _body(
+            "system_error", f"{where}{error.strerror or error}", "Check the path and its rights."
+        )
+        return body, exit_code_of(error)
+    if isinstance(error, UsageError):
+        context = getattr(error, "ctx", None)
+        remedy = f"`{context.command_path} --help` shows how." if context is not None else ""
+        return _body("usage", error.format_message(), remedy), ExitCode.WRONG  # type: ignore[attr-defined] # of the private click
+    return None
+
+
+def _body(code: str, message: str, remedy: str = "") -> ErrorBody:
+    from aqua_protocol.errors import ErrorBody
+
+    return ErrorBody(code=code, message=message, remedy=remedy)
+
+
+def _tell(body: ErrorBody, name: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": body.model_dump(mode="json", exclude={"retry_after_s"})})
+        return
+    if not body.message:  # No arguments: the help was shown.
+        return
+    say(f"{name}: {body.message}" + ("" if body.code == body.message else f" [{body.code}]"))
+    if body.remedy:
+        say(f"  {body.remedy}")
+
+
+def _version_option(name: str) -> Any:  # noqa: ANN401 - as above
+    """The option `--version`, taken from an app of its own: Typer makes options no other way."""
+
+    def show(value: bool) -> None:  # noqa: FBT001 - Typer calls it
+        if value:
+            print(version_of(name))  # noqa: T201 - what the option is for
+            raise typer.Exit
+
+    donor = typer.Typer(add_completion=False)
+    option = typer.Option(
+        False,  # noqa: FBT003 - the default comes first
+        "--version",
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show the version and exit.",
+    )
+
+    @donor.command()
+    def ignored(*, version: bool = option) -> None:
+        del version
+
+    return typer.main.get_command(donor).params[0]
+
+
+def version_of(script: str) -> str:
+    """Script, distribution and version in one line, as in `aqua-place 0.1.0 (aqua-placer)`."""
+    for entry in entry_points(group="console_scripts", name=script):
+        if entry.dist is not None:
+            return f"{script} {entry.dist.version} ({entry.dist.name})"
+    return f"{script} (not installed)"
