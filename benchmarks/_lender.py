@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from aqua_protocol import LeaseState, TransportKind, capability
 from aqua_protocol.leases import LeaseGrant, LeaseView
 from aqua_protocol.members import ProducerAck
-from aqualib.producer.lender import Producer
+from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 

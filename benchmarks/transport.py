@@ -34,7 +34,7 @@ from _lender import Lender
 from aqua_protocol import GIB, KIB, MIB, TransportKind, format_bytes
 from aqua_protocol.channel import Ping, Pong
 from aqualib import Aqua, BlockStore, Location
-from aqualib.consumer.handshake import attach
+from aqualib.leasing.handshake import attach
 from aqualib.reporter import Identity
 from aqualib.transports import select
 

@@ -45,9 +45,9 @@ _SERVER: Final = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         "aqua_coordinator.server",
-        "aqualib.consumer.aqua",
-        "aqualib.consumer.leasing",
-        "aqualib.producer.lender",
+        "aqualib.consumer",
+        "aqualib.leasing.client",
+        "aqualib.producer.producer",
         "aqualib.transports.memfd",
         "aqualib.tensor",
         "harness.doom",

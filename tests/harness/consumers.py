@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqua_protocol import LeaseState, TransportKind
 from aqua_protocol.leases import LeaseGrant, LeaseView
-from aqualib.consumer.aqua import Aqua
+from aqualib.consumer import Aqua
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aqualib.consumer.store import FrameStore
+    from aqualib.memory.frame_store import FrameStore
 
 IDENTITY = Identity(node="node", domain="domain", gpu_uuid="GPU-1")
 
@@ -84,7 +84,7 @@ def consuming_late(host_slabs: int = 64, **options: Any) -> Iterator[tuple[Aqua,
 
     transport.copier = copier  # type: ignore[method-assign] # of this instance
     with consuming(host_slabs, transport=transport, **options) as aqua:
-        aqua._pager._is_synchronous = False
+        aqua._transfers._is_synchronous = False
         yield aqua, copiers
 
 
@@ -126,7 +126,7 @@ def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> 
 def await_rest(aqua: Aqua) -> None:
     """Wait until nothing moves, nothing is asked back and no spare slab could be filled."""
     store = aqua._store
-    books = store._books
+    books = store._table
 
     def is_at_rest() -> bool:
         homes = [frame for frame in books.at_home if not frame.pins]

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from aqua_protocol import TransportKind
 from aqua_protocol.members import ProducerAck
 from aqualib.coordinator_link import CoordinatorLink
-from aqualib.producer.lender import Producer
+from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.program import Program, say

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from aqua_protocol import SlabState, TransportKind
-from aqualib.consumer import demand
-from aqualib.consumer.aqua import Aqua
+from aqualib.consumer import Aqua
 from aqualib.coordinator_link import CoordinatorLink
-from aqualib.producer.lender import Producer
+from aqualib.leasing import demand
+from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
@@ -67,7 +67,7 @@ class ProducerMember:
         """Slabs by what the producer says of them, after an audit of its pool."""
         producer = self._producer
         with producer._lock:
-            pool = producer._desk.pool
+            pool = producer._lending.pool
             pool.audit()
             return {
                 "offered": pool.offered_count,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aqua_protocol import TransportKind
-from aqualib.producer.lender import Producer
+from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.raw_consumer import WITHIN_S, Mint
@@ -51,7 +51,7 @@ def lending(mint: Mint, slab_count: int, **options: Any) -> Iterator[Producer]: 
             producer.acknowledge(mint.ack())
             yield producer
             with producer._lock:
-                producer._desk.pool.audit()
+                producer._lending.pool.audit()
         finally:
             producer.close(deadline_s=0.001)
 

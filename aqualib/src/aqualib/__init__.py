@@ -21,7 +21,7 @@ An `engine` is a `LoadSource`: it answers `load()` with a `LoadReport`, gives me
 and takes it again by `grow`. What `step` returns tells a consumer of memory that came and went.
 
 `connect` gives an independent instance; the first one is also the default that the functions here
-use (see `aqualib.consumer.default`). Errors are those of `aqua_protocol`, each with a next step.
+use (see `aqualib.connection`). Errors are those of `aqua_protocol`, each with a next step.
 
 Importing this package loads none of it: names are resolved when they are first used, so a program
 that only might use Aqua pays nothing, and one without torch is told which extra to install.
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     )
     from aqua_protocol.members import LoadReport
     from aqualib.blocks import BlockStore, PagedOut
-    from aqualib.consumer.aqua import Aqua, Happenings
-    from aqualib.consumer.default import block_store, connect, default, empty, offload, step
-    from aqualib.consumer.lane import Transfer
+    from aqualib.connection import block_store, connect, default, empty, offload, step
+    from aqualib.consumer import Aqua, Happenings
+    from aqualib.memory.copy_stream import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
     from aqualib.producer.informer import Informer, LoadSource, Profile
-    from aqualib.producer.lender import Producer
     from aqualib.producer.opening import open_producer
+    from aqualib.producer.producer import Producer
     from aqualib.tensor import AquaTensor, Location
 
     __version__: str
@@ -104,13 +104,13 @@ _HOMES: Final = {
     ),
     "aqua_protocol.members": ("LoadReport",),
     "aqualib.blocks": ("BlockStore", "PagedOut"),
-    "aqualib.consumer.aqua": ("Aqua", "Happenings"),
-    "aqualib.consumer.default": ("block_store", "connect", "default", "empty", "offload", "step"),
-    "aqualib.consumer.lane": ("Transfer",),
+    "aqualib.consumer": ("Aqua", "Happenings"),
+    "aqualib.connection": ("block_store", "connect", "default", "empty", "offload", "step"),
+    "aqualib.memory.copy_stream": ("Transfer",),
     "aqualib.metrics": ("Stats",),
     "aqualib.producer.escalation": ("Escalation",),
     "aqualib.producer.informer": ("Informer", "LoadSource", "Profile"),
-    "aqualib.producer.lender": ("Producer",),
+    "aqualib.producer.producer": ("Producer",),
     "aqualib.producer.opening": ("open_producer",),
     "aqualib.tensor": ("AquaTensor", "Location"),
     "aqualib.version": ("__version__",),

@@ -41,9 +41,9 @@ from aqua_protocol import (
     format_bytes,
 )
 from aqualib.checksum import matches, row_checksums
-from aqualib.consumer.extents import Run
-from aqualib.consumer.residency import FrameState
+from aqualib.memory.frame_state import FrameState
 from aqualib.metrics import Direction
+from aqualib.ranges import Range
 from aqualib.segments import segments, stretches
 from aqualib.tensor import Location, location_of
 from aqualib.transports.rows import are_ascending, are_neighbours, lie_within
@@ -51,9 +51,9 @@ from aqualib.transports.rows import are_ascending, are_neighbours, lie_within
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from aqualib.consumer.frame import Frame
-    from aqualib.consumer.lane import Lane, Transfer
-    from aqualib.consumer.pager import Pager
+    from aqualib.memory.copy_stream import CopyStream, Transfer
+    from aqualib.memory.frame import Frame
+    from aqualib.memory.transfers import Transfers
 
     Index = npt.NDArray[np.int64]
 
@@ -77,7 +77,7 @@ class BlockStore:
     """Blocks of one size. Made by `Aqua.block_store`; a context manager.
 
     Args:
-        pager: Moves the bytes.
+        transfers: Moves the bytes.
         block_bytes: Size of a block; at most a slab.
         capacity_blocks: How many there may be.
 
@@ -90,32 +90,32 @@ class BlockStore:
         CapacityError: The host memory that the blocks would need is not free.
     """
 
-    def __init__(self, pager: Pager, *, block_bytes: int, capacity_blocks: int) -> None:
-        if not 0 < block_bytes <= pager.store.slab_bytes:
+    def __init__(self, transfers: Transfers, *, block_bytes: int, capacity_blocks: int) -> None:
+        if not 0 < block_bytes <= transfers.store.slab_bytes:
             raise ConfigError(
                 f"a block of {block_bytes} bytes does not fit into a slab of "
-                f"{pager.store.slab_bytes}",
+                f"{transfers.store.slab_bytes}",
                 remedy="Choose smaller blocks, or larger slabs on both sides.",
             )
         if capacity_blocks < 1:
             raise ConfigError(f"a block store needs room for a block, not {capacity_blocks}")
         self.block_bytes: Final = block_bytes
         self.capacity_blocks: Final = capacity_blocks
-        self._pager = pager
-        self._per_frame = pager.store.slab_bytes // block_bytes
+        self._transfers = transfers
+        self._per_frame = transfers.store.slab_bytes // block_bytes
         self._frames: list[Frame] = []
-        self._finalizer = weakref.finalize(self, _leave, pager, self._frames)
+        self._finalizer = weakref.finalize(self, _leave, transfers, self._frames)
         self._finalizer.atexit = False
         try:
             for _ in range(-(-capacity_blocks // self._per_frame)):
-                self._frames.append(pager.store.claim(block_bytes))
+                self._frames.append(transfers.store.claim(block_bytes))
         except BaseException:
             self.close()
             raise
         self._ordinals = {frame.number: index for index, frame in enumerate(self._frames)}
         self._lock = threading.Lock()
         self._taken = np.zeros(len(self._frames) * self._per_frame, dtype=np.bool_)
-        self._sums = np.zeros(len(self._taken), dtype=np.uint64) if pager.is_checking else None
+        self._sums = np.zeros(len(self._taken), dtype=np.uint64) if transfers.is_checking else None
         self._used_count = 0
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class BlockStore:
         if slots is not None:
             numbers = np.unique(self._checked_slots(slots) // self._per_frame)
             frames = [self._frames[number] for number in numbers]
-        return location_of(self._pager.store.states_of(frames))
+        return location_of(self._transfers.store.states_of(frames))
 
     # --- Paging ---------------------------------------------------------------------------
 
@@ -179,19 +179,19 @@ class BlockStore:
         chosen = _checked_index(index, rows.shape[0])
         runs, slots = self._take((rows if chosen is None else chosen).shape[0])
 
-        def copy(lane: Lane) -> None:
+        def copy(stream: CopyStream) -> None:
             at = 0
             for frame, run in runs:
                 some = slice(at, at + run.size)
                 if chosen is None:
-                    self._copy(lane, Direction.OUT, frame, run, rows[some], None)
+                    self._copy(stream, Direction.OUT, frame, run, rows[some], None)
                 else:
-                    self._copy(lane, Direction.OUT, frame, run, rows, chosen[some])
+                    self._copy(stream, Direction.OUT, frame, run, rows, chosen[some])
                 at += run.size
 
         try:
             nbytes = slots.shape[0] * self.block_bytes
-            transfer = self._pager.transfer(Direction.OUT, nbytes, copy)
+            transfer = self._transfers.transfer(Direction.OUT, nbytes, copy)
             if self._sums is not None:
                 self._sums[slots.numpy()] = row_checksums(rows, chosen)
         except BaseException:
@@ -224,12 +224,12 @@ class BlockStore:
             raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
         rows = rows[: len(wanted)] if chosen is None else rows
 
-        def copy(lane: Lane) -> None:
+        def copy(stream: CopyStream) -> None:
             try:
                 if chosen is None:
-                    self._page_in_order(lane, wanted, rows)
+                    self._page_in_order(stream, wanted, rows)
                 else:
-                    self._page_in_scattered(lane, wanted, rows, chosen)
+                    self._page_in_scattered(stream, wanted, rows, chosen)
             except DataLostError as error:
                 raise self._lost(wanted, error) from error
 
@@ -238,7 +238,7 @@ class BlockStore:
 
         nbytes = len(wanted) * self.block_bytes
         is_checking = self._sums is not None
-        return self._pager.transfer(Direction.IN, nbytes, copy, check if is_checking else None)
+        return self._transfers.transfer(Direction.IN, nbytes, copy, check if is_checking else None)
 
     def free(self, slots: torch.Tensor) -> None:
         """Give blocks up; their slots may come back from the next `page_out`.
@@ -261,11 +261,11 @@ class BlockStore:
     def close(self) -> None:
         """Drop every block and give the room back. Harmless when repeated."""
         self._finalizer()
-        self._pager.sweep()
+        self._transfers.sweep()
 
     # --- Inside: room ---------------------------------------------------------------------
 
-    def _take(self, count: int) -> tuple[list[tuple[Frame, Run]], torch.Tensor]:
+    def _take(self, count: int) -> tuple[list[tuple[Frame, Range]], torch.Tensor]:
         """Take `count` slots, in runs as long as possible."""
         self._require_open()
         with self._lock:
@@ -276,7 +276,7 @@ class BlockStore:
                     free_blocks=self.free_count,
                 )
             self._used_count += count
-        runs = self._pager.store.take_runs(self._frames, count) if count else []
+        runs = self._transfers.store.take_runs(self._frames, count) if count else []
         if runs is None:
             with self._lock:
                 self._used_count -= count
@@ -302,14 +302,14 @@ class BlockStore:
         self._give_back_room(np.sort(slots))
 
     def _give_back_room(self, ascending: Index) -> None:
-        self._pager.store.give_back(
-            (self._frames[segment.ordinal], Run(segment.start, segment.size))
+        self._transfers.store.give_back(
+            (self._frames[segment.ordinal], Range(segment.start, segment.size))
             for segment in segments(ascending, self._per_frame)
         )
 
     # --- Inside: copies -------------------------------------------------------------------
 
-    def _page_in_order(self, lane: Lane, slots: Index, rows: torch.Tensor) -> None:
+    def _page_in_order(self, stream: CopyStream, slots: Index, rows: torch.Tensor) -> None:
         """Fill consecutive rows: each stretch within one frame is one copy or one gather."""
         for first, last in stretches(slots // self._per_frame):
             frame = self._frames[slots[first] // self._per_frame]
@@ -317,13 +317,13 @@ class BlockStore:
             low, high = int(within.min()), int(within.max())
             part = rows[first:last]
             if are_neighbours(within):
-                self._copy(lane, Direction.IN, frame, Run(low, len(within)), part, None)
+                self._copy(stream, Direction.IN, frame, Range(low, len(within)), part, None)
             else:
                 offsets = torch.from_numpy(within - low)
-                _gather(lane, frame, self._bytes_of(Run(low, high - low + 1)), part, offsets)
+                _gather(stream, frame, self._bytes_of(Range(low, high - low + 1)), part, offsets)
 
     def _page_in_scattered(
-        self, lane: Lane, slots: Index, rows: torch.Tensor, index: torch.Tensor
+        self, stream: CopyStream, slots: Index, rows: torch.Tensor, index: torch.Tensor
     ) -> None:
         """Fill rows anywhere: in the order of slots, where the runs are longest."""
         if not are_ascending(slots):
@@ -331,20 +331,20 @@ class BlockStore:
             slots, index = slots[order], index[torch.from_numpy(order)]
         for segment in segments(slots, self._per_frame):
             self._copy(
-                lane,
+                stream,
                 Direction.IN,
                 self._frames[segment.ordinal],
-                Run(segment.start, segment.size),
+                Range(segment.start, segment.size),
                 rows,
                 index[segment.at : segment.at + segment.size],
             )
 
     def _copy(
         self,
-        lane: Lane,
+        stream: CopyStream,
         direction: Direction,
         frame: Frame,
-        run: Run,
+        run: Range,
         rows: torch.Tensor,
         index: torch.Tensor | None,
     ) -> None:
@@ -354,19 +354,19 @@ class BlockStore:
             index: Which rows; None for all of them, in order.
         """
         writes = direction is Direction.OUT
-        table = lane.tensor(frame, self._bytes_of(run), writes=writes).view(run.size, -1)
+        table = stream.tensor(frame, self._bytes_of(run), writes=writes).view(run.size, -1)
         match direction, index:
             case Direction.OUT, None:
-                lane.copier.copy(table, rows)
+                stream.copier.copy(table, rows)
             case Direction.IN, None:
-                lane.copier.copy(rows, table)
+                stream.copier.copy(rows, table)
             case Direction.OUT, torch.Tensor():
-                lane.copier.gather(table, rows, index)
+                stream.copier.gather(table, rows, index)
             case Direction.IN, torch.Tensor():
-                lane.copier.scatter(rows, table, index)
+                stream.copier.scatter(rows, table, index)
 
-    def _bytes_of(self, run: Run) -> Run:
-        return Run(run.start * self.block_bytes, run.size * self.block_bytes)
+    def _bytes_of(self, run: Range) -> Range:
+        return Range(run.start * self.block_bytes, run.size * self.block_bytes)
 
     # --- Inside: checks -------------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class BlockStore:
             )
 
     def _lost(self, wanted: Index, error: DataLostError) -> DataLostError:
-        states = self._pager.store.states_of
+        states = self._transfers.store.states_of
         frames = {
             int(number)
             for number in np.unique(wanted // self._per_frame)
@@ -441,10 +441,12 @@ class BlockStore:
             raise ValueError(f"{self!r} is closed")
 
 
-def _gather(lane: Lane, frame: Frame, run: Run, rows: torch.Tensor, offsets: torch.Tensor) -> None:
+def _gather(
+    stream: CopyStream, frame: Frame, run: Range, rows: torch.Tensor, offsets: torch.Tensor
+) -> None:
     """Collect scattered slots of a frame into rows; its view of the frame dies with the call."""
-    table = lane.tensor(frame, run, writes=False).view(-1, rows.shape[1])
-    lane.copier.gather(rows, table, offsets)
+    table = stream.tensor(frame, run, writes=False).view(-1, rows.shape[1])
+    stream.copier.gather(rows, table, offsets)
 
 
 def _checked_index(index: torch.Tensor | None, limit: int) -> torch.Tensor | None:
@@ -466,12 +468,12 @@ def _some(slots: Index) -> list[int]:
     return [int(slot) for slot in slots[:MAX_NAMED_SLOTS]]
 
 
-def _leave(pager: Pager, frames: list[Frame]) -> None:
+def _leave(transfers: Transfers, frames: list[Frame]) -> None:
     """Finalizer of a block store: take its frames apart."""
 
     def dissolve() -> bool:
         while frames:
-            pager.store.dissolve(frames.pop())
+            transfers.store.dissolve(frames.pop())
         return True
 
-    pager.leave(dissolve)
+    transfers.leave(dissolve)

@@ -39,7 +39,7 @@ from aqua_protocol import ConfigError
 
 if TYPE_CHECKING:
     from aqua_protocol import AquaError, TransportKind
-    from aqualib.consumer.attachment import ReclaimRecord
+    from aqualib.leasing.attachment import ReclaimRecord
     from aqualib.reporter import Identity
 
 DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))

@@ -35,14 +35,14 @@ import torch
 
 from aqua_protocol import ChecksumMismatchError, DataLostError, format_bytes
 from aqualib.checksum import checksum, matches
-from aqualib.consumer.residency import FrameState
-from aqualib.consumer.view import View, still_alive
+from aqualib.memory.frame_state import FrameState
+from aqualib.memory.pinned_view import PinnedView, still_alive
 from aqualib.metrics import Direction
 
 if TYPE_CHECKING:
-    from aqualib.consumer.arena import Arena, Piece
-    from aqualib.consumer.lane import Lane, Transfer
-    from aqualib.consumer.pager import Pager
+    from aqualib.memory.allocator import Piece, TensorAllocator
+    from aqualib.memory.copy_stream import CopyStream, Transfer
+    from aqualib.memory.transfers import Transfers
 
 logger = logging.getLogger("aqualib")
 
@@ -72,8 +72,8 @@ class AquaTensor:
     """A tensor in the store. Made by `Aqua.empty` and `Aqua.offload`; a context manager.
 
     Args:
-        pager: Moves the bytes.
-        arena: Where the room comes from.
+        transfers: Moves the bytes.
+        allocator: Where the room comes from.
         shape: Of the tensor.
         dtype: Of the tensor.
 
@@ -87,20 +87,26 @@ class AquaTensor:
     """
 
     def __init__(
-        self, pager: Pager, arena: Arena, shape: Sequence[int], dtype: torch.dtype
+        self,
+        transfers: Transfers,
+        allocator: TensorAllocator,
+        shape: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
         self.shape: Final = torch.Size(shape)
         self.dtype: Final = dtype
         self.nbytes: Final = math.prod(self.shape) * dtype.itemsize
         self._number = next(_numbers)
-        self._pager = pager
-        self._arena = arena
-        self._pieces = tuple(arena.take(self.nbytes))
+        self._transfers = transfers
+        self._allocator = allocator
+        self._pieces = tuple(allocator.take(self.nbytes))
         self._sum: int | None = None
         self._pin_count = 0
-        self._views: list[View] = []
+        self._views: list[PinnedView] = []
         self._has_warned = False
-        self._finalizer = weakref.finalize(self, _leave, pager, arena, self._pieces, self._views)
+        self._finalizer = weakref.finalize(
+            self, _leave, transfers, allocator, self._pieces, self._views
+        )
         # At the interpreter's end the whole store goes; see `Aqua.close`.
         self._finalizer.atexit = False
 
@@ -124,7 +130,7 @@ class AquaTensor:
     @property
     def location(self) -> Location:
         """Where the bytes are at this moment; it may have changed when you look again."""
-        return location_of(self._pager.store.states_of(piece.frame for piece in self._pieces))
+        return location_of(self._transfers.store.states_of(piece.frame for piece in self._pieces))
 
     def store(self, src: torch.Tensor) -> None:
         """Copy `src` in; done on return.
@@ -157,7 +163,7 @@ class AquaTensor:
             TransportError: The copy failed; `out` must not be used.
         """
         if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=self._pager.device)
+            out = torch.empty(self.shape, dtype=self.dtype, device=self._transfers.device)
         self._require_like(out)
         plain = out.detach()
         if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
@@ -211,7 +217,7 @@ class AquaTensor:
         if self._pin_count:
             raise ValueError(f"{self!r} cannot be released inside pinned()")
         self._finalizer()
-        self._pager.sweep()
+        self._transfers.sweep()
 
     # --- Inside ---------------------------------------------------------------------------
 
@@ -220,26 +226,26 @@ class AquaTensor:
     ) -> Transfer:
         self._require_held()
 
-        def copy(lane: Lane) -> None:
+        def copy(stream: CopyStream) -> None:
             start = 0
             try:
                 for piece in self._pieces:
-                    _copy_piece(lane, piece, flat[start : start + piece.run.size], direction)
+                    _copy_piece(stream, piece, flat[start : start + piece.run.size], direction)
                     start += piece.run.size
             except DataLostError as error:
                 raise self._lost(error) from error
 
-        return self._pager.transfer(direction, self.nbytes, copy, check)
+        return self._transfers.transfer(direction, self.nbytes, copy, check)
 
     @contextmanager
     def _in_place(self, *, writes: bool) -> Iterator[torch.Tensor]:
         (piece,) = self._pieces
-        store = self._pager.store
+        store = self._transfers.store
         try:
             memory = store.pin(piece.frame, piece.run if writes else None)
         except DataLostError as error:
             raise self._lost(error) from error
-        borrowed = View(memory, piece.run)
+        borrowed = PinnedView(memory, piece.run)
         if not self._is_intact(borrowed.tensor):
             self._end_view(piece, borrowed)
             raise self._mismatch()
@@ -259,12 +265,12 @@ class AquaTensor:
         if writes:
             self.store(copy)
 
-    def _end_view(self, piece: Piece, borrowed: View) -> None:
+    def _end_view(self, piece: Piece, borrowed: PinnedView) -> None:
         try:
             borrowed.close()
         except BufferError:
             self._views.append(borrowed)
-            self._pager.store.linger(piece.frame, borrowed)
+            self._transfers.store.linger(piece.frame, borrowed)
             # The bytes may change behind our back now.
             self._sum = None
             if not self._has_warned:
@@ -275,12 +281,12 @@ class AquaTensor:
                     self,
                 )
         else:
-            self._pager.store.unpin(piece.frame)
+            self._transfers.store.unpin(piece.frame)
 
     def _sum_of(self, flat: torch.Tensor) -> int | None:
         """What to compare with later; None where surviving views may change the bytes."""
         self._views[:] = still_alive(self._views)
-        return checksum(flat) if self._pager.is_checking and not self._views else None
+        return checksum(flat) if self._transfers.is_checking and not self._views else None
 
     def _is_intact(self, flat: torch.Tensor) -> bool:
         return self._sum is None or matches(flat, self._sum)
@@ -310,12 +316,12 @@ class AquaTensor:
             )
 
 
-def _copy_piece(lane: Lane, piece: Piece, part: torch.Tensor, direction: Direction) -> None:
+def _copy_piece(stream: CopyStream, piece: Piece, part: torch.Tensor, direction: Direction) -> None:
     """Copy one piece; a function of its own, so that its view of the frame dies with it."""
     if direction is Direction.OUT:
-        lane.copier.copy(lane.tensor(piece.frame, piece.run, writes=True), part)
+        stream.copier.copy(stream.tensor(piece.frame, piece.run, writes=True), part)
     else:
-        lane.copier.copy(part, lane.tensor(piece.frame, piece.run, writes=False))
+        stream.copier.copy(part, stream.tensor(piece.frame, piece.run, writes=False))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,13 +329,18 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _leave(pager: Pager, arena: Arena, pieces: Sequence[Piece], views: list[View]) -> None:
+def _leave(
+    transfers: Transfers,
+    allocator: TensorAllocator,
+    pieces: Sequence[Piece],
+    views: list[PinnedView],
+) -> None:
     """Finalizer of a tensor: free its room once no view of it is alive."""
 
     def free() -> bool:
         if still_alive(views):
             return False
-        arena.give_back(pieces)
+        allocator.give_back(pieces)
         return True
 
-    pager.leave(free)
+    transfers.leave(free)

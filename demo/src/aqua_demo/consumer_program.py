@@ -33,8 +33,8 @@ from aqua_demo.messages import (
 )
 from aqua_demo.scale import scale_of
 from aqua_protocol import CapacityError, TransportKind, format_bytes
-from aqualib.consumer.extents import Run
 from aqualib.engines.transformers import AquaCache
+from aqualib.ranges import Range
 from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
@@ -225,10 +225,10 @@ def sample(generation: Generation, cache: AquaCache, aqua: aqualib.Aqua) -> Cons
 def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
     """Give a stored number the opposite sign, behind the store's back."""
     store = aqua._store  # noqa: SLF001 - a fault comes from outside every interface
-    frames = store._books.frames.values()  # noqa: SLF001 - as above
+    frames = store._table.frames.values()  # noqa: SLF001 - as above
     frame = next(frame for frame in frames if frame.used_bytes)
     at = frame.used_runs()[0].start + SIGN_BYTE
-    memory = store.pin(frame, Run(at, 1))
+    memory = store.pin(frame, Range(at, 1))
     try:
         memory.tensor[at] ^= SIGN_BIT
     finally:

@@ -34,8 +34,8 @@ from aqualib.coordinator_link import CoordinatorLink
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
-from aqualib.producer.lender import Producer
-from aqualib.producer.reclaims import Reclaim
+from aqualib.producer.producer import Producer
+from aqualib.producer.reclaims import ReclaimTicket
 from aqualib.reporter import Identity
 from aqualib.topology import place
 from aqualib.transports import select
@@ -76,9 +76,9 @@ class ProducerSettings(Message):
 class RecordingProducer(Producer):
     """A producer that keeps the tickets of its reclaims, for the report."""
 
-    tickets: list[Reclaim]
+    tickets: list[ReclaimTicket]
 
-    def reclaim(self, nbytes: int, deadline_s: float | None = None) -> Reclaim:
+    def reclaim(self, nbytes: int, deadline_s: float | None = None) -> ReclaimTicket:
         """Take memory back, and remember it."""
         ticket = super().reclaim(nbytes, deadline_s)
         self.tickets.append(ticket)
@@ -211,7 +211,7 @@ class ProducerProgram:
                 loop.step_ended()
 
 
-def measures(tickets: list[Reclaim]) -> list[ReclaimMeasure]:
+def measures(tickets: list[ReclaimTicket]) -> list[ReclaimMeasure]:
     """What the finished reclaims took."""
     return [
         ReclaimMeasure(

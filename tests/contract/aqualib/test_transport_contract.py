@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
 from aqualib import probe
 from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport, select
-from aqualib.transports.tether import UNDERTAKER
+from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness import fake_cuda
 from harness.transport_peer import Peer, pattern
 
@@ -118,7 +118,7 @@ def _nothing_leaks(case: Case) -> Iterator[None]:
     before = open_descriptors(), driver_counts(case)
     yield
     gc.collect()
-    wait_until(lambda: UNDERTAKER.waiting_count == 0)
+    wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
     assert (open_descriptors(), driver_counts(case)) == before
 
 

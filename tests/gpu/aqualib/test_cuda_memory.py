@@ -14,7 +14,7 @@ from aqualib import topology
 from aqualib.transports import Transport, select
 from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.cuda_vmm import CudaVmmTransport
-from aqualib.transports.tether import UNDERTAKER
+from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness.transport_peer import Peer, pattern
 
 NBYTES = 64 * MIB
@@ -88,9 +88,9 @@ def test_a_deferred_free_happens_when_the_importer_dies() -> None:
         slab = transport.create(NBYTES)
         importer.open("held", slab.export(), NBYTES)
         slab.close()
-        assert UNDERTAKER.waiting_count == 1
+        assert DEFERRED_FREE.waiting_count == 1
         importer.kill()
-        wait_until(lambda: UNDERTAKER.waiting_count == 0)
+        wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
 
 
 def test_more_memory_than_the_gpu_has_is_a_typed_error_and_costs_nothing(

@@ -11,7 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from aqualib import Aqua
 from aqualib.engines.transformers import AquaCache
-from aqualib.producer.lender import Producer
+from aqualib.producer.producer import Producer
 from harness.consumers import await_rest, consuming, grant
 from harness.producers import SLAB, lending
 from harness.raw_consumer import WITHIN_S, Mint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import torch
 
-from aqualib.consumer.aqua import Aqua
+from aqualib.consumer import Aqua
 from aqualib.tensor import AquaTensor, Location
 from harness.consumers import await_rest, consuming, grant
 from harness.lender_process import LenderProcess
@@ -142,7 +142,7 @@ def test_an_interpreter_that_ends_gives_every_slab_back_by_itself(mint: Mint, en
         run_python(LEAVING.format(ending=ending), terms.model_dump_json())
         # Free, not retired and replaced: they were returned, not found after a death.
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
-        assert {slab.generation for slab in producer._desk.pool._free.values()} == {1}
+        assert {slab.generation for slab in producer._lending.pool._free.values()} == {1}
 
 
 def test_a_consumer_that_is_killed_costs_its_slabs_and_they_are_replaced(mint: Mint) -> None:
@@ -151,7 +151,7 @@ def test_a_consumer_that_is_killed_costs_its_slabs_and_they_are_replaced(mint: M
         terms = grant(mint, producer.endpoint, COUNT)
         run_python(LEAVING.format(ending=ending), terms.model_dump_json())
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
-        assert {slab.generation for slab in producer._desk.pool._free.values()} == {0}
+        assert {slab.generation for slab in producer._lending.pool._free.values()} == {0}
 
 
 def test_a_forked_child_is_told_to_connect_anew_and_disturbs_its_parent_in_nothing(

@@ -23,7 +23,7 @@ from harness.raw_consumer import WITHIN_S, ConsumerProcess, Mint, RawConsumer, R
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.producer.lender import Producer
+    from aqualib.producer.producer import Producer
     from aqualib.transports.base import Handle
 
 
@@ -180,7 +180,7 @@ def break_exports(producer: Producer, *, good_count: int, error: Exception) -> N
     def fail() -> Handle:
         raise error
 
-    for slab in list(producer._desk.pool._slabs.values())[good_count:]:
+    for slab in list(producer._lending.pool._slabs.values())[good_count:]:
         slab.memory.export = fail  # type: ignore[method-assign] # a driver that fails
 
 
@@ -209,7 +209,7 @@ def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(mint: M
 def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
     producer: Producer, mint: Mint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = [slab.memory.export for slab in producer._desk.pool._slabs.values()]
+    whole = [slab.memory.export for slab in producer._lending.pool._slabs.values()]
     break_exports(producer, good_count=0, error=RuntimeError("device-side assert"))
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(mint.token(3 * SLAB))
@@ -218,7 +218,7 @@ def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
     assert refusal.value.body.code == "transport_failed"
     assert "device-side assert" in caplog.text
     assert producer.free_bytes == 8 * SLAB
-    for slab, export in zip(producer._desk.pool._slabs.values(), whole, strict=True):
+    for slab, export in zip(producer._lending.pool._slabs.values(), whole, strict=True):
         slab.memory.export = export  # type: ignore[method-assign] # the driver has recovered
     with RawConsumer(producer.endpoint) as consumer:
         assert len(consumer.attach(mint.token(8 * SLAB))) == 8

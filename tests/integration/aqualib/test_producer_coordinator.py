@@ -17,8 +17,8 @@ from aqua_protocol.leases import LeaseGrant, LeaseRequest
 from aqua_protocol.members import ConsumerReport
 from aqualib import reporter as reporter_module
 from aqualib.coordinator_link import CoordinatorLink
-from aqualib.producer.lender import Producer
 from aqualib.producer.opening import open_producer
+from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.coordinator_process import CoordinatorProcess, data_dir

@@ -16,7 +16,7 @@ from harness.raw_consumer import ConsumerProcess, Mint, RawConsumer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.producer.lender import Producer
+    from aqualib.producer.producer import Producer
 
 TOTAL = 16
 CALM_S = 5.0

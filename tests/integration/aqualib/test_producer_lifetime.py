@@ -20,9 +20,9 @@ from aqua_protocol import (
     TransportKind,
     UnavailableError,
 )
-from aqualib.producer import custodian
+from aqualib.producer import slab_memory
 from aqualib.producer.device import EmulatedMemory, device_memory
-from aqualib.producer.lender import Producer
+from aqualib.producer.producer import Producer
 from aqualib.producer.vault import Vault
 from aqualib.reporter import Identity
 from aqualib.transports import select
@@ -111,7 +111,7 @@ def test_a_transport_that_fails_takes_nothing_from_the_device() -> None:
 
 
 def test_a_replacement_waits_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custodian, "FIRST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(slab_memory, "FIRST_PAUSE_S", 1e-4)
     mint, device = Mint(), ContendedMemory(SLAB)
     with lending(mint, 1, device=device) as producer:
         _lose_a_slab(producer, mint, device)
@@ -123,11 +123,11 @@ def test_a_replacement_waits_until_there_is_memory(monkeypatch: pytest.MonkeyPat
 def test_a_replacement_that_never_fits_is_written_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(custodian, "FIRST_PAUSE_S", 1e-5)
+    monkeypatch.setattr(slab_memory, "FIRST_PAUSE_S", 1e-5)
     mint, device = Mint(), ContendedMemory(SLAB)
     with lending(mint, 1, device=device) as producer:
         _lose_a_slab(producer, mint, device)
-        until(lambda: producer._desk.owed_count == 0, "the slab is written off")
+        until(lambda: producer._lending.owed_count == 0, "the slab is written off")
         assert "stays smaller" in caplog.text
         device.give_back(SLAB)
         # The offer can still be grown again by whoever wants to.
@@ -226,7 +226,7 @@ def test_a_forked_child_keeps_no_channel_open_when_its_producer_dies() -> None:
             from pathlib import Path
             from aqua_protocol.members import ProducerAck
             from aqua_protocol import TransportKind
-            from aqualib.producer.lender import Producer
+            from aqualib.producer.producer import Producer
             from aqualib.reporter import Identity
             from aqualib.transports import select
 

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 import aqualib
 from aqua_protocol import ConfigError
 from aqua_protocol.members import ReclaimOrder
-from aqualib.producer.lender import Producer
 from aqualib.producer.metrics import ProducerMetrics
+from aqualib.producer.producer import Producer
 from harness.producers import SLAB, lending, socket_dir, until
 from harness.raw_consumer import Mint, RawConsumer
 

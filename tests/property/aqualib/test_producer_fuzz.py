@@ -17,7 +17,7 @@ from harness.raw_consumer import Mint, RawConsumer, RefusedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.producer.lender import Producer
+    from aqualib.producer.producer import Producer
 
 values = st.one_of(
     st.none(),
@@ -83,8 +83,8 @@ def test_garbage_from_a_holder_costs_only_its_own_slabs(
         assert producer.free_bytes == 3 * SLAB or truthful
         # The holder of these tests is this very process; speak for it, now that it is over.
         with producer._lock:
-            for lease_id in producer._desk.pool.leases():
-                producer._carry_out(producer._desk.dead(lease_id))
+            for lease_id in producer._lending.pool.leases():
+                producer._carry_out(producer._lending.dead(lease_id))
     until(lambda: producer.free_bytes == 4 * SLAB, "a new slab is in its place")
 
 

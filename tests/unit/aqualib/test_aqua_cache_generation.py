@@ -225,7 +225,7 @@ def test_decoding_pages_out_full_blocks_only_and_each_once(aqua: Aqua) -> None:
 
 def _flip_a_stored_bit(aqua: Aqua) -> None:
     store = aqua._store
-    frame = next(frame for frame in store._books.frames.values() if frame.used_bytes)
+    frame = next(frame for frame in store._table.frames.values() if frame.used_bytes)
     memory = store.pin(frame)
     memory.tensor[frame.used_runs()[0].start] ^= 1
     store.unpin(frame)

@@ -10,7 +10,7 @@ import torch
 
 from aqua_protocol import CapacityError, ConfigError
 from aqualib.blocks import BlockStore
-from aqualib.consumer.aqua import Aqua
+from aqualib.consumer import Aqua
 from aqualib.tensor import Location
 from harness.consumers import consuming
 from harness.producers import SLAB
@@ -230,7 +230,7 @@ def test_a_store_without_blocks_is_refused(aqua: Aqua) -> None:
 def test_a_store_that_does_not_fit_takes_nothing(aqua: Aqua) -> None:
     with pytest.raises(CapacityError):
         aqua.block_store(BLOCK, 9 * 4)
-    assert len(aqua._store._books.frames) == 0
+    assert len(aqua._store._table.frames) == 0
     aqua.block_store(BLOCK, 8 * 4).close()
 
 

@@ -27,12 +27,18 @@ from aqua_protocol.ids import (
 )
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ProducerReport
 from aqualib.channel import PeerCredentials
-from aqualib.producer import admission, desk
+from aqualib.producer import admission, lending_state
 from aqualib.producer.admission import Admission
-from aqualib.producer.desk import LendingDesk
-from aqualib.producer.escalation import Ask, Escalation, Step, due_at_s, next_step
+from aqualib.producer.escalation import (
+    Escalation,
+    EscalationStep,
+    PendingReturn,
+    due_at_s,
+    next_step,
+)
+from aqualib.producer.lending_state import LendingState
 from aqualib.producer.pool import Slab, SlabPool
-from aqualib.producer.reclaims import Reclaim, choose
+from aqualib.producer.reclaims import ReclaimTicket, choose
 from harness.memory import PaperSlab
 from harness.producers import IDENTITY
 from harness.raw_consumer import Mint
@@ -56,14 +62,14 @@ def claims(slab_count: int, *, lease_id: str = "lease", epoch: int = 1) -> Claim
     )
 
 
-def lending_desk(slab_count: int, policy: Escalation = Escalation.WAIT) -> LendingDesk:
-    made = LendingDesk(SLAB, policy, grace_s=3.0)
+def lending_of(slab_count: int, policy: Escalation = Escalation.WAIT) -> LendingState:
+    made = LendingState(SLAB, policy, grace_s=3.0)
     for _ in range(slab_count):
         made.pool.add(PaperSlab(SLAB))
     return made
 
 
-def report_of(made: LendingDesk) -> ProducerReport:
+def report_of(made: LendingState) -> ProducerReport:
     return ProducerReport(
         **IDENTITY.stamp(Revision(0), None),
         producer_id="producer",
@@ -95,28 +101,28 @@ def test_no_more_is_chosen_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("policy", "taken", "now_s", "expected"),
     [
-        (Escalation.WAIT, Step.NOTHING, 9.9, Step.NOTHING),
-        (Escalation.WAIT, Step.NOTHING, 10.0, Step.QUARANTINE),
-        (Escalation.WAIT, Step.QUARANTINE, 99.0, Step.NOTHING),
-        (Escalation.KILL, Step.NOTHING, 99.0, Step.QUARANTINE),
-        (Escalation.KILL, Step.QUARANTINE, 12.9, Step.NOTHING),
-        (Escalation.KILL, Step.QUARANTINE, 13.0, Step.KILL),
-        (Escalation.KILL, Step.KILL, 99.0, Step.NOTHING),
+        (Escalation.WAIT, EscalationStep.NOTHING, 9.9, EscalationStep.NOTHING),
+        (Escalation.WAIT, EscalationStep.NOTHING, 10.0, EscalationStep.QUARANTINE),
+        (Escalation.WAIT, EscalationStep.QUARANTINE, 99.0, EscalationStep.NOTHING),
+        (Escalation.KILL, EscalationStep.NOTHING, 99.0, EscalationStep.QUARANTINE),
+        (Escalation.KILL, EscalationStep.QUARANTINE, 12.9, EscalationStep.NOTHING),
+        (Escalation.KILL, EscalationStep.QUARANTINE, 13.0, EscalationStep.KILL),
+        (Escalation.KILL, EscalationStep.KILL, 99.0, EscalationStep.NOTHING),
     ],
 )
 def test_quarantine_comes_before_a_kill_and_nothing_happens_twice(
-    policy: Escalation, taken: Step, now_s: float, expected: Step
+    policy: Escalation, taken: EscalationStep, now_s: float, expected: EscalationStep
 ) -> None:
-    ask = Ask(LeaseId("lease"), 10.0, {1}, kill_at_s=13.0, taken=taken)
+    ask = PendingReturn(LeaseId("lease"), 10.0, {1}, kill_at_s=13.0, taken=taken)
     assert next_step(ask, policy, now_s) is expected
-    if expected is not Step.NOTHING:
+    if expected is not EscalationStep.NOTHING:
         assert due_at_s(ask, policy) <= now_s
     else:
         assert due_at_s(ask, policy) > now_s
 
 
 def test_a_producer_that_was_stopped_itself_grants_the_whole_grace() -> None:
-    made = lending_desk(1, Escalation.KILL)
+    made = lending_of(1, Escalation.KILL)
     made.lend(claims(1))
     made.reclaim(ReclaimId("r"), SLAB, 5.0, now_s=0.0)
     assert made.tick(1000.0).kills == []
@@ -126,12 +132,12 @@ def test_a_producer_that_was_stopped_itself_grants_the_whole_grace() -> None:
 
 
 def test_a_silent_holder_is_killed_only_for_a_reclaim_that_waits_for_it() -> None:
-    made = lending_desk(1, Escalation.KILL)
+    made = lending_of(1, Escalation.KILL)
     made.lend(claims(1))
     made.silent(LeaseId("lease"))
     assert made.due_at_s() == float("inf")
     reclaim, effects = made.reclaim(ReclaimId("r"), SLAB, 5.0, now_s=0.0)
-    assert effects.demands == []
+    assert effects.notices == []
     made.tick(5.0)
     assert reclaim.escalated
     assert made.tick(8.0).kills == [LeaseId("lease")]
@@ -185,11 +191,11 @@ def test_a_loan_that_never_left_is_zeroed_for_the_same_consumer_next_time() -> N
     assert third.scrub
 
 
-# --- The desk ----------------------------------------------------------------------------------
+# --- The lending ----------------------------------------------------------------------------------
 
 
 def test_an_offer_counts_only_what_lasts() -> None:
-    made = lending_desk(4)
+    made = lending_of(4)
     made.lend(claims(4))
     assert made.shortfall(4 * SLAB) == 0
     made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
@@ -197,7 +203,7 @@ def test_an_offer_counts_only_what_lasts() -> None:
 
 
 def test_a_slab_that_is_owed_is_not_made_once_everything_is_wanted_back() -> None:
-    made = lending_desk(1)
+    made = lending_of(1)
     made.lend(claims(1))
     made.dead(LeaseId("lease"))
     assert made.owed_count == 1
@@ -208,36 +214,36 @@ def test_a_slab_that_is_owed_is_not_made_once_everything_is_wanted_back() -> Non
 
 
 def test_a_retired_slab_serves_an_open_reclaim_before_it_is_replaced() -> None:
-    made = lending_desk(2)
+    made = lending_of(2)
     made.lend(claims(2))
     reclaim, _ = made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
     effects = made.dead(LeaseId("lease"))
-    assert [parting.reclaim for parting in effects.partings] == [reclaim, None]
+    assert [slab.reclaim for slab in effects.retired] == [reclaim, None]
     assert made.owed_count == 1
 
 
 def test_two_reclaims_never_ask_for_the_same_slab() -> None:
-    made = lending_desk(2)
+    made = lending_of(2)
     made.lend(claims(2))
     _, first = made.reclaim(ReclaimId("r1"), SLAB, 5.0, 0.0)
     _, second = made.reclaim(ReclaimId("r2"), SLAB, 5.0, 0.0)
-    (one,), (two,) = first.demands, second.demands
+    (one,), (two,) = first.notices, second.notices
     assert not set(one.slabs) & set(two.slabs)
 
 
 def test_a_slab_asked_back_for_an_ended_lease_serves_a_reclaim_without_a_second_packet() -> None:
-    made = lending_desk(1)
+    made = lending_of(1)
     made.lend(claims(1))
     made.end(LeaseId("lease"), 1, 5.0, 0.0)
     reclaim, effects = made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
-    assert effects.demands == []
-    (parting,) = made.released(LeaseId("lease"), 0, 1).partings
-    assert parting.reclaim is reclaim
+    assert effects.notices == []
+    (slab,) = made.released(LeaseId("lease"), 0, 1).retired
+    assert slab.reclaim is reclaim
     assert made.due_at_s() == float("inf")
 
 
 def test_reports_say_what_is_asked_back_and_who_is_lost() -> None:
-    made = lending_desk(4)
+    made = lending_of(4)
     made.lend(claims(4))
     made.reclaim(ReclaimId("r"), 3 * SLAB, 5.0, 0.0)
     made.silent(LeaseId("lease"))
@@ -247,7 +253,7 @@ def test_reports_say_what_is_asked_back_and_who_is_lost() -> None:
 
 
 def test_finished_reclaims_are_reported_until_acknowledged_and_bounded_meanwhile() -> None:
-    made = lending_desk(0)
+    made = lending_of(0)
     for number in range(100):
         made.reclaim(ReclaimId(f"r{number}"), SLAB, 5.0, 0.0)
     reports = made.reclaim_reports(1.0)
@@ -258,7 +264,7 @@ def test_finished_reclaims_are_reported_until_acknowledged_and_bounded_meanwhile
 
 
 def test_an_open_reclaim_stays_in_the_report_after_an_acknowledgement() -> None:
-    made = lending_desk(1)
+    made = lending_of(1)
     made.lend(claims(1))
     made.reclaim(ReclaimId("r"), SLAB, 5.0, 0.0)
     made.acknowledged(report_of(made))
@@ -268,7 +274,7 @@ def test_an_open_reclaim_stays_in_the_report_after_an_acknowledgement() -> None:
 
 
 def test_a_lease_that_came_and_went_between_two_reports_is_reported_once() -> None:
-    made = lending_desk(2)
+    made = lending_of(2)
     made.lend(claims(2))
     made.dead(LeaseId("lease"))
     assert made.held_leases() == []  # Nothing is offered for the moment, so nothing fits.
@@ -281,7 +287,7 @@ def test_a_lease_that_came_and_went_between_two_reports_is_reported_once() -> No
 
 
 def test_a_lease_that_the_books_have_seen_is_gone_from_the_report_when_it_ends() -> None:
-    made = lending_desk(1)
+    made = lending_of(1)
     made.lend(claims(1))
     made.acknowledged(report_of(made))
     made.released(LeaseId("lease"), 0, 1)
@@ -289,7 +295,7 @@ def test_a_lease_that_the_books_have_seen_is_gone_from_the_report_when_it_ends()
 
 
 def test_a_lease_that_ended_while_its_first_report_was_under_way_is_not_reported_again() -> None:
-    made = lending_desk(1)
+    made = lending_of(1)
     made.lend(claims(1))
     under_way = report_of(made)
     made.released(LeaseId("lease"), 0, 1)
@@ -298,8 +304,8 @@ def test_a_lease_that_ended_while_its_first_report_was_under_way_is_not_reported
 
 
 def test_leases_that_no_books_have_seen_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "MAX_LEASES_PER_MEMBER", 2)
-    made = lending_desk(3)
+    monkeypatch.setattr(lending_state, "MAX_LEASES_PER_MEMBER", 2)
+    made = lending_of(3)
     for number in range(5):
         made.lend(claims(1, lease_id=f"lease-{number}", epoch=number + 1))
         for slab in made.pool.held_by(LeaseId(f"lease-{number}")):
@@ -308,7 +314,7 @@ def test_leases_that_no_books_have_seen_are_bounded(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_ticket_tells_when_the_first_and_the_last_slab_were_back() -> None:
-    ticket = Reclaim(
+    ticket = ReclaimTicket(
         ReclaimId("r"),
         requested_bytes=2 * SLAB,
         slab_count=2,
@@ -325,8 +331,8 @@ def test_a_ticket_tells_when_the_first_and_the_last_slab_were_back() -> None:
 
 
 def test_leases_per_producer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "MAX_LEASES_PER_MEMBER", 1)
-    made = lending_desk(2)
+    monkeypatch.setattr(lending_state, "MAX_LEASES_PER_MEMBER", 1)
+    made = lending_of(2)
     made.lend(claims(1))
     with pytest.raises(CapacityError, match="hold slabs"):
         made.lend(claims(1, lease_id="other"))

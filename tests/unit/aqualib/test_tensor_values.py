@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aqua_protocol import CapacityError
-from aqualib.consumer.aqua import Aqua
+from aqualib.consumer import Aqua
 from aqualib.tensor import Location
 from harness.consumers import consuming
 from harness.producers import SLAB

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aqua_protocol.ids import LeaseId
-    from aqualib.producer.reclaims import Reclaim
+    from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -36,7 +36,7 @@ class Escalation(StrEnum):
     """SIGKILL it after a grace period: the producer's memory matters more than the consumer."""
 
 
-class Step(StrEnum):
+class EscalationStep(StrEnum):
     """What an ask needs now."""
 
     NOTHING = "nothing"
@@ -45,7 +45,7 @@ class Step(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class PendingReturn:
     """Slabs asked back from one lease, with a deadline.
 
     Attributes:
@@ -61,25 +61,29 @@ class Ask:
     lease_id: LeaseId
     deadline_at_s: float
     pending: set[int] = field(default_factory=set)
-    reclaim: Reclaim | None = None
+    reclaim: ReclaimTicket | None = None
     kill_at_s: float = float("inf")
-    taken: Step = Step.NOTHING
+    taken: EscalationStep = EscalationStep.NOTHING
 
 
-def next_step(ask: Ask, policy: Escalation, now_s: float) -> Step:
+def next_step(ask: PendingReturn, policy: Escalation, now_s: float) -> EscalationStep:
     """The step that is due and has not been taken; quarantine always comes before a kill."""
-    if ask.taken is Step.NOTHING:
-        return Step.QUARANTINE if now_s >= ask.deadline_at_s else Step.NOTHING
-    if ask.taken is Step.QUARANTINE and policy is Escalation.KILL and now_s >= ask.kill_at_s:
-        return Step.KILL
-    return Step.NOTHING
+    if ask.taken is EscalationStep.NOTHING:
+        return EscalationStep.QUARANTINE if now_s >= ask.deadline_at_s else EscalationStep.NOTHING
+    if (
+        ask.taken is EscalationStep.QUARANTINE
+        and policy is Escalation.KILL
+        and now_s >= ask.kill_at_s
+    ):
+        return EscalationStep.KILL
+    return EscalationStep.NOTHING
 
 
-def due_at_s(ask: Ask, policy: Escalation) -> float:
+def due_at_s(ask: PendingReturn, policy: Escalation) -> float:
     """When `next_step` will next have something to say; infinity when never."""
-    if ask.taken is Step.NOTHING:
+    if ask.taken is EscalationStep.NOTHING:
         return ask.deadline_at_s
-    if ask.taken is Step.QUARANTINE and policy is Escalation.KILL:
+    if ask.taken is EscalationStep.QUARANTINE and policy is Escalation.KILL:
         return ask.kill_at_s
     return float("inf")
 

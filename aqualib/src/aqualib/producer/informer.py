@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aqua_protocol.members import LoadReport
-    from aqualib.producer.lender import Producer
-    from aqualib.producer.reclaims import Reclaim
+    from aqualib.producer.producer import Producer
+    from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -261,7 +261,7 @@ class Informer:
         self._source = source
         self._profile = profile
         self._poll_s = poll_s
-        self.on_reclaim: Callable[[Reclaim], None] | None = None
+        self.on_reclaim: Callable[[ReclaimTicket], None] | None = None
         self._watch = Watch()
         # What the engine gave up and has not been told to take back. An offer made before counts.
         self._surrendered_bytes = producer.committed_bytes

@@ -25,7 +25,7 @@ from aqua_protocol import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.producer.lender import Producer
+    from aqualib.producer.producer import Producer
     from aqualib.producer.reclaims import ReclaimTotals
 
 

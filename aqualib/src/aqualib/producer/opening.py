@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from aqualib.coordinator_link import CoordinatorLink
 from aqualib.identity import find_identity, require_name
 from aqualib.producer.device import device_memory
-from aqualib.producer.lender import Producer
 from aqualib.producer.metrics import ProducerMetrics
+from aqualib.producer.producer import Producer
 from aqualib.settings import load_settings, socket_directory
 from aqualib.transports import select
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aqualib.producer.pool import Slab
 
 
-class Reclaim:
+class ReclaimTicket:
     """A ticket for memory; completes in the background.
 
     Progress is written by the producer's threads and may be read by anyone at any time.
@@ -69,7 +69,7 @@ class Reclaim:
 
     def __repr__(self) -> str:
         return (
-            f"Reclaim({self.reclaim_id}, {self.returned_bytes}/{self.requested_bytes} bytes, "
+            f"ReclaimTicket({self.reclaim_id}, {self.returned_bytes}/{self.requested_bytes} bytes, "
             f"done={self.done}, escalated={self.escalated})"
         )
 
@@ -142,7 +142,7 @@ class ReclaimTotals:
     returned_bytes: int = 0
     seconds: float = 0.0
 
-    def plus(self, reclaim: Reclaim, seconds: float) -> ReclaimTotals:
+    def plus(self, reclaim: ReclaimTicket, seconds: float) -> ReclaimTotals:
         """These and one more, which took so long."""
         assert reclaim.done, reclaim
         return ReclaimTotals(

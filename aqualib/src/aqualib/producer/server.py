@@ -52,7 +52,7 @@ from aqualib.channel import (
     PeerCredentials,
     listen,
 )
-from aqualib.prompt import run_promptly
+from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
     from collections.abc import Callable

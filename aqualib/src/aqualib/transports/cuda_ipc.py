@@ -6,8 +6,8 @@ share a block, and a handle to one would open its neighbours.
 
 How it falls short of `cuda_vmm`, and what is done about it:
 
-- Nothing counts references. Each handle carries a tether (see `tether`); memory is freed when the
-  last importer has let go, if need be after `close`.
+- Nothing counts references. Each handle carries a release pipe (see `release_pipe`); memory is
+  freed when the last importer has let go, if need be after `close`.
 - An exporter that dies takes the promise with it: what the importer then reads is undefined by
   CUDA. Importers that cannot recompute should use checksums, or `cuda_vmm`.
 - A process cannot open its own handle, and cannot open one of a process that has the same pid in
@@ -38,7 +38,7 @@ from aqualib.transports.base import Handle
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.cuda_driver import CudaDriver
 from aqualib.transports.cuda_side import CudaSide
-from aqualib.transports.tether import UNDERTAKER, Tethers
+from aqualib.transports.release_pipe import DEFERRED_FREE, ReleasePipes
 
 PAYLOAD: Final = struct.Struct("<Q16s64s")
 """Size in bytes; name of the exporting process; the CUDA IPC handle."""
@@ -141,15 +141,15 @@ class IpcSlab(BorrowedSlab):
     """A slab of another process, mapped here; use `CudaIpcTransport.open`."""
 
     def __init__(
-        self, runtime: Runtime, address: int, nbytes: int, device: torch.device, tether: int
+        self, runtime: Runtime, address: int, nbytes: int, device: torch.device, release_pipe: int
     ) -> None:
         super().__init__(address, nbytes, device)
         self._runtime = runtime
-        self._tether = tether
+        self._release_pipe = release_pipe
 
     def _let_go(self) -> None:
         self._runtime.close(self._address)
-        os.close(self._tether)  # Only now: it tells the owner that the mapping is gone.
+        os.close(self._release_pipe)  # Only now: it tells the owner that the mapping is gone.
 
 
 class OwnedIpcSlab(BorrowedSlab):
@@ -158,7 +158,7 @@ class OwnedIpcSlab(BorrowedSlab):
     def __init__(self, runtime: Runtime, address: int, nbytes: int, device: torch.device) -> None:
         super().__init__(address, nbytes, device)
         self._runtime = runtime
-        self._tethers: Tethers | None = Tethers()
+        self._pipes: ReleasePipes | None = ReleasePipes()
 
     def export(self) -> Handle:
         """A fresh handle for one importer.
@@ -167,23 +167,23 @@ class OwnedIpcSlab(BorrowedSlab):
             TransportError: The slab is closed, or CUDA or descriptors ran out.
         """
         with self._lock:
-            if self._tethers is None:
+            if self._pipes is None:
                 raise TransportError("a closed slab cannot be lent")
             name = self._runtime.handle_of(self._address)
             try:
-                tether = self._tethers.add()
+                release_pipe = self._pipes.add()
             except OSError as error:
                 raise TransportError(
                     f"cannot export a slab: {error.strerror}",
                     remedy="Raise the limit of open files: a lender holds one per importer.",
                 ) from error
-            return Handle(PAYLOAD.pack(self._nbytes, _THIS_PROCESS, name), tether)
+            return Handle(PAYLOAD.pack(self._nbytes, _THIS_PROCESS, name), release_pipe)
 
     def _let_go(self) -> None:
-        tethers, self._tethers = self._tethers, None
-        assert tethers is not None, "let go once"
+        pipes, self._pipes = self._pipes, None
+        assert pipes is not None, "let go once"
         # At once, or when the last importer has let go.
-        UNDERTAKER.free_when_released(tethers, lambda: self._runtime.free(self._address))
+        DEFERRED_FREE.free_when_released(pipes, lambda: self._runtime.free(self._address))
 
 
 class CudaIpcTransport(CudaSide):
@@ -272,8 +272,8 @@ class CudaIpcTransport(CudaSide):
                     remedy="Use the slab itself, or the cuda_vmm transport.",
                 )
             address = self._runtime.open(name)
-            tether, handle.fd = handle.fd, None
-        return IpcSlab(self._runtime, address, nbytes, self._device, tether)
+            release_pipe, handle.fd = handle.fd, None
+        return IpcSlab(self._runtime, address, nbytes, self._device, release_pipe)
 
     @property
     def _runtime(self) -> Runtime:

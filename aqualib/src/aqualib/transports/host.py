@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from aqualib.transports.borrowed import BorrowedSlab
-from aqualib.transports.mapping import HostMapping
+from aqualib.transports.host_mapping import HostMapping
 from aqualib.transports.rows import (
     are_neighbours,
     as_words,

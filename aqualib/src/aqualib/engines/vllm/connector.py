@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.consumer.default import connect
+from aqualib.connection import connect
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker

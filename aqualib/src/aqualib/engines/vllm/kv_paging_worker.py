@@ -31,7 +31,7 @@ from aqualib.tensor import Location as StoreLocation
 
 if TYPE_CHECKING:
     from aqualib.blocks import BlockStore
-    from aqualib.consumer.aqua import Aqua
+    from aqualib.consumer import Aqua
 
 logger: Final = logging.getLogger("aqualib")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.lending.options import LendingOptions
     from aqualib.engines.vllm.lending.worker import LendableCache
-    from aqualib.producer.lender import Producer
+    from aqualib.producer.producer import Producer
 
 logger: Final = logging.getLogger("aqualib")
 

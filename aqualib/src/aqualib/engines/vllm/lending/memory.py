@@ -21,7 +21,7 @@ import torch
 
 from aqualib.engines.vllm.lending.granules import Extent
 from aqualib.producer.device import EmulatedMemory
-from aqualib.transports.mapping import PAGE_BYTES, HostMapping
+from aqualib.transports.host_mapping import PAGE_BYTES, HostMapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aqualib.engines.vllm.lending.kv_lending import KvLending
-    from aqualib.producer.lender import Producer
-    from aqualib.producer.reclaims import Reclaim
+    from aqualib.producer.producer import Producer
+    from aqualib.producer.reclaims import ReclaimTicket
 
 
 class LenderMetrics(ProducerMetrics):
@@ -39,7 +39,7 @@ class LenderMetrics(ProducerMetrics):
     def __init__(self, lending: KvLending, producer: Producer) -> None:
         self._lending = lending
         self._lock = threading.Lock()
-        self._open: list[tuple[Reclaim, float]] = []
+        self._open: list[tuple[ReclaimTicket, float]] = []
         self._ended = ReclaimTotals()
         super().__init__(producer)
 
@@ -48,7 +48,7 @@ class LenderMetrics(ProducerMetrics):
         """Reclaims of the informer's whose blocks are back."""
         return self._ended
 
-    def reclaim_began(self, reclaim: Reclaim) -> None:
+    def reclaim_began(self, reclaim: ReclaimTicket) -> None:
         """Memory was asked back."""
         with self._lock:
             self._open.append((reclaim, time.monotonic()))

@@ -26,7 +26,7 @@ from aqualib.engines.vllm.lending.memory import HostKvMemory
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.settings import load_settings
-from aqualib.transports.mapping import PAGE_BYTES
+from aqualib.transports.host_mapping import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

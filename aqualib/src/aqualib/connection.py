@@ -1,0 +1,154 @@
+"""Connecting, and the process's own instance.
+
+Like a database driver: `connect` gives an independent `Aqua`, and whoever holds one passes it on.
+Most programs need one, so the first that is connected is also the *default*, which `aqualib.empty`,
+`aqualib.offload`, `aqualib.block_store` and `aqualib.step` use. It stays the default until it is
+closed; then the next `connect` gives another. `Aqua(...)` itself never becomes the default, and
+nothing connects by itself: a program that forgot to is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import ConfigError, TransportKind
+from aqualib.consumer import Aqua, Happenings
+
+if TYPE_CHECKING:
+    import torch
+    from prometheus_client import CollectorRegistry
+
+    from aqualib.blocks import BlockStore
+    from aqualib.tensor import AquaTensor
+
+HOST_SHARE: Final = 0.25
+"""Part of the machine's memory that spilled data may take unless `host_bytes` says otherwise. It is
+a bound: memory is taken slab by slab as it is needed."""
+
+_lock = threading.Lock()
+_default: Aqua | None = None
+
+
+def connect(  # noqa: PLR0913 - every setting by name; each has a default
+    consumer_id: str | None = None,
+    *,
+    coordinator_url: str | None = None,
+    token: str | None = None,
+    transport: TransportKind | str | None = None,
+    device: str | None = None,
+    host_bytes: int | str | None = None,
+    wanted_bytes: int | str | None = None,
+    slab_bytes: int | str | None = None,
+    checksum: bool | None = None,
+    model: str | None = None,
+    registry: CollectorRegistry | None = None,
+    is_offline: bool = False,
+) -> Aqua:
+    """Connect to the coordinator and make this the default, unless another is.
+
+    Returns at once, whether the coordinator answers or not: until it does, everything lives in host
+    memory. What is not given comes from `AQUA_*` variables (see `aqualib.settings`).
+
+    Args:
+        consumer_id: Name in the books, kept across restarts; by default node and process.
+        coordinator_url: `http://host:port`.
+        token: Bearer token with the role consumer.
+        transport: How slabs are shared; by default the best that works on `device`.
+        device: Where the engine's tensors are (`cuda:1`, `cpu`).
+        host_bytes: Bound of host memory, and so of everything stored: `8GiB` or a number. By
+            default a quarter of the machine's.
+        wanted_bytes: Peer memory to hold ahead of need.
+        slab_bytes: Unit of leases; must be that of the producers.
+        checksum: Sum what is stored and compare what comes back.
+        model: What runs here, for people.
+        registry: For metrics; by default a private one (`aqua.metrics.registry`).
+        is_offline: Talk to no coordinator at all.
+
+    Raises:
+        ConfigError: A value is wrong; says which and what to write instead.
+        TransportUnavailableError: The transport asked for cannot work here.
+    """
+    from aqualib.coordinator_link import CoordinatorLink
+    from aqualib.identity import find_identity, require_name
+    from aqualib.settings import load_settings
+    from aqualib.transports import select
+
+    settings = load_settings(
+        coordinator_url=coordinator_url,
+        token=token,
+        transport=transport,
+        host_bytes=host_bytes,
+        wanted_bytes=wanted_bytes,
+        slab_bytes=slab_bytes,
+        checksum=checksum,
+    )
+    chosen = select(settings.transport, device)
+    identity = find_identity(settings, chosen.device, model)
+    with contextlib.ExitStack() as undo:
+        link = None if is_offline else undo.enter_context(CoordinatorLink.of(settings))
+        aqua = Aqua(
+            require_name("consumer_id", consumer_id or f"{identity.node}-{os.getpid()}"),
+            transport=chosen,
+            link=link,
+            identity=identity,
+            host_bytes=settings.host_bytes or _share_of_memory(),
+            wanted_bytes=settings.wanted_bytes or 0,
+            slab_bytes=settings.slab_bytes,
+            is_checking=settings.checksum,
+            registry=registry,
+            heartbeat_s=settings.heartbeat_s,
+            lease_ttl_s=settings.lease_ttl_s,
+        )
+        undo.pop_all()
+    _offer_as_default(aqua)
+    return aqua
+
+
+def default() -> Aqua:
+    """The default instance.
+
+    Raises:
+        ConfigError: Nothing is connected.
+    """
+    if _default is None or _default.is_closed:
+        raise ConfigError(
+            "no Aqua is connected",
+            remedy="Call aqualib.connect() first, or use the methods of an Aqua of your own.",
+        )
+    return _default
+
+
+def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> AquaTensor:
+    """`Aqua.empty` of the default instance."""
+    return default().empty(shape, dtype)
+
+
+def offload(tensor: torch.Tensor) -> AquaTensor:
+    """`Aqua.offload` of the default instance."""
+    return default().offload(tensor)
+
+
+def block_store(block_bytes: int, capacity_blocks: int) -> BlockStore:
+    """`Aqua.block_store` of the default instance."""
+    return default().block_store(block_bytes, capacity_blocks)
+
+
+def step() -> Happenings | None:
+    """`Aqua.step` of the default instance; None without one, so that engines may always call it."""
+    aqua = _default
+    return None if aqua is None else aqua.step()
+
+
+def _offer_as_default(aqua: Aqua) -> None:
+    global _default  # noqa: PLW0603 - the default is the process's, as documented
+    with _lock:
+        if _default is None or _default.is_closed:
+            _default = aqua
+
+
+def _share_of_memory() -> int:
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)

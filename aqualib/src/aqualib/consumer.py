@@ -1,0 +1,345 @@
+"""Aqua: one consumer, put together. The object that engines hold.
+
+    with Aqua("llm-0", transport=..., link=..., identity=..., host_bytes=8 * GIB) as aqua:
+        t = aqua.offload(kv)
+        blocks = aqua.block_store(block_bytes=2 << 20, capacity_blocks=4096)
+
+A handful of daemon threads serve it: they move frames, listen to producers, report, and ask for
+leases; none of them runs engine code. Engine threads only ever wait for a frame that is on its
+way, which takes milliseconds.
+
+Bytes in an Aqua live as long as the Aqua: `close`, which the interpreter's exit calls too, drops
+them, gives every slab back and says goodbye. A forked child has no use of its parent's Aqua: its
+mappings, threads and channels are not inherited, every call raises, and the child connects anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
+from aqualib.leasing.client import LeaseClient
+from aqualib.memory.allocator import TensorAllocator
+from aqualib.memory.frame_store import FrameStore
+from aqualib.memory.migrator import Migrator
+from aqualib.memory.transfers import Transfers
+from aqualib.metrics import ConsumerMetrics, Direction, LinkRate, Stats
+
+if TYPE_CHECKING:
+    import torch
+    from prometheus_client import CollectorRegistry
+
+    from aqua_protocol.leases import LeaseGrant
+    from aqualib.blocks import BlockStore
+    from aqualib.coordinator_link import CoordinatorLink
+    from aqualib.leasing.attachment import Attachment
+    from aqualib.reporter import Identity
+    from aqualib.tensor import AquaTensor
+    from aqualib.transports.base import Transport
+
+DRAIN_TIMEOUT_S: Final = 2.0
+"""How long `close` waits for frames that are pinned or moving."""
+
+FORKED: Final = "this Aqua belongs to the parent process"
+CLOSED: Final = "this Aqua is closed"
+
+_alive: weakref.WeakSet[Aqua] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Happenings:
+    """What has changed since the last `step`; sizes in bytes.
+
+    Attributes:
+        drained_bytes: Moved away from peers: paging them in is slower now.
+        promoted_bytes: Moved to peers: faster.
+        lost_bytes: Cannot be read any more; `load` and `page_in` name what.
+    """
+
+    drained_bytes: int
+    promoted_bytes: int
+    lost_bytes: int
+
+
+class Aqua:
+    """One consumer; see the module.
+
+    Args:
+        consumer_id: Name in the books.
+        transport: How slabs are shared, and where this side's tensors are.
+        link: To the coordinator, owned from now on; None keeps everything in host memory, unless
+            `attach` is called.
+        identity: Where this runs.
+        host_bytes: Bound of the host memory taken, and so of all that can be stored: a byte on a
+            peer has its landing place in host memory.
+        wanted_bytes: Peer memory to hold ahead of need. What is stored is asked for anyway.
+        slab_bytes: Size of a frame; must be that of the producers.
+        is_checking: Sum what is stored and compare what comes back.
+        registry: For metrics; None makes a private one.
+        heartbeat_s: Longest silence towards the coordinator.
+        lease_ttl_s: Life of a lease without a report.
+
+    Raises:
+        ConfigError: No room for a single slab or for what is wanted, or a registry in use.
+        TransportError: Slabs of this size cannot be made here.
+    """
+
+    def __init__(  # noqa: PLR0913 - one by one, by keyword: a consumer's whole configuration
+        self,
+        consumer_id: str,
+        *,
+        transport: Transport,
+        link: CoordinatorLink | None,
+        identity: Identity,
+        host_bytes: int,
+        wanted_bytes: int = 0,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        is_checking: bool = False,
+        registry: CollectorRegistry | None = None,
+        heartbeat_s: float = 1.0,
+        lease_ttl_s: float = 30.0,
+    ) -> None:
+        if wanted_bytes > host_bytes:
+            raise ConfigError(
+                f"wanted_bytes={wanted_bytes} exceeds host_bytes={host_bytes}",
+                remedy="Raise host_bytes: what is on a peer needs a landing place in host memory.",
+            )
+        self.consumer_id: Final = consumer_id
+        self.transport: Final = transport
+        self._link = link
+        self._store = FrameStore(transport, slab_bytes=slab_bytes, host_bytes=host_bytes)
+        self.metrics: Final = ConsumerMetrics(transport.kind, identity, registry)
+        try:
+            # The first host slab now: a size that cannot be had is the caller's error, not a
+            # later surprise of a background thread.
+            self._store.reserve(1)
+        except BaseException:
+            self.metrics.close()
+            raise
+        self._transfers = Transfers(self._store, transport, self.metrics, is_checking=is_checking)
+        self._allocator = TensorAllocator(self._store)
+        self._migrator = Migrator(self._store, transport)
+        self._lease_client = LeaseClient(
+            consumer_id,
+            store=self._store,
+            transport=transport,
+            link=link,
+            identity=identity,
+            wished_bytes=wanted_bytes,
+            heartbeat_s=heartbeat_s,
+            lease_ttl_s=lease_ttl_s,
+        )
+        self._seen_version = 0
+        self._seen = self._store.snapshot()
+        self._is_closed = False
+        self.metrics.read_from(self.stats)
+        self._migrator.start()
+        self._lease_client.start()
+        _alive.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self.attachments)} leases"
+        return f"<Aqua {self.consumer_id}: {state}, {self._store!r}>"
+
+    # --- What engines do ------------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> AquaTensor:
+        """A tensor in the store with undefined values.
+
+        Args:
+            shape: Of the tensor.
+            dtype: By default torch's default dtype.
+
+        Raises:
+            CapacityError: The store is full.
+        """
+        import torch
+
+        from aqualib.tensor import AquaTensor
+
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        self._transfers.sweep()
+        tensor = AquaTensor(
+            self._transfers, self._allocator, dims, dtype or torch.get_default_dtype()
+        )
+        self._note_growth()
+        return tensor
+
+    def offload(self, tensor: torch.Tensor) -> AquaTensor:
+        """A tensor in the store with the values of `tensor`, which stays as it is.
+
+        Raises:
+            CapacityError: The store is full.
+            TransportError: The copy failed.
+        """
+        stored = self.empty(tensor.shape, tensor.dtype)
+        try:
+            stored.store(tensor)
+        except BaseException:
+            stored.release()
+            raise
+        return stored
+
+    def block_store(self, block_bytes: int, capacity_blocks: int) -> BlockStore:
+        """Room for fixed-size blocks; see `aqualib.blocks`. Takes its time: memory is faulted in.
+
+        Raises:
+            ConfigError: A block does not fit into a slab.
+            CapacityError: The host memory that the blocks would need is not free.
+        """
+        from aqualib.blocks import BlockStore
+
+        self._transfers.sweep()
+        store = BlockStore(
+            self._transfers, block_bytes=block_bytes, capacity_blocks=capacity_blocks
+        )
+        self._note_growth()
+        return store
+
+    def step(self) -> Happenings | None:
+        """Call it once per iteration: what has changed since, or None, in under a microsecond."""
+        if self._store.version == self._seen_version:
+            return None
+        return self._happenings()
+
+    def stats(self) -> Stats:
+        """Everything that is counted, as of now."""
+        self._transfers.sweep()
+        stats = self._store.snapshot()
+        paged = self.metrics.paged_bytes
+        attachments = self.attachments
+        return Stats(
+            paged_out_bytes=paged[Direction.OUT],
+            paged_in_bytes=paged[Direction.IN],
+            used_bytes=stats.used_bytes,
+            spilled_bytes=stats.spilled_bytes,
+            spilled_bytes_peak=stats.spilled_bytes_peak,
+            lost_bytes=stats.lost_bytes,
+            leased_bytes=sum(attachment.mapped_bytes for attachment in attachments),
+            promoted_bytes=stats.promoted_bytes,
+            drained_bytes=stats.drained_bytes,
+            drain_copied_bytes=stats.drain_copied_bytes,
+            returned_bytes=stats.returned_bytes,
+            pins_overdue=stats.pins_overdue,
+            moves_abandoned=stats.moves_abandoned,
+            reclaims=tuple(self._lease_client.reclaims),
+            links=tuple(
+                LinkRate(
+                    producer_id=attachment.producer_id,
+                    transport=attachment.link.transport,
+                    write_bytes_per_s=attachment.link.write_bytes_per_s,
+                    read_bytes_per_s=attachment.link.read_bytes_per_s,
+                )
+                for attachment in attachments
+                if attachment.link is not None
+            ),
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed, or belongs to the parent of this process."""
+        return self._is_closed
+
+    # --- Leases ---------------------------------------------------------------------------
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        """Leases in use."""
+        return self._lease_client.attachments
+
+    @property
+    def coordinator_error(self) -> AquaError | None:
+        """Why the last report failed; None while the coordinator answers."""
+        return self._lease_client.coordinator_error
+
+    def attach(self, grant: LeaseGrant) -> Attachment:
+        """Use a lease that was granted by other means than this instance's own asking.
+
+        Raises:
+            ConfigError: This instance is closed.
+            AquaError: As `aqualib.leasing.handshake.attach`.
+        """
+        if self._is_closed:
+            raise ConfigError(CLOSED, remedy="Call aqualib.connect() again.")
+        return self._lease_client.take_up(grant)
+
+    def reserve(self, nbytes: int) -> None:
+        """Prepare host memory for `nbytes`, so that storing them later does not wait for it.
+
+        Raises:
+            TransportError: Memory ran out.
+        """
+        self._store.reserve(-(-nbytes // self._store.slab_bytes))
+
+    # --- The end --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Drop every byte, give every slab back and leave. Harmless when repeated.
+
+        What is still pinned, or viewed by somebody, stays mapped until the process ends; its
+        producer is not told otherwise.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _alive.discard(self)
+        self._lease_client.stop_asking()
+        self._store.close(CLOSED, timeout_s=DRAIN_TIMEOUT_S)
+        self._migrator.join(DRAIN_TIMEOUT_S)
+        self._lease_client.close()
+        self.metrics.close()
+        if self._link is not None:
+            self._link.close()
+
+    # --- Inside ---------------------------------------------------------------------------
+
+    def _note_growth(self) -> None:
+        """Frames may have been made: the coordinator may know of peer memory for them."""
+        self._lease_client.changed()
+
+    def _happenings(self) -> Happenings:
+        self._seen_version = self._store.version
+        before, self._seen = self._seen, self._store.snapshot()
+        return Happenings(
+            drained_bytes=self._seen.drained_bytes - before.drained_bytes,
+            promoted_bytes=self._seen.promoted_bytes - before.promoted_bytes,
+            lost_bytes=self._seen.lost_bytes,
+        )
+
+    def _abandon(self) -> None:
+        """In a forked child: refuse further use; the parent's threads do not run here."""
+        self._is_closed = True
+        self._store.forbid(FORKED)
+        self._lease_client.events.abandon_descriptors()
+
+
+def _close_all() -> None:
+    for aqua in list(_alive):
+        aqua.close()
+
+
+def _abandon_all() -> None:
+    for aqua in list(_alive):
+        aqua._abandon()  # noqa: SLF001 - a hook of the class itself
+    _alive.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,276 @@
+"""An attachment: one lease in use, which is one channel to one producer and the slabs it lent.
+
+    handshake -> OPEN  --last slab returned-->  Goodbye, closed
+                   |
+                   +--channel or producer gone-->  LOST: slabs drain from the surviving mappings
+
+Owns the channel, the pidfd and the record of which slabs are out; moves no bytes. Whoever unmaps a
+slab hands it to `take_back`, and this module tells the producer.
+
+Messages arrive on the event thread, slabs come back on the mover's. The record has one lock and the
+channel another, since a send may wait for a producer that does not read, and the event thread must
+not wait with it. Descriptors are closed under the channel's lock only, so that none is closed, and
+its number reused, during a send.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import format_bytes
+from aqua_protocol.channel import Goodbye, Pong, Released
+from aqualib.channel import Channel, ChannelClosedError
+
+if TYPE_CHECKING:
+    from aqua_protocol.channel import ProducerMessage, Reclaim, SlabRef
+    from aqua_protocol.leases import LeaseGrant
+    from aqualib.memory.frame import PeerSlab
+    from aqualib.probe import LinkMeasurement
+
+logger = logging.getLogger("aqualib")
+
+MAX_RECLAIMS_KEPT: Final = 64
+"""Reclaims remembered per attachment, for statistics; the oldest are forgotten."""
+
+
+@dataclass(slots=True)
+class ReclaimRecord:
+    """One reclaim as this consumer served it.
+
+    Attributes:
+        reclaim_id: The producer's name for it.
+        bytes: Asked back, in whole slabs.
+        first_slab_ms: From the message to the first slab returned.
+        total_ms: To the last; None while slabs are out.
+    """
+
+    reclaim_id: str
+    bytes: int
+    first_slab_ms: float | None = None
+    total_ms: float | None = None
+
+
+@dataclass(slots=True)
+class _OpenReclaim:
+    record: ReclaimRecord
+    asked_at_s: float
+    outstanding: int = 0
+
+
+class Attachment:
+    """A lease in use; made by `aqualib.leasing.handshake.attach`.
+
+    Args:
+        grant: The lease and where its producer is.
+        channel: Connected to it; owned from now on.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        link: The path as measured; None until it has been.
+
+    Raises:
+        TransportError: The producer died meanwhile.
+    """
+
+    def __init__(
+        self,
+        grant: LeaseGrant,
+        channel: Channel[ProducerMessage],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_id: Final = grant.lease.lease_id
+        self.epoch: Final = grant.lease.epoch
+        self.slab_bytes: Final = grant.slab_bytes
+        self.link: LinkMeasurement | None = None
+        self.channel: Final = channel
+        self.pidfd: Final = channel.peer_pidfd()
+        self._producer_id = grant.lease.producer_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._slabs: dict[int, PeerSlab] = {}
+        self._asked: dict[int, _OpenReclaim] = {}
+        self._reclaims: dict[str, _OpenReclaim] = {}
+        self._is_connected = True
+        self._is_ending = False
+
+    def __repr__(self) -> str:
+        state = "connected" if self._is_connected else "channel closed"
+        return (
+            f"<Attachment of {self.lease_id} at {self.producer_id}: {len(self._slabs)} slabs of "
+            f"{format_bytes(self.slab_bytes)}, {state}>"
+        )
+
+    # --- What others may ask --------------------------------------------------------------
+
+    @property
+    def producer_id(self) -> str:
+        """Whose memory it is."""
+        return self._producer_id
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the producer can still be told anything."""
+        return self._is_connected
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether everything is going back."""
+        return self._is_ending
+
+    @property
+    def is_reclaiming(self) -> bool:
+        """Whether this is no place to move anything to."""
+        return bool(self._asked) or self._is_ending or not self._is_connected
+
+    @property
+    def slabs(self) -> list[PeerSlab]:
+        """Slabs that are mapped here."""
+        with self._lock:
+            return list(self._slabs.values())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Size of all slabs that are mapped here."""
+        return len(self._slabs) * self.slab_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of those that nobody asks back."""
+        return sum(slab.asked_at_s is None for slab in self.slabs) * self.slab_bytes
+
+    @property
+    def reclaims(self) -> list[ReclaimRecord]:
+        """The latest reclaims, oldest first."""
+        with self._lock:
+            return [replace(reclaim.record) for reclaim in self._reclaims.values()]
+
+    # --- Slabs out, slabs back ------------------------------------------------------------
+
+    def note_lent(self, slab: PeerSlab) -> None:
+        """A slab has been mapped."""
+        with self._lock:
+            assert slab.slab_id not in self._slabs, f"{slab!r} is lent twice"
+            self._slabs[slab.slab_id] = slab
+
+    def note_asked(self, message: Reclaim) -> list[PeerSlab]:
+        """Record a reclaim; returns the slabs meant, in the order asked.
+
+        Slabs that have gone back meanwhile are left out: the answer is already on its way.
+        """
+        with self._lock:
+            found = [slab for ref in message.slabs if (slab := self._find(ref)) is not None]
+            fresh = [slab.slab_id for slab in found if slab.slab_id not in self._asked]
+            if fresh:
+                reclaim = self._reclaim(message.reclaim_id)
+                reclaim.record.bytes += len(fresh) * self.slab_bytes
+                reclaim.record.total_ms = None
+                reclaim.outstanding += len(fresh)
+                self._asked |= dict.fromkeys(fresh, reclaim)
+            return found
+
+    def take_back(self, slab: PeerSlab) -> None:
+        """The slab is unmapped: tell the producer, if it can hear."""
+        with self._lock:
+            del self._slabs[slab.slab_id]
+            is_last = not self._slabs
+        self._tell(Released(slab_id=slab.slab_id, generation=slab.generation))
+        with self._lock:
+            if (reclaim := self._asked.pop(slab.slab_id, None)) is not None:
+                self._note_returned(reclaim)
+        if is_last:
+            self._tell(Goodbye())
+            self._hang_up()
+
+    def strand(self, slab: PeerSlab) -> None:
+        """The slab cannot be unmapped: it stays ours until the process ends."""
+        self._is_ending = True
+        logger.error("slab %d of %s stays mapped until this process ends", slab.slab_id, self)
+
+    def decline(self, ref: SlabRef) -> None:
+        """Give back a slab that was never mapped."""
+        self._tell(Released(slab_id=ref.slab_id, generation=ref.generation))
+
+    # --- The end --------------------------------------------------------------------------
+
+    def pong(self, number: int) -> None:
+        """Answer a ping, unless the producer does not read or is being told something else."""
+        if self._sending.acquire(blocking=False):
+            try:
+                with suppress(ChannelClosedError):
+                    self.channel.try_send(Pong(number=number))
+            finally:
+                self._sending.release()
+
+    def end(self) -> list[PeerSlab]:
+        """The right has ended and everything goes back; returns what is still here."""
+        self._is_ending = True
+        return self.slabs
+
+    def disconnect(self) -> list[PeerSlab]:
+        """Close channel and pidfd; returns what is still here. Harmless when repeated."""
+        with self._sending:
+            if self._is_connected:
+                self._is_connected = False
+                self.channel.close()
+                os.close(self.pidfd)
+        return self.slabs
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's copies. Whoever held a lock is not here."""
+        if self._is_connected:
+            self._is_connected = False
+            self.channel.close()
+            os.close(self.pidfd)
+
+    # --- Inside the lock ------------------------------------------------------------------
+
+    def _find(self, ref: SlabRef) -> PeerSlab | None:
+        slab = self._slabs.get(ref.slab_id)
+        return slab if slab is not None and slab.generation == ref.generation else None
+
+    def _reclaim(self, reclaim_id: str) -> _OpenReclaim:
+        if (known := self._reclaims.get(reclaim_id)) is not None:
+            return known
+        record = ReclaimRecord(reclaim_id=reclaim_id, bytes=0)
+        reclaim = _OpenReclaim(record=record, asked_at_s=self._clock())
+        self._reclaims[reclaim_id] = reclaim
+        if len(self._reclaims) > MAX_RECLAIMS_KEPT:
+            del self._reclaims[next(iter(self._reclaims))]
+        return reclaim
+
+    def _note_returned(self, reclaim: _OpenReclaim) -> None:
+        elapsed_ms = (self._clock() - reclaim.asked_at_s) * 1e3
+        if reclaim.record.first_slab_ms is None:
+            reclaim.record.first_slab_ms = elapsed_ms
+        reclaim.outstanding -= 1
+        if not reclaim.outstanding:
+            reclaim.record.total_ms = elapsed_ms
+
+    # --- The channel ----------------------------------------------------------------------
+
+    def _tell(self, message: Released | Goodbye) -> None:
+        with self._sending:
+            if not self._is_connected:
+                return
+            try:
+                self.channel.send(message)
+            except ChannelClosedError as error:
+                # Gone, or it has not read for seconds: it waits for our death instead, and no
+                # further slab waits for it.
+                logger.info("%s was not told of %s: %s", self.producer_id, message.type, error)
+                self.channel.shutdown()
+
+    def _hang_up(self) -> None:
+        """The event thread sees the end of the channel and closes the descriptors."""
+        with self._sending:
+            if self._is_connected:
+                self.channel.shutdown()

@@ -1,0 +1,350 @@
+"""LeaseClient: the leases of one consumer, from the first wish to the last slab returned.
+
+Owns the attachments and the two threads that talk to the coordinator. The reporter tells it what
+we hold, want and spill, which renews every lease named; its answers say what is available and which
+rights have ended. The leasing thread acts on that: it asks, attaches, measures the path and hands
+the slabs to the store, or gives back what is not used. No engine thread waits for either of them,
+and neither does a reclaim: a coordinator that is away costs new leases and nothing else.
+
+A call whose answer got lost is repeated under the same idempotency key, so that it cannot grant
+twice; a grant that cannot be attached is released at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import AquaError, UnavailableError, format_bytes
+from aqua_protocol.ids import new_idempotency_key
+from aqua_protocol.leases import LeaseRequest
+from aqua_protocol.members import ConsumerAck, ConsumerReport, UsedLease
+from aqualib.leasing.demand import LeaseBackoff, Need, RequestLease, ReturnSurplus
+from aqualib.leasing.events import EventThread
+from aqualib.leasing.handshake import attach
+from aqualib.reporter import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqua_protocol.ids import BooksId, Revision
+    from aqua_protocol.leases import LeaseGrant
+    from aqualib.coordinator_link import CoordinatorLink
+    from aqualib.leasing.attachment import Attachment, ReclaimRecord
+    from aqualib.memory.frame_store import FrameStore
+    from aqualib.reporter import Identity
+    from aqualib.transports.base import Transport
+
+logger = logging.getLogger("aqualib")
+
+MAX_ENDED_RECLAIMS: Final = 256
+"""Reclaims remembered of attachments that have ended; the oldest are forgotten."""
+
+CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class LeaseClient:
+    """The leases of one consumer.
+
+    Args:
+        consumer_id: Name in the books.
+        store: What the slabs are for.
+        transport: How they are mapped.
+        link: To the coordinator; None asks nobody, and only `take_up` attaches.
+        identity: Where this runs.
+        wished_bytes: Peer memory to hold even when nothing is in it.
+        heartbeat_s: Longest silence towards the coordinator.
+        lease_ttl_s: Life of a lease without a report.
+    """
+
+    def __init__(  # noqa: PLR0913 - a composition root's parts, by keyword
+        self,
+        consumer_id: str,
+        *,
+        store: FrameStore,
+        transport: Transport,
+        link: CoordinatorLink | None,
+        identity: Identity,
+        wished_bytes: int = 0,
+        heartbeat_s: float = 1.0,
+        lease_ttl_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._consumer_id = consumer_id
+        self._store = store
+        self._transport = transport
+        self._link = link
+        self._identity = identity
+        self._wished_count = -(-wished_bytes // store.slab_bytes)
+        self._lease_ttl_s = lease_ttl_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._attachments: dict[str, Attachment] = {}
+        self._ended_reclaims: deque[ReclaimRecord] = deque(maxlen=MAX_ENDED_RECLAIMS)
+        self._backoff = LeaseBackoff()
+        self._available_count = 0
+        self._unanswered: tuple[LeaseRequest, str] | None = None
+        self._is_closing = False
+        # Counts what may change a decision, so that none is slept over.
+        self._news_count = 0
+        self._refusal_code = ""
+        self.events: Final = EventThread(store, self)
+        self._thread = threading.Thread(target=self._run, name="aqua-leasing", daemon=True)
+        self._reporter: Reporter[ConsumerReport, ConsumerAck] | None = None
+        if link is not None:
+            self._reporter = Reporter(
+                self._report,
+                link.report_consumer,
+                self._on_ack,
+                heartbeat_s=heartbeat_s,
+                name=consumer_id,
+            )
+
+    def start(self) -> None:
+        """Begin to listen, report and ask."""
+        self.events.start()
+        if self._reporter is not None:
+            self._reporter.start()
+            self._thread.start()
+
+    # --- What can be seen -----------------------------------------------------------------
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        """Leases in use, oldest first."""
+        with self._changed:
+            return list(self._attachments.values())
+
+    @property
+    def reclaims(self) -> list[ReclaimRecord]:
+        """The latest reclaims, those of ended leases first."""
+        with self._changed:
+            ended = list(self._ended_reclaims)
+        return [*ended, *(record for a in self.attachments for record in a.reclaims)]
+
+    @property
+    def coordinator_error(self) -> AquaError | None:
+        """Why the last report failed; None while the coordinator answers."""
+        return None if self._reporter is None else self._reporter.error
+
+    # --- From the outside -----------------------------------------------------------------
+
+    def changed(self) -> None:
+        """The store has grown or shrunk: think again, and tell the coordinator."""
+        if self._reporter is not None:
+            self._reporter.changed()
+        with self._changed:
+            self._news_count += 1
+            self._changed.notify_all()
+
+    def flush_report(self, timeout_s: float) -> bool:
+        """Wait until the books know the state of this moment; False without a coordinator."""
+        return self._reporter is not None and self._reporter.flush(timeout_s)
+
+    def take_up(self, grant: LeaseGrant) -> Attachment:
+        """Attach to a granted lease and hand its slabs to the store.
+
+        Raises:
+            AquaError: As `aqualib.leasing.handshake.attach`.
+        """
+        attachment = attach(
+            grant,
+            consumer_id=self._consumer_id,
+            transport=self._transport,
+            slab_bytes=self._store.slab_bytes,
+        )
+        from aqualib.probe import measure
+
+        slabs = attachment.slabs
+        link = measure(self._transport, slabs[0].memory)
+        attachment.link = link
+        logger.info(
+            "lease %s: %s from %s, %s",
+            attachment.lease_id,
+            format_bytes(attachment.mapped_bytes),
+            attachment.producer_id,
+            link,
+        )
+        with self._changed:
+            self._attachments[attachment.lease_id] = attachment
+            self._backoff.note_attached(self._clock())
+        # In this order: a reclaim that is heard must find its slabs in the store.
+        self._store.adopt(slabs)
+        self.events.watch(attachment)
+        self.changed()
+        return attachment
+
+    def stop_asking(self) -> None:
+        """Take no more leases. Harmless when repeated."""
+        with self._changed:
+            self._is_closing = True
+            self._news_count += 1
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Tell the coordinator once, and hang up; after the store has been closed."""
+        self.stop_asking()
+        if self._reporter is not None:
+            self._reporter.close()
+            self._leave()
+        self.events.close(CLOSE_TIMEOUT_S)
+
+    # --- The event thread tells -----------------------------------------------------------
+
+    def on_reclaim(self) -> None:
+        """See `aqualib.leasing.events.LeaseListener`."""
+        with self._changed:
+            self._backoff.note_reclaim(self._clock())
+        self.changed()
+
+    def on_closed(self, attachment: Attachment, *, is_lost: bool) -> None:
+        """See `aqualib.leasing.events.LeaseListener`."""
+        with self._changed:
+            if self._attachments.pop(attachment.lease_id, None) is not None:
+                self._ended_reclaims.extend(attachment.reclaims)
+            if is_lost:
+                self._backoff.note_reclaim(self._clock())
+        self.changed()
+
+    # --- The reporter's thread ------------------------------------------------------------
+
+    def _report(self, revision: Revision, books_id: BooksId | None) -> ConsumerReport:
+        need, stats = self._need(), self._store.snapshot()
+        leases = [
+            UsedLease(
+                lease_id=attachment.lease_id,
+                epoch=attachment.epoch,
+                mapped_bytes=attachment.mapped_bytes,
+                link_bytes_per_s=attachment.link.write_bytes_per_s if attachment.link else None,
+            )
+            for attachment in self.attachments
+            if attachment.mapped_bytes
+        ]
+        return ConsumerReport(
+            **self._identity.stamp(revision, books_id),
+            consumer_id=self._consumer_id,
+            leases=leases,
+            wanted_bytes=need.missing_count * self._store.slab_bytes,
+            spilled_bytes=stats.spilled_bytes,
+        )
+
+    def _on_ack(self, _report: ConsumerReport, ack: ConsumerAck) -> None:
+        # The epoch of a notice is that of the fence, so it is later than the lease's own.
+        ended = {notice.lease_id: notice for notice in ack.ended}
+        for attachment in self.attachments:
+            notice = ended.get(attachment.lease_id)
+            if notice is None or attachment.is_ending:
+                continue
+            if notice.epoch >= attachment.epoch:
+                logger.warning("lease %s has ended: %s", attachment.lease_id, notice.reason)
+                self._store.ask_back(attachment.end())
+        with self._changed:
+            self._available_count = ack.available_bytes // self._store.slab_bytes
+            self._news_count += 1
+            self._changed.notify_all()
+
+    # --- The leasing thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            seen = self._news_count
+            need = self._need()
+            with self._changed:
+                now_s = self._clock()
+                order = self._backoff.decide(need, now_s)
+                if order is None:
+                    until_s = self._backoff.wake_s(now_s)
+                    if self._news_count == seen:
+                        self._changed.wait(None if until_s is None else until_s - now_s)
+                    continue
+            if isinstance(order, ReturnSurplus):
+                self._store.ask_back_unused(order.slab_count)
+            else:
+                self._ask(order)
+
+    def _need(self) -> Need:
+        frame_count, _ = self._store.counts()
+        attachments = self.attachments
+        kept_bytes = sum(attachment.kept_bytes for attachment in attachments)
+        return Need(
+            used_count=frame_count,
+            wished_count=self._wished_count,
+            limit_count=self._store.frame_limit,
+            kept_count=kept_bytes // self._store.slab_bytes,
+            available_count=self._available_count,
+            attachment_count=len(attachments),
+        )
+
+    def _ask(self, order: RequestLease) -> None:
+        try:
+            # The landing place comes first: a reclaim must not wait for memory.
+            self._store.reserve(self._store.counts()[1] + order.slab_count)
+            grant = self._allocate(order)
+        except AquaError as error:
+            self._note_refusal(error)
+            return
+        if self._is_closing:
+            self._release(grant)
+            return
+        try:
+            self.take_up(grant)
+        except AquaError as error:
+            self._note_refusal(error)
+            self._release(grant)
+        else:
+            self._refusal_code = ""
+
+    def _allocate(self, order: RequestLease) -> LeaseGrant:
+        assert self._link is not None, "nobody to ask"
+        if self._unanswered is None:
+            slab_bytes = self._store.slab_bytes
+            request = LeaseRequest(
+                consumer_id=self._consumer_id,
+                bytes=order.slab_count * slab_bytes,
+                min_bytes=slab_bytes,
+                ttl_s=self._lease_ttl_s,
+            )
+            self._unanswered = request, new_idempotency_key()
+        request, key = self._unanswered
+        try:
+            grant = self._link.allocate(request, idempotency_key=key)
+        except UnavailableError:
+            raise  # It may have been granted: ask again under the same key.
+        except AquaError:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        with self._changed:
+            # Until the next answer says more.
+            self._available_count = 0
+        return grant
+
+    def _release(self, grant: LeaseGrant) -> None:
+        assert self._link is not None, "nobody to tell"
+        try:
+            self._link.release(grant.lease.lease_id, grant.lease.epoch)
+        except AquaError as error:
+            logger.info("lease %s is left to expire: %s", grant.lease.lease_id, error)
+
+    def _note_refusal(self, error: AquaError) -> None:
+        with self._changed:
+            self._backoff.note_refusal(self._clock(), error.retry_after_s)
+        level = logging.DEBUG if error.code == self._refusal_code else logging.WARNING
+        self._refusal_code = error.code
+        logger.log(level, "%s gets no peer memory now: %s", self._consumer_id, error)
+
+    def _leave(self) -> None:
+        """Say that this consumer is gone, if the coordinator answers; one attempt."""
+        assert self._link is not None, "nobody to tell"
+        holds_slabs = any(attachment.mapped_bytes for attachment in self.attachments)
+        if self.coordinator_error is not None or holds_slabs:
+            return
+        try:
+            self._link.leave_consumer(self._consumer_id, self._identity.incarnation)
+        except AquaError as error:
+            logger.info("%s could not say that it leaves: %s", self._consumer_id, error)

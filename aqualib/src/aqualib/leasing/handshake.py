@@ -1,0 +1,242 @@
+"""The handshake: from a grant on paper to slabs in this process's address space.
+
+What is checked before a slab is used: the producer speaks our protocol, says that it is who the
+coordinator named, lends under the lease and epoch that we hold, by our transport and in our slab
+size, no slab twice, and each descriptor is what the transport says a slab is.
+
+A handshake that fails here, for want of address space say, is finished politely: every slab on its
+way is declined, or the producer would have to lock it away for as long as this process lives.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import (
+    PROTOCOL_VERSION,
+    AquaError,
+    ConfigError,
+    ProtocolError,
+    error_from_body,
+    require_protocol_version,
+)
+from aqua_protocol.channel import (
+    PRODUCER_MESSAGES,
+    Hello,
+    ProducerMessage,
+    Refused,
+    SlabHandle,
+    Slabs,
+    Welcome,
+)
+from aqualib.channel import Channel, ChannelClosedError, connect
+from aqualib.leasing.attachment import Attachment
+from aqualib.memory.frame import PeerSlab
+from aqualib.transports.base import Handle
+from aqualib.version import AQUALIB_VERSION
+
+if TYPE_CHECKING:
+    from aqua_protocol.leases import LeaseGrant
+    from aqualib.transports.base import Transport
+
+HANDSHAKE_TIMEOUT_S: Final = 30.0
+"""For all of it. The producer zeroes slabs that somebody else had, 64 a packet, before it hands
+them out, which can take a second a packet."""
+
+
+def attach(
+    grant: LeaseGrant,
+    *,
+    consumer_id: str,
+    transport: Transport,
+    slab_bytes: int,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Attachment:
+    """Connect to the producer, prove the lease and map its slabs.
+
+    Nobody listens to the result yet, and its slabs belong to no frame.
+
+    Args:
+        grant: From the coordinator.
+        consumer_id: The name it was granted to.
+        transport: This process's own.
+        slab_bytes: The size of this store's frames.
+
+    Raises:
+        ConfigError: The producer's transport or slab size is not ours.
+        CapabilityError: The producer refuses the token.
+        VersionMismatchError: It speaks another protocol.
+        SocketPathTooLongError: The endpoint does not fit into a Unix address.
+        TransportError: It cannot be reached, or its slabs cannot be mapped here.
+        ProtocolError: It does not keep to the protocol.
+    """
+    _require_ours(grant, transport, slab_bytes)
+    channel = Channel(connect(Path(grant.endpoint), timeout_s=timeout_s), PRODUCER_MESSAGES)
+    try:
+        attachment = Attachment(grant, channel)
+    except AquaError:
+        channel.close()
+        raise
+    incoming = _Incoming(channel, grant.lease.producer_id, time.monotonic() + timeout_s)
+    try:
+        channel.send(
+            Hello(
+                protocol_version=PROTOCOL_VERSION,
+                aqualib_version=AQUALIB_VERSION,
+                consumer_id=consumer_id,
+                token=grant.token,
+            )
+        )
+        welcome = incoming.welcome()
+        _check_welcome(welcome, grant)
+        _map_slabs(incoming.slabs(welcome.slab_count), attachment, transport)
+    except AquaError:
+        for slab in attachment.slabs:
+            slab.memory.close()
+            attachment.take_back(slab)
+        attachment.disconnect()
+        raise
+    return attachment
+
+
+class _Incoming:
+    """The producer's half of the handshake, bounded in time."""
+
+    def __init__(
+        self, channel: Channel[ProducerMessage], producer_id: str, deadline_s: float
+    ) -> None:
+        self._channel = channel
+        self._producer_id = producer_id
+        self._deadline_s = deadline_s
+
+    def welcome(self) -> Welcome:
+        message, fds = self._next()
+        _close_all(fds)
+        if not isinstance(message, Welcome):
+            raise ProtocolError(f"{self._producer_id} sent {message.type} before its welcome")
+        return message
+
+    def slabs(self, count: int) -> Iterator[tuple[SlabHandle, int | None]]:
+        """`count` handles with their descriptors, which are the receiver's from then on."""
+        seen: set[int] = set()
+        is_last = False
+        while not is_last:
+            message, fds = self._next()
+            if not isinstance(message, Slabs):
+                _close_all(fds)
+                raise ProtocolError(f"{self._producer_id} sent {message.type} instead of slabs")
+            if sum(handle.fd_count for handle in message.slabs) != len(fds):
+                _close_all(fds)
+                raise ProtocolError(f"{self._producer_id} sent slabs without their descriptors")
+            before = len(seen)
+            seen.update(handle.slab_id for handle in message.slabs)
+            if len(seen) != before + len(message.slabs):
+                _close_all(fds)
+                raise ProtocolError(f"{self._producer_id} lent a slab twice")
+            if len(seen) > count or (message.last and len(seen) < count):
+                _close_all(fds)
+                raise ProtocolError(f"{self._producer_id} announced {count} slabs, not {len(seen)}")
+            for handle in message.slabs:
+                yield handle, fds.pop(0) if handle.fd_count else None
+            is_last = message.last
+
+    def _next(self) -> tuple[ProducerMessage, list[int]]:
+        if not self._channel.wait(max(self._deadline_s - time.monotonic(), 0.0)):
+            raise ChannelClosedError(
+                f"{self._producer_id} accepted the connection and does not answer",
+                remedy="Look at the producer process: it is stopped or overloaded.",
+            )
+        message, fds = self._channel.receive()
+        if isinstance(message, Refused):
+            _close_all(fds)
+            raise error_from_body(message.error)
+        return message, fds
+
+
+def _map_slabs(
+    lent: Iterator[tuple[SlabHandle, int | None]], attachment: Attachment, transport: Transport
+) -> None:
+    failure: AquaError | None = None
+    for handle, fd in lent:
+        if failure is None:
+            try:
+                attachment.note_lent(_open(handle, fd, attachment, transport))
+            except AquaError as error:
+                failure = error
+                attachment.decline(handle)
+        else:
+            if fd is not None:
+                os.close(fd)
+            attachment.decline(handle)
+    if failure is not None:
+        raise failure
+
+
+def _open(
+    handle: SlabHandle, fd: int | None, attachment: Attachment, transport: Transport
+) -> PeerSlab:
+    try:
+        payload = base64.b64decode(handle.payload, validate=True)
+    except binascii.Error as error:
+        if fd is not None:
+            os.close(fd)
+        raise ProtocolError(f"{attachment.producer_id} sent a malformed slab handle") from error
+    return PeerSlab(
+        slab_id=handle.slab_id,
+        generation=handle.generation,
+        memory=transport.open(Handle(payload=payload, fd=fd), attachment.slab_bytes),
+        lender=attachment,
+    )
+
+
+def _require_ours(grant: LeaseGrant, transport: Transport, slab_bytes: int) -> None:
+    producer_id = grant.lease.producer_id
+    if grant.transport is not transport.kind:
+        raise ConfigError(
+            f"{producer_id} lends by {grant.transport}, this process pages by {transport.kind}",
+            remedy="Give producers and consumers of one domain the same transport.",
+        )
+    if grant.slab_bytes != slab_bytes:
+        raise ConfigError(
+            f"{producer_id} lends slabs of {grant.slab_bytes} bytes, this store is made of frames "
+            f"of {slab_bytes}",
+            remedy="Give producers and consumers of one domain the same slab size.",
+        )
+
+
+def _check_welcome(welcome: Welcome, grant: LeaseGrant) -> None:
+    require_protocol_version(welcome.protocol_version, who=grant.lease.producer_id)
+    said = (
+        welcome.producer_id,
+        welcome.lease_id,
+        welcome.epoch,
+        welcome.transport,
+        welcome.slab_bytes,
+    )
+    granted = (
+        grant.lease.producer_id,
+        grant.lease.lease_id,
+        grant.lease.epoch,
+        grant.transport,
+        grant.slab_bytes,
+    )
+    if welcome.slab_count * welcome.slab_bytes > grant.lease.bytes:
+        raise ProtocolError(
+            f"{grant.lease.producer_id} lends {welcome.slab_count} slabs, more than was granted"
+        )
+    if said != granted:
+        raise ProtocolError(
+            f"{grant.endpoint} welcomes under {said}, the coordinator granted {granted}",
+            remedy="The producer has changed meanwhile; ask for a new lease.",
+        )
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

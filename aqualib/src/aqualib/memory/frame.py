@@ -1,0 +1,213 @@
+"""The frame: a slab-sized piece of the store, and the slab of a peer that may be under it.
+
+A frame owns one slab of host memory from birth to death, faulted in before the frame exists, so
+that a drain never waits for memory. A peer's slab comes and goes under it. While it is on a peer,
+the host slab is not wasted: it still has every byte as of the last move, so the frame only
+remembers which parts were written since (`written`), and leaving the peer copies just those. A
+frame that was promoted and only read leaves without a copy.
+
+Nothing here locks or blocks. Frames are changed by the store that owns them, under its lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from aqualib.memory.frame_state import FRAME, MOVING_STATES, OPEN_STATES, FrameEvent, FrameState
+from aqualib.ranges import Range, RangeAllocator
+
+if TYPE_CHECKING:
+    from aqualib.memory.pinned_view import PinnedView
+    from aqualib.transports.base import MappedSlab
+
+PARTS_PER_FRAME: Final = 64
+"""Grain at which writes are remembered: 1 MiB of a 64 MiB frame. A bit mask of 64 is one machine
+word, and copying a megabyte too much costs 0.1 ms."""
+
+MERGE_GAP_BYTES: Final = 64 * 1024
+"""Runs with a smaller gap are copied as one. A copy call costs as much as some 50 KB of memcpy,
+and the bytes of a gap are either unused or the same on both sides."""
+
+
+class Lender(Protocol):
+    """Whoever lent a slab: an attachment, as far as frames need to know it."""
+
+    @property
+    def producer_id(self) -> str:
+        """Whose memory it is."""
+
+    @property
+    def is_reclaiming(self) -> bool:
+        """Whether it wants memory back, or is gone: no place to move anything to."""
+
+    def take_back(self, slab: PeerSlab) -> None:
+        """The slab is unmapped here; tell the owner. Does not raise when the owner is gone."""
+
+    def strand(self, slab: PeerSlab) -> None:
+        """The slab could not be unmapped; the owner must never be told otherwise."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerSlab:
+    """A slab of a producer, mapped here.
+
+    Attributes:
+        slab_id: The producer's number for it.
+        generation: Which lending of it this is.
+        memory: The mapping.
+        lender: Whom it goes back to.
+        asked_at_s: When it was asked back, by the store's clock; None while it may be kept.
+        is_overdue: Whether a pin that delays its return was reported already.
+        retry_at_s: Not to be unmapped before, after that was refused.
+    """
+
+    slab_id: int
+    generation: int
+    memory: MappedSlab
+    lender: Lender
+    asked_at_s: float | None = None
+    is_overdue: bool = False
+    retry_at_s: float = 0.0
+
+    def __repr__(self) -> str:
+        asked = "" if self.asked_at_s is None else ", asked back"
+        return f"<PeerSlab {self.slab_id}.{self.generation} of {self.lender.producer_id}{asked}>"
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One frame; see the module.
+
+    Attributes:
+        number: Names it in messages; never used twice within a store.
+        host: Its own slab of host memory.
+        unit_bytes: What `room` counts in.
+        room: Which parts are taken.
+        peer: The slab of a peer under it, while it has one. In `PROMOTING` it is not yet the place
+            of the bytes, in `DRAINING` it still is.
+        pins: Users of the present place; the gate waits for them.
+        lingering: Views that outlived their pin, each of which still counts in `pins`.
+        written: Bit i set: part i differs from the host slab.
+        retry_at_s: Not to be moved before, after a move was abandoned.
+        patient_until_s: When the gate opens again, if it was closed over pins.
+        is_unwanted: Nobody refers to it any more; it is taken apart when it is at rest.
+        failure: Why the frame is lost.
+    """
+
+    number: int
+    host: MappedSlab
+    unit_bytes: int
+    room: RangeAllocator
+    state: FrameState = FRAME.initial
+    peer: PeerSlab | None = None
+    pins: int = 0
+    lingering: list[PinnedView] = field(default_factory=list)
+    written: int = 0
+    retry_at_s: float = 0.0
+    patient_until_s: float = 0.0
+    is_unwanted: bool = False
+    failure: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the frame and of any slab under it."""
+        return self.host.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all that is taken."""
+        return self.room.taken * self.unit_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be pinned now."""
+        return self.state in OPEN_STATES
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the gate is closed."""
+        return self.state in MOVING_STATES
+
+    @property
+    def is_on_peer(self) -> bool:
+        """Whether a peer holds the bytes."""
+        return self.state in {FrameState.PEER, FrameState.DRAINING}
+
+    @property
+    def memory(self) -> MappedSlab:
+        """The slab in which the bytes live."""
+        if not self.is_on_peer:
+            return self.host
+        assert self.peer is not None, f"{self!r} has no peer slab"
+        return self.peer.memory
+
+    def advance(self, event: FrameEvent) -> None:
+        """Take one step of the table."""
+        self.state = FRAME.next(self.state, event)
+
+    def note_written(self, run: Range) -> None:
+        """Remember that these bytes are about to change."""
+        if self.is_on_peer and run.size > 0:
+            first, last = run.start // self._part_bytes, (run.end - 1) // self._part_bytes
+            self.written |= (1 << (last + 1)) - (1 << first)
+
+    def used_runs(self) -> list[Range]:
+        """What a promotion has to copy: everything taken, in bytes, ascending."""
+        return merge_runs(self._taken_bytes(), MERGE_GAP_BYTES)
+
+    def unsaved_runs(self) -> list[Range]:
+        """What only the peer has: taken and written since the last move, in bytes, ascending."""
+        if not self.written:
+            return []
+        part_bytes = self._part_bytes
+        written = [
+            Range(part * part_bytes, min(part_bytes, self.nbytes - part * part_bytes))
+            for part in range(-(-self.nbytes // part_bytes))
+            if self.written >> part & 1
+        ]
+        return merge_runs(_intersection(self._taken_bytes(), written), MERGE_GAP_BYTES)
+
+    def __repr__(self) -> str:
+        place = f" on {self.peer!r}" if self.peer is not None else ""
+        return (
+            f"<Frame {self.number} {self.state}{place}, "
+            f"{self.used_bytes}/{self.nbytes} bytes used, {self.pins} pins>"
+        )
+
+    @property
+    def _part_bytes(self) -> int:
+        return -(-self.nbytes // PARTS_PER_FRAME)
+
+    def _taken_bytes(self) -> list[Range]:
+        return [
+            Range(run.start * self.unit_bytes, run.size * self.unit_bytes)
+            for run in self.room.runs()
+        ]
+
+
+def merge_runs(runs: list[Range], gap: int) -> list[Range]:
+    """Join ascending runs whose distance is below `gap`."""
+    merged: list[Range] = []
+    for run in runs:
+        if merged and run.start - merged[-1].end < gap:
+            merged[-1] = Range(merged[-1].start, run.end - merged[-1].start)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _intersection(left: list[Range], right: list[Range]) -> list[Range]:
+    """Positions that both ascending lists cover."""
+    found: list[Range] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start = max(left[i].start, right[j].start)
+        end = min(left[i].end, right[j].end)
+        if start < end:
+            found.append(Range(start, end - start))
+        if left[i].end <= right[j].end:
+            i += 1
+        else:
+            j += 1
+    return found

@@ -1,0 +1,502 @@
+"""The frame store: frames for many threads, behind one lock.
+
+The table say where everything is, the itinerary says what moves next, and this module lets engine
+threads and the mover at them. Copies, unmapping and messages happen outside the lock, in
+`aqualib.memory.migrator`. What it promises:
+
+- A frame's bytes are where its state says, and a pin keeps them there.
+- A pin waits only while a frame is really on its way, and never longer than `PIN_WAIT_LIMIT_S`.
+- Host memory never exceeds `host_bytes`, and a frame has its host slab before it has anything
+  else, so no move ever waits for memory.
+
+Not promised: that pins of several frames at once cannot wait for each other. Whoever moves much
+pins one frame at a time; whoever must hold several is let through by the itinerary's breather.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import (
+    CapacityError,
+    ConfigError,
+    DataLostError,
+    TransportError,
+    format_bytes,
+)
+from aqualib.memory.frame_state import FrameEvent, FrameState
+from aqualib.memory.frame_table import FrameTable, StoreStats
+from aqualib.memory.migration_policy import (
+    UNMAP_RETRY_S,
+    Drain,
+    Migration,
+    Promotion,
+    SlabReturn,
+    pick,
+    release_dead_views,
+    reopen,
+    wake_s,
+)
+from aqualib.ranges import Range
+
+if TYPE_CHECKING:
+    from aqualib.memory.frame import Frame, PeerSlab
+    from aqualib.memory.pinned_view import PinnedView
+    from aqualib.transports.base import MappedSlab, Transport
+
+logger = logging.getLogger("aqualib")
+
+PIN_WAIT_LIMIT_S: Final = 30.0
+"""Moving a frame takes milliseconds; a gate that stays closed this long is a fault."""
+
+
+class FrameStore:
+    """The frames of one consumer; every method may be called from any thread.
+
+    Args:
+        transport: Makes the host slabs.
+        slab_bytes: Size of a frame.
+        host_bytes: Upper bound of the host memory taken, and so of the whole store.
+        clock: Seconds, monotonic.
+
+    Raises:
+        ConfigError: `host_bytes` has no room for a single frame.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        slab_bytes: int,
+        host_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slab_bytes: Final = slab_bytes
+        self.frame_limit: Final = host_bytes // slab_bytes
+        if self.frame_limit < 1:
+            raise ConfigError(
+                f"host_bytes={host_bytes} leaves no room for one slab of {slab_bytes} bytes",
+                remedy="Raise it: every byte on a peer needs a landing place in host memory.",
+            )
+        self.version = 0
+        """Goes up whenever a frame arrives somewhere or is lost; may be read without the lock."""
+        self._transport = transport
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._table = FrameTable(slab_bytes)
+        self._closed = ""
+        self._is_stopped = False
+
+    # --- Frames ---------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> None:
+        """Prepare host slabs so that `count` frames could exist, or as many as the limit allows.
+
+        Slow, since it faults memory in: for start-up and background threads.
+
+        Raises:
+            TransportError: Memory ran out.
+        """
+        target = min(count, self.frame_limit)
+        while True:
+            with self._changed:
+                if self._closed or self._table.host_count >= target:
+                    return
+                self._table.host_count += 1
+            slab = self._make_host_slab()
+            with self._changed:
+                self._table.spare_hosts.append(slab)
+                self._changed.notify_all()
+
+    def claim(self, unit_bytes: int) -> Frame:
+        """A new, empty frame, on a peer if a slab is spare.
+
+        A host slab that another thread is making, or that the mover is about to set free, is
+        waited for: it was counted already, so the store only looks full.
+
+        Args:
+            unit_bytes: What its room is counted in.
+
+        Raises:
+            CapacityError: `host_bytes` is used up.
+            TransportError: Memory ran out.
+            ConfigError: The store is closed.
+        """
+        assert 0 < unit_bytes <= self.slab_bytes, f"unit of {unit_bytes} bytes"
+        with self._changed:
+            self._changed.wait_for(self._knows_whether_full, PIN_WAIT_LIMIT_S)
+            self._require_open()
+            table = self._table
+            if table.spare_hosts:
+                return table.add_frame(table.spare_hosts.pop(), unit_bytes)
+            if table.host_count >= self.frame_limit:
+                raise CapacityError(
+                    f"the store's {format_bytes(self.frame_limit * self.slab_bytes)} of host "
+                    "memory are used up",
+                    remedy="Release something, or raise host_bytes.",
+                )
+            table.host_count += 1
+        host = self._make_host_slab()
+        with self._changed:
+            self._changed.notify_all()
+            return self._table.add_frame(host, unit_bytes)
+
+    def dissolve(self, frame: Frame) -> None:
+        """Drop what is in the frame and take it apart; its slabs are spare once it is at rest."""
+        with self._changed:
+            self._table.discard(frame)
+            self._changed.notify_all()
+
+    # --- Room -----------------------------------------------------------------------------
+
+    def take(self, frames: Iterable[Frame], count: int) -> tuple[Frame, int] | None:
+        """Take `count` adjacent units in one of `frames`; those on peers first.
+
+        Returns:
+            The frame and the first unit, or None when no frame has such a range.
+        """
+        with self._changed:
+            for frame in _by_preference(frames):
+                if (start := frame.room.take(count)) is not None:
+                    self._table.note_taken(frame, count)
+                    return frame, start
+        return None
+
+    def take_runs(self, frames: Iterable[Frame], count: int) -> list[tuple[Frame, Range]] | None:
+        """Take `count` units, in runs as long as possible; those on peers first.
+
+        Returns:
+            Where they are, in order, or None, with nothing taken, when there is not enough room.
+        """
+        found: list[tuple[Frame, Range]] = []
+        with self._changed:
+            for frame in _by_preference(frames):
+                while count and (run := frame.room.take_upto(count)) is not None:
+                    self._table.note_taken(frame, run.size)
+                    found.append((frame, run))
+                    count -= run.size
+                if not count:
+                    return found
+            self._give_back(found)
+        return None
+
+    def give_back(self, runs: Iterable[tuple[Frame, Range]]) -> None:
+        """Give taken ranges back, whole or in pieces; after the end there is nothing to give."""
+        with self._changed:
+            if not self._closed:
+                self._give_back(runs)
+
+    # --- Pins -----------------------------------------------------------------------------
+
+    def pin(self, frame: Frame, written: Range | None = None) -> MappedSlab:
+        """Keep the frame where it is until `unpin`, waiting while it moves.
+
+        Args:
+            written: Bytes of the frame that the caller is going to change.
+
+        Returns:
+            The slab in which its bytes are.
+
+        Raises:
+            DataLostError: The bytes cannot be read any more.
+            TransportError: The frame did not arrive within `PIN_WAIT_LIMIT_S`.
+            ConfigError: The store is closed.
+        """
+        with self._changed:
+            if self._closed or not frame.is_open:
+                self._wait_until_open(frame)
+            frame.pins += 1
+            if written is not None:
+                frame.note_written(written)
+            return frame.memory
+
+    def try_pin(self, frame: Frame, written: Range | None = None) -> MappedSlab | None:
+        """Like `pin`, but None instead of waiting."""
+        with self._changed:
+            if frame.is_moving:
+                return None
+            return self.pin(frame, written)
+
+    def unpin(self, frame: Frame) -> None:
+        """Let the frame move again."""
+        with self._changed:
+            frame.pins -= 1
+            if frame.is_unwanted:
+                self._table.settle(frame)
+            # Waking the mover for nothing would cost the engine the interpreter lock.
+            if not frame.pins and (frame.is_moving or self._table.may_move(frame)):
+                self._changed.notify_all()
+
+    def linger(self, frame: Frame, view: PinnedView) -> None:
+        """Take over a pin whose view is still alive: it ends when the view has died."""
+        with self._changed:
+            frame.lingering.append(view)
+            self._changed.notify_all()
+
+    # --- Slabs of peers -------------------------------------------------------------------
+
+    def adopt(self, slabs: Sequence[PeerSlab]) -> None:
+        """Take freshly mapped slabs; frames in host memory move into them."""
+        with self._changed:
+            for slab in slabs:
+                assert slab.memory.nbytes == self.slab_bytes, f"{slab!r} of {slab.memory.nbytes}"
+                self._table.spare_peers[slab] = None
+            if self._closed:
+                self._table.ask_back(slabs, self._clock())
+            self._changed.notify_all()
+
+    def ask_back(self, slabs: Iterable[PeerSlab]) -> None:
+        """Start giving slabs back, in this order; harmless when repeated."""
+        with self._changed:
+            self._table.ask_back(slabs, self._clock())
+            self._changed.notify_all()
+
+    def ask_back_unused(self, count: int) -> int:
+        """Start giving back up to `count` slabs that hold nothing; returns how many."""
+        with self._changed:
+            table = self._table
+            unused = [slab for slab, frame in table.under.items() if not frame.used_bytes]
+            kept = [s for s in (*table.spare_peers, *unused) if s.asked_at_s is None]
+            table.ask_back(kept[:count], self._clock())
+            self._changed.notify_all()
+            return len(kept[:count])
+
+    # --- Moves, for the mover -------------------------------------------------------------
+
+    def next_move(self) -> Migration | None:
+        """Wait for the next thing to move and close its gate; None once the store has stopped.
+
+        A `SlabReturn` is answered by `gone` or `keep`, others by `arrive`, `abandon` or `lose`.
+        """
+        with self._changed:
+            while not self._is_stopped:
+                now_s = self._clock()
+                if (move := pick(self._table, now_s)) is not None:
+                    return move
+                until_s = wake_s(self._table, now_s)
+                # Closed gates may have opened above; tell those who wait at them.
+                self._changed.notify_all()
+                self._changed.wait(None if until_s is None else until_s - now_s)
+            return None
+
+    def arrive(self, move: Drain | Promotion, *, copied_bytes: int) -> None:
+        """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
+        with self._changed:
+            frame, table = move.frame, self._table
+            if isinstance(move, Promotion):
+                frame.written = 0
+                table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
+                table.stats.promoted_bytes += frame.used_bytes
+            else:
+                table.forget(move.source)
+                frame.peer = move.target
+                table.stats.drained_bytes += frame.used_bytes
+                table.stats.drain_copied_bytes += copied_bytes
+                if move.target is not None:
+                    table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
+                else:
+                    table.advance(frame, FrameEvent.ARRIVE_ON_HOST)
+            self._answered(frame)
+
+    def abandon(self, move: Drain | Promotion) -> None:
+        """Nothing has changed; the move is tried again after a while."""
+        with self._changed:
+            if isinstance(move, Drain) and move.target is not None:
+                self._table.put_aside(move.target)
+            reopen(self._table, move.frame, self._clock() + UNMAP_RETRY_S)
+            self._answered(move.frame)
+
+    def lose(self, move: Drain, failure: str) -> None:
+        """The only copy cannot be read, and its slab is unmapped or stranded."""
+        with self._changed:
+            frame, table = move.frame, self._table
+            table.forget(move.source)
+            if move.target is not None:
+                table.put_aside(move.target)
+            frame.peer = None
+            frame.failure = failure
+            table.advance(frame, FrameEvent.LOSE)
+            table.note_taken(frame, 0)
+            self._answered(frame)
+
+    def reroute(self, move: Drain) -> Drain:
+        """The same drain to the host slab instead, because the target cannot be written."""
+        with self._changed:
+            if move.target is not None:
+                self._table.put_aside(move.target)
+            runs = move.frame.unsaved_runs()
+            return Drain(frame=move.frame, source=move.source, target=None, runs=runs)
+
+    def keep(self, move: SlabReturn) -> None:
+        """A slab that holds nothing cannot be unmapped yet; that is tried again after a while."""
+        with self._changed:
+            move.slab.retry_at_s = self._clock() + UNMAP_RETRY_S
+            self._table.spare_peers[move.slab] = None
+            self._table.stats.moves_abandoned += 1
+            self._table.moves_out -= 1
+            self._changed.notify_all()
+
+    def gone(self, move: SlabReturn) -> None:
+        """A slab that held nothing is unmapped."""
+        with self._changed:
+            self._table.forget(move.slab)
+            self._table.moves_out -= 1
+            self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """A lender has got all that it had asked for: its other slabs may be filled again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- The whole ------------------------------------------------------------------------
+
+    def states_of(self, frames: Iterable[Frame]) -> set[FrameState]:
+        """The states of `frames`, at one instant."""
+        with self._changed:
+            return {frame.state for frame in frames}
+
+    def snapshot(self) -> StoreStats:
+        """A copy of the stats."""
+        with self._changed:
+            return self._table.stats.copy()
+
+    def counts(self) -> tuple[int, int]:
+        """Frames, and mapped slabs of peers."""
+        with self._changed:
+            return len(self._table.frames), self._table.peer_count
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `condition`, a question to this store, holds; False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout_s)
+
+    def audit(self) -> None:
+        """Recount everything and compare; for tests."""
+        with self._changed:
+            self._table.audit()
+
+    def close(self, reason: str, *, timeout_s: float) -> bool:
+        """Drop every byte, give everything back and stop the mover.
+
+        Args:
+            reason: What later callers are told.
+            timeout_s: How long to wait for slabs that are still pinned or moving.
+
+        Returns:
+            Whether every slab of a peer is unmapped. Those that are not stay mapped until the
+            process ends, and their owners are not told otherwise.
+        """
+        with self._changed:
+            table = self._table
+            self._closed = self._closed or reason
+            for frame in list(table.frames.values()):
+                table.discard(frame)
+            self._sweep()
+            table.ask_back([*table.under, *table.spare_peers], self._clock())
+            self._changed.notify_all()
+            is_empty = self._changed.wait_for(
+                lambda: not (table.peer_count or table.moves_out), timeout_s
+            )
+            self._is_stopped = True
+            self._sweep()
+            hosts, table.spare_hosts = table.spare_hosts, []
+            table.host_count -= len(hosts)
+            self._changed.notify_all()
+        for slab in hosts:
+            try:
+                slab.close()
+            except BufferError:
+                logger.warning("a view of %r is still alive; its memory stays mapped", slab)
+        return is_empty
+
+    def forbid(self, reason: str) -> None:
+        """In a forked child: refuse all use. Its locks may be held by threads that are not here."""
+        self._changed = threading.Condition()
+        self._closed = reason
+        self._is_stopped = True
+
+    def __repr__(self) -> str:
+        with self._changed:
+            table = self._table
+            return (
+                f"<FrameStore {format_bytes(table.stats.used_bytes)} used, "
+                f"{len(table.frames)} of {self.frame_limit} frames, {table.peer_count} peer slabs>"
+            )
+
+    # --- Inside the lock ------------------------------------------------------------------
+
+    def _wait_until_open(self, frame: Frame) -> None:
+        def is_settled() -> bool:
+            return bool(self._closed) or not frame.is_moving
+
+        if not self._changed.wait_for(is_settled, PIN_WAIT_LIMIT_S):
+            raise TransportError(
+                f"{frame!r} has been on its way for {PIN_WAIT_LIMIT_S:.0f} s",
+                remedy="Look for an earlier error of the mover; release the data and recompute it.",
+            )
+        self._require_open()
+        if frame.state is FrameState.LOST:
+            raise DataLostError(
+                f"frame {frame.number} could not be read from its producer: {frame.failure}",
+                frame=frame.number,
+            )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError(self._closed, remedy="Call aqualib.connect() again.")
+
+    def _give_back(self, runs: Iterable[tuple[Frame, Range]]) -> None:
+        for frame, run in runs:
+            frame.room.free_run(run.start, run.size)
+            self._table.note_taken(frame, -run.size)
+
+    def _answered(self, frame: Frame) -> None:
+        self._table.moves_out -= 1
+        self._table.settle(frame)
+        self.version += 1
+        self._changed.notify_all()
+
+    def _knows_whether_full(self) -> bool:
+        """Whether the host slabs counted as taken are: none is being made, or moves to be freed."""
+        table = self._table
+        if self._closed or table.spare_hosts or table.host_count < self.frame_limit:
+            return True
+        self._sweep()
+        if table.spare_hosts:
+            return True
+        is_making = table.host_count > len(table.frames)
+        return not is_making and not any(
+            frame.is_unwanted and frame.is_moving for frame in table.frames.values()
+        )
+
+    def _sweep(self) -> None:
+        for frame in [frame for frame in self._table.frames.values() if frame.is_unwanted]:
+            release_dead_views(frame)
+            self._table.settle(frame)
+
+    # --- Outside the lock -----------------------------------------------------------------
+
+    def _make_host_slab(self) -> MappedSlab:
+        """Make a host slab that `host_count` already includes."""
+        try:
+            return self._transport.create_host(self.slab_bytes)
+        except BaseException:
+            with self._changed:
+                self._table.host_count -= 1
+                self._changed.notify_all()
+            raise
+
+
+def _by_preference(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Frames on a peer that may stay there, then all others that can be used."""
+    others = []
+    for frame in frames:
+        if frame.state is FrameState.PEER and frame.peer and frame.peer.asked_at_s is None:
+            yield frame
+        else:
+            others.append(frame)
+    yield from (frame for frame in others if frame.state is not FrameState.LOST)

@@ -1,0 +1,170 @@
+"""The migrator: carries out the store's migrations (`aqualib.memory.slab_copy` copies).
+
+Two threads form a pipeline. The first takes the next move, copies and fences; the second unmaps the
+slab that was left, lets the frame arrive and tells the owner. Unmapping walks page tables and can
+take a noticeable part of a copy's time, and it needs no memory bandwidth, so the two overlap.
+
+The order within one move is what keeps bytes right: copy, fence, unmap, arrive, tell. Unmapping
+comes before arriving because it can be refused: a view that outlived its pin may still write to
+the old place, so the frame must then stay there, and the copy is thrown away. Telling comes last
+because the owner may reuse the slab at once.
+
+A peer's death is nothing special here: its slabs are asked back, the surviving mappings still read,
+and there is only nobody to tell. If they do not read, the frame is lost, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aqua_protocol import TransportError
+from aqualib.memory.migration_policy import Drain, Promotion, SlabReturn
+from aqualib.memory.slab_copy import SlabCopier
+from aqualib.thread_slice import run_promptly
+
+if TYPE_CHECKING:
+    from aqualib.memory.frame import PeerSlab
+    from aqualib.memory.frame_store import FrameStore
+    from aqualib.ranges import Range
+    from aqualib.transports.base import Transport
+
+logger = logging.getLogger("aqualib")
+
+PIPELINE_DEPTH: Final = 2
+"""Moves between the two threads. Their gates are closed meanwhile, so it is short."""
+
+
+class Migrator:
+    """The two threads of one store; daemons, since the store outlives nobody.
+
+    Args:
+        store: Whose moves to carry out; `FrameStore.close` ends the threads.
+        transport: Makes the copy streams.
+    """
+
+    def __init__(self, store: FrameStore, transport: Transport) -> None:
+        self._store = store
+        self._copier = SlabCopier(transport)
+        self._copied: queue.Queue[_Copied | SlabReturn | None] = queue.Queue(maxsize=PIPELINE_DEPTH)
+        self._warned: set[int] = set()
+        self._threads = [
+            threading.Thread(target=self._copy_moves, name="aqua-migrator", daemon=True),
+            threading.Thread(target=self._finish_moves, name="aqua-unmapper", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin moving."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads after the store has been closed."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    # --- The copying thread ---------------------------------------------------------------
+
+    def _copy_moves(self) -> None:
+        while (move := self._store.next_move()) is not None:
+            if isinstance(move, SlabReturn):
+                self._copied.put(move)
+            elif isinstance(move, Promotion):
+                self._promote(move)
+            else:
+                self._copied.put(self._drain(move))
+        self._copied.put(None)
+        self._copier.close()
+
+    def _promote(self, move: Promotion) -> None:
+        failure = self._copier.copy(move.target.memory, move.frame.host, move.runs)
+        if failure:
+            logger.warning("%r cannot be filled, bytes stay on the host: %s", move.target, failure)
+            self._store.abandon(move)
+        else:
+            self._store.arrive(move, copied_bytes=_size_of(move.runs))
+
+    def _drain(self, move: Drain) -> _Copied:
+        source = move.source.memory
+        if move.target is not None:
+            failure = self._copier.copy(move.target.memory, source, move.runs)
+            if not failure:
+                return _Copied(move, "")
+            # Either end may have failed; the host slab will tell which.
+            logger.warning("cannot move %r to %r: %s", move.frame, move.target, failure)
+            move = self._store.reroute(move)
+        failure = self._copier.copy(move.frame.host, source, move.runs)
+        if failure:
+            logger.error("%r cannot be read, its bytes are lost: %s", move.source, failure)
+        return _Copied(move, failure)
+
+    # --- The unmapping thread -------------------------------------------------------------
+
+    def _finish_moves(self) -> None:
+        run_promptly()
+        while (item := self._copied.get()) is not None:
+            if isinstance(item, SlabReturn):
+                self._give_back(item)
+            else:
+                self._finish_drain(item.move, item.failure)
+
+    def _give_back(self, move: SlabReturn) -> None:
+        tell = _unmap(move.slab)
+        if tell is None:
+            self._store.keep(move)
+        else:
+            self._store.gone(move)
+            tell(move.slab)
+            self._store.nudge()
+
+    def _finish_drain(self, move: Drain, failure: str) -> None:
+        tell = _unmap(move.source)
+        if tell is None:
+            self._warn_of_views(move)
+            self._store.abandon(move)
+            return
+        if failure:
+            self._store.lose(move, failure)
+        else:
+            self._store.arrive(move, copied_bytes=_size_of(move.runs))
+        tell(move.source)
+        self._store.nudge()
+
+    def _warn_of_views(self, move: Drain) -> None:
+        if move.frame.number in self._warned:
+            return
+        self._warned.add(move.frame.number)
+        logger.warning(
+            "%r cannot leave %r: a tensor over it has outlived its use; drop every view, numpy "
+            "array and memoryview of it, or the producer will act by its policy",
+            move.frame,
+            move.source,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A drain between the threads; `failure` says why the copy is no good, if it is not."""
+
+    move: Drain
+    failure: str
+
+
+def _unmap(slab: PeerSlab) -> Callable[[PeerSlab], None] | None:
+    """Unmap; returns how to tell the owner, or None when a view is in the way."""
+    try:
+        slab.memory.close()
+    except BufferError:
+        return None
+    except TransportError as error:
+        logger.error("cannot unmap %r, so it stays locked away: %s", slab, error.message)  # noqa: TRY400 - see `aqualib.memory.slab_copy`
+        return slab.lender.strand
+    return slab.lender.take_back
+
+
+def _size_of(runs: list[Range]) -> int:
+    return sum(run.size for run in runs)

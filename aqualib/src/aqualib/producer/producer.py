@@ -1,0 +1,495 @@
+"""The producer: lends this process's spare memory, and takes it back at any moment.
+
+A facade over four parts: the lending state decides, the server talks to consumers, the custodian
+closes and makes memory, the reporter tells the coordinator. None of them waits for another, and no
+reclaim waits for the coordinator: without one, what is lent can be taken back as ever, and what is
+missing is only new leases.
+
+One lock guards the lending state and the peers. Under it nothing blocks: packets are sent without
+waiting, memory is handed to the custodian, reports are only asked for. Outside it: creating,
+zeroing and closing memory, HTTP, and every callback. `offer` has a second lock, taken before the
+first, so that two growing threads do not make the same slabs twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Self
+
+from pydantic import ValidationError
+
+from aqua_protocol import (
+    DEFAULT_SLAB_BYTES,
+    PROTOCOL_VERSION,
+    AquaError,
+    ConfigError,
+    RequestInvalidError,
+    SlabState,
+    UnavailableError,
+    channel,
+    require_protocol_version,
+)
+from aqua_protocol.ids import BooksId, LeaseId, ProducerId, ReclaimId, Revision
+from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
+from aqua_protocol.units import MIN_SLAB_BYTES
+from aqualib.channel import ChannelClosedError, require_short_path
+from aqualib.producer.admission import Admission
+from aqualib.producer.escalation import Escalation, kill_process
+from aqualib.producer.handout import Handout, Handouts
+from aqualib.producer.lending_state import MAX_DEADLINE_S, MIN_DEADLINE_S, LendingState
+from aqualib.producer.registration import Registration
+from aqualib.producer.server import Host, LeaseServer, Peer, Stage
+from aqualib.producer.slab_memory import Custodian, Estate
+from aqualib.producer.vault import Vault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+    from aqualib.coordinator_link import CoordinatorLink
+    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.lending_state import Effects, ReclaimNotice, RetiredSlab
+    from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
+    from aqualib.reporter import Identity
+    from aqualib.transports.base import OwnedSlab, Transport
+
+logger: Final = logging.getLogger("aqualib")
+
+DEFAULT_DEADLINE_S: Final = 5.0
+DEFAULT_GRACE_S: Final = 5.0
+
+
+class Producer:
+    """Lends slabs to consumers of this host; a context manager.
+
+    Args:
+        producer_id: Name in the books.
+        transport: How slabs are shared.
+        link: To the coordinator; None lends nothing new, but everything else works.
+        endpoint: Path of the lease channel's socket; its directory exists.
+        identity: Where this runs.
+        slab_bytes: Unit of offers and of reclaims.
+        policy: What to do about consumers that overrun a deadline.
+        deadline_s: Time that consumers get to give memory back, unless a reclaim says otherwise.
+        grace_s: Time between a passed deadline and a kill, under `Escalation.KILL`.
+        device: What slabs are taken from; None does not account.
+        allowed_uids: Users whose processes may attach; this process's own by default.
+        heartbeat_s: Longest silence towards the coordinator.
+
+    Attributes:
+        load: The engine's load as last reported; sent along with the next report.
+        on_returned: Called after reclaimed memory is back, without locks, on a thread of ours.
+
+    Raises:
+        ConfigError: A slab size no transport can have, or a deadline out of bounds.
+        SocketPathTooLongError: `endpoint` does not fit into a Unix address.
+        TransportError: `endpoint` cannot be listened on.
+    """
+
+    def __init__(  # noqa: PLR0913 - one by one, by keyword: a producer's whole configuration
+        self,
+        producer_id: str,
+        *,
+        transport: Transport,
+        link: CoordinatorLink | None,
+        endpoint: Path,
+        identity: Identity,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        policy: Escalation = Escalation.WAIT,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        grace_s: float = DEFAULT_GRACE_S,
+        device: DeviceMemory | None = None,
+        allowed_uids: Iterable[int] | None = None,
+        heartbeat_s: float = 1.0,
+    ) -> None:
+        if slab_bytes < MIN_SLAB_BYTES:
+            raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
+        self.producer_id: Final = ProducerId(producer_id)
+        # Consumers run elsewhere in the file system.
+        self.endpoint: Final = endpoint.absolute()
+        self.slab_bytes: Final = slab_bytes
+        self.load: LoadReport | None = None
+        self.on_returned: Callable[[], None] | None = None
+        self.grantable = False
+        self._deadline_s = _require_deadline(deadline_s)
+        self._transport = transport
+        self._vault = Vault(transport, slab_bytes, device)
+        self._identity = identity
+        self._closed = False
+        self._pid = os.getpid()
+        self._offer_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._lending = LendingState(slab_bytes, policy, grace_s)
+        self._admission = Admission(self.producer_id, allowed_uids)
+        self._peers: dict[LeaseId, Peer] = {}
+        self._handouts = Handouts(self._lock, self._broke_off)
+        require_short_path(self.endpoint)
+        self._require_reportable()
+        self._server = LeaseServer(
+            self.endpoint,
+            Host(
+                attach=self._attach,
+                released=self._released,
+                silent=self._silent,
+                dead=self._dead,
+                tick=self._tick,
+            ),
+            self._lock,
+            open_to_others=self._admission.allowed_uids != {os.getuid()},
+        )
+        self._custodian = Custodian(
+            Estate(
+                create_memory=self._vault.create,
+                destroy_memory=self._vault.destroy,
+                parted=self._parted,
+                owed_count=self._owed_count,
+                deliver=self._deliver,
+                write_off=self._write_off,
+            )
+        )
+        self._registration = Registration(
+            link,
+            producer_id=producer_id,
+            incarnation=identity.incarnation,
+            heartbeat_s=heartbeat_s,
+            build=self._build_report,
+            take=self._take_answer,
+        )
+
+    def __repr__(self) -> str:
+        return f"Producer({self.producer_id}, {self.endpoint}, {self._lending.pool!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- What the engine does -------------------------------------------------------------
+
+    def offer(self, nbytes: int) -> int:
+        """Grow the offer to `nbytes`, rounded down to slabs; it never shrinks here.
+
+        Slabs join one by one, each lendable at once.
+
+        Returns:
+            Bytes offered now.
+
+        Raises:
+            TransportError: Memory ran out; what was made stays offered.
+            UnavailableError: The producer is closed.
+        """
+        with self._offer_lock:
+            with self._lock:
+                count = self._lending.shortfall(nbytes)
+            for _ in range(count):
+                if self._closed:
+                    raise UnavailableError(f"producer {self.producer_id} is closed")
+                memory = self._vault.create()
+                with self._lock:
+                    self._lending.pool.add(memory)
+                self._registration.changed()
+        return self.offered_bytes
+
+    def reclaim(self, nbytes: int, deadline_s: float | None = None) -> ReclaimTicket:
+        """Take `nbytes`, rounded up to slabs, back from the offer; does not wait.
+
+        Free slabs go first, then lent ones, newest lease first. Asking for more than is offered
+        takes all of it. The ticket tells when memory is back; `on_returned` is called as well.
+
+        Args:
+            nbytes: How much; positive.
+            deadline_s: Time for consumers before the policy applies.
+
+        Raises:
+            RequestInvalidError: Not a positive count of bytes.
+            ConfigError: A deadline out of bounds.
+        """
+        if nbytes <= 0:
+            raise RequestInvalidError(f"cannot reclaim {nbytes} bytes")
+        within_s = self._deadline_s if deadline_s is None else _require_deadline(deadline_s)
+        reclaim_id = ReclaimId(f"reclaim-{secrets.token_hex(8)}")
+        with self._lock:
+            reclaim, effects = self._lending.reclaim(reclaim_id, nbytes, within_s, time.monotonic())
+            self._carry_out(effects)
+        self._server.wake()
+        return reclaim
+
+    def close(self, deadline_s: float | None = None) -> None:
+        """Reclaim everything, wait for it up to the deadline, and leave. Harmless when repeated.
+
+        In a forked child it does nothing: socket, slabs and place in the books are the parent's.
+
+        Nobody attaches from the first moment on, and nothing lost is replaced. What a consumer
+        still holds after the deadline stays readable there: closing our end takes nothing from a
+        mapping.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with self._offer_lock:  # An offer under way has seen the flag and ended.
+            offered = self.offered_bytes
+        if offered:
+            within_s = self._deadline_s if deadline_s is None else max(deadline_s, MIN_DEADLINE_S)
+            self.reclaim(offered, within_s).wait(within_s)
+        self._registration.leave(holds_nothing=self.offered_bytes == 0)
+        self._handouts.stop()
+        self._server.close()
+        self._custodian.close()
+        with self._lock:
+            holders = self._lending.pool.leases()
+            remaining = self._lending.pool.drain()
+        if remaining:
+            logger.warning("closing with %d slabs still held by %s", len(remaining), holders)
+        for slab in remaining:
+            self._vault.destroy(slab.memory)
+
+    # --- What can be seen -----------------------------------------------------------------
+
+    @property
+    def offered_bytes(self) -> int:
+        """Every slab under the offer: free, leased, reclaiming and quarantined."""
+        with self._lock:
+            return self._lending.pool.offered_count * self.slab_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Offered and lent to nobody."""
+        return self._bytes_in(SlabState.FREE)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Lent, whether asked back or not."""
+        return self._bytes_in(SlabState.LEASED, SlabState.RECLAIMING)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Held by consumers that overran a deadline or vanished; never lent again."""
+        return self._bytes_in(SlabState.QUARANTINED)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Physical memory that slabs have or will have: the engine cannot have it back yet.
+
+        More than `offered_bytes` while withdrawn slabs are being closed or lost ones replaced.
+        """
+        with self._lock:
+            return (self._vault.physical_count + self._lending.owed_count) * self.slab_bytes
+
+    @property
+    def open_reclaim_bytes(self) -> int:
+        """The part of the offer that open reclaims are about to take out of it."""
+        with self._lock:
+            return self._lending.missing_count * self.slab_bytes
+
+    @property
+    def ended_reclaims(self) -> ReclaimTotals:
+        """Reclaims that are complete, whoever asked for them."""
+        return self._lending.ended_reclaims
+
+    @property
+    def stale_answers(self) -> int:
+        """Answers for slabs that were not held at that generation; they changed nothing."""
+        return self._lending.stale_answers
+
+    @property
+    def coordinator_error(self) -> AquaError | None:
+        """Why the last report failed; None while the coordinator answers."""
+        return self._registration.error
+
+    def flush_report(self, timeout_s: float) -> bool:
+        """Wait until the books know the state of this moment; False without a coordinator."""
+        return self._registration.flush(timeout_s)
+
+    # --- The coordinator ------------------------------------------------------------------
+
+    def acknowledge(self, ack: ProducerAck) -> None:
+        """Act on the coordinator's answer: trust its key, end leases, carry out orders.
+
+        The reporter calls this. Whoever mints tokens without a coordinator may call it, too.
+
+        Raises:
+            UnavailableError: The answer's key is not base64.
+        """
+        try:
+            key = base64.b64decode(ack.capability_key, validate=True)
+        except binascii.Error as error:
+            raise UnavailableError("the coordinator sent a key that is not base64") from error
+        now_s = time.monotonic()
+        with self._lock:
+            self._admission.trust(key, ack.min_epoch)
+            for notice in ack.ended:
+                lease_id = LeaseId(notice.lease_id)
+                self._carry_out(self._lending.end(lease_id, notice.epoch, self._deadline_s, now_s))
+            for order in ack.reclaims:
+                self._carry_out(self._lending.order(order, now_s))
+            self.grantable = ack.grantable
+        if ack.ended or ack.reclaims:
+            self._server.wake()
+
+    def _take_answer(self, report: ProducerReport, ack: ProducerAck) -> None:
+        self.acknowledge(ack)
+        with self._lock:
+            self._lending.acknowledged(report)
+
+    def _require_reportable(self) -> None:
+        """Find a name that no coordinator would take now, not on a background thread."""
+        try:
+            self._build_report(Revision(0), None)
+        except ValidationError as error:
+            faults = [f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors()]
+            raise ConfigError(
+                f"producer {self.producer_id!r} cannot be registered: {'; '.join(faults)}",
+                remedy="Names are letters, digits and inner dots, colons, dashes and underscores.",
+            ) from error
+
+    def _build_report(self, revision: Revision, books_id: BooksId | None) -> ProducerReport:
+        now_s = time.monotonic()
+        with self._lock:
+            return ProducerReport(
+                **self._identity.stamp(revision, books_id),
+                producer_id=self.producer_id,
+                endpoint=str(self.endpoint),
+                transport=self._transport.kind,
+                slab_bytes=self.slab_bytes,
+                offered_bytes=self._lending.pool.offered_count * self.slab_bytes,
+                leases=self._lending.held_leases(),
+                reclaims=self._lending.reclaim_reports(now_s),
+                load=self.load,
+            )
+
+    # --- Inside: acting on decisions ------------------------------------------------------
+
+    def _bytes_in(self, *states: SlabState) -> int:
+        with self._lock:
+            return sum(map(self._lending.pool.count, states)) * self.slab_bytes
+
+    def _carry_out(self, effects: Effects) -> None:
+        """Act on a decision; under the lock, and nothing here blocks."""
+        for slab in effects.retired:
+            self._custodian.submit(slab)
+        for notice in effects.notices:
+            self._send_notice(notice)
+        for lease_id in effects.kills:
+            peer = self._peers[lease_id]
+            kill_process(peer.pidfd, pid=peer.credentials.pid, lease_id=lease_id)
+        for lease_id in effects.finished:
+            peer = self._peers.pop(lease_id)
+            peer.lease_id = None
+            peer.leave(channel.Goodbye())
+        self._registration.changed()
+
+    def _send_notice(self, notice: ReclaimNotice) -> None:
+        refs = [channel.SlabRef(slab_id=i, generation=g) for i, g in notice.slabs]
+        for start in range(0, len(refs), channel.MAX_SLABS_PER_PACKET):
+            self._peers[notice.lease_id].post(
+                channel.Reclaim(
+                    reclaim_id=notice.reclaim_id,
+                    slabs=refs[start : start + channel.MAX_SLABS_PER_PACKET],
+                    deadline_s=notice.deadline_s,
+                )
+            )
+
+    # --- Inside: what the server tells, under the lock -------------------------------------
+
+    def _attach(self, peer: Peer, hello: channel.Hello) -> None:
+        if self._closed:
+            raise UnavailableError(f"producer {self.producer_id} is leaving")
+        require_protocol_version(hello.protocol_version, who=f"consumer {hello.consumer_id}")
+        claims = self._admission.admit(
+            hello.token, hello.consumer_id, peer.credentials, time.time()
+        )
+        loans = self._lending.lend(claims)
+        peer.lease_id = LeaseId(claims.lease_id)
+        peer.stage = Stage.HANDING
+        self._peers[peer.lease_id] = peer
+        welcome = channel.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            producer_id=self.producer_id,
+            lease_id=claims.lease_id,
+            epoch=claims.epoch,
+            transport=self._transport.kind,
+            slab_bytes=self.slab_bytes,
+            slab_count=len(loans),
+        )
+        self._handouts.start(peer, Handout(self._transport, welcome, loans))
+        self._registration.changed()
+
+    def _broke_off(self, peer: Peer, handout: Handout, failure: AquaError) -> None:
+        lease_id = LeaseId(handout.welcome.lease_id)
+        logger.warning("handing out lease %s failed: %s", lease_id, failure)
+        effects = self._lending.hand_back(lease_id, handout.unsent())
+        if isinstance(failure, ChannelClosedError):
+            peer.drop()
+        else:
+            self._server.refuse(peer, failure)
+        self._carry_out(effects)
+
+    def _released(self, peer: Peer, message: channel.Released) -> None:
+        if peer.lease_id is None:
+            # Everything is back already: an answer that was repeated.
+            self._lending.stale_answers += 1
+            return
+        self._carry_out(self._lending.released(peer.lease_id, message.slab_id, message.generation))
+
+    def _silent(self, peer: Peer) -> None:
+        if peer.lease_id is not None:
+            self._carry_out(self._lending.silent(peer.lease_id))
+
+    def _dead(self, peer: Peer) -> None:
+        if peer.lease_id is not None:
+            self._carry_out(self._lending.dead(peer.lease_id))
+
+    def _tick(self, now_s: float) -> float:
+        if self._lending.due_at_s() <= now_s:
+            self._carry_out(self._lending.tick(now_s))
+        return self._lending.due_at_s()
+
+    # --- Inside: what the custodian asks, without the lock --------------------------------
+
+    def _parted(self, slab: RetiredSlab) -> None:
+        if slab.reclaim is None:
+            return
+        with self._lock:
+            self._lending.slab_closed(slab.reclaim, time.monotonic())
+        self._registration.changed()
+        if self.on_returned is not None:
+            self.on_returned()
+
+    def _owed_count(self) -> int:
+        with self._lock:
+            return 0 if self._closed else self._lending.owed_count
+
+    def _deliver(self, memory: OwnedSlab) -> bool:
+        with self._lock:
+            delivered = not self._closed and self._lending.deliver(memory)
+        self._registration.changed()
+        return delivered
+
+    def _write_off(self) -> None:
+        with self._lock:
+            self._lending.owed_count = 0
+
+
+def _require_deadline(deadline_s: float) -> float:
+    if not MIN_DEADLINE_S <= deadline_s <= MAX_DEADLINE_S:
+        raise ConfigError(
+            f"a deadline of {deadline_s:g} s is out of bounds",
+            remedy=f"Choose between {MIN_DEADLINE_S:g} and {MAX_DEADLINE_S:g} seconds.",
+        )
+    return deadline_s

@@ -1,0 +1,132 @@
+"""A release_pipe: how an exporter learns, from the kernel alone, that importers have let go.
+
+Legacy CUDA IPC counts no references: memory freed while another process has it mapped is undefined
+behaviour. So each handle carries the writing end of a pipe into which nobody writes. An importer
+keeps it open as long as its mapping, and the kernel closes it when the importer dies; the exporter
+sees the end of file either way.
+
+`free_when_released` frees memory whose importers have not let go yet, later and from a background
+thread that exists only while there is such memory.
+
+What the end of file does not prove: that a killed importer's kernels have left the GPU. Whoever
+reuses memory after a death waits for the pidfd first, as a producer does anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from aqua_protocol import TransportError
+
+logger: Final = logging.getLogger("aqualib")
+
+
+@dataclass(slots=True)
+class ReleasePipes:
+    """The reading ends of one slab's pipes; one per handle that was made."""
+
+    _ends: list[int] = field(default_factory=list)
+
+    def add(self) -> int:
+        """Tie one more importer; the writing end, owned by the caller.
+
+        Raises:
+            OSError: Descriptors ran out.
+        """
+        self.drop_released()
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        self._ends.append(ours)
+        return theirs
+
+    def drop_released(self) -> None:
+        """Forget importers that have let go."""
+        poll = select.poll()
+        for end in self._ends:
+            poll.register(end, 0)  # An end of file is reported unasked.
+        for end, _ in poll.poll(0):
+            self._ends.remove(end)
+            os.close(end)
+
+    @property
+    def ends(self) -> list[int]:
+        """Descriptors that hang up when an importer lets go."""
+        return list(self._ends)
+
+    def __len__(self) -> int:
+        """Importers that have not let go, as of the last `drop_released`."""
+        return len(self._ends)
+
+
+class DeferredFree:
+    """Frees memory once its last importer has let go."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[ReleasePipes, Callable[[], None]]] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wake_read, self._wake_write = -1, -1
+
+    def free_when_released(self, pipes: ReleasePipes, free: Callable[[], None]) -> None:
+        """Call `free` when nobody is tied any more: now, or later on another thread."""
+        pipes.drop_released()
+        if not pipes:
+            free()
+            return
+        with self._lock:
+            self._waiting.append((pipes, free))
+            if self._thread is None:
+                self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._thread = threading.Thread(
+                    target=self._run, name="aqua-cuda-ipc-free", daemon=True
+                )
+                self._thread.start()
+            else:
+                os.write(self._wake_write, b"\0")
+
+    @property
+    def waiting_count(self) -> int:
+        """Slabs whose memory is not free yet."""
+        with self._lock:
+            return len(self._waiting)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                poll = select.poll()
+                poll.register(self._wake_read, select.POLLIN)
+                for pipes, _ in self._waiting:
+                    for end in pipes.ends:
+                        poll.register(end, 0)
+            poll.poll()
+            with self._lock:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                for pipes, _ in self._waiting:
+                    pipes.drop_released()
+                ready = [free for pipes, free in self._waiting if not pipes]
+            for free in ready:
+                try:
+                    free()
+                except TransportError:
+                    # Memory of a broken CUDA context; others may wait for memory of a whole one.
+                    logger.exception("a slab's memory could not be freed")
+            with self._lock:
+                # Only now, and by the same rule as above: whoever waits is counted until it is
+                # free, and released pipes do not come back.
+                self._waiting = [entry for entry in self._waiting if entry[0]]
+                if not self._waiting:
+                    self._thread = None
+                    os.close(self._wake_read)
+                    os.close(self._wake_write)
+                    return
+
+
+DEFERRED_FREE: Final = DeferredFree()
+"""The process's only one: memory outlives the transport that made it."""
