@@ -22,19 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqua_batch.forecast import forecast
+from aqua_protocol.decoders import DECODERS
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
 from aqua_schedulers.blendserve import (
     UNKNOWN,
     BlendMode,
-    ModelShape,
     PrefixTree,
     PreparedPool,
     RequestPool,
+    ResourceCost,
     choose_sample,
     prepare,
 )
 
-COST = ModelShape("Llama-3.1-8B", 8_030_261_248, 32, 4096, 1024).cost_on(312e12, 2.0e12)
+COST = ResourceCost.of(DECODERS["Llama-3.1-8B"], GPUS["A100-80GB"])
 CAPACITY_TOKENS = 457_000
 VOCABULARY = 128_000
 

@@ -19,8 +19,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from aqua_protocol.decoders import DECODERS
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.cfs import PagingTier, PolicyName
-from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.papers.aqua import BurstExperiment
 from aqua_simulator.serving.request import Served
 from aqua_simulator.workloads.sources import SOURCES
@@ -77,7 +78,7 @@ def main() -> None:
     found: dict[PolicyName, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     for name, lengths in LENGTHS.items():
         calm = BurstExperiment(
-            MODELS["Llama-3-8B"], GPUS["A100-80GB"], 1, lengths, KV_TOKENS[name], 32e9, 300e9
+            DECODERS["Llama-3-8B"], GPUS["A100-80GB"], 1, lengths, KV_TOKENS[name], 32e9, 300e9
         )
         rate = calm.stable_rate_per_s()
         for shape, (factor, length_s) in SHAPES.items():

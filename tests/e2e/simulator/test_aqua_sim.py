@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aqua_simulator.catalogue import MODELS
+from aqua_protocol.decoders import DECODERS
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival
@@ -75,7 +75,7 @@ def test_fit_evaluate_and_run_follow_each_other(profiles: Path, tmp_path: Path) 
 
 def test_replay_finds_the_host_overhead_of_a_recorded_run(tmp_path: Path) -> None:
     write_kernel_tables(tmp_path)
-    model = MODELS["Llama-3-8B"]
+    model = DECODERS["Llama-3-8B"]
     time_of = from_kernels(fit_samples(read_folder(tmp_path)), GPU, MODEL, model)
     settings = EngineSettings(512, 64, kv_bytes_per_token=model.kv_bytes_per_token)
     arrivals = [Arrival(str(index), index * 0.4, 200 + index, 30) for index in range(40)]

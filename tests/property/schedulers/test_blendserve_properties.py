@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqua_protocol.decoders import DECODERS
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers import baselines
 from aqua_schedulers.admission import BatchView
 from aqua_schedulers.blendserve import (
     UNKNOWN,
     BlendMode,
-    ModelShape,
     PrefixCacheModel,
     PrefixTree,
     RequestPool,
+    ResourceCost,
     prepare,
     split_among,
 )
@@ -31,7 +33,7 @@ from aqua_schedulers.blendserve.partition import left_share
 settings.register_profile("compiled", deadline=None)
 settings.load_profile("compiled")
 
-COST = ModelShape("m", 8 * 10**9, 32, 4096, 1024).cost_on(312e12, 2.0e12)
+COST = ResourceCost.of(DECODERS["Llama-3.1-8B"], GPUS["A100-80GB"])
 CAPACITY = 5000
 Order = np.ndarray[tuple[int], np.dtype[np.int32]]
 NOTHING = np.empty(0, np.int32)

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqua_simulator.catalogue import GPUS, MODELS
+from aqua_protocol.decoders import DECODERS
+from aqua_protocol.hardware import GPUS
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import OfflineResult, optimal, run
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
 from aqua_simulator.offline.workload import OfflineWorkload
 
-COST = StepCost.from_paper(MODELS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
+COST = StepCost.from_paper(DECODERS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
 
 
 @st.composite

@@ -6,14 +6,15 @@ import operator
 import numpy as np
 import pytest
 
+from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers import baselines
 from aqua_schedulers.admission import BatchView
 from aqua_schedulers.blendserve import (
     UNKNOWN,
     BlendMode,
     LengthEstimate,
-    ModelShape,
     PrefixCacheModel,
     PrefixTree,
     RequestPool,
@@ -37,8 +38,7 @@ from aqua_schedulers.blendserve.lengths import estimate_lengths
 from aqua_schedulers.blendserve.order import charged, weigh
 from aqua_schedulers.blendserve.timeline import add, empty_timeline, peak_with
 
-LLAMA_8B = ModelShape("Llama-3.1-8B", 8_030_261_248, 32, 4096, 1024)
-A100 = LLAMA_8B.cost_on(312e12, 2.0e12)
+A100 = ResourceCost.of(DECODERS["Llama-3.1-8B"], GPUS["A100-80GB"])
 NOTHING = np.empty(0, np.int32)
 
 
@@ -75,22 +75,6 @@ def test_densities_of_figure_5_come_out() -> None:
     # Its left node has 3.73, its right one 0.094 (printed 0.096 in the text).
     assert float(A100.density(512, 256)) == pytest.approx(3.73, rel=0.03)
     assert float(A100.density(256, 16384)) == pytest.approx(0.094, rel=0.03)
-
-
-def test_a_model_configuration_gives_the_parameters_of_its_name() -> None:
-    config = {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    }
-    shape = ModelShape.from_config(config, name="llama")
-    assert shape.parameter_count == pytest.approx(8.03e9, rel=0.001)
-    assert shape.kv_bytes_per_token == 131_072
-    with pytest.raises(ConfigError, match="vocab_size"):
-        ModelShape.from_config({k: v for k, v in config.items() if k != "vocab_size"}, name="x")
 
 
 def test_the_tree_finds_shared_prefixes_duplicates_and_prompts_inside_prompts() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from aqua_protocol.decoders import DECODERS
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.cfs import PagingTier, PolicyName
-from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.papers.aqua import (
     BurstExperiment,
     Ints,
@@ -31,7 +32,7 @@ def chats(count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
 @pytest.fixture
 def burst() -> BurstExperiment:
     return BurstExperiment(
-        MODELS["Llama-3-8B"], GPUS["A100-80GB"], 1, chats, 4000, 32e9, 300e9, length_s=20.0
+        DECODERS["Llama-3-8B"], GPUS["A100-80GB"], 1, chats, 4000, 32e9, 300e9, length_s=20.0
     )
 
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import CapacityError, ConfigError
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.admission import BatchView, StepPlan
-from aqua_simulator.catalogue import GPUS, MODELS
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import OfflineResult, optimal, run
 from aqua_simulator.offline.workload import OfflineWorkload
 
-COST = StepCost.from_paper(MODELS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
+COST = StepCost.from_paper(DECODERS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
 
 
 def workload(prompts: Sequence[int], outputs: Sequence[int], *, shared: int = 0) -> OfflineWorkload:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.catalogue import GPUS, MODELS, model_from_config, model_named
+from aqua_protocol.hardware import GPUS
 from aqua_simulator.serving.setup import EngineSpec, iteration_time
 from aqua_simulator.timing.evaluation import evaluate, mape, overall
 from aqua_simulator.timing.fit import Fit, fit_samples
@@ -104,7 +105,7 @@ def test_a_saved_fit_is_the_same_fit_and_the_same_bytes(profiles: Path, tmp_path
 
 
 def test_an_iteration_is_layers_times_operators_and_attention(profiles: Path) -> None:
-    model = MODELS["Llama-3-8B"]
+    model = DECODERS["Llama-3-8B"]
     time_of = from_operators(fit_samples(read_folder(profiles)), "a100", "Meta-Llama-3-8B", model)
     batch = ScheduledBatch((), decoding_count=64, decode_context_tokens=64 * 1024, sampled_count=64)
     names = [name for name in LINEAR_OPERATORS if name != "emb"] + ["add"]
@@ -115,7 +116,7 @@ def test_an_iteration_is_layers_times_operators_and_attention(profiles: Path) ->
 
 
 def test_chunks_of_a_prompt_add_up_to_the_whole(profiles: Path) -> None:
-    model = MODELS["Llama-3-8B"]
+    model = DECODERS["Llama-3-8B"]
     time_of = from_operators(fit_samples(read_folder(profiles)), "a100", "Meta-Llama-3-8B", model)
     whole = time_of.attention(ScheduledBatch((Chunk(4096, 0),), 0, 0, 1))
     parts = sum(
@@ -127,7 +128,7 @@ def test_chunks_of_a_prompt_add_up_to_the_whole(profiles: Path) -> None:
 
 def test_two_gpus_pay_for_all_reduces_and_compute_less(profiles: Path) -> None:
     fit = fit_samples(read_folder(profiles))
-    model = MODELS["Llama-3-8B"]
+    model = DECODERS["Llama-3-8B"]
     one = from_operators(fit, "a100", "Meta-Llama-3-8B", model)
     two = from_operators(fit, "a100", "Meta-Llama-3-8B", model, width=2)
     assert one.linear(2048) / 2 < two.linear(2048) < one.linear(2048)
@@ -136,7 +137,7 @@ def test_two_gpus_pay_for_all_reduces_and_compute_less(profiles: Path) -> None:
 def test_a_models_own_kernels_are_preferred(tmp_path: Path) -> None:
     write_kernel_tables(tmp_path)
     fit = fit_samples(read_folder(tmp_path))
-    model = MODELS["Llama-3-8B"]
+    model = DECODERS["Llama-3-8B"]
     chosen = iteration_time(fit, model, GPUS["RTX4090"], 1)
     own = from_kernels(fit, GPU, MODEL, model)
     batch = ScheduledBatch((Chunk(128, 64),), 8, 8 * 1024, 9)
@@ -146,7 +147,7 @@ def test_a_models_own_kernels_are_preferred(tmp_path: Path) -> None:
 def test_an_engine_gets_the_memory_that_the_weights_leave(profiles: Path) -> None:
     fit = fit_samples(read_folder(profiles))
     engine = EngineSpec("Llama-3-8B", "A100-80GB").engine(fit, name="e")
-    room = 80e9 * 0.9 - 2e9 - MODELS["Llama-3-8B"].weight_bytes
+    room = 80e9 * 0.9 - 2e9 - DECODERS["Llama-3-8B"].weight_bytes
     assert engine.memory.block_count == int(room // (16 * 131072))
     with pytest.raises(ConfigError, match="no room for a KV cache"):
         EngineSpec("Llama-3-70B", "A100-80GB").engine(fit, name="e")
@@ -183,36 +184,6 @@ def test_a_folder_without_profiles_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(ConfigError, match="no profile tables"):
         read_folder(tmp_path)
-
-
-def test_parameter_counts_are_the_published_ones() -> None:
-    published = {
-        "Llama-2-7B": 6.74e9,
-        "Llama-2-70B": 68.98e9,
-        "Llama-3-8B": 8.03e9,
-        "Llama-3-70B": 70.55e9,
-    }
-    for name, count in published.items():
-        assert MODELS[name].parameter_count == pytest.approx(count, rel=0.001)
-    assert MODELS["Llama-3-8B"].kv_bytes_per_token == 131_072
-
-
-def test_any_llama_like_configuration_becomes_a_model(tmp_path: Path) -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "tie_word_embeddings": True,
-    }
-    model = model_from_config(config, name="tiny")
-    assert model.kv_head_count == 4
-    assert model.parameter_count == 2 * (64 * 64 * 4 + 3 * 64 * 128 + 2 * 64) + 100 * 64 + 64
-    with pytest.raises(ConfigError, match="lacks"):
-        model_from_config({"hidden_size": 1}, name="broken")
-    with pytest.raises(ConfigError, match="no model named"):
-        model_named(str(tmp_path / "nowhere"))
 
 
 def test_mape_is_in_percent_of_the_measured() -> None:

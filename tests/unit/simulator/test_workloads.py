@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.catalogue import GPUS, MODELS
+from aqua_protocol.hardware import GPUS
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import optimal
 from aqua_simulator.workloads import arrivals
@@ -17,7 +18,7 @@ from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, OPENVID, SOURCES
 from aqua_simulator.workloads.traces import read_trace, write_trace
 
-COST = StepCost.from_paper(MODELS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
+COST = StepCost.from_paper(DECODERS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
 
 
 def test_the_same_seed_gives_the_same_times_and_another_does_not() -> None:

@@ -9,7 +9,7 @@ Resource-aware Batching`. `BlendMode.PAPER` is the policy as published,
 `BlendMode.FORESIGHT`, the default, goes beyond it (`foresight`).
 """
 
-from aqua_schedulers.blendserve.cost import ModelShape, ResourceCost
+from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.data_parallel import split_among
 from aqua_schedulers.blendserve.foresight import ForesightBlend
 from aqua_schedulers.blendserve.lengths import UNKNOWN, LengthEstimate, choose_sample
@@ -26,7 +26,6 @@ __all__ = [
     "BlendOrder",
     "ForesightBlend",
     "LengthEstimate",
-    "ModelShape",
     "PaperBlend",
     "PrefixCacheModel",
     "PrefixTree",

@@ -12,18 +12,16 @@ Source: BlendServe section 2.3. With Llama-3.1-8B, 312 TFLOPS and 2.0 TB/s they 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aqua_protocol.decoders import DecoderModel
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.hardware import GpuModel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-BYTES_PER_VALUE = 2
-"""FP16 and BF16, for weights and for keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,18 @@ class ResourceCost:
         if self.prefill_s_per_square_token < 0 or self.linear_floor_s < 0:
             raise ConfigError("prefill_s_per_square_token and linear_floor_s must not be negative")
 
+    @classmethod
+    def of(cls, model: DecoderModel, gpu: GpuModel) -> ResourceCost:
+        """The paper's coefficients for a model on a GPU of that peak rate and memory bandwidth."""
+        return cls(
+            linear_s_per_token=2.0 * model.parameter_count / gpu.flops_per_s,
+            prefill_s_per_square_token=4.0
+            * model.hidden_size
+            * model.layer_count
+            / gpu.flops_per_s,
+            decode_s_per_kv_token=model.kv_bytes_per_token / gpu.hbm_bytes_per_s,
+        )
+
     def compute_s(self, prompt_tokens: Ints | float, output_tokens: Floats | float) -> Floats:
         """Comp(r), nothing shared; works element by element."""
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
@@ -72,56 +82,4 @@ class ResourceCost:
         return np.asarray(
             self.compute_s(prompt_tokens, output_tokens)
             / self.memory_s(prompt_tokens, output_tokens)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the cost formulas need to know of a decoder.
-
-    Attributes:
-        parameter_count: All weights.
-        kv_size: Width of the keys of one token and layer: KV heads x head size (H_kv).
-    """
-
-    name: str
-    parameter_count: int
-    layer_count: int
-    hidden_size: int
-    kv_size: int
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.kv_size * self.layer_count * BYTES_PER_VALUE
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], *, name: str) -> ModelShape:
-        """The shape behind a Hugging Face `config.json` of a dense decoder with a gated MLP.
-
-        Raises:
-            ConfigError: A key that the shape needs is missing.
-        """
-        try:
-            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-            layers, mlp = int(config["num_hidden_layers"]), int(config["intermediate_size"])
-            vocabulary = int(config["vocab_size"])
-        except KeyError as missing:
-            raise ConfigError(
-                f"{name}: the model configuration lacks {missing}",
-                remedy="Use the config.json of a Llama-like decoder, or name a known model.",
-            ) from missing
-        head_size = int(config.get("head_dim") or hidden // heads)
-        kv_size = int(config.get("num_key_value_heads", heads)) * head_size
-        attention = 2 * hidden * (heads * head_size + kv_size)
-        embeddings = (1 if config.get("tie_word_embeddings") else 2) * vocabulary * hidden
-        weights = layers * (attention + 3 * hidden * mlp) + embeddings
-        return cls(name, weights, layers, hidden, kv_size)
-
-    def cost_on(self, flops_per_s: float, bytes_per_s: float) -> ResourceCost:
-        """The coefficients on a GPU of that peak rate and memory bandwidth."""
-        return ResourceCost(
-            linear_s_per_token=2.0 * self.parameter_count / flops_per_s,
-            prefill_s_per_square_token=4.0 * self.hidden_size * self.layer_count / flops_per_s,
-            decode_s_per_kv_token=self.kv_bytes_per_token / bytes_per_s,
         )

@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from aqua_simulator.catalogue import Gpu, Model
+from aqua_protocol.decoders import DecoderModel
+from aqua_protocol.hardware import GpuModel
+from aqua_schedulers.blendserve.cost import ResourceCost
 
 
 class CostVector(NamedTuple):
@@ -58,19 +60,17 @@ class StepCost:
     overhead_s: float = 0.0
 
     @classmethod
-    def from_paper(cls, model: Model, gpu: Gpu, *, interference: float) -> StepCost:
+    def from_paper(cls, model: DecoderModel, gpu: GpuModel, *, interference: float) -> StepCost:
         """The paper's formulas for one model on one GPU (or a tensor-parallel group as one).
 
         Source: BlendServe section 2.3, Comp(r) and Mem(r).
         """
+        cost = ResourceCost.of(model, gpu)
         return cls(
-            linear_s_per_token=2.0 * model.parameter_count / gpu.flops_per_s,
-            prefill_s_per_square_token=4.0
-            * model.hidden_size
-            * model.layer_count
-            / gpu.flops_per_s,
-            decode_s_per_kv_token=model.kv_bytes_per_token / gpu.hbm_bytes_per_s,
-            interference=interference,
+            cost.linear_s_per_token,
+            cost.prefill_s_per_square_token,
+            cost.decode_s_per_kv_token,
+            interference,
         )
 
     def without_overlap(self) -> StepCost:

@@ -29,8 +29,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from aqua_protocol.decoders import DecoderModel, decoder_named
+from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
-from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -95,8 +96,8 @@ class BurstExperiment:
         stable_wait_s: What makes a rate stable: the mean wait before a prompt is begun.
     """
 
-    model: Model
-    gpu: Gpu
+    model: DecoderModel
+    gpu: GpuModel
     width: int
     lengths: Callable[[int, np.random.Generator], tuple[Ints, Ints]]
     kv_tokens: int
@@ -259,7 +260,7 @@ def outcomes(
     return found
 
 
-def kv_tokens(model: Model, gpu: Gpu, width: int, share: float) -> int:
+def kv_tokens(model: DecoderModel, gpu: GpuModel, width: int, share: float) -> int:
     """KV memory beside the weights."""
     return int((width * gpu.hbm_bytes * share - model.weight_bytes) // model.kv_bytes_per_token)
 
@@ -275,7 +276,7 @@ def burst_of(
     factor: float,
 ) -> BurstExperiment:
     """An experiment by names."""
-    shape, device = model_named(model), gpu_named(gpu)
+    shape, device = decoder_named(model), gpu_named(gpu)
     return BurstExperiment(
         shape,
         device,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.cfs import PagingTier
-from aqua_simulator.catalogue import GPUS
 from aqua_simulator.papers.aqua import (
     ARXIV,
     LINES,

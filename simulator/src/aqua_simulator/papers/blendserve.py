@@ -12,14 +12,16 @@ tokens for the baselines; sampling probability 0.01 (given); Algorithm 2's thres
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from aqua_protocol.decoders import DECODERS, DecoderModel
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.catalogue import GPUS, MODELS, Gpu, Model, as_group
+from aqua_protocol.hardware import GPUS, GpuModel
+from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import Bound, OfflineResult, optimal, run
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
@@ -87,8 +89,8 @@ class Experiments:
 
     request_count: int = 400_000
     seed: int = 1
-    model: Model = MODELS["Llama-3-8B"]
-    gpu: Gpu = GPUS["A100-80GB"]
+    model: DecoderModel = DECODERS["Llama-3-8B"]
+    gpu: GpuModel = GPUS["A100-80GB"]
     interference: float = INTERFERENCE
     progress: Callable[[str], None] = field(default=lambda _message: None, repr=False)
     _runs: dict[tuple[object, ...], TraceRun] = field(default_factory=dict, init=False, repr=False)
@@ -165,23 +167,9 @@ def workload_of(source: Source, experiments: Experiments) -> tuple[OfflineWorklo
     return workload, optimal(workload, experiments.cost)
 
 
-def request_density(prompt: int, output: int, model: Model, gpu: Gpu) -> float:
+def request_density(prompt: int, output: int, model: DecoderModel, gpu: GpuModel) -> float:
     """rho(r) of one request by the paper's formulas."""
-    cost = StepCost.from_paper(model, gpu, interference=0.0)
-    compute = cost.linear_s_per_token * (prompt + output)
-    compute += cost.prefill_s_per_square_token * prompt * prompt
-    reads = prompt * output + output * (output + 1) / 2
-    return compute / (cost.decode_s_per_kv_token * reads)
-
-
-def eight_gpus() -> Gpu:
-    """Figure 3's machine."""
-    return as_group(GPUS["A100-80GB"], 8)
-
-
-def without_overlap(cost: StepCost) -> StepCost:
-    """Operators one after another: vLLM and SGLang."""
-    return replace(cost, interference=1.0)
+    return float(ResourceCost.of(model, gpu).density(prompt, output))
 
 
 def source_named(name: str) -> Source:

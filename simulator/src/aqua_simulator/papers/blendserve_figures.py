@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.hardware import GPUS
 from aqua_schedulers.blendserve.partition import left_share
-from aqua_simulator.catalogue import MODELS
 from aqua_simulator.offline import state
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
 from aqua_simulator.papers.blendserve import (
@@ -20,13 +21,11 @@ from aqua_simulator.papers.blendserve import (
     Experiments,
     Trace,
     TraceRun,
-    eight_gpus,
     gain,
     grid,
     request_density,
     source_named,
     surrogates,
-    without_overlap,
     workload_of,
 )
 from aqua_simulator.papers.report import Reproduction, Row
@@ -79,7 +78,7 @@ _FIGURE3_LENGTHS: Final = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 def figure3(_experiments: Experiments) -> Reproduction:
     """Compute density over prompt and output lengths."""
-    model, gpu = MODELS["Llama-3-70B"], eight_gpus()
+    model, gpu = DECODERS["Llama-3-70B"], GPUS["A100-80GB"].group(8)
     table = np.array(
         [
             [request_density(prompt, output, model, gpu) for output in _FIGURE3_LENGTHS]
@@ -163,7 +162,7 @@ def figure6(experiments: Experiments) -> Reproduction:
     for trace in TRACES:
         runs = {name: experiments.run(trace, name) for name in _POLICIES}
         sequential = experiments.run(
-            trace, OfflinePolicy.DFS, cost=without_overlap(experiments.cost)
+            trace, OfflinePolicy.DFS, cost=experiments.cost.without_overlap()
         )
         base = runs[OfflinePolicy.DFS]
         labelled: list[tuple[str, TraceRun]] = [("vLLM-DFS, SGLang-DFS (no overlap)", sequential)]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from aqua_protocol.decoders import DecoderModel
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.catalogue import Model
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival, Served, summary
@@ -54,7 +54,7 @@ class Recording:
 
     gpu: str
     model_key: str
-    model: Model
+    model: DecoderModel
     served: tuple[Served, ...]
     settings: EngineSettings
     block_count: int

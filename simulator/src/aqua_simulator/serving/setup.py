@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from aqua_protocol.decoders import DecoderModel, decoder_named
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
-from aqua_simulator.catalogue import Gpu, Model, gpu_named, model_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
@@ -34,7 +35,7 @@ WORKSPACE_BYTES: Final = 2 * 10**9
 """Activations and CUDA graphs beside weights and KV cache, per GPU; vLLM reports 1 to 3 GB."""
 
 
-def iteration_time(fit: Fit, model: Model, gpu: Gpu, width: int) -> IterationTime:
+def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> IterationTime:
     """The best iteration time that the fit can give: own kernels, own operators, or shapes.
 
     Raises:
@@ -92,7 +93,7 @@ class EngineSpec:
         Raises:
             ConfigError: Unknown names, or weights that leave no room for a KV cache.
         """
-        model, gpu = model_named(self.model), gpu_named(self.gpu)
+        model, gpu = decoder_named(self.model), gpu_named(self.gpu)
         settings = EngineSettings(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -118,7 +119,7 @@ class EngineSpec:
             policy_named(self.policy, self.fair),
         )
 
-    def _store(self, model: Model, gpu: Gpu) -> PageStore | None:
+    def _store(self, model: DecoderModel, gpu: GpuModel) -> PageStore | None:
         rates = {"dram": gpu.pcie_bytes_per_s, "peer": gpu.nvlink_bytes_per_s}
         if self.page_to == "none":
             return None

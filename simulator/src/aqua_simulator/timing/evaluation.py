@@ -22,22 +22,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aqua_simulator.catalogue import MODELS, Model
+from aqua_protocol.decoders import DECODERS, DecoderModel
 from aqua_simulator.timing.fit import Fit, joined
 from aqua_simulator.timing.iteration import KERNEL_OPERATORS, LINEAR_OPERATORS
 from aqua_simulator.timing.profiles import Samples
 
 Floats = NDArray[np.float64]
 
-PROFILED_MODELS: Final[dict[str, Model]] = {
-    "Llama-2-7b-hf": MODELS["Llama-2-7B"],
-    "Llama-2-70b-hf": MODELS["Llama-2-70B"],
-    "Meta-Llama-3-8B": MODELS["Llama-3-8B"],
-    "Meta-Llama-3-70B": MODELS["Llama-3-70B"],
-    "llama31_8b": MODELS["Llama-3.1-8B"],
-    "llama31_70b": MODELS["Llama-3.1-70B"],
-    "qwen3_8b": MODELS["Qwen3-8B"],
-    "qwen3_32b": MODELS["Qwen3-32B"],
+PROFILED_MODELS: Final[dict[str, DecoderModel]] = {
+    "Llama-2-7b-hf": DECODERS["Llama-2-7B"],
+    "Llama-2-70b-hf": DECODERS["Llama-2-70B"],
+    "Meta-Llama-3-8B": DECODERS["Llama-3-8B"],
+    "Meta-Llama-3-70B": DECODERS["Llama-3-70B"],
+    "llama31_8b": DECODERS["Llama-3.1-8B"],
+    "llama31_70b": DECODERS["Llama-3.1-70B"],
+    "qwen3_8b": DECODERS["Qwen3-8B"],
+    "qwen3_32b": DECODERS["Qwen3-32B"],
 }
 """Names in profile files."""
 

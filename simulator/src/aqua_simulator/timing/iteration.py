@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from aqua_simulator.catalogue import BYTES_PER_VALUE, Gpu, Model
+from aqua_protocol.decoders import BYTES_PER_VALUE, DecoderModel
+from aqua_protocol.hardware import GpuModel
 from aqua_simulator.timing.fit import Fit
 
 LINEAR_OPERATORS: Final = (
@@ -111,7 +112,7 @@ class IterationTime:
         return self.gpu_s(batch) + self.overhead_s
 
 
-def from_kernels(fit: Fit, gpu: str, model_key: str, model: Model) -> IterationTime:
+def from_kernels(fit: Fit, gpu: str, model_key: str, model: DecoderModel) -> IterationTime:
     """From one model's own kernel tables, on one GPU.
 
     Raises:
@@ -156,7 +157,7 @@ def _rounded(tokens: float) -> float:
 
 
 def from_operators(
-    fit: Fit, gpu: str, model_key: str, model: Model, *, width: int = 1
+    fit: Fit, gpu: str, model_key: str, model: DecoderModel, *, width: int = 1
 ) -> IterationTime:
     """From a profiled model's operators and a GPU's attention and all-reduce.
 
@@ -187,7 +188,7 @@ def from_operators(
     return IterationTime(f"{model.name} on {width} x {gpu}", linear, attention, head)
 
 
-def from_shapes(fit: Fit, gpu: str, model: Model, *, width: int = 1) -> IterationTime:
+def from_shapes(fit: Fit, gpu: str, model: DecoderModel, *, width: int = 1) -> IterationTime:
     """For a model that nobody profiled: its matrices from the GPU's GEMM surface.
 
     Element-wise operators are not in the tables; they are left out, about a tenth at small batches.
@@ -229,7 +230,7 @@ ROOFLINE_EXPONENT: Final = 1.5
 """Between the two exponents fitted to Vidur's A100 tables, 1.28 and 1.76."""
 
 
-def from_data_sheet(gpu: Gpu, model: Model, *, width: int = 1) -> IterationTime:
+def from_data_sheet(gpu: GpuModel, model: DecoderModel, *, width: int = 1) -> IterationTime:
     """Without any profile: a roofline of the data sheet with the shares above.
 
     Good for "does it fit, roughly how fast": linear layers are within a few percent where the
@@ -260,7 +261,7 @@ def from_data_sheet(gpu: Gpu, model: Model, *, width: int = 1) -> IterationTime:
     )
 
 
-def all_reduce_s(fit: Fit, gpu: str, model: Model, width: int, tokens: int) -> float:
+def all_reduce_s(fit: Fit, gpu: str, model: DecoderModel, width: int, tokens: int) -> float:
     """Two all-reduces of a layer's output, one after attention and one after the MLP."""
     if width == 1:
         return 0.0
@@ -269,7 +270,7 @@ def all_reduce_s(fit: Fit, gpu: str, model: Model, width: int, tokens: int) -> f
 
 
 def _split_attention(
-    fit: Fit, gpu: str, model: Model, width: int
+    fit: Fit, gpu: str, model: DecoderModel, width: int
 ) -> Callable[[ScheduledBatch], float]:
     """Prefill and decode attention from surfaces that were measured apart."""
     prefill, decode = fit[f"{gpu}/prefill_attention"], fit[f"{gpu}/decode_attention"]
