@@ -74,12 +74,11 @@ def arrange(
             "the plan does not match the demo's consumer with its producer",
             remedy="Solve it again from these profiles.",
         )
-    spare, needed = producer.spare_bytes or 0, consumer.needed_bytes or 0
+    spare, needed = producer.spare_bytes or 0, max(consumer.needed_bytes or 0, scale.page_bytes)
     # At least as much room as the profile left, in whole images.
     images = math.ceil((scale.memory_bytes - WEIGHT_BYTES - spare) / scale.image_bytes)
     offer = scale_offer(scale, max(1, images))
-    # Pages do not fill slabs to the last byte, so the store takes one more than the bytes say.
-    if offer < needed + scale.slab_bytes:
+    if offer < needed:
         raise ConfigError(
             f"the image service spares {format_bytes(offer)}, the LLM needs {format_bytes(needed)}",
             remedy="Profile both at the same size (quick or full), the service with --largest 2.",

@@ -2,7 +2,8 @@
 
 The full size takes about a minute and a half on two cores. What is fixed here are the proportions
 that make the story true on any machine: the keys and values exceed the budget several times, the
-offer holds all that does not fit, and one image's workspace is what an idle image service spares.
+offer holds all of them even when the image service keeps room for `MOST_SPARE_IMAGES`, and one
+image's workspace is what an idle image service spares.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from typing import Final
 
 from aqua_demo.models import LlamaSize
 from aqua_protocol import MIB
+from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
+
+MOST_SPARE_IMAGES: Final = 2
+"""Images that the service may keep room for and still offer enough. A profile finds its peak at one
+or at two images at once, whichever the machine made a little faster that day."""
 
 WEIGHT_BYTES: Final = 1 * MIB
 """Room for the image model's weights."""
@@ -67,6 +73,18 @@ class Scale:
         return self.max_tokens * self.llama.kv_bytes_per_token
 
     @property
+    def page_bytes(self) -> int:
+        """What the cache takes of its store: the pages of every layer, in whole slabs.
+
+        The budget pays for the two buffers through which layers are offloaded and leaves no room to
+        keep one, so the store holds all keys and values, not only those beyond the budget.
+        """
+        llama = self.llama
+        block_bytes = DEFAULT_BLOCK_TOKENS * 4 * llama.head_dim
+        blocks = 2 * llama.layers * llama.heads * -(-self.max_tokens // DEFAULT_BLOCK_TOKENS)
+        return -(-blocks // (self.slab_bytes // block_bytes)) * self.slab_bytes
+
+    @property
     def offer_bytes(self) -> int:
         """What the image service can lend: all but its weights and room for `spare_images`."""
         spare = self.memory_bytes - WEIGHT_BYTES - self.spare_images * self.image_bytes
@@ -75,7 +93,7 @@ class Scale:
 
 FULL: Final = Scale(
     llama=LlamaSize(layers=8, heads=8, head_dim=64, feed_forward=1024),
-    prompt_tokens=4000,
+    prompt_tokens=3340,
     answer_tokens=500,
     budget_bytes=40 * MIB,
     slab_bytes=8 * MIB,
@@ -93,7 +111,7 @@ FULL: Final = Scale(
 
 QUICK: Final = Scale(
     llama=LlamaSize(layers=6, heads=4, head_dim=32, feed_forward=256),
-    prompt_tokens=1500,
+    prompt_tokens=1360,
     answer_tokens=300,
     budget_bytes=5 * MIB,
     slab_bytes=2 * MIB,

@@ -49,7 +49,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
     llm = _json(
         _run(
             tmp_path,
-            *("aqua-profile", "run", "context", "--model", "llm", "--long-prompt-tokens", "1800"),
+            *("aqua-profile", "run", "context", "--model", "llm", "--long-prompt-tokens", "1660"),
             *("--program", "aqua_demo.profiled:llm_quick", "--threshold", "1MiB"),
             *("--output", "llm.json", "--json"),
         )
