@@ -105,6 +105,8 @@ def fewest_migrations(
 
     Args:
         start: A placement of all groups near today's, to begin with.
+        goal_gb: Reached by what covers it but for `GRAIN_GB`, so a goal of a grain or less asks
+            for nothing, and is taken as zero rather than left to the solver's tolerance.
     """
     if instance.is_constrained or int(instance.servers.gpus.max()) > MAX_GPUS:
         return None
@@ -113,7 +115,7 @@ def fewest_migrations(
     )
     if space is None:
         return None
-    program = _Program(instance, space, start, aim, goal_gb)
+    program = _Program(instance, space, start, aim, goal_gb if goal_gb > GRAIN_GB else 0.0)
     if program.is_too_large:
         return None
     if not program.converge(budget):
