@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from aqua_schedulers.cfs import (
     EngineView,
-    Eviction,
     FairPolicy,
     PagingRates,
     PagingTier,
+    PreemptionMode,
     RequestView,
 )
 
@@ -92,12 +92,12 @@ class PagedEngine:
             decision = self.policy.decide(self.engine_view())
             if decision.preempt or decision.admit:
                 self.log.append((self.step, decision))
-            for name, eviction in decision.preempt:
-                self.put_out(self.inside[name], eviction)
+            for name, mode in decision.preempt:
+                self.preempt(self.inside[name], mode)
                 left.add(name)
             self._listed = decision.admit
             assert not left & set(decision.admit)
-        self._grow_or_put_out()
+        self._grow_or_preempt()
         for name in self._listed:
             if name not in self.outside:
                 continue
@@ -116,10 +116,10 @@ class PagedEngine:
         """Blocks for everything known."""
         return -(-request.known // self.block_tokens)
 
-    def put_out(self, request: Request, eviction: Eviction) -> None:
+    def preempt(self, request: Request, mode: PreemptionMode) -> None:
         """Preempt."""
         del self.inside[request.name]
-        if eviction is Eviction.RECOMPUTE:
+        if mode is PreemptionMode.RECOMPUTE:
             request.computed = 0
         request.blocks = 0
         request.outs += 1
@@ -134,7 +134,7 @@ class PagedEngine:
             max_running=self.max_running,
             running_count=len(self.inside),
             running=lambda: [self.view(each) for each in self.inside.values()],
-            eviction_room_blocks=self.store_blocks,
+            store_room_blocks=self.store_blocks,
             location=self.location,
             rates=self.rates,
         )
@@ -153,14 +153,14 @@ class PagedEngine:
             weight=request.weight,
         )
 
-    def _grow_or_put_out(self) -> None:
+    def _grow_or_preempt(self) -> None:
         """Blocks for the next token; without one the latest goes, as in a stock engine."""
         for request in list(self.inside.values()):
             while request.name in self.inside and self.missing(request) > request.blocks:
                 if self.free:
                     request.blocks += 1
                 else:
-                    self.put_out(list(self.inside.values())[-1], Eviction.RECOMPUTE)
+                    self.preempt(list(self.inside.values())[-1], PreemptionMode.RECOMPUTE)
 
     def _compute(self) -> None:
         budget = self.budget

@@ -11,17 +11,19 @@ from aqua_protocol.errors import ConfigError
 from aqua_schedulers.cfs import (
     Decision,
     EngineView,
-    Eviction,
     FairPolicy,
     FairSettings,
     PagingRates,
     PagingTier,
     PolicyName,
     Preemption,
+    PreemptionMode,
     RequestView,
     policy_named,
 )
 from harness.paged_engine import PagedEngine, Request
+
+SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
 
 
 def fair(name: PolicyName = PolicyName.CFS, **changes: Any) -> FairPolicy:  # noqa: ANN401 - fields of a view or of settings
@@ -44,7 +46,7 @@ def seen(
     return view._replace(**changes)
 
 
-def inside(policy: FairPolicy, name: str, **state: Any) -> RequestView:  # noqa: ANN401 - fields of a view or of settings
+def running_one(policy: FairPolicy, name: str, **state: Any) -> RequestView:  # noqa: ANN401 - fields of a view or of settings
     """A request that was let in, and now looks like this."""
     policy.added(RequestView(name, 0.0, 8, missing_blocks=2))
     policy.admitted(name)
@@ -52,12 +54,12 @@ def inside(policy: FairPolicy, name: str, **state: Any) -> RequestView:  # noqa:
 
 
 def decoding(policy: FairPolicy, name: str, output: int, blocks: int = 4) -> RequestView:
-    return inside(
+    return running_one(
         policy, name, output_tokens=output, computed_tokens=7 + output, held_blocks=blocks
     )
 
 
-def at_turn(policy: FairPolicy, view: EngineView) -> Decision:
+def after_slice(policy: FairPolicy, view: EngineView) -> Decision:
     """Let a whole slice pass, then ask."""
     for _ in range(2):
         asked = policy.begin_step()
@@ -69,15 +71,15 @@ def test_a_waiting_prompt_takes_the_place_of_the_most_served_decode() -> None:
     policy = fair(PolicyName.LEAST_SERVED)
     running = [decoding(policy, "a", 9), decoding(policy, "b", 3)]
     policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
-    decision = at_turn(policy, seen(running))
-    assert decision == Decision(preempt=(Preemption("a", Eviction.SWAP),), admit=("c",))
+    decision = after_slice(policy, seen(running))
+    assert decision == Decision(preempt=(Preemption("a", SWAP),), admit=("c",))
 
 
 def test_nobody_is_put_out_within_a_slice_but_free_memory_is_given_away() -> None:
     policy = fair(slice_iterations=5)
     running = [decoding(policy, "a", 9)]
     policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
-    at_turn(policy, seen(running))
+    after_slice(policy, seen(running))
     policy.added(RequestView("d", 2.0, 8, missing_blocks=2))
     assert policy.begin_step()
     assert policy.decide(seen(running)).preempt == ()
@@ -113,32 +115,32 @@ def test_prompts_share_what_decodes_leave_of_the_budget_and_decodes_take_the_res
     for name in "cde":
         policy.added(RequestView(name, 1.0, 20, missing_blocks=5))
     policy.preempted(decoding(policy, "f", 5)._replace(missing_blocks=4, held_blocks=0))
-    decision = at_turn(policy, seen(running, free=9))
+    decision = after_slice(policy, seen(running, free=9))
     # Room for 29: two prompts with growth 12, then f (5) and a (11); nothing is left for e or b.
-    assert decision == Decision(preempt=(Preemption("b", Eviction.SWAP),), admit=("f", "c", "d"))
+    assert decision == Decision(preempt=(Preemption("b", SWAP),), admit=("f", "c", "d"))
 
 
 def test_a_request_is_not_put_out_before_it_got_further() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9)]
     policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
-    at_turn(policy, seen(running))
+    after_slice(policy, seen(running))
     policy.preempted(RequestView("a", 0.0, 8, output_tokens=9, missing_blocks=5))
     policy.admitted("b")
     policy.removed("b")
     policy.admitted("a")
     policy.added(RequestView("c", 2.0, 8, missing_blocks=2))
     computing = RequestView("a", 0.0, 8, output_tokens=9, computed_tokens=12, held_blocks=5)
-    assert at_turn(policy, seen([computing])) == Decision()
+    assert after_slice(policy, seen([computing])) == Decision()
     further = computing._replace(output_tokens=10, computed_tokens=17)
-    assert at_turn(policy, seen([further])).preempt == (Preemption("a", Eviction.SWAP),)
+    assert after_slice(policy, seen([further])).preempt == (Preemption("a", SWAP),)
 
 
 def test_a_pinned_request_is_not_put_out() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9)._replace(is_pinned=True)]
     policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
-    assert at_turn(policy, seen(running)) == Decision()
+    assert after_slice(policy, seen(running)) == Decision()
 
 
 def test_tensors_in_host_memory_make_it_first_come_first_served() -> None:
@@ -150,43 +152,46 @@ def test_tensors_in_host_memory_make_it_first_come_first_served() -> None:
     on_host = policy.decide(seen(running, free=2, location=PagingTier.HOST))
     assert on_host == Decision(admit=("c", "b"))
     policy.added(RequestView("d", 3.0, 8, missing_blocks=2))
-    back = at_turn(policy, seen(running))
-    assert back.preempt == (Preemption("a", Eviction.SWAP),)
+    back = after_slice(policy, seen(running))
+    assert back.preempt == (Preemption("a", SWAP),)
 
 
-@pytest.mark.parametrize(("link", "expected"), [(1e9, Eviction.SWAP), (1e6, Eviction.RECOMPUTE)])
+@pytest.mark.parametrize(("link", "expected"), [(1e9, SWAP), (1e6, RECOMPUTE)])
 def test_a_victim_is_swapped_or_recomputed_by_what_costs_less(
-    link: float, expected: Eviction
+    link: float, expected: PreemptionMode
 ) -> None:
     policy = fair()
     running = [decoding(policy, "a", 9)]
     policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
     # 16 tokens at 1,000/s are 16 ms; 4 blocks of 100 kB out and in are 0.8 ms or 800 ms.
     rates = PagingRates(link, block_bytes=100_000, prefill_tokens_per_s=1000.0)
-    assert at_turn(policy, seen(running, rates=rates)).preempt == (Preemption("a", expected),)
+    assert after_slice(policy, seen(running, rates=rates)).preempt == (Preemption("a", expected),)
 
 
 def test_a_checkpointed_victim_costs_only_its_way_back() -> None:
     rates = PagingRates(1e6, block_bytes=10_000, prefill_tokens_per_s=1000.0)
     view = RequestView("a", 0.0, 50, 1, 50, held_blocks=4)
-    assert rates.eviction(view) is Eviction.RECOMPUTE
-    assert rates.eviction(view._replace(saved_blocks=4)) is Eviction.SWAP
+    assert rates.cheaper_mode(view) is RECOMPUTE
+    assert rates.cheaper_mode(view._replace(saved_blocks=4)) is SWAP
 
 
 def test_the_longest_contexts_are_swapped_where_the_store_lacks_room() -> None:
     policy = fair()
     running = [decoding(policy, "b", 8), decoding(policy, "a", 9)]
     policy.added(RequestView("c", 1.0, 24, missing_blocks=6))
-    decision = at_turn(policy, seen(running, eviction_room_blocks=5))
-    assert decision.preempt == (Preemption("a", Eviction.SWAP), Preemption("b", Eviction.RECOMPUTE))
+    decision = after_slice(policy, seen(running, store_room_blocks=5))
+    assert decision.preempt == (
+        Preemption("a", SWAP),
+        Preemption("b", RECOMPUTE),
+    )
 
 
 def test_nothing_is_swapped_to_nowhere() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9)]
     policy.added(RequestView("b", 1.0, 8, missing_blocks=2))
-    decision = at_turn(policy, seen(running, location=PagingTier.NOWHERE))
-    assert decision.preempt == (Preemption("a", Eviction.RECOMPUTE),)
+    decision = after_slice(policy, seen(running, location=PagingTier.NOWHERE))
+    assert decision.preempt == (Preemption("a", RECOMPUTE),)
 
 
 def test_twice_the_weight_gets_twice_the_tokens() -> None:
@@ -207,8 +212,8 @@ def test_a_prompt_counts_as_service() -> None:
     policy = fair()
     running = [decoding(policy, "a", 9), decoding(policy, "b", 3)._replace(prompt_tokens=100)]
     policy.added(RequestView("c", 1.0, 8, missing_blocks=2))
-    decision = at_turn(policy, seen(running))
-    assert decision == Decision(preempt=(Preemption("b", Eviction.SWAP),), admit=("c",))
+    decision = after_slice(policy, seen(running))
+    assert decision == Decision(preempt=(Preemption("b", SWAP),), admit=("c",))
 
 
 def test_who_was_ahead_does_not_wait_for_everyone_who_comes_later() -> None:
@@ -258,13 +263,13 @@ def test_first_token_first_pays_for_recomputation_with_prompts_let_in() -> None:
     policy.added(RequestView("p", 1.0, 8, missing_blocks=2))
     nowhere = seen(running, location=PagingTier.NOWHERE)
     # Two prompts of 8 tokens were let in (a and b themselves): one context of 27 may go ...
-    assert at_turn(policy, nowhere).preempt == (Preemption("b", Eviction.RECOMPUTE),)
+    assert after_slice(policy, nowhere).preempt == (Preemption("b", RECOMPUTE),)
     policy.preempted(RequestView("b", 0.0, 8, output_tokens=20, missing_blocks=7))
     policy.admitted("p")
     policy.added(RequestView("q", 2.0, 8, missing_blocks=2))
     running = [running[0], RequestView("p", 1.0, 8, 1, 8, held_blocks=3)]
     # ... and then none, except to a store.
-    assert at_turn(policy, seen(running, location=PagingTier.NOWHERE)) == Decision()
+    assert after_slice(policy, seen(running, location=PagingTier.NOWHERE)) == Decision()
     slow = PagingRates(1.0, block_bytes=1000, prefill_tokens_per_s=1000.0)
-    swapped = at_turn(policy, seen(running, rates=slow)).preempt
-    assert [each.eviction for each in swapped] == [Eviction.SWAP]
+    swapped = after_slice(policy, seen(running, rates=slow)).preempt
+    assert [each.mode for each in swapped] == [SWAP]

@@ -1,193 +1,110 @@
-"""The fair policy: memory in turns.
+"""The fair policy: which requests hold memory, time slice by time slice.
 
-What is scarce is memory: whoever holds blocks gets tokens at every step. So a policy decides who
-holds blocks for the next turn, a number of engine steps:
+What is scarce is memory: a request that holds blocks gets tokens at every step. So the policy
+decides which ones hold blocks for the next slice, a number of engine steps:
 
-1. Requests that have been outside for `patience_turns` go first, longest first.
+1. Requests that have waited for `patience_turns` slices go first, longest first.
 2. The token budget of a step is parted. Decodes get their upper bound, one token for each that
-   fits in memory at once; the rest, over the turn, is the prompts'. Prompts are taken in the
+   fits in memory at once; the rest, over the slice, is the prompts'. Prompts are taken in the
    ranking's order until their pending tokens fill it.
 3. Decodes follow in the ranking's order, while there is memory.
 4. If memory is left, further prompts.
 
-Memory counts what each request will have grown to at the end of the turn. Requests inside that
-were not taken are put out, but only to make room: nobody leaves when nobody comes. Between turns
-memory that comes free (a request finished) is filled in the same order, and nobody is put out.
+Memory counts what each request will have grown to at the end of the slice. Running requests that
+were not taken are preempted, but only to make room: none leaves when none comes. Within a slice,
+memory that comes free (a request finished) is filled in the same order, and none is preempted.
 
-Whether everyone outside fits anyway is first guessed without looking at those inside: their number
-times the steps of a turn, and the prompt tokens let in less those that steps can have computed
-since. The engine finds out at no cost where the guess was wrong: it has no block for an admission.
+Whether all waiting requests fit anyway is first guessed without looking at the running ones: their
+number times the steps of a slice, and the prompt tokens admitted less those that steps can have
+computed since. The engine finds out at no cost where the guess was wrong: it has no block for an
+admission.
 
-Promises: every request outside is served within `patience_turns` and a turn for each one that waits
-longer (a ranking that bounds recomputation adds the time in which those inside finish); what is
-admitted fits, together with the growth of all; while somebody fits, somebody is admitted; the same
-events give the same decisions. A request is never put out before it got further than it was at its
-admission: under recompute it might otherwise never finish.
+Promises: every waiting request is served within `patience_turns` slices and a slice for each one
+that waits longer (a ranking that bounds recomputation adds the time in which the running ones
+finish); what is admitted fits, together with the growth of all; while some request fits, some is
+admitted; the same events give the same decisions. A request is never preempted before it got
+further than it was at its admission: under recompute it might otherwise never finish.
 
-Costs: `begin_step` and the events are O(1) or O(log n); a turn is O(m log m) in the requests
-inside and O(k log n) in those admitted; whoever else waits costs nothing, but for one addition
-where a ranking needs a mean.
+Costs: `begin_step` and the events are O(1) or O(log n); a slice is O(m log m) in the running
+requests and O(k log n) in those admitted; any other waiting request costs nothing, but for one
+addition where a ranking needs a mean.
 
 Source: Aqua section 7, with three differences. A completion gives its memory away at once but
-ends no slice, which would put out requests that have barely come in. Prompts take part until they
-fill the *turn*, not one step, or a batch of short prompts would run dry. And patience: with steady
-arrivals, "least served" alone starves whoever is ahead (`ranking` says how it is read here).
+ends no slice, which would preempt requests that have barely come in. Prompts take part until they
+fill the *slice*, not one step, or a batch of short prompts would run dry. And patience: with steady
+arrivals, "least served" alone starves a request that is ahead (`ranking` says how it is read here).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from heapq import merge
 from math import inf
 from typing import Final
 
 from aqua_schedulers.cfs.ranking import FirstComeFirstServed, Ranking
+from aqua_schedulers.cfs.time_slice import Candidates, TimeSlice
 from aqua_schedulers.cfs.views import (
     Decision,
     EngineView,
-    Eviction,
     PagingTier,
-    Preemption,
+    PreemptionMode,
     RequestView,
 )
-from aqua_schedulers.cfs.waiting_queue import Entry, Queue, WaitingQueue
+from aqua_schedulers.cfs.waiting_queue import HeapScan, WaitingQueue
 
-KEEP: Final = Decision()
-_ARRIVAL: Final = FirstComeFirstServed()
-
-Growth = Callable[[RequestView], int]
-"""Blocks that a request takes until the end of a turn, beside those it holds or misses.
-
-Of the shortest turn: a prompt may arrive at any step and shorten a long one.
-"""
+KEEP_ALL: Final = Decision()
+_BY_ARRIVAL: Final = FirstComeFirstServed()
 
 
-class _Table:
-    """Who gets what is left of memory and slots, while a decision is made."""
-
-    def __init__(self, room: int, slots: int, *, is_empty: bool) -> None:
-        self.room = room
-        self.slots = slots
-        self.stays: set[str] = set()
-        self.invited: dict[str, RequestView] = {}
-        self.is_closed = False
-        self._is_empty = is_empty
-
-    def keep(self, request: RequestView, growth: int) -> bool:
-        """Let one stay that is inside; False if there is no room for it."""
-        if not self._spend(request.held_blocks + growth):
-            return False
-        self.stays.add(request.request_id)
-        return True
-
-    def invite(self, request: RequestView, growth: int) -> bool:
-        """Let one in; False if there is no room for it."""
-        if self._is_empty:
-            # Alone it may take everything; what it lacks to grow, nobody else has.
-            growth = max(0, min(growth, self.room - request.missing_blocks))
-        if self.is_closed or not self._spend(request.missing_blocks + growth):
-            return False
-        self.invited[request.request_id] = request
-        return True
-
-    def _spend(self, blocks: int) -> bool:
-        if blocks > self.room or self.slots < 1:
-            return False
-        self.room -= blocks
-        self.slots -= 1
-        self._is_empty = False
-        return True
-
-
-class _Line:
-    """Those inside and those outside of one phase, merged in the ranking's order."""
-
-    def __init__(self, inside: list[Entry], queue: Queue, *, keeps_equals: bool) -> None:
-        inside.sort()
-        self._inside = inside
-        self._index = 0
-        self._queue = queue
-        self._is_closed = False
-        self._keeps_equals = keeps_equals
-
-    def seat(self, table: _Table, growth: Growth, quota_tokens: float = inf) -> None:
-        """Take requests until their pending tokens reach the quota, or memory ends.
-
-        Once one from outside finds no room, nobody behind it comes in: small requests would keep a
-        large one out for ever. Those inside may still stay.
-        """
-        queue = self._queue
-        while quota_tokens > 0:
-            inner = self._inside[self._index] if self._index < len(self._inside) else None
-            outer = None if self._is_closed else queue.first()
-            if inner is not None and (outer is None or self._goes_first(inner, outer)):
-                self._index += 1
-                request = inner[3]
-                is_seated = table.keep(request, growth(request))
-            elif outer is not None:
-                request = outer[3]
-                if request.request_id in table.invited:
-                    queue.step()
-                    continue
-                is_seated = table.invite(request, growth(request))
-                if is_seated:
-                    queue.step()
-                else:
-                    self._is_closed = True
-            else:
-                return
-            if is_seated:
-                quota_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
-
-    def _goes_first(self, inner: Entry, outer: Entry) -> bool:
-        return inner[0] <= outer[0] if self._keeps_equals else inner[:3] <= outer[:3]
-
-
-class TimeSlicePolicy:
-    """A `FairPolicy` by a ranking.
+class FairPolicy:
+    """Decides which requests hold memory, by a ranking.
 
     Args:
-        ranking: Who comes first.
+        ranking: Which request comes first.
         block_tokens: Tokens of a block.
-        patience_turns: After so many turns outside a request goes before all others.
-        fcfs_on_host: Put nobody out while paged state would go to host memory (section 7).
+        patience_turns: After so many slices of waiting a request goes before all others.
+        fcfs_on_host: Preempt none while paged state would go to host memory (section 7).
     """
 
     def __init__(
         self, ranking: Ranking, *, block_tokens: int, patience_turns: int, fcfs_on_host: bool
     ) -> None:
-        self._wanted = ranking
+        self._wanted_ranking = ranking
         self._ranking = ranking
         self._block_tokens = block_tokens
         self._patience_turns = patience_turns
         self._fcfs_on_host = fcfs_on_host
         self._waiting = WaitingQueue(ranking)
         self._numbers: dict[str, int] = {}
-        self._next_number = 0
+        self._arrival_count = 0
+        # How far each request had got when it was last preempted: output, computed tokens.
         self._floors: dict[str, tuple[int, int]] = {}
-        self._turn_index = 0
+        self._slice_index = 0
         self._elapsed_steps = 0
         self._has_changed = False
         self._backlog_tokens = 0
         self._token_budget = 0
-        self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
-        self._leaving: set[str] = set()
+        # Of the shortest slice: a prompt may arrive at any step and shorten a long one.
+        self._horizon_steps = ranking.slice_steps(prompts_wait=True)
+        self._preempting: set[str] = set()
         self._recompute_tokens = 0.0
 
     # --- Events ------------------------------------------------------------------------------
 
     def added(self, request: RequestView) -> None:
-        """A request arrived; it is outside."""
+        """A request arrived; it is waiting."""
         assert request.request_id not in self._numbers, request.request_id
-        self._numbers[request.request_id] = self._next_number
-        self._next_number += 1
-        self._put(request)
+        self._numbers[request.request_id] = self._arrival_count
+        self._arrival_count += 1
+        self._wait(request)
         self._has_changed = True
 
     def admitted(self, request_id: str) -> None:
-        """A request from outside holds blocks now, running or still loading."""
-        request = self._waiting.take(request_id)
+        """A waiting request holds blocks now, running or still loading."""
+        request = self._waiting.remove(request_id)
         assert request is not None, request_id
-        self._backlog_tokens += _pending_tokens(request)
+        self._backlog_tokens += request.pending_tokens
         if not request.output_tokens:
             grant = request.prompt_tokens * self._ranking.recompute_per_prompt_token
             # No more than a step's worth is saved up, or a calm hour would pay for a storm.
@@ -197,22 +114,22 @@ class TimeSlicePolicy:
 
     def preempted(self, request: RequestView) -> None:
         """A request left the batch, by our decision or by the engine's; the view is of after."""
-        self._put(request)
-        if request.request_id in self._leaving:
-            self._leaving.remove(request.request_id)
+        self._wait(request)
+        if request.request_id in self._preempting:
+            self._preempting.remove(request.request_id)
         else:
             self._has_changed = True
 
     def removed(self, request_id: str) -> None:
-        """A request finished or was aborted, inside or outside."""
-        self._waiting.take(request_id)
+        """A request finished or was aborted, running or waiting."""
+        self._waiting.remove(request_id)
         self._floors.pop(request_id, None)
-        self._leaving.discard(request_id)
-        self._wanted.forget(request_id)
+        self._preempting.discard(request_id)
+        self._wanted_ranking.forget(request_id)
         del self._numbers[request_id]
         self._has_changed = True
 
-    def _put(self, request: RequestView) -> None:
+    def _wait(self, request: RequestView) -> None:
         name = request.request_id
         output, computed = self._floors.get(name, (0, 0))
         if request.output_tokens > output or request.computed_tokens > computed:
@@ -220,7 +137,7 @@ class TimeSlicePolicy:
                 max(output, request.output_tokens),
                 max(computed, request.computed_tokens),
             )
-        self._waiting.put(request, self._numbers[name], self._turn_index)
+        self._waiting.add(request, self._numbers[name], self._slice_index)
 
     # --- Decisions ---------------------------------------------------------------------------
 
@@ -229,161 +146,143 @@ class TimeSlicePolicy:
         self._elapsed_steps += 1
         if self._backlog_tokens:
             self._backlog_tokens = max(0, self._backlog_tokens - self._token_budget)
-        return bool(len(self._waiting)) and (self._has_changed or self._is_turn_over)
+        return bool(len(self._waiting)) and (self._has_changed or self._is_slice_over)
+
+    def decide(self, engine: EngineView) -> Decision:
+        """Which requests to preempt and to admit; called when `begin_step` said True."""
+        self._choose_ranking(engine.location)
+        self._has_changed = False
+        self._token_budget = engine.token_budget
+        if not self._ranking.preempts:
+            return Decision(admit=self._earliest_arrivals(engine))
+        decision = self._fill_free_memory(engine)
+        if len(decision.admit) == len(self._waiting) or not self._is_slice_over:
+            return decision
+        return self._next_slice(engine)
 
     @property
-    def _is_turn_over(self) -> bool:
+    def _is_slice_over(self) -> bool:
         ranking = self._ranking
-        return ranking.evicts and self._elapsed_steps >= ranking.turn_iterations(
+        return ranking.preempts and self._elapsed_steps >= ranking.slice_steps(
             prompts_wait=self._waiting.has_prompts
         )
 
-    def decide(self, engine: EngineView) -> Decision:
-        """Who leaves and who may come; called when `begin_step` said True."""
-        self._follow(engine.location)
-        self._has_changed = False
-        self._token_budget = engine.token_budget
-        if not self._ranking.evicts:
-            return Decision(admit=self._by_arrival(engine))
-        decision = self._fill(engine)
-        if len(decision.admit) == len(self._waiting) or not self._is_turn_over:
-            return decision
-        return self._turn(engine)
-
-    def _follow(self, location: PagingTier) -> None:
+    def _choose_ranking(self, tier: PagingTier) -> None:
         """Fall back to first come, first served where paging is slow, and back again."""
-        is_slow = self._fcfs_on_host and location is not PagingTier.PEER
-        ranking = _ARRIVAL if is_slow else self._wanted
+        is_slow = self._fcfs_on_host and tier is not PagingTier.PEER
+        ranking = _BY_ARRIVAL if is_slow else self._wanted_ranking
         if ranking is not self._ranking:
             self._ranking = ranking
             self._waiting.rank_by(ranking)
-            self._horizon_steps = ranking.turn_iterations(prompts_wait=True)
+            self._horizon_steps = ranking.slice_steps(prompts_wait=True)
 
-    def _by_arrival(self, engine: EngineView) -> tuple[str, ...]:
-        """The first that fit by their arrival, and one more, which the engine may try."""
-        room, slots = engine.free_blocks, engine.max_running - engine.running_count
-        queues = (self._waiting.prompts(), self._waiting.decodes())
+    def _earliest_arrivals(self, engine: EngineView) -> tuple[str, ...]:
+        """The earliest requests that fit, and one more, which the engine may try."""
+        free_blocks = engine.free_blocks
+        free_slots = engine.max_running - engine.running_count
         admit: list[str] = []
-        while room >= 0 and len(admit) < slots:
-            entries = [(entry, queue) for queue in queues if (entry := queue.first()) is not None]
-            if not entries:
-                break
-            entry, queue = min(entries, key=lambda pair: pair[0][:3])
-            queue.step()
-            admit.append(entry[3].request_id)
-            room -= entry[3].missing_blocks
-        for queue in queues:
-            queue.close()
+        with self._waiting.scan() as (prompts, decodes):
+            for _, _, _, request in merge(prompts, decodes):
+                if free_blocks < 0 or len(admit) >= free_slots:
+                    break
+                admit.append(request.request_id)
+                free_blocks -= request.missing_blocks
         return tuple(admit)
 
-    def _fill(self, engine: EngineView) -> Decision:
-        """Admissions into free memory, leaving a guess of what those inside will need."""
-        tokens = self._backlog_tokens + engine.running_count * self._horizon_steps
-        room = engine.free_blocks
+    def _fill_free_memory(self, engine: EngineView) -> Decision:
+        """Admissions into free memory, leaving a guess of what the running ones will need."""
+        free_blocks = engine.free_blocks
+        free_slots = engine.max_running - engine.running_count
         if engine.running_count:
-            room -= -(-tokens // self._block_tokens)
-        slots = engine.max_running - engine.running_count
-        if engine.running_count and (room < 0 or slots < 1):
-            return KEEP
-        table = _Table(room, slots, is_empty=not engine.running_count)
-        self._seat(table, engine, [], self._backlog_tokens)
-        return _decision((), table)
+            tokens = self._backlog_tokens + engine.running_count * self._horizon_steps
+            free_blocks -= -(-tokens // self._block_tokens)
+            if free_blocks < 0 or free_slots < 1:
+                return KEEP_ALL
+        chosen = self._time_slice(free_blocks, free_slots, is_empty=not engine.running_count)
+        self._choose(chosen, engine, (), self._backlog_tokens)
+        return chosen.decision()
 
-    def _turn(self, engine: EngineView) -> Decision:
-        """Everyone's claim anew."""
-        self._turn_index += 1
+    def _next_slice(self, engine: EngineView) -> Decision:
+        """All running and waiting requests, weighed anew."""
+        self._slice_index += 1
         self._elapsed_steps = 0
-        inside = engine.running()
-        self._ranking.begin_turn(inside, self._waiting.decode_keys)
-        movable = [request for request in inside if self._may_leave(request)]
-        may_recompute = (
-            self._recompute_tokens > 0.0 or self._ranking.recompute_per_prompt_token == inf
+        running = engine.running()
+        self._ranking.begin_slice(running, self._waiting.decode_keys)
+        preemptible = [request for request in running if self._may_preempt(request)]
+        if self._recompute_tokens <= 0.0 and self._ranking.recompute_per_prompt_token < inf:
+            # Only what the store takes may leave.
+            engine = engine._replace(rates=None)
+            modes = engine.preemption_modes(preemptible)
+            preemptible = [
+                each for each in preemptible if modes[each.request_id] is PreemptionMode.SWAP
+            ]
+        names = {request.request_id for request in preemptible}
+        staying = [request for request in running if request.request_id not in names]
+        free_blocks = (
+            engine.free_blocks
+            + sum(request.held_blocks for request in preemptible)
+            - sum(map(self._growth, staying))
         )
-        if not may_recompute:
-            out = self._evict(movable, engine._replace(rates=None))
-            movable = [each for each in movable if out[each.request_id] is Eviction.SWAP]
-        moving = {request.request_id for request in movable}
-        room = engine.free_blocks + sum(request.held_blocks for request in movable)
-        backlog = 0
-        for request in inside:
-            if request.request_id not in moving:
-                room -= self._growth(request)
-                backlog += _pending_tokens(request)
-        slots = engine.max_running - engine.running_count + len(movable)
-        table = _Table(room, slots, is_empty=len(movable) == len(inside))
-        self._seat(table, engine, movable, backlog)
-        if not table.invited:
-            return KEEP
-        leaving = [request for request in movable if request.request_id not in table.stays]
-        out = self._evict(leaving, engine if may_recompute else engine._replace(rates=None))
-        for request in leaving:
-            self._floors[request.request_id] = (request.output_tokens, request.computed_tokens)
-            if out[request.request_id] is Eviction.RECOMPUTE:
-                self._recompute_tokens -= request.computed_tokens
-        self._leaving.update(out)
-        return _decision(tuple(Preemption(*each) for each in out.items()), table)
+        free_slots = engine.max_running - engine.running_count + len(preemptible)
+        chosen = self._time_slice(free_blocks, free_slots, is_empty=not staying)
+        self._choose(chosen, engine, preemptible, sum(each.pending_tokens for each in staying))
+        if not chosen.admitted:
+            return KEEP_ALL
+        return chosen.decision(self._preempt(chosen, preemptible, engine))
 
-    def _seat(
-        self, table: _Table, engine: EngineView, movable: Sequence[RequestView], backlog: int
+    def _choose(
+        self,
+        chosen: TimeSlice,
+        engine: EngineView,
+        preemptible: Sequence[RequestView],
+        backlog_tokens: int,
     ) -> None:
-        """The order of the module's theory: patience, prompts, decodes, further prompts."""
-        ranking, numbers, growth = self._ranking, self._numbers, self._growth
-        for request in self._waiting.overdue(self._turn_index - self._patience_turns):
-            if not table.invite(request, growth(request)):
-                table.is_closed = True
-                break
-        inside: tuple[list[Entry], list[Entry]] = ([], [])
-        for request in movable:
-            is_decode = request.output_tokens > 0
-            key = ranking.decode_key(request) if is_decode else ranking.prompt_key(request)
-            inside[is_decode].append((key, request.arrival_s, numbers[request.request_id], request))
-        queues = (self._waiting.prompts(), self._waiting.decodes())
-        prompts, decodes = (
-            _Line(mine, theirs, keeps_equals=ranking.keeps_equals)
-            for mine, theirs in zip(inside, queues, strict=True)
+        """Give out the slice's memory in the order of the module's theory."""
+        chosen.admit_overdue(self._waiting.overdue(self._slice_index - self._patience_turns))
+        # As many as are running fit in memory at once: the upper bound of the decodes' share.
+        prompt_share = max(1, engine.token_budget - engine.running_count)
+        with self._waiting.scan() as (waiting_prompts, waiting_decodes):
+            prompts = self._candidates(
+                [each for each in preemptible if not each.output_tokens], waiting_prompts
+            )
+            decodes = self._candidates(
+                [each for each in preemptible if each.output_tokens], waiting_decodes
+            )
+            chosen.fill(prompts, prompt_share * self._horizon_steps - backlog_tokens)
+            chosen.fill(decodes)
+            chosen.fill(prompts)
+
+    def _preempt(
+        self, chosen: TimeSlice, preemptible: Sequence[RequestView], engine: EngineView
+    ) -> dict[str, PreemptionMode]:
+        """Note who leaves and how far it got."""
+        victims = [each for each in preemptible if each.request_id not in chosen.kept]
+        modes = engine.preemption_modes(victims)
+        for request in victims:
+            self._floors[request.request_id] = (request.output_tokens, request.computed_tokens)
+            if modes[request.request_id] is PreemptionMode.RECOMPUTE:
+                self._recompute_tokens -= request.computed_tokens
+        self._preempting.update(modes)
+        return modes
+
+    def _time_slice(self, free_blocks: int, free_slots: int, *, is_empty: bool) -> TimeSlice:
+        return TimeSlice(free_blocks, free_slots, self._growth, is_engine_empty=is_empty)
+
+    def _candidates(self, running: Iterable[RequestView], waiting: HeapScan) -> Candidates:
+        ranking, numbers = self._ranking, self._numbers
+        ranked = (
+            (ranking.key(request), request.arrival_s, numbers[request.request_id], request)
+            for request in running
         )
-        # As many as are inside fit in memory at once: the upper bound of the decode share.
-        share = max(1, engine.token_budget - engine.running_count)
-        prompts.seat(table, growth, share * self._horizon_steps - backlog)
-        decodes.seat(table, growth)
-        prompts.seat(table, growth)
-        for queue in queues:
-            queue.close()
+        return Candidates(ranked, waiting, keeps_equals=ranking.keeps_equals)
 
-    def _evict(self, leaving: Sequence[RequestView], engine: EngineView) -> dict[str, Eviction]:
-        """What becomes of each; the store's room goes to the longest contexts."""
-        store = engine.eviction_room_blocks if engine.location is not PagingTier.NOWHERE else 0
-        out: dict[str, Eviction] = {}
-        for request in sorted(leaving, key=lambda each: -each.computed_tokens):
-            need = request.held_blocks - request.saved_blocks
-            eviction = Eviction.SWAP
-            if need > store:
-                eviction = Eviction.RECOMPUTE
-            elif engine.rates is not None:
-                eviction = engine.rates.eviction(request)
-            if eviction is Eviction.SWAP:
-                store -= need
-            out[request.request_id] = eviction
-        return out
-
-    def _may_leave(self, request: RequestView) -> bool:
+    def _may_preempt(self, request: RequestView) -> bool:
         floor = self._floors.get(request.request_id, (0, 0))
         return not request.is_pinned and (request.output_tokens, request.computed_tokens) > floor
 
     def _growth(self, request: RequestView) -> int:
-        """Blocks that it takes beside those held or missing until the end of a turn."""
+        """Blocks that a request takes beside those held or missing until the slice's end."""
         size = self._block_tokens
         known = request.prompt_tokens + request.output_tokens
         has = known if request.missing_blocks else request.computed_tokens
         return max(0, -(-(known + self._horizon_steps) // size) - -(-has // size))
-
-
-def _pending_tokens(request: RequestView) -> int:
-    """Tokens to compute before the next one is sampled."""
-    return max(1, request.prompt_tokens + request.output_tokens - request.computed_tokens)
-
-
-def _decision(preempt: tuple[Preemption, ...], table: _Table) -> Decision:
-    decodes = [name for name, request in table.invited.items() if request.output_tokens]
-    prompts = [name for name, request in table.invited.items() if not request.output_tokens]
-    return Decision(preempt, (*decodes, *prompts))

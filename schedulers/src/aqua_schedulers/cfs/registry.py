@@ -1,4 +1,4 @@
-"""From a name and settings to a policy."""
+"""Policies by name, with their settings: what command lines and engine configurations say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.cfs.policy import TimeSlicePolicy
+from aqua_schedulers.cfs.policy import FairPolicy
 from aqua_schedulers.cfs.ranking import (
     FairShare,
     FirstComeFirstServed,
@@ -14,7 +14,6 @@ from aqua_schedulers.cfs.ranking import (
     LeastServedFirst,
     Ranking,
 )
-from aqua_schedulers.cfs.views import FairPolicy
 
 
 class PolicyName(StrEnum):
@@ -43,13 +42,16 @@ class PolicyName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FairSettings:
-    """What may be tuned.
+    """What may be tuned; the defaults are from the bursts of `benchmarks/fair_policies.py`.
 
     Attributes:
         block_tokens: Tokens of a KV block of the engine.
-        slice_iterations: Engine steps of a turn.
+        slice_iterations: Engine steps of a time slice. Doubled, first tokens wait for about twice
+            as many steps and half as much is paged.
         stint_tokens: For `first-token`: output of each request that goes before all further output.
-        patience_turns: TimeSlicePolicy outside after which a request goes before all others.
+            Doubled, answers start more smoothly and prompts wait longer.
+        patience_turns: Slices of waiting after which a request goes before all others: a bound
+            against starvation, not a target. Doubled, the longest wait may double.
         fcfs_on_host: First come, first served while paged state would go to host memory.
     """
 
@@ -78,7 +80,7 @@ def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -
         PolicyName.LEAST_SERVED: LeastServedFirst(settings.slice_iterations),
         PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
     }
-    return TimeSlicePolicy(
+    return FairPolicy(
         rankings[PolicyName.named(name)],
         block_tokens=settings.block_tokens,
         patience_turns=settings.patience_turns,

@@ -1,128 +1,137 @@
-"""Requests outside the batch, in order.
+"""Waiting requests in the ranking's order, prompts and decodes apart.
 
-Two heaps by the ranking's keys, prompts and decodes, and a queue by the time of leaving for those
-who have waited too long. Entries of requests that went in are left in the heaps and skipped when
-they surface, so that every event costs O(log n) and a decision looks only at those it may admit.
+Two heaps by the ranking's keys, and a queue by the time of leaving memory for those that have
+waited too long. The entry of a request that was admitted stays in its heap and is dropped when it
+surfaces, so that every event costs O(log n) and a decision looks only at those it may admit.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from aqua_schedulers.cfs.ranking import Ranking
 from aqua_schedulers.cfs.views import RequestView
 
-Entry = tuple[float, float, int, RequestView]
-"""Key, arrival, a number that breaks ties, and the request."""
+RankedRequest = tuple[float, float, int, RequestView]
+"""Key, arrival, number and request, lowest first; numbers count arrivals, so no two are equal.
 
-Inhabitants = OrderedDict[str, tuple[int, int, RequestView]]
-"""Number, turn of leaving and view by id, in order of leaving; cheap to take from the front."""
+A plain tuple: a slice makes one for each running request, and a named one takes eight times as
+long to make.
+"""
+
+
+class _Waiting(NamedTuple):
+    number: int
+    since_slice: int
+    request: RequestView
 
 
 class WaitingQueue:
-    """Holds each outside request once."""
+    """Holds each waiting request once."""
 
     def __init__(self, ranking: Ranking) -> None:
         self._ranking = ranking
-        self._inhabitants: Inhabitants = OrderedDict()
-        self._prompts: list[Entry] = []
-        self._decodes: list[Entry] = []
+        # In the order of leaving memory; ordered dictionaries are cheap to take from the front.
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._prompts: list[RankedRequest] = []
+        self._decodes: list[RankedRequest] = []
         self._decode_keys: dict[str, float] = {}
-        self._prompt_count = 0
 
     def __len__(self) -> int:
-        return len(self._inhabitants)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._inhabitants
+        return len(self._waiting)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether somebody waits for a first token."""
-        return self._prompt_count > 0
+        """Whether some request waits for its first token."""
+        return len(self._waiting) > len(self._decode_keys)
 
-    def put(self, request: RequestView, number: int, turn_index: int) -> None:
-        """A request is outside from now on."""
-        assert request.request_id not in self._inhabitants, request.request_id
-        self._inhabitants[request.request_id] = (number, turn_index, request)
-        self._prompt_count += not request.output_tokens
+    @property
+    def decode_keys(self) -> Collection[float]:
+        """Keys of the requests with output tokens."""
+        return self._decode_keys.values()
+
+    def add(self, request: RequestView, number: int, slice_index: int) -> None:
+        """A request waits from now, slice `slice_index`, on."""
+        assert request.request_id not in self._waiting, request.request_id
+        self._waiting[request.request_id] = _Waiting(number, slice_index, request)
         self._push(number, request)
 
-    def take(self, request_id: str) -> RequestView | None:
-        """It went in or away; its view, None if it was not here."""
-        found = self._inhabitants.pop(request_id, None)
-        if found is None:
-            return None
-        if self._decode_keys.pop(request_id, None) is None:
-            self._prompt_count -= 1
-        return found[2]
+    def remove(self, request_id: str) -> RequestView | None:
+        """A request was admitted or ended; its view, None if it was not waiting."""
+        self._decode_keys.pop(request_id, None)
+        found = self._waiting.pop(request_id, None)
+        return None if found is None else found.request
 
     def rank_by(self, ranking: Ranking) -> None:
-        """Order everyone anew; O(n), for a change of policy."""
+        """Order all requests anew; O(n), for a change of ranking."""
         self._ranking = ranking
         self._prompts.clear()
         self._decodes.clear()
         self._decode_keys.clear()
-        for number, _, request in self._inhabitants.values():
-            self._push(number, request)
+        for each in self._waiting.values():
+            self._push(each.number, each.request)
 
-    def overdue(self, since_turn: int) -> Iterator[RequestView]:
-        """Those outside since `since_turn` or longer, longest first."""
-        for _, left, request in self._inhabitants.values():
-            if left > since_turn:
+    def overdue(self, since_slice: int) -> Iterator[RequestView]:
+        """Requests that wait since `since_slice` or longer, longest first."""
+        for each in self._waiting.values():
+            if each.since_slice > since_slice:
                 return
-            yield request
+            yield each.request
 
-    @property
-    def decode_keys(self) -> Collection[float]:
-        """Keys of those with output tokens."""
-        return self._decode_keys.values()
-
-    def prompts(self) -> Queue:
-        """Those without an output token."""
-        return Queue(self._prompts, self._inhabitants)
-
-    def decodes(self) -> Queue:
-        """Those with output tokens."""
-        return Queue(self._decodes, self._inhabitants)
+    @contextmanager
+    def scan(self) -> Iterator[tuple[HeapScan, HeapScan]]:
+        """Look through prompts and decodes, in the ranking's order, during one decision."""
+        prompts, decodes = (
+            HeapScan(heap, self._waiting) for heap in (self._prompts, self._decodes)
+        )
+        yield prompts, decodes
+        prompts.restore()
+        decodes.restore()
 
     def _push(self, number: int, request: RequestView) -> None:
+        key = self._ranking.key(request)
         if request.output_tokens:
-            entry = (self._ranking.decode_key(request), request.arrival_s, number, request)
-            heappush(self._decodes, entry)
-            self._decode_keys[request.request_id] = entry[0]
-        else:
-            entry = (self._ranking.prompt_key(request), request.arrival_s, number, request)
-            heappush(self._prompts, entry)
+            self._decode_keys[request.request_id] = key
+        heap = self._decodes if request.output_tokens else self._prompts
+        heappush(heap, (key, request.arrival_s, number, request))
 
 
-class Queue:
-    """Looks through a heap in order during one decision; `close` puts back what it took."""
+class HeapScan(Iterator[RankedRequest]):
+    """Yields a heap's waiting requests in order; `restore` puts back those that it passed."""
 
-    def __init__(self, heap: list[Entry], inhabitants: Inhabitants) -> None:
+    def __init__(self, heap: list[RankedRequest], waiting: Mapping[str, _Waiting]) -> None:
         self._heap = heap
-        self._inhabitants = inhabitants
-        self._seen: list[Entry] = []
+        self._waiting = waiting
+        self._passed: list[RankedRequest] = []
+        self._has_begun = False
+        self._is_stopped = False
 
-    def first(self) -> Entry | None:
-        """The first not passed yet."""
+    def __next__(self) -> RankedRequest:
         heap = self._heap
+        if self._is_stopped:
+            raise StopIteration
+        if self._has_begun:
+            self._passed.append(heappop(heap))
+        self._has_begun = True
         while heap:
-            entry = heap[0]
-            found = self._inhabitants.get(entry[3].request_id)
-            if found is not None and found[2] is entry[3]:
-                return entry
+            request = heap[0][3]
+            found = self._waiting.get(request.request_id)
+            if found is not None and found.request is request:
+                return heap[0]
             heappop(heap)
-        return None
+        self._is_stopped = True
+        raise StopIteration
 
-    def step(self) -> None:
-        """Pass the first."""
-        self._seen.append(heappop(self._heap))
+    def stop(self) -> None:
+        """End the scan: no request behind the last one is wanted."""
+        self._is_stopped = True
 
-    def close(self) -> None:
-        """Put everything back."""
-        for entry in self._seen:
+    def restore(self) -> None:
+        """Put all entries back."""
+        for entry in self._passed:
             heappush(self._heap, entry)
-        self._seen.clear()
+        self._passed.clear()

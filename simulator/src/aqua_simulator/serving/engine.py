@@ -29,11 +29,11 @@ from math import inf
 from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_schedulers.cfs import (
     EngineView,
-    Eviction,
     FairPolicy,
     PagingRates,
     PagingTier,
     PolicyName,
+    PreemptionMode,
     RequestView,
     policy_named,
 )
@@ -214,7 +214,7 @@ class Engine:
                 max_running=self.settings.max_num_seqs,
                 running_count=len(self._running),
                 running=lambda: [self._view(job) for job in self._running],
-                eviction_room_blocks=self._store_room_blocks,
+                store_room_blocks=self._store_room_blocks,
                 location=PagingTier.NOWHERE if self.store is None else self.store.location,
                 rates=self._rates(),
             )
@@ -222,8 +222,8 @@ class Engine:
         self._listed = decision.admit
         if decision.preempt:
             by_name = {job.arrival.request_id: job for job in self._running}
-            for name, eviction in decision.preempt:
-                self._preempt(by_name[name], eviction)
+            for name, mode in decision.preempt:
+                self._preempt(by_name[name], mode)
         if decision.admit:
             # Stable: a prompt admitted earlier must not take the token of a decode resumed later.
             self._running.sort(key=lambda job: job.emitted_tokens == 0)
@@ -321,7 +321,7 @@ class Engine:
         self.step_count += 1
         return _Step(start + spent, sampled)
 
-    def _preempt(self, job: Job, eviction: Eviction = Eviction.SWAP) -> None:
+    def _preempt(self, job: Job, mode: PreemptionMode = PreemptionMode.SWAP) -> None:
         """Take a request out of memory; its context is stored if there is a store with room."""
         self._running.remove(job)
         self.preemption_count += 1
@@ -329,7 +329,7 @@ class Engine:
         tokens = job.computed_tokens
         paged = (
             self.store is not None
-            and eviction is Eviction.SWAP
+            and mode is PreemptionMode.SWAP
             and tokens > 0
             and self.store.put(tokens)
         )

@@ -24,10 +24,10 @@ from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
     EngineView,
-    Eviction,
     FairSettings,
     PagingRates,
     PagingTier,
+    PreemptionMode,
     RequestView,
     policy_named,
 )
@@ -77,7 +77,7 @@ class AquaScheduler(LendingScheduler):
         self.waiting = self._queue
         # In the order of admission: what a decision does must not depend on string hashes.
         self._inside: dict[str, None] = {}
-        self._eviction = Eviction.SWAP
+        self._preemption_mode = PreemptionMode.SWAP
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
         self._step_started_s = 0.0
         self._prefill_tokens_per_s = 0.0
@@ -117,11 +117,11 @@ class AquaScheduler(LendingScheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Forget all KV, for example because the weights have changed: nothing of it may return."""
-        self._eviction = Eviction.RECOMPUTE
+        self._preemption_mode = PreemptionMode.RECOMPUTE
         try:
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
-            self._eviction = Eviction.SWAP
+            self._preemption_mode = PreemptionMode.SWAP
             if self.paging is not None:
                 self.paging.reset()
 
@@ -132,7 +132,7 @@ class AquaScheduler(LendingScheduler):
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         paging = self.paging
-        if paging is not None and paging.is_paging and self._eviction is Eviction.SWAP:
+        if paging is not None and paging.is_paging and self._preemption_mode is PreemptionMode.SWAP:
             (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
             paging.preempting(request, block_ids, request.num_computed_tokens)
         super()._preempt_request(request, *args, **kwargs)
@@ -153,7 +153,7 @@ class AquaScheduler(LendingScheduler):
                 max_running=self._max_running,
                 running_count=len(self._inside),
                 running=self._views_inside,
-                eviction_room_blocks=0 if paging is None else paging.table.room,
+                store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
             )
@@ -163,9 +163,9 @@ class AquaScheduler(LendingScheduler):
             leaving = {preemption.request_id for preemption in decision.preempt}
             self.running[:] = [r for r in self.running if r.request_id not in leaving]
             for preemption in decision.preempt:
-                self._eviction = preemption.eviction
+                self._preemption_mode = preemption.mode
                 self._preempt_request(self.requests[preemption.request_id], now_s)
-            self._eviction = Eviction.SWAP
+            self._preemption_mode = PreemptionMode.SWAP
             self.forced_preemptions += len(leaving)
             if paging is not None:
                 paging.counts.forced_preemptions += len(leaving)
