@@ -19,12 +19,13 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
     from asyncio import Future
     from collections.abc import Callable, Iterator
 
+    from aqua_client import Call
     from aqua_coordinator.store.pipeline import Answer, Argument
     from aqua_coordinator.store.scripts import ScriptName
 
@@ -111,13 +112,18 @@ class Ledger:
             assert self.store_data is not None
             shutil.rmtree(self.store_data / "appendonlydir", ignore_errors=True)
 
-    def watch(self, owner: type, method: str, name: Callable[..., str]) -> None:
-        """Make every call of `owner.method` a step; `name` is called with its arguments."""
+    def watch(self, owner: type, method: str, name: Callable[..., str | None]) -> None:
+        """Make calls of `owner.method` steps.
+
+        `name` is called with the arguments; calls that it has no name for are no steps.
+        """
         plain = getattr(owner, method)
 
         @functools.wraps(plain)
         def stepping(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - whatever is wrapped
             step = name(*args, **options)
+            if step is None:
+                return plain(*args, **options)
             number = self.begin(step)
             answer = plain(*args, **options)
             self.end(step, number)
@@ -147,10 +153,24 @@ def recorded(path: Path) -> Counter[str]:
     return Counter(path.read_text().split()) if path.exists() else Counter()
 
 
+CALLS: Final = {
+    "PUT producers": "call:report_producer",
+    "PUT consumers": "call:report_consumer",
+    "POST leases": "call:grant_lease",
+    "POST release": "call:release_lease",
+}
+
+
+def _shape(call: Call[Any]) -> str:
+    """Method and noun of a call, without ids: `/v1/producers/p` and `/v1/leases/l/release`."""
+    parts = call.path.split("/")
+    return f"{call.method} {parts[2] if len(parts) < 5 else parts[4]}"
+
+
 def watch_member(ledger: Ledger) -> None:
     """Make steps of what producers and consumers do."""
+    from aqua_client import CoordinatorClient
     from aqualib.channel import Channel
-    from aqualib.coordinator_link import CoordinatorLink
     from aqualib.transports.borrowed import BorrowedSlab
     from aqualib.transports.host import HostCopier
     from aqualib.transports.memfd import MemfdTransport
@@ -158,8 +178,7 @@ def watch_member(ledger: Ledger) -> None:
     for method in ("send", "try_send"):
         ledger.watch(Channel, method, lambda _, message, *_a, **_o: f"send:{message.type}")
     ledger.watch_received(Channel, "receive")
-    for method in ("report_producer", "report_consumer", "allocate", "release"):
-        ledger.watch(CoordinatorLink, method, _named(f"call:{method}"))
+    ledger.watch(CoordinatorClient, "send", lambda _, call: CALLS.get(_shape(call)))
     ledger.watch(MemfdTransport, "create", _named("slab:create"))
     ledger.watch(MemfdTransport, "open", _named("slab:map"))
     ledger.watch(BorrowedSlab, "close", lambda slab: f"slab:close-{type(slab).__name__}")

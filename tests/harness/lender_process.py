@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Self
 
+from aqua_client import CoordinatorClient
 from aqua_protocol import TransportKind
 from aqua_protocol.members import ProducerAck
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
@@ -84,7 +84,7 @@ def _serve(options: dict[str, Any]) -> None:
     producer = Producer(
         options["producer_id"],
         transport=select(TransportKind.MEMFD),
-        link=None if options["url"] is None else CoordinatorLink(options["url"]),
+        link=None if options["url"] is None else CoordinatorClient(options["url"]),
         endpoint=Path(options["endpoint"]),
         identity=Identity(node="node", domain="domain", gpu_uuid=f"GPU-{options['producer_id']}"),
         slab_bytes=slab_bytes,

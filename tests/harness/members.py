@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
+from aqua_client import CoordinatorClient
 from aqua_protocol import SlabState, TransportKind
 from aqualib.consumer import Aqua
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.leasing import demand
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
@@ -42,7 +42,7 @@ class ProducerMember:
         self._producer = Producer(
             name,
             transport=select(TransportKind.MEMFD),
-            link=CoordinatorLink(url),
+            link=CoordinatorClient(url),
             endpoint=endpoint,
             identity=_identity(name),
             slab_bytes=SLAB,
@@ -88,7 +88,7 @@ class ConsumerMember:
         self._aqua = Aqua(
             name,
             transport=select(TransportKind.MEMFD),
-            link=CoordinatorLink(url),
+            link=CoordinatorClient(url),
             identity=_identity(name),
             host_bytes=HOST_SLABS * SLAB,
             slab_bytes=SLAB,

@@ -72,7 +72,6 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         ConfigError: A value is wrong; says which and what to write instead.
         TransportUnavailableError: The transport asked for cannot work here.
     """
-    from aqualib.coordinator_link import CoordinatorLink
     from aqualib.identity import find_identity, require_name
     from aqualib.settings import load_settings
     from aqualib.transports import select
@@ -89,7 +88,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
     chosen = select(settings.transport, device)
     identity = find_identity(settings, chosen.device, model)
     with contextlib.ExitStack() as undo:
-        link = None if is_offline else undo.enter_context(CoordinatorLink.of(settings))
+        link = None if is_offline else undo.enter_context(settings.coordinator_client())
         aqua = Aqua(
             require_name("consumer_id", consumer_id or f"{identity.node}-{os.getpid()}"),
             transport=chosen,

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     import torch
     from prometheus_client import CollectorRegistry
 
+    from aqua_client import CoordinatorClient
     from aqua_protocol.leases import LeaseGrant
     from aqualib.blocks import BlockStore
-    from aqualib.coordinator_link import CoordinatorLink
     from aqualib.leasing.attachment import Attachment
     from aqualib.reporter import Identity
     from aqualib.tensor import AquaTensor
@@ -95,7 +95,7 @@ class Aqua:
         consumer_id: str,
         *,
         transport: Transport,
-        link: CoordinatorLink | None,
+        link: CoordinatorClient | None,
         identity: Identity,
         host_bytes: int,
         wanted_bytes: int = 0,

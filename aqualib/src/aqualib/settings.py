@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from aqua_client import CoordinatorClient
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
@@ -115,6 +116,19 @@ class Settings(BaseSettings):
     escalation: Escalation = Field(
         default=Escalation.WAIT, description="What to do about consumers that overrun a deadline."
     )
+
+    def coordinator_client(self) -> CoordinatorClient:
+        """A client of the coordinator that these settings describe; the caller closes it.
+
+        Raises:
+            ConfigError: The address or the certificate file is no good.
+        """
+        return CoordinatorClient(
+            self.coordinator_url,
+            None if self.token is None else self.token.get_secret_value(),
+            ca_file=self.ca_file,
+            timeout_s=self.request_timeout_s,
+        )
 
 
 def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - checked field by field

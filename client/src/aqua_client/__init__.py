@@ -1,1 +1,27 @@
-"""The one typed client of Aqua's coordinator."""
+"""The one typed client of Aqua's coordinator, synchronous and asynchronous.
+
+    with CoordinatorClient("http://127.0.0.1:7700", token) as client:
+        grant = client.grant_lease(LeaseRequest(consumer_id="llm", bytes=2 * GIB))
+        for producer in client.list_producers():
+            print(producer.producer_id, producer.free_bytes)
+
+`AsyncCoordinatorClient` has the same methods, to be awaited (`async for` over listings).
+
+Modules, from the ground up:
+
+- `calls`: each operation of the REST API as a value: method, path, body, how to read the answer,
+  and whether it may be repeated. Pure; checked against the coordinator's OpenAPI document.
+- `retry`: when a call is repeated, and after which pause.
+- `http`: addresses, requests, answers and errors in the terms of httpx.
+- `event_stream`: server-sent events as they arrive line by line.
+- `client`: the two clients, which are thin.
+- `doctor`: what `aqua doctor` asks about the coordinator.
+"""
+
+from __future__ import annotations
+
+from aqua_client.calls import Call, Listing
+from aqua_client.client import AsyncCoordinatorClient, CoordinatorClient
+from aqua_client.retry import RetryRule
+
+__all__ = ["AsyncCoordinatorClient", "Call", "CoordinatorClient", "Listing", "RetryRule"]

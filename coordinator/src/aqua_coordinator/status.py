@@ -21,10 +21,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aqua_coordinator.routes.consumers import ConsumerPage
-from aqua_coordinator.routes.leases import LeasePage
-from aqua_coordinator.routes.producers import ProducerPage
-from aqua_coordinator.routes.reclaims import ReclaimPage
 from aqua_protocol import (
     AquaError,
     ConfigError,
@@ -35,6 +31,7 @@ from aqua_protocol import (
 )
 from aqua_protocol.leases import Health, LeaseView, ReclaimView
 from aqua_protocol.members import ConsumerView, ProducerView
+from aqua_protocol.pages import ConsumerPage, LeasePage, ProducerPage, ReclaimPage
 
 TIMEOUT_S: Final = 5.0
 PAGE: Final = 1000

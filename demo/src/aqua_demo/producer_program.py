@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent
 from aqua_demo.coordinator import PRODUCER_ID
 from aqua_demo.images import Arrivals, ImageService
@@ -30,7 +31,6 @@ from aqua_demo.messages import (
 )
 from aqua_demo.scale import Scale, scale_of
 from aqua_protocol import TransportKind
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -155,7 +155,7 @@ class ProducerProgram:
             calm_s=CALM_S,
         )
         with (
-            CoordinatorLink(settings.coordinator_url, settings.token) as link,
+            CoordinatorClient(settings.coordinator_url, settings.token) as link,
             RecordingProducer(
                 PRODUCER_ID,
                 transport=transport,

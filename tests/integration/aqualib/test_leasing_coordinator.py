@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import aqualib
+from aqua_client import CoordinatorClient
 from aqua_protocol import (
     ConfigError,
     LeaseState,
@@ -20,7 +21,6 @@ from aqua_protocol import (
     UnavailableError,
 )
 from aqualib.consumer import Aqua
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.leasing import demand
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
@@ -59,7 +59,7 @@ def producer(coordinator: CoordinatorProcess) -> Iterator[Producer]:
 
 @contextlib.contextmanager
 def lending(coordinator: CoordinatorProcess, name: str = "producer") -> Iterator[Producer]:
-    with CoordinatorLink(coordinator.url) as link, socket_dir() as directory:
+    with CoordinatorClient(coordinator.url) as link, socket_dir() as directory:
         producer = Producer(
             name,
             transport=select(TransportKind.MEMFD),
@@ -78,7 +78,7 @@ def lending(coordinator: CoordinatorProcess, name: str = "producer") -> Iterator
 
 @contextlib.contextmanager
 def borrowing(coordinator: CoordinatorProcess, **options: Any) -> Iterator[Aqua]:  # noqa: ANN401 - an Aqua's
-    link = CoordinatorLink(coordinator.url)
+    link = CoordinatorClient(coordinator.url)
     with consuming(link=link, heartbeat_s=HEARTBEAT_S, **options) as aqua:
         yield aqua
 
@@ -240,7 +240,7 @@ def test_a_coordinator_killed_during_a_reclaim_stops_neither_it_nor_paging(
 def test_two_consumers_share_a_producer_and_neither_sees_the_others_bytes(
     coordinator: CoordinatorProcess, producer: Producer
 ) -> None:
-    link = CoordinatorLink(coordinator.url)
+    link = CoordinatorClient(coordinator.url)
     identity = Identity(node="node", domain="domain", gpu_uuid="GPU-2")
     with (
         borrowing(coordinator, wanted_bytes=4 * SLAB) as one,
@@ -299,7 +299,7 @@ def test_a_wrong_token_is_said_once_and_costs_only_peer_memory(
         with (
             CoordinatorProcess(path, AQUA_TOKENS_FILE=str(tokens)) as coordinator,
             consuming(
-                link=CoordinatorLink(coordinator.url, "aqua_0_wrong"), heartbeat_s=HEARTBEAT_S
+                link=CoordinatorClient(coordinator.url, "aqua_0_wrong"), heartbeat_s=HEARTBEAT_S
             ) as aqua,
         ):
             until(lambda: aqua.coordinator_error is not None, "the refusal is noticed")

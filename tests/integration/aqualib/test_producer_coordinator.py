@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aqua_client import CoordinatorClient
 from aqua_protocol import (
     TransportError,
     TransportKind,
@@ -16,7 +17,6 @@ from aqua_protocol import (
 from aqua_protocol.leases import LeaseGrant, LeaseRequest
 from aqua_protocol.members import ConsumerReport
 from aqualib import reporter as reporter_module
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.producer.opening import open_producer
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
@@ -45,19 +45,19 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 
 @pytest.fixture
-def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorLink]:
-    with CoordinatorLink(coordinator.url) as link:
+def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
+    with CoordinatorClient(coordinator.url) as link:
         yield link
 
 
 @pytest.fixture
-def producer(link: CoordinatorLink, directory: Path) -> Iterator[Producer]:
+def producer(link: CoordinatorClient, directory: Path) -> Iterator[Producer]:
     producer = make(link, directory)
     yield producer
     producer.close(deadline_s=0.01)
 
 
-def make(link: CoordinatorLink, directory: Path, *, slab_count: int = COUNT) -> Producer:
+def make(link: CoordinatorClient, directory: Path, *, slab_count: int = COUNT) -> Producer:
     producer = Producer(
         "producer",
         transport=select(TransportKind.MEMFD),
@@ -74,7 +74,7 @@ def make(link: CoordinatorLink, directory: Path, *, slab_count: int = COUNT) -> 
 class Borrower:
     """The control plane of a consumer: registers, and asks for leases."""
 
-    def __init__(self, link: CoordinatorLink) -> None:
+    def __init__(self, link: CoordinatorClient) -> None:
         self._link = link
         self._identity = Identity(node="node", domain="domain", gpu_uuid="GPU-1")
         self._revision = 0
@@ -86,11 +86,11 @@ class Borrower:
 
     def borrow(self, slab_count: int) -> LeaseGrant:
         self.report()
-        return self._link.allocate(LeaseRequest(consumer_id="consumer", bytes=slab_count * SLAB))
+        return self._link.grant_lease(LeaseRequest(consumer_id="consumer", bytes=slab_count * SLAB))
 
 
 @pytest.fixture
-def borrower(link: CoordinatorLink) -> Borrower:
+def borrower(link: CoordinatorClient) -> Borrower:
     return Borrower(link)
 
 
@@ -209,14 +209,14 @@ def test_a_lease_released_in_the_books_is_asked_back(
     coordinator: CoordinatorProcess,
     producer: Producer,
     borrower: Borrower,
-    link: CoordinatorLink,
+    link: CoordinatorClient,
 ) -> None:
     await_grantable(producer)
     grant = borrower.borrow(2)
     with RawConsumer(grant.endpoint) as consumer:
         consumer.attach(grant.token)
         assert producer.flush_report(WITHIN_S)
-        link.release(grant.lease.lease_id, grant.lease.epoch)
+        link.release_lease(grant.lease.lease_id, grant.lease.epoch)
         for slab in consumer.await_reclaim():
             consumer.give_back(slab)
         assert consumer.await_end() == "goodbye"
@@ -304,7 +304,7 @@ def test_a_wrong_token_is_said_and_stops_no_reclaim(directory: Path) -> None:
         tokens.chmod(0o600)
         with (
             CoordinatorProcess(path, AQUA_TOKENS_FILE=str(tokens)) as coordinator,
-            CoordinatorLink(coordinator.url, "wrong") as link,
+            CoordinatorClient(coordinator.url, "wrong") as link,
         ):
             producer = make(link, directory)
             until(lambda: producer.coordinator_error is not None, "the refusal arrives")
@@ -314,7 +314,7 @@ def test_a_wrong_token_is_said_and_stops_no_reclaim(directory: Path) -> None:
 
 
 def test_another_protocol_version_is_said(
-    link: CoordinatorLink, directory: Path, monkeypatch: pytest.MonkeyPatch
+    link: CoordinatorClient, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporter_module, "PROTOCOL_VERSION", 999)
     producer = make(link, directory)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from aqua_client import CoordinatorClient
 from aqua_profiler.cli import app
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.report.files import write_profile
 from aqua_profiler.report.push import push
 from aqua_protocol import UnavailableError
 from aqua_protocol.profile import ModelProfile
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.producer.informer import Profile
 from harness.coordinator_process import CoordinatorProcess, data_dir
 
@@ -36,9 +36,9 @@ def test_a_pushed_profile_is_what_the_informer_starts_from(tmp_path: Path) -> No
             app, ["push", str(tmp_path / "profile.json"), "--url", coordinator.url]
         )
         assert result.exit_code == 0, result.output
-        with CoordinatorLink(coordinator.url, None) as link:
-            measured = link.profile("org/llama")
-            assert link.profile("nobody") is None
+        with CoordinatorClient(coordinator.url, None) as link:
+            (measured,) = link.get_profiles("org/llama")
+            assert link.get_profiles("nobody") == []
     assert measured is not None
     informed = Profile.measured(measured, 64 << 20)
     assert (informed.spare_bytes, informed.steady_requests_per_s) == (38 * 10**9, 2.5)

@@ -30,9 +30,9 @@ from aqualib.reporter import Reporter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aqua_client import CoordinatorClient
     from aqua_protocol.ids import BooksId, Revision
     from aqua_protocol.leases import LeaseGrant
-    from aqualib.coordinator_link import CoordinatorLink
     from aqualib.leasing.attachment import Attachment, ReclaimRecord
     from aqualib.memory.frame_store import FrameStore
     from aqualib.reporter import Identity
@@ -66,7 +66,7 @@ class LeaseClient:
         *,
         store: FrameStore,
         transport: Transport,
-        link: CoordinatorLink | None,
+        link: CoordinatorClient | None,
         identity: Identity,
         wished_bytes: int = 0,
         heartbeat_s: float = 1.0,
@@ -312,7 +312,7 @@ class LeaseClient:
             self._unanswered = request, new_idempotency_key()
         request, key = self._unanswered
         try:
-            grant = self._link.allocate(request, idempotency_key=key)
+            grant = self._link.grant_lease(request, idempotency_key=key)
         except UnavailableError:
             raise  # It may have been granted: ask again under the same key.
         except AquaError:
@@ -327,7 +327,7 @@ class LeaseClient:
     def _release(self, grant: LeaseGrant) -> None:
         assert self._link is not None, "nobody to tell"
         try:
-            self._link.release(grant.lease.lease_id, grant.lease.epoch)
+            self._link.release_lease(grant.lease.lease_id, grant.lease.epoch)
         except AquaError as error:
             logger.info("lease %s is left to expire: %s", grant.lease.lease_id, error)
 
@@ -345,6 +345,6 @@ class LeaseClient:
         if self.coordinator_error is not None or holds_slabs:
             return
         try:
-            self._link.leave_consumer(self._consumer_id, self._identity.incarnation)
+            self._link.remove_consumer(self._consumer_id, self._identity.incarnation)
         except AquaError as error:
             logger.info("%s could not say that it leaves: %s", self._consumer_id, error)

@@ -15,7 +15,6 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.identity import find_identity, require_name
 from aqualib.producer.device import device_memory
 from aqualib.producer.metrics import ProducerMetrics
@@ -72,7 +71,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     identity = find_identity(settings, chosen.device, model)
     name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
     with (
-        CoordinatorLink.of(settings) as link,
+        settings.coordinator_client() as link,
         Producer(
             name,
             transport=chosen,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from aqualib.coordinator_link import CoordinatorLink
+    from aqua_client import CoordinatorClient
     from aqualib.producer.device import DeviceMemory
     from aqualib.producer.lending_state import Effects, ReclaimNotice, RetiredSlab
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
@@ -98,7 +98,7 @@ class Producer:
         producer_id: str,
         *,
         transport: Transport,
-        link: CoordinatorLink | None,
+        link: CoordinatorClient | None,
         endpoint: Path,
         identity: Identity,
         slab_bytes: int = DEFAULT_SLAB_BYTES,

@@ -15,9 +15,9 @@ from aqualib.reporter import Reporter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aqua_client import CoordinatorClient
     from aqua_protocol.ids import BooksId, Revision
     from aqua_protocol.members import ProducerAck, ProducerReport
-    from aqualib.coordinator_link import CoordinatorLink
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -36,7 +36,7 @@ class Registration:
 
     def __init__(
         self,
-        link: CoordinatorLink | None,
+        link: CoordinatorClient | None,
         *,
         producer_id: str,
         incarnation: str,
@@ -78,6 +78,6 @@ class Registration:
         self._reporter.close(last_report=True)
         if self._reporter.error is None and holds_nothing:
             try:
-                self._link.leave_producer(self._producer_id, self._incarnation)
+                self._link.remove_producer(self._producer_id, self._incarnation)
             except AquaError as error:
                 logger.info("%s could not say that it leaves: %s", self._producer_id, error)

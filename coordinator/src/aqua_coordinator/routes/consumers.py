@@ -13,16 +13,10 @@ from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, require_protocol_version
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import Page
 from aqua_protocol.members import ConsumerAck, ConsumerReport, ConsumerView
+from aqua_protocol.pages import ConsumerPage
 
 router = APIRouter(prefix="/v1/consumers", tags=["consumers"])
-
-
-class ConsumerPage(Page):
-    """A page of consumers."""
-
-    consumers: list[ConsumerView]
 
 
 async def book_consumer(report: ConsumerReport, caller: Caller, services: Services) -> ConsumerAck:

@@ -18,8 +18,8 @@ from aqua_protocol.leases import (
     LeaseRenewal,
     LeaseRequest,
     LeaseView,
-    Page,
 )
+from aqua_protocol.pages import LeasePage
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 
@@ -31,12 +31,6 @@ LeaseCursor = Annotated[
         description="`next_cursor` of the page before.",
     ),
 ]
-
-
-class LeasePage(Page):
-    """A page of leases."""
-
-    leases: list[LeaseView]
 
 
 @router.post("", status_code=201)

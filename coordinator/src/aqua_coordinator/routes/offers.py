@@ -10,16 +10,10 @@ from aqua_coordinator.services import CallerDep, ServicesDep
 from aqua_coordinator.store.rows import offer_of
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import Page
 from aqua_protocol.members import OfferUpdate, OfferView
+from aqua_protocol.pages import OfferPage
 
 router = APIRouter(prefix="/v1/offers", tags=["offers"])
-
-
-class OfferPage(Page):
-    """A page of offers."""
-
-    offers: list[OfferView]
 
 
 @router.get("")

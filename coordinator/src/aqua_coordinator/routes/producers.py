@@ -13,16 +13,10 @@ from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, require_protocol_version
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import Page
 from aqua_protocol.members import ProducerAck, ProducerReport, ProducerView
+from aqua_protocol.pages import ProducerPage
 
 router = APIRouter(prefix="/v1/producers", tags=["producers"])
-
-
-class ProducerPage(Page):
-    """A page of producers."""
-
-    producers: list[ProducerView]
 
 
 async def book_producer(report: ProducerReport, caller: Caller, services: Services) -> ProducerAck:

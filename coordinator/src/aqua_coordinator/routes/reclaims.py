@@ -8,15 +8,10 @@ from aqua_coordinator.routes.pagination import Limit, PositionCursor
 from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import Page, ReclaimRequest, ReclaimView
+from aqua_protocol.leases import ReclaimRequest, ReclaimView
+from aqua_protocol.pages import ReclaimPage
 
 router = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
-
-
-class ReclaimPage(Page):
-    """A page of reclaims."""
-
-    reclaims: list[ReclaimView]
 
 
 @router.post("", status_code=201)

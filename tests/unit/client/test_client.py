@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aqua_client import CoordinatorClient, RetryRule
 from aqua_protocol import (
     BooksRebuildingError,
     CapacityError,
@@ -19,8 +20,6 @@ from aqua_protocol import (
 from aqua_protocol.leases import LeaseRenewal, LeaseRequest
 from aqua_protocol.members import ConsumerReport, ProducerReport
 from aqua_protocol.transport import TransportKind
-from aqualib import coordinator_link
-from aqualib.coordinator_link import CoordinatorLink
 from aqualib.reporter import Identity
 from harness.scripted_server import Answer, Request, ScriptedServer
 
@@ -78,8 +77,8 @@ def test_a_report_is_put_under_the_members_name_with_the_token() -> None:
         "grantable": True,
     }
     with ScriptedServer(lambda _: Answer(body=ack)) as server:
-        with CoordinatorLink(server.url, "hush") as link:
-            assert link.report_producer(producer_report()).min_epoch == 5
+        with CoordinatorClient(server.url, "hush") as client:
+            assert client.report_producer(producer_report()).min_epoch == 5
         (request,) = server.requests
     assert (request.method, request.path) == ("PUT", "/v1/producers/producer")
     assert request.headers["Authorization"] == "Bearer hush"
@@ -91,9 +90,9 @@ def test_a_consumers_report_brings_what_is_available() -> None:
     report = ConsumerReport(**IDENTITY.stamp(0, None), consumer_id="consumer")  # type: ignore[arg-type] # as above
     with (
         ScriptedServer(lambda _: Answer(body=ack)) as server,
-        CoordinatorLink(server.url) as link,
+        CoordinatorClient(server.url) as client,
     ):
-        assert link.report_consumer(report).available_bytes == 640
+        assert client.report_consumer(report).available_bytes == 640
         assert "Authorization" not in server.requests[0].headers
 
 
@@ -113,16 +112,16 @@ def test_errors_arrive_as_their_type_and_are_not_repeated(
     pauses = Pauses()
     with ScriptedServer(lambda _: answer) as server:
         with (
-            CoordinatorLink(server.url, sleep=pauses) as link,
+            CoordinatorClient(server.url, sleep=pauses) as client,
             pytest.raises(expected, match="told so") as raised,
         ):
-            link.allocate(WANTED)
+            client.grant_lease(WANTED)
         assert len(server.requests) == 1
     assert raised.type is expected
     assert pauses.taken == []
 
 
-def test_allocate_is_repeated_under_one_key_until_it_is_answered() -> None:
+def test_a_lease_is_asked_for_under_one_key_until_it_is_answered() -> None:
     answers = [
         error(503, "store_unavailable"),
         error(503, "service_unavailable"),
@@ -130,21 +129,21 @@ def test_allocate_is_repeated_under_one_key_until_it_is_answered() -> None:
     ]
     pauses = Pauses()
     with ScriptedServer(lambda _: answers.pop(0)) as server:
-        with CoordinatorLink(server.url, sleep=pauses) as link:
-            assert link.allocate(WANTED).lease.epoch == 7
+        with CoordinatorClient(server.url, sleep=pauses) as client:
+            assert client.grant_lease(WANTED).lease.epoch == 7
         keys = {request.headers["Idempotency-Key"] for request in server.requests}
         assert len(server.requests) == 3
     assert len(keys) == 1
     assert len(pauses.taken) == 2
-    assert all(0 < pause <= coordinator_link.MAX_PAUSE_S for pause in pauses.taken)
+    assert all(0 < pause <= RetryRule().max_pause_s for pause in pauses.taken)
 
 
-def test_two_allocations_have_two_keys_and_a_given_key_is_used() -> None:
+def test_two_requests_for_leases_have_two_keys_and_a_given_key_is_used() -> None:
     with ScriptedServer(lambda _: Answer(201, GRANT)) as server:
-        with CoordinatorLink(server.url) as link:
-            link.allocate(WANTED)
-            link.allocate(WANTED)
-            link.allocate(WANTED, idempotency_key="mine")
+        with CoordinatorClient(server.url) as client:
+            client.grant_lease(WANTED)
+            client.grant_lease(WANTED)
+            client.grant_lease(WANTED, idempotency_key="mine")
         keys = [request.headers["Idempotency-Key"] for request in server.requests]
     assert len(set(keys)) == 3
     assert keys[2] == "mine"
@@ -154,26 +153,26 @@ def test_retries_end_and_the_last_error_is_raised() -> None:
     pauses = Pauses()
     with ScriptedServer(lambda _: error(503, "books_rebuilding", retry_after_s=0.7)) as server:
         with (
-            CoordinatorLink(server.url, sleep=pauses) as link,
+            CoordinatorClient(server.url, sleep=pauses) as client,
             pytest.raises(BooksRebuildingError),
         ):
-            link.release("lease-1", 7)
-        assert len(server.requests) == coordinator_link.MAX_ATTEMPTS
+            client.release_lease("lease-1", 7)
+        assert len(server.requests) == RetryRule().max_attempts
     assert pauses.taken == [0.7, 0.7]
 
 
-def test_a_report_is_never_repeated_by_the_link() -> None:
+def test_a_report_is_never_repeated_by_the_client() -> None:
     with ScriptedServer(lambda _: error(503, "store_unavailable")) as server:
-        with CoordinatorLink(server.url) as link, pytest.raises(UnavailableError):
-            link.report_producer(producer_report())
+        with CoordinatorClient(server.url) as client, pytest.raises(UnavailableError):
+            client.report_producer(producer_report())
         assert len(server.requests) == 1
 
 
 def test_renew_and_release_name_the_epoch() -> None:
     with ScriptedServer(lambda _: Answer(body=LEASE)) as server:
-        with CoordinatorLink(server.url) as link:
-            link.renew("lease-1", LeaseRenewal(epoch=7, ttl_s=12.0))
-            link.release("lease-1", 7)
+        with CoordinatorClient(server.url) as client:
+            client.renew_lease("lease-1", LeaseRenewal(epoch=7, ttl_s=12.0))
+            client.release_lease("lease-1", 7)
         renewal, release = server.requests
     assert (renewal.path, renewal.body) == ("/v1/leases/lease-1/renew", {"epoch": 7, "ttl_s": 12.0})
     assert (release.path, release.body) == ("/v1/leases/lease-1/release", {"epoch": 7})
@@ -184,9 +183,9 @@ def test_leaving_twice_is_harmless() -> None:
         assert request.path.endswith("?incarnation=life")
         return error(404, "unknown_resource")
 
-    with ScriptedServer(answer) as server, CoordinatorLink(server.url) as link:
-        link.leave_producer("producer", "life")
-        link.leave_consumer("consumer", "life")
+    with ScriptedServer(answer) as server, CoordinatorClient(server.url) as client:
+        client.remove_producer("producer", "life")
+        client.remove_consumer("consumer", "life")
         assert [r.path.split("?")[0] for r in server.requests] == [
             "/v1/producers/producer",
             "/v1/consumers/consumer",
@@ -197,19 +196,19 @@ def test_nobody_listening_is_unavailable_and_says_what_to_do() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    link = CoordinatorLink(f"http://127.0.0.1:{port}", sleep=Pauses())
+    client = CoordinatorClient(f"http://127.0.0.1:{port}", sleep=Pauses())
     with pytest.raises(UnavailableError, match="no answer") as raised:
-        link.allocate(WANTED)
+        client.grant_lease(WANTED)
     assert "AQUA_COORDINATOR_URL" in raised.value.remedy
 
 
 def test_a_coordinator_that_hangs_is_given_up_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        link = CoordinatorLink(
+        client = CoordinatorClient(
             f"http://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.05, sleep=Pauses()
         )
         with pytest.raises(UnavailableError, match="timed out"):
-            link.allocate(WANTED)
+            client.grant_lease(WANTED)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +219,10 @@ def test_a_coordinator_that_hangs_is_given_up_after_the_timeout() -> None:
 def test_something_that_is_not_a_coordinator_is_told_apart(answer: Answer) -> None:
     with (
         ScriptedServer(lambda _: answer) as server,
-        CoordinatorLink(server.url, sleep=Pauses()) as link,
+        CoordinatorClient(server.url, sleep=Pauses()) as client,
         pytest.raises(UnavailableError, match="not Aqua's"),
     ):
-        link.allocate(WANTED)
+        client.grant_lease(WANTED)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +239,12 @@ def test_something_that_is_not_a_coordinator_is_told_apart(answer: Answer) -> No
 )
 def test_an_address_that_is_none_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError):
-        CoordinatorLink(url)
+        CoordinatorClient(url)
 
 
 def test_certificates_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read certificates") as raised:
-        CoordinatorLink("https://host", ca_file=tmp_path / "missing.pem")
+        CoordinatorClient("https://host", ca_file=tmp_path / "missing.pem")
     assert "AQUA_CA_FILE" in raised.value.remedy
 
 
@@ -254,10 +253,10 @@ def test_proxy_variables_do_not_divert_calls(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     with (
         ScriptedServer(lambda _: Answer(body=LEASE)) as server,
-        CoordinatorLink(server.url) as link,
+        CoordinatorClient(server.url) as client,
     ):
-        assert link.release("lease-1", 7).epoch == 7
+        assert client.release_lease("lease-1", 7).epoch == 7
 
 
 def test_the_token_is_in_no_representation() -> None:
-    assert "hush" not in repr(CoordinatorLink("http://127.0.0.1:1", "hush"))
+    assert "hush" not in repr(CoordinatorClient("http://127.0.0.1:1", "hush"))

@@ -1,0 +1,153 @@
+"""Calls in the terms of httpx: addresses, trust, requests, answers, errors.
+
+Errors arrive as the types of `aqua_protocol.errors`, rebuilt from the body. No answer, or an answer
+that is not Aqua's, is an `UnavailableError` that names the address.
+
+Environment proxies are not used: the coordinator is an address inside the cluster, and a proxy
+variable set for downloads must not carry its tokens elsewhere.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from aqua_protocol.errors import (
+    AquaError,
+    ConfigError,
+    ErrorBody,
+    UnavailableError,
+    UnknownResourceError,
+    error_from_body,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aqua_client.calls import Call
+
+AnswerT = TypeVar("AnswerT")
+
+MAX_CONNECTIONS: Final = 4
+"""Connections kept open: a member reports from one thread and allocates from another, and twice
+that is room for a listing beside them. More would only lie idle at the coordinator."""
+
+
+def options_of(
+    url: str, token: str | None, ca_file: Path | None, timeout_s: float
+) -> dict[str, Any]:
+    """Arguments of `httpx.Client` and `httpx.AsyncClient` for a coordinator at `url`.
+
+    Raises:
+        ConfigError: The address or the certificate file is no good.
+    """
+    address = address_of(url)
+    return {
+        "base_url": address,
+        "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
+        "timeout": timeout_s,
+        "limits": httpx.Limits(
+            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+        ),
+        # Made only for https: loading the system's certificates takes tens of milliseconds.
+        "verify": _trust(ca_file) if address.startswith("https") else False,
+        "trust_env": False,
+    }
+
+
+def address_of(url: str) -> str:
+    """The address without a slash at its end.
+
+    Raises:
+        ConfigError: It is none, or more than an address.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ConfigError(f"{url!r} is not an address: {error}") from error
+    extra = parsed.path.strip("/") or parsed.query or parsed.fragment or parsed.userinfo
+    if parsed.scheme not in {"http", "https"} or not parsed.host or extra:
+        raise ConfigError(
+            f"{url!r} is not a coordinator's address",
+            remedy="Write AQUA_COORDINATOR_URL (or --url) as http://host:port, without a path.",
+        )
+    return str(parsed).rstrip("/")
+
+
+def _trust(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read certificates from {ca_file}: {error}",
+            remedy="Point AQUA_CA_FILE at a PEM file with the coordinator's authority.",
+        ) from error
+
+
+def request_of(call: Call[AnswerT]) -> dict[str, Any]:
+    """Arguments of `request` of either httpx client."""
+    headers = {} if call.body is None else {"Content-Type": "application/json"}
+    if call.idempotency_key is not None:
+        headers["Idempotency-Key"] = call.idempotency_key
+    return {
+        "method": call.method,
+        "url": call.path,
+        "content": call.body,
+        "params": call.params or None,
+        "headers": headers,
+    }
+
+
+def answer_of(call: Call[AnswerT], response: httpx.Response) -> AnswerT:
+    """What the response says.
+
+    Raises:
+        AquaError: What the coordinator refused with.
+        UnavailableError: It cannot answer now, or is no coordinator of this version.
+    """
+    if response.is_success:
+        try:
+            return call.read(response.content)
+        except ValidationError as error:
+            raise _not_aqua(response) from error
+    refusal = error_of(response)
+    if call.absent_is_done and isinstance(refusal, UnknownResourceError):
+        return call.read(b"")
+    raise refusal
+
+
+def error_of(response: httpx.Response) -> AquaError:
+    """The error that a response carries; its body has been read."""
+    try:
+        return error_from_body(ErrorBody.model_validate_json(response.content))
+    except ValidationError:
+        return _not_aqua(response)
+
+
+def no_answer(url: str, error: httpx.HTTPError) -> UnavailableError:
+    """Nothing came back."""
+    return UnavailableError(
+        f"no answer from the coordinator at {url}: {str(error) or type(error).__name__}",
+        remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
+        url=url,
+    )
+
+
+def _not_aqua(response: httpx.Response) -> UnavailableError:
+    """Something answered that is not a coordinator of this version, a proxy's error page say."""
+    return UnavailableError(
+        f"{response.request.method} {response.request.url} was answered with status "
+        f"{response.status_code} and a body that is not Aqua's",
+        remedy="Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version.",
+        retry_after_s=_retry_after_s(response),
+        status=response.status_code,
+    )
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """`Retry-After` in seconds, as proxies send it with 429 and 503; a date is left to the rule."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdecimal() else None
