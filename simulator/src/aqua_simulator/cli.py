@@ -202,7 +202,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     plot: Plot = None,
 ) -> None:
     """Serve a trace on simulated engines with vLLM's rules, under a policy of `aqua_schedulers`."""
-    from aqua_schedulers.cfs import FairSettings, OfflinePolicy
+    from aqua_schedulers.cfs import FairSettings, PolicyName
     from aqua_simulator.serving.cluster import Cluster
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
@@ -218,7 +218,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         page_to=page_to,
         page_bytes=int(page_gb * 1e9),
         copies_overlap=copies_overlap,
-        policy=OfflinePolicy.named(policy),
+        policy=PolicyName.named(policy),
         fair=FairSettings(slice_iterations=slice_iterations, fcfs_on_host=fcfs_on_host),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Shaped
 
-from aqua_simulator.offline.state import USAGE_COMPUTE, USAGE_MEMORY, USAGE_STEPS
 from aqua_simulator.serving.request import Served
 from aqua_simulator.timing.evaluation import Score
 from aqua_simulator.timing.fit import Fit, Fitted
@@ -105,15 +104,15 @@ def draw_replay(recorded: Sequence[Served], simulated: Sequence[Served], path: P
     save(path, draw)
 
 
-def draw_usage(usage: NDArray[np.float64], path: Path) -> None:
+def draw_usage(usage: Shaped[np.ndarray, " bins"], path: Path) -> None:
     """Compute and memory time per step over the steps of an offline run."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        steps = usage[:, USAGE_STEPS]
+        steps = usage["step_count"]
         at = np.cumsum(steps) / 1e3
-        axes.plot(at, usage[:, USAGE_COMPUTE] / steps * 1e3, label="compute")
-        axes.plot(at, usage[:, USAGE_MEMORY] / steps * 1e3, label="memory")
+        axes.plot(at, usage["compute_s"] / steps * 1e3, label="compute")
+        axes.plot(at, usage["memory_s"] / steps * 1e3, label="memory")
         axes.set_xlabel("thousand steps")
         axes.set_ylabel("ms per step")
         axes.legend()

@@ -24,7 +24,6 @@ from aqua_schedulers.blendserve import (
     prepare,
     split_among,
 )
-from aqua_schedulers.blendserve.dual_scanner import LEFT_RESERVED, RIGHT_RESERVED
 from aqua_schedulers.blendserve.order import charged
 from aqua_schedulers.blendserve.paper import PaperBlend
 from aqua_schedulers.blendserve.partition import left_share
@@ -209,9 +208,8 @@ def test_the_scanner_never_reserves_more_than_the_memory(pool: RequestPool, seed
         if len(runtime.done) == pool.request_count:
             break
         plan = policy.plan(runtime.view)
-        cursor = policy._ends.cursor
         running = len(runtime.left) + len(plan.admit)
-        reserved = int(cursor[LEFT_RESERVED] + cursor[RIGHT_RESERVED])
+        reserved = policy.reserved_tokens
         assert reserved <= CAPACITY or running == 1, (reserved, running)
         runtime.step(np.asarray(plan.admit).tolist())
 

@@ -27,8 +27,7 @@ from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
     NONE,
     RIGHT,
-    next_left,
-    next_right,
+    next_request,
     open_scanner,
     settle,
     take,
@@ -220,17 +219,17 @@ def test_a_retracted_request_is_offered_again(mode: BlendMode) -> None:
 def test_what_was_taken_out_of_turn_and_handed_back_is_offered_once() -> None:
     tree = tree_of(*[[index] * 4 for index in range(5)])
     order = prepare(pool_of(tree, [3000, 2900, 2800, 2700, 2]), A100).order
-    ends = open_scanner(order, np.full(5, 10))
+    scanner = open_scanner(order, np.full(5, 10))
     middle = int(order.requests[2])
-    take(ends, middle, RIGHT)
-    settle(ends, NOTHING, np.array([middle], np.int32))
+    take(scanner, middle, RIGHT)
+    settle(scanner, NOTHING, np.array([middle], np.int32))
     # Both the stack of the right end and the untouched part of the order hold it now.
     offered = []
-    while (request := next_left(ends)) != NONE:
-        take(ends, request, LEFT)
+    while (request := next_request(scanner, LEFT)) != NONE:
+        take(scanner, request, LEFT)
         offered.append(request)
     assert sorted(offered) == list(range(5))
-    assert next_right(ends) == NONE
+    assert next_request(scanner, RIGHT) == NONE
 
 
 def test_the_paper_paces_steps_at_the_density_of_the_pool() -> None:

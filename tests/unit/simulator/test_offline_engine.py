@@ -177,9 +177,9 @@ def test_a_policy_that_admits_nothing_is_named_as_the_culprit() -> None:
 
 def test_usage_adds_up_to_the_run() -> None:
     result, _ = serve(workload([100] * 30, [30] * 30))
-    assert result.usage[:, 0].sum() == result.step_count
-    assert result.usage[:, 1].sum() == pytest.approx(result.compute_s)
-    assert result.usage[:, 3].sum() == pytest.approx(result.makespan_s)
+    assert result.usage["step_count"].sum() == result.step_count
+    assert result.usage["compute_s"].sum() == pytest.approx(result.compute_s)
+    assert result.usage["elapsed_s"].sum() == pytest.approx(result.makespan_s)
 
 
 @pytest.mark.parametrize(

@@ -25,99 +25,68 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.dual_scanner import (
-    BACK,
-    DONE_COUNT,
-    FRONT,
     LEFT,
-    LEFT_RETRIES,
+    MAX_ADMITTED,
     NONE,
     POOLED,
     RIGHT,
-    RIGHT_RETRIES,
     DualScanner,
-    next_left,
-    next_right,
+    next_request,
     open_scanner,
 )
 from aqua_schedulers.blendserve.foresight_state import (
-    ADMITTED,
-    AMOUNT_SLOTS,
-    BUDGET,
-    BUILT_AT,
-    CAPACITY,
-    COMPUTE_LEFT,
-    DECODING,
-    DIRTY,
-    KV_TOKEN_S,
-    LEAST_TOKENS,
-    LEFT_NEED,
-    LEFT_OUTPUT,
-    LEFT_STEPS,
-    LOGICAL,
-    LONG_COUNT,
-    LONG_FROM,
     LONG_TOKENS,
-    LONGEST_ADMISSION,
-    MAX_STEP,
-    MEMORY_LEFT,
-    MOST_LONG,
-    NUMBER_SLOTS,
-    PENDING,
-    PHYSICAL,
-    PREFILLING,
-    RUNNING_COMPUTE,
-    RUNNING_MEMORY,
-    STEP,
-    STEPS_LEFT,
-    TOKEN_S,
+    MAX_LONG,
     ForesightState,
+    Totals,
     admit,
+    forecast_again,
     ramp,
-    rebuild,
-    settle_books,
-    weigh_short,
+    settle_state,
+    sum_short,
 )
 from aqua_schedulers.blendserve.length_learner import LengthLearner
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 from aqua_schedulers.blendserve.order import BlendOrder, blend_order, charged, weigh
 from aqua_schedulers.blendserve.timeline import Timeline, empty_timeline, peak_with
 from aqua_schedulers.blendserve.tree import PrefixTree
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, record
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-REBUILD_STEPS: Final = 64
-"""The forecast is made anew after so many steps, or when a long request came or went."""
+FORECAST_STEPS: Final = 64
+"""The forecast is made anew after so many steps, or when a long request came or went. Doubled, it
+costs half as much and memory is filled a little later."""
 
 LEAST_STEP_TOKENS: Final = 32
 """Smallest step where reading the weights costs nothing; it keeps prompts moving while contexts
 are short. Where it does cost (`ResourceCost.linear_floor_s`), steps below its worth in tokens are
-never planned."""
+never planned. Doubled, the first steps of a run hide less compute."""
 
 SPREAD_SHARE: Final = 0.8
 """Part of the spare compute to spread over the tail; the rest covers tails that last longer than
-they were expected to."""
+they were expected to. At 1 such tails run out of compute to hide behind their memory time; at half
+the value the end's steps, each of which reads the weights, are twice as many."""
 
 PACE_MARGIN: Final = 0.05
 """How far the pace goes from 1 towards what remains. Enough that steps which miss their pace by a
 little still hide the smaller resource; and little, because an estimate that has the wrong sign
-costs as much of the smaller resource as the pace is wrong by."""
+costs as much of the smaller resource as the pace is wrong by: doubled, twice as much."""
 
 LEAST_HORIZON_STEPS: Final = 8
-"""A left-end request lives at least so long; meanwhile every long request grows by as much."""
+"""A left-end request lives at least so many steps; meanwhile every long request grows by as much.
+Doubled, a few more tokens of memory stay free."""
 
 MEMORY_MARGIN: Final = 0.02
-"""Share of the memory left to what a forecast in buckets and means cannot see."""
+"""Share of the memory left to what a forecast in buckets and means cannot see: about what runs with
+exact lengths need to retract nothing. Doubled, that share of the memory more stays unused."""
 
 NEIGHBOURS: Final = 8
-"""Requests that are tried beside the one that bisection finds."""
+"""Requests that are tried beside the one that bisection finds. Doubled, a full memory costs twice
+the forecasts in every step that looks."""
 
 
 class ForesightBlend:
@@ -141,19 +110,28 @@ class ForesightBlend:
         lengths: LengthEstimate,
         *,
         tree: PrefixTree,
-        fresh_tokens: Int64s,
-        compute_s: Floats,
-        memory_s: Floats,
+        fresh_tokens: Int64[np.ndarray, " requests"],
+        compute_s: Float64[np.ndarray, " requests"],
+        memory_s: Float64[np.ndarray, " requests"],
         cost: ResourceCost,
         capacity_tokens: int,
         max_step_tokens: int,
     ) -> None:
         count = len(order.requests)
-        prompt_tokens = tree.prompt_tokens
-        reserved = prompt_tokens + np.ceil(lengths.mean).astype(np.int64)
-        self._ends = open_scanner(order, reserved)
-        self._desk = ForesightState(
-            prompt_tokens.astype(np.int64),
+        floor_tokens = cost.linear_floor_s / cost.linear_s_per_token
+        reserved = tree.prompt_tokens + np.ceil(lengths.mean).astype(np.int64)
+        self._scanner = open_scanner(order, reserved)
+        totals = Totals(
+            max_step_tokens=max_step_tokens,
+            linear_s_per_token=cost.linear_s_per_token,
+            decode_s_per_kv_token=cost.decode_s_per_kv_token,
+            least_step_tokens=max(float(LEAST_STEP_TOKENS), floor_tokens),
+            pooled_compute_s=compute_s.sum(),
+            pooled_memory_s=memory_s.sum(),
+            long_from=_long_from(order.requests, lengths.mean),
+        )
+        self._state = ForesightState(
+            tree.prompt_tokens.astype(np.int64),
             fresh_tokens.astype(np.int64),
             lengths.mean.copy(),
             lengths.exact,
@@ -161,21 +139,11 @@ class ForesightBlend:
             memory_s.copy(),
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
-            np.zeros(MOST_LONG, np.int32),
-            np.zeros(LONGEST_ADMISSION, np.int32),
-            np.zeros(NUMBER_SLOTS, np.int64),
-            np.zeros(AMOUNT_SLOTS),
+            np.zeros(MAX_LONG, np.int32),
+            np.zeros(MAX_ADMITTED, np.int32),
+            record(totals),
         )
-        self._desk.amount[COMPUTE_LEFT] = compute_s.sum()
-        self._desk.amount[MEMORY_LEFT] = memory_s.sum()
-        floor_tokens = cost.linear_floor_s / cost.linear_s_per_token
-        self._desk.amount[TOKEN_S] = cost.linear_s_per_token
-        self._desk.amount[KV_TOKEN_S] = cost.decode_s_per_kv_token
-        self._desk.amount[LEAST_TOKENS] = max(float(LEAST_STEP_TOKENS), floor_tokens)
-        self._desk.number[MAX_STEP] = max_step_tokens
-        self._desk.number[DIRTY] = 1
-        weigh_short(self._ends, self._desk)
-        self._desk.number[LONG_FROM] = _long_from(order.requests, lengths.mean)
+        sum_short(self._scanner, self._state)
         self._tree = tree
         self._cost = cost
         self._square = lengths.square.copy()
@@ -183,36 +151,34 @@ class ForesightBlend:
         self._learner = LengthLearner(lengths)
         self._timeline = empty_timeline(float(min(capacity_tokens, lengths.mean.max() * 1.5)))
 
-    @property
-    def finished_count(self) -> int:
-        """Requests that ended."""
-        return int(self._ends.cursor[DONE_COUNT])
-
     def plan(self, view: BatchView) -> StepPlan:
         """Fill memory from the right, fill the step from the left."""
         if len(view.finished) or len(view.retracted) or len(view.refused):
             returned = np.concatenate([view.retracted, view.refused])
             look = len(view.finished) > 0 and self._observe(view)
-            settle_books(self._ends, self._desk, view.finished, returned)
+            settle_state(self._scanner, self._state, view.finished, returned)
             if look:
                 self._correct(view.step_index)
-        number = self._desk.number
-        number[STEP] = view.step_index
-        number[DECODING] = view.decoding_count
-        number[PREFILLING] = view.prefilling_count
-        number[PENDING] = view.pending_prefill_tokens
-        number[LOGICAL] = view.logical_kv_tokens
-        number[PHYSICAL] = view.physical_kv_tokens
-        number[CAPACITY] = view.capacity_tokens
-        _plan(self._ends, self._desk, self._timeline)
-        return StepPlan(self._desk.admitted[: number[ADMITTED]].copy(), int(number[BUDGET]))
+        admitted_count, token_budget = _plan(
+            self._scanner,
+            self._state,
+            self._timeline,
+            view.step_index,
+            view.decoding_count,
+            view.prefilling_count,
+            view.pending_prefill_tokens,
+            view.logical_kv_tokens,
+            view.physical_kv_tokens,
+            view.capacity_tokens,
+        )
+        return StepPlan(self._state.admitted[:admitted_count].copy(), token_budget)
 
     def _observe(self, view: BatchView) -> bool:
         """Tell the learner what ended; True when it is time to look."""
         tokens = view.finished_tokens.astype(np.int64)
         if len(tokens) != len(view.finished):
-            ran = view.step_index - self._desk.admitted_at[view.finished]
-            tokens = np.maximum(1, ran + self._desk.generated[view.finished])
+            ran = view.step_index - self._state.admitted_at[view.finished]
+            tokens = np.maximum(1, ran + self._state.generated[view.finished])
         return self._learner.observe(view.finished, tokens)
 
     def _correct(self, step: int) -> None:
@@ -221,50 +187,55 @@ class ForesightBlend:
         Running requests keep their estimate (their ramps extend themselves), so what was booked
         for them is booked off again unchanged.
         """
-        desk, ends = self._desk, self._ends
-        running = desk.running_long[: desk.number[LONG_COUNT]]
-        generated = desk.generated[running] + np.maximum(0, step - desk.admitted_at[running])
-        corrected = self._learner.corrected(desk.mean, self._square, running, generated)
+        state, scanner = self._state, self._scanner
+        totals = state.totals[0]
+        running = state.running_long[: totals.long_count]
+        generated = state.generated[running] + np.maximum(0, step - state.admitted_at[running])
+        corrected = self._learner.corrected(state.mean, self._square, running, generated)
         if corrected is None:
             return
-        pooled = ends.where == POOLED
-        desk.mean[pooled] = corrected[0][pooled]
+        pooled = scanner.status == POOLED
+        state.mean[pooled] = corrected[0][pooled]
         self._square[pooled] = corrected[1][pooled]
-        lengths = LengthEstimate(desk.mean, self._square, desk.exact, self._group)
+        lengths = LengthEstimate(state.mean, self._square, state.exact, self._group)
         resources = weigh(self._tree, lengths, self._cost)
         order = blend_order(self._tree, resources)
         compute = np.empty(len(pooled))
         compute[order.requests] = charged(self._tree, resources.fresh_compute_s, order.requests)
-        desk.compute[pooled] = compute[pooled]
-        desk.memory[pooled] = resources.leaf_memory_s[pooled]
-        ends.reserved[pooled] = self._tree.prompt_tokens[pooled] + np.ceil(desk.mean[pooled])
+        state.compute[pooled] = compute[pooled]
+        state.memory[pooled] = resources.leaf_memory_s[pooled]
+        scanner.reserved[pooled] = self._tree.prompt_tokens[pooled] + np.ceil(state.mean[pooled])
         keep = pooled[order.requests]
         waiting = order.requests[keep]
-        ends.order[: len(waiting)] = waiting
-        ends.unit_of[: len(waiting)] = order.unit_of[keep]
-        self._ends = ends._replace(unit_density=order.unit_density)
-        ends.cursor[FRONT], ends.cursor[BACK] = 0, len(waiting) - 1
+        scanner.order[: len(waiting)] = waiting
+        scanner.unit_of[: len(waiting)] = order.unit_of[keep]
+        self._scanner = scanner._replace(unit_density=order.unit_density)
+        left, right = scanner.ends
+        left.place, right.place = 0, len(waiting) - 1
         # Handed-back requests are pooled and thus in the order again.
-        ends.cursor[LEFT_RETRIES] = ends.cursor[RIGHT_RETRIES] = 0
-        ends.stacked[:] = 0
-        desk.number[LONG_FROM] = _long_from(waiting, desk.mean)
-        desk.number[DIRTY] = 1
-        desk.amount[COMPUTE_LEFT] = desk.compute[pooled].sum()
-        desk.amount[MEMORY_LEFT] = desk.memory[pooled].sum()
-        weigh_short(self._ends, desk)
+        left.retry_count = right.retry_count = 0
+        scanner.is_stacked[:] = 0
+        totals.long_from = _long_from(waiting, state.mean)
+        totals.is_stale = 1
+        totals.pooled_compute_s = state.compute[pooled].sum()
+        totals.pooled_memory_s = state.memory[pooled].sum()
+        sum_short(self._scanner, state)
 
 
-def _long_from(requests: Int32s, mean: Floats) -> int:
+def _long_from(
+    requests: Int32[np.ndarray, " pooled"], mean: Float64[np.ndarray, " requests"]
+) -> int:
     """First place of the order behind which all requests are long."""
     short = np.flatnonzero(mean[requests] <= LONG_TOKENS)
     return int(short[-1]) + 1 if len(short) else 0
 
 
 @compiled
-def _pace(desk: ForesightState) -> float:
+def _pace(state: ForesightState) -> float:
     """Compute per memory time that a step aims for."""
-    compute = desk.amount[COMPUTE_LEFT] + desk.amount[RUNNING_COMPUTE]
-    memory = desk.amount[MEMORY_LEFT] + desk.amount[RUNNING_MEMORY]
+    totals = state.totals[0]
+    compute = totals.pooled_compute_s + totals.running_compute_s
+    memory = totals.pooled_memory_s + totals.running_memory_s
     if memory <= 0.0:
         return 1e9
     excess = float(max(0.0, compute) / memory) - 1.0
@@ -272,16 +243,14 @@ def _pace(desk: ForesightState) -> float:
 
 
 @compiled
-def _long_waits(ends: DualScanner, desk: ForesightState) -> bool:
+def _long_waits(scanner: DualScanner, state: ForesightState) -> bool:
     """Whether a long request is still pooled at the right end."""
-    cursor = ends.cursor
-    return bool(
-        cursor[BACK] >= max(desk.number[LONG_FROM], cursor[FRONT]) or cursor[RIGHT_RETRIES] > 0
-    )
+    left, right = scanner.ends[LEFT], scanner.ends[RIGHT]
+    return bool(right.place >= max(state.totals[0].long_from, left.place) or right.retry_count > 0)
 
 
 @compiled
-def _spread(ends: DualScanner, desk: ForesightState, pace: float) -> float:
+def _spread(scanner: DualScanner, state: ForesightState, pace: float) -> float:
     """Tokens per step beyond the pace that use up compute while the tail of long requests lasts.
 
     Once no long request waits, the steps to come are counted: as many as the longest one that runs
@@ -289,38 +258,39 @@ def _spread(ends: DualScanner, desk: ForesightState, pace: float) -> float:
     these steps: that hides as much as keeping it for the end, and saves the end's steps, each of
     which reads the weights.
     """
-    number, amount = desk.number, desk.amount
-    if _long_waits(ends, desk) or amount[STEPS_LEFT] <= 0.0:
+    totals = state.totals[0]
+    if _long_waits(scanner, state) or totals.longest_steps <= 0.0:
         return 0.0
-    elapsed = number[STEP] - number[BUILT_AT]
-    spare = amount[COMPUTE_LEFT] - pace * (amount[MEMORY_LEFT] + amount[RUNNING_MEMORY])
-    steps = max(1.0, amount[STEPS_LEFT] - elapsed)
-    return float(max(0.0, SPREAD_SHARE * spare) / amount[TOKEN_S] / steps)
+    elapsed = totals.step - totals.forecast_step
+    spare = totals.pooled_compute_s - pace * (totals.pooled_memory_s + totals.running_memory_s)
+    steps = max(1.0, totals.longest_steps - elapsed)
+    return float(max(0.0, SPREAD_SHARE * spare) / totals.linear_s_per_token / steps)
 
 
 @compiled
 def _shorter_that_fits(
-    ends: DualScanner, desk: ForesightState, timeline: Timeline, room: float
+    scanner: DualScanner, state: ForesightState, timeline: Timeline, room: float
 ) -> int:
     """The rightmost pooled long request whose ramp fits, if the very next one does not.
 
     Long requests at the right end run from long to short when lengths are known, so bisection
     finds the place; a few neighbours are tried because holes and several units disturb the order.
     """
-    low, high = max(desk.number[LONG_FROM], ends.cursor[FRONT]), ends.cursor[BACK]
+    lowest = max(state.totals[0].long_from, scanner.ends[LEFT].place)
+    low, high = lowest, scanner.ends[RIGHT].place
     while low < high:
         middle = (low + high + 1) // 2
-        held, left = ramp(desk, ends.order[middle])
+        held, left = ramp(state, scanner.order[middle])
         if peak_with(timeline, held, left) <= room:
             low = middle
         else:
             high = middle - 1
     tried = 0
     place = low
-    while place >= max(desk.number[LONG_FROM], ends.cursor[FRONT]) and tried < NEIGHBOURS:
-        request = ends.order[place]
-        if ends.where[request] == POOLED:
-            held, left = ramp(desk, request)
+    while place >= lowest and tried < NEIGHBOURS:
+        request = scanner.order[place]
+        if scanner.status[request] == POOLED:
+            held, left = ramp(state, request)
             if peak_with(timeline, held, left) <= room:
                 return int(request)
             tried += 1
@@ -329,93 +299,115 @@ def _shorter_that_fits(
 
 
 @compiled
-def _budget(ends: DualScanner, desk: ForesightState, pace: float) -> int:
+def _budget(scanner: DualScanner, state: ForesightState, pace: float) -> int:
     """Tokens of the step: what hides the smaller resource, and what can be spared beyond."""
-    number, amount = desk.number, desk.amount
-    most = float(number[MAX_STEP])
-    hidden = pace * amount[KV_TOKEN_S] / amount[TOKEN_S] * (number[LOGICAL] + number[DECODING])
-    if pace > 1.0 and number[LONG_COUNT] == 0 and not _long_waits(ends, desk):
+    totals = state.totals[0]
+    most = float(totals.max_step_tokens)
+    hidden = pace * totals.decode_s_per_kv_token / totals.linear_s_per_token
+    hidden *= totals.logical_kv_tokens + totals.decoding_count
+    if pace > 1.0 and totals.long_count == 0 and not _long_waits(scanner, state):
         # Nothing holds the memory for long: contexts follow the pace, and any pace would do.
         hidden = most
     elif pace > 1.0:
-        hidden += _spread(ends, desk, pace)
-    budget = int(min(most, max(hidden, amount[LEAST_TOKENS])))
-    return int(max(budget, number[DECODING] + 1))
+        hidden += _spread(scanner, state, pace)
+    budget = int(min(most, max(hidden, totals.least_step_tokens)))
+    return int(max(budget, totals.decoding_count + 1))
 
 
 @compiled
 def _next_for_memory(
-    ends: DualScanner, desk: ForesightState, timeline: Timeline, usable: float
+    scanner: DualScanner, state: ForesightState, timeline: Timeline, usable: float
 ) -> int:
     """The right end's next request that has room now and later, or NONE."""
-    number, amount = desk.number, desk.amount
-    request = next_right(ends)
-    if request == NONE or number[LONG_COUNT] >= MOST_LONG:
+    totals = state.totals[0]
+    request = next_request(scanner, RIGHT)
+    if request == NONE or totals.long_count >= MAX_LONG:
         return NONE
-    if desk.mean[request] <= LONG_TOKENS:
-        grown = number[PHYSICAL] + desk.fresh[request] + desk.mean[request]
-        grown += amount[LEFT_OUTPUT] / 2 + amount[LEFT_NEED]
-        return request if grown <= usable and number[PENDING] <= 2 * number[BUDGET] else NONE
-    room = usable - min(amount[LEFT_NEED], usable / 2)
-    held, left = ramp(desk, request)
+    if state.mean[request] <= LONG_TOKENS:
+        grown = totals.physical_kv_tokens + state.fresh[request] + state.mean[request]
+        grown += totals.left_output_tokens / 2 + totals.left_need_tokens
+        keeps_up = totals.pending_prefill_tokens <= 2 * totals.token_budget
+        return request if grown <= usable and keeps_up else NONE
+    room = usable - min(totals.left_need_tokens, usable / 2)
+    held, left = ramp(state, request)
     if peak_with(timeline, held, left) > room:
-        request = _shorter_that_fits(ends, desk, timeline, room)
-    if request == NONE or number[PHYSICAL] + desk.fresh[request] > usable:
+        request = _shorter_that_fits(scanner, state, timeline, room)
+    if request == NONE or totals.physical_kv_tokens + state.fresh[request] > usable:
         return NONE
     return request
 
 
 @compiled
 def _next_for_step(
-    ends: DualScanner, desk: ForesightState, timeline: Timeline, usable: float
+    scanner: DualScanner, state: ForesightState, timeline: Timeline, usable: float
 ) -> int:
     """The left end's next request that has room now and while it lives, or NONE."""
-    number = desk.number
-    request = next_left(ends)
+    totals = state.totals[0]
+    request = next_request(scanner, LEFT)
     if request == NONE:
         return NONE
-    if desk.mean[request] > LONG_TOKENS:
-        held, left = ramp(desk, request)
-        if number[LONG_COUNT] >= MOST_LONG or peak_with(timeline, held, left) > usable:
+    if state.mean[request] > LONG_TOKENS:
+        held, left = ramp(state, request)
+        if totals.long_count >= MAX_LONG or peak_with(timeline, held, left) > usable:
             return NONE
-    grown = number[PHYSICAL] + desk.fresh[request] + desk.mean[request]
-    horizon = max(float(LEAST_HORIZON_STEPS), desk.amount[LEFT_STEPS])
-    grown += desk.amount[LEFT_OUTPUT] / 2 + number[LONG_COUNT] * horizon
+    grown = totals.physical_kv_tokens + state.fresh[request] + state.mean[request]
+    horizon = max(float(LEAST_HORIZON_STEPS), totals.left_steps)
+    grown += totals.left_output_tokens / 2 + totals.long_count * horizon
     return request if grown <= usable else NONE
 
 
 @compiled
-def _plan(ends: DualScanner, desk: ForesightState, timeline: Timeline) -> None:
-    """Decide the step: BUDGET and the admitted requests."""
-    number, amount = desk.number, desk.amount
-    number[ADMITTED] = 0
-    pace = _pace(desk)
-    due = number[DIRTY] != 0 or number[STEP] - number[BUILT_AT] >= REBUILD_STEPS
+def _plan(  # noqa: PLR0913, PLR0917 - the counters of a `BatchView`
+    scanner: DualScanner,
+    state: ForesightState,
+    timeline: Timeline,
+    step: int,
+    decoding_count: int,
+    prefilling_count: int,
+    pending_prefill_tokens: int,
+    logical_kv_tokens: int,
+    physical_kv_tokens: int,
+    capacity_tokens: int,
+) -> tuple[int, int]:
+    """Decide the step; returns how many of `state.admitted` to admit, and the token budget."""
+    totals = state.totals[0]
+    totals.step = step
+    totals.decoding_count = decoding_count
+    totals.prefilling_count = prefilling_count
+    totals.pending_prefill_tokens = pending_prefill_tokens
+    totals.logical_kv_tokens = logical_kv_tokens
+    totals.physical_kv_tokens = physical_kv_tokens
+    totals.capacity_tokens = capacity_tokens
+    totals.admitted_count = 0
+    pace = _pace(state)
+    due = totals.is_stale != 0 or totals.step - totals.forecast_step >= FORECAST_STEPS
     if due:
-        full = max(1.0, pace) * amount[KV_TOKEN_S] / amount[TOKEN_S] * number[CAPACITY]
-        rebuild(ends, desk, timeline, min(float(number[MAX_STEP]), full))
-    number[BUDGET] = _budget(ends, desk, pace)
-    usable = number[CAPACITY] * (1.0 - MEMORY_MARGIN)
+        full = max(1.0, pace) * totals.decode_s_per_kv_token / totals.linear_s_per_token
+        full *= totals.capacity_tokens
+        forecast_again(scanner, state, timeline, min(float(totals.max_step_tokens), full))
+    totals.token_budget = _budget(scanner, state, pace)
+    usable = totals.capacity_tokens * (1.0 - MEMORY_MARGIN)
     # The right end fills the memory. While a long request waits there, only a new forecast can
     # have changed the answer.
-    right_open = due or ends.cursor[RIGHT_RETRIES] > 0 or not _long_waits(ends, desk)
-    while right_open and number[ADMITTED] < LONGEST_ADMISSION:
-        request = _next_for_memory(ends, desk, timeline, usable)
+    right_open = due or scanner.ends[RIGHT].retry_count > 0 or not _long_waits(scanner, state)
+    while right_open and totals.admitted_count < MAX_ADMITTED:
+        request = _next_for_memory(scanner, state, timeline, usable)
         if request == NONE:
             break
-        admit(ends, desk, timeline, request, RIGHT)
+        admit(scanner, state, timeline, request, RIGHT)
     # The left end fills the step.
-    room = number[BUDGET] - number[DECODING]
-    while number[PENDING] < room and number[ADMITTED] < LONGEST_ADMISSION:
-        request = _next_for_step(ends, desk, timeline, usable)
+    room = totals.token_budget - totals.decoding_count
+    while totals.pending_prefill_tokens < room and totals.admitted_count < MAX_ADMITTED:
+        request = _next_for_step(scanner, state, timeline, usable)
         if request == NONE:
             break
-        admit(ends, desk, timeline, request, LEFT)
-    if number[ADMITTED] + number[DECODING] + number[PREFILLING] == 0:
-        request = next_right(ends)
+        admit(scanner, state, timeline, request, LEFT)
+    if totals.admitted_count + totals.decoding_count + totals.prefilling_count == 0:
+        side = RIGHT
+        request = next_request(scanner, side)
+        if request == NONE:
+            side = LEFT
+            request = next_request(scanner, side)
         if request != NONE:
-            admit(ends, desk, timeline, request, RIGHT)
-        else:
-            request = next_left(ends)
-            if request != NONE:
-                admit(ends, desk, timeline, request, LEFT)
+            admit(scanner, state, timeline, request, side)
+    return totals.admitted_count, totals.token_budget

@@ -1,4 +1,4 @@
-"""The books of `foresight`: every request, the engine's counters, and the forecast of memory.
+"""What the foresight policy knows: every request, the sums over them, and the forecast of memory.
 
 Flat arrays and compiled functions, because they are read and written at every engine step. What
 they promise: sums over pooled requests equal the sum of their parts at any time, a request counts
@@ -8,70 +8,88 @@ run. What they do not do: decide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float64, Int32, Int64
 
-from aqua_schedulers.blendserve.dual_scanner import BACK, FRONT, POOLED, DualScanner, settle, take
+from aqua_schedulers.blendserve.dual_scanner import LEFT, POOLED, RIGHT, DualScanner, settle, take
 from aqua_schedulers.blendserve.timeline import Timeline, add, remaining_tokens
 from aqua_schedulers.compiled import compiled
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-LONGEST_ADMISSION: Final = 4096
-"""Requests that one step may admit; a bound for the buffer, far above any step's need."""
-
 LONG_TOKENS: Final = 1024
-"""Requests expected to generate more are forecast one by one, shorter ones in sum."""
+"""Requests expected to generate more tokens are forecast one by one, shorter ones in sum: by the
+lengths of the paper's traces, chats end below it and videos begin above. Doubled, requests that
+hold memory for a thousand steps are forecast as if they left at once."""
 
-MOST_LONG: Final = 4096
-"""Long requests that may run at once; a bound for the list of them."""
+MAX_LONG: Final = 4096
+"""Long requests that may run at once; a bound for the list of them, above any engine's
+`max_num_seqs`. Doubled, the list takes 16 KiB more."""
 
 WINDOW: Final = 256
-"""Left-end requests that are looked at to see how much memory the left end needs."""
+"""Left-end requests that are looked at to see how much memory the left end needs: about a step's
+worth of short prompts. Doubled, a forecast takes longer and notices a new kind of request later."""
 
-# Slots of `ForesightState.number`: the run, then the engine's counters of this step.
-STEP: Final = 0
-LONG_COUNT: Final = 1
-BUILT_AT: Final = 2
-LONG_FROM: Final = 3
-DIRTY: Final = 4
-DECODING: Final = 5
-PREFILLING: Final = 6
-PENDING: Final = 7
-LOGICAL: Final = 8
-PHYSICAL: Final = 9
-CAPACITY: Final = 10
-MAX_STEP: Final = 11
-BUDGET: Final = 12
-ADMITTED: Final = 13
-NUMBER_SLOTS: Final = 14
 
-# Slots of `ForesightState.amount`: what is pooled, what runs, then the engine's rates.
-COMPUTE_LEFT: Final = 0
-MEMORY_LEFT: Final = 1
-LEFT_NEED: Final = 2
-LEFT_OUTPUT: Final = 3
-RUNNING_COMPUTE: Final = 4
-RUNNING_MEMORY: Final = 5
-SHORT_TOKENS: Final = 6
-SHORT_TOKEN_STEPS: Final = 7
-STEPS_LEFT: Final = 8
-TOKEN_S: Final = 9
-KV_TOKEN_S: Final = 10
-LEAST_TOKENS: Final = 11
-LEFT_STEPS: Final = 12
-AMOUNT_SLOTS: Final = 13
+@dataclass(slots=True)
+class Totals:
+    """Counters of the run, the engine's counters of this step, and sums over requests.
+
+    Attributes:
+        step: Index of the step that is planned.
+        long_count: Long requests that run.
+        forecast_step: Step of the last forecast.
+        long_from: First place of the order behind which all requests are long.
+        is_stale: 1 when a long request left since the last forecast.
+        token_budget, admitted_count: The plan.
+        pooled_compute_s, pooled_memory_s: Of all pooled requests.
+        left_need_tokens: Memory that the left end needs to fill steps.
+        left_output_tokens: Outputs expected of the short requests that run.
+        left_steps: Steps that a request of the left end runs, on average.
+        running_compute_s, running_memory_s: What the running long requests still take.
+        short_tokens, short_token_steps: Tokens that pooled short requests compute, and for how
+            many steps these are held.
+        longest_steps: Steps that the longest running request has left.
+        linear_s_per_token, decode_s_per_kv_token: The engine's coefficients.
+        least_step_tokens: No step is planned with fewer.
+    """
+
+    max_step_tokens: int
+    linear_s_per_token: float
+    decode_s_per_kv_token: float
+    least_step_tokens: float
+    pooled_compute_s: float
+    pooled_memory_s: float
+    long_from: int
+    is_stale: int = 1
+    step: int = 0
+    long_count: int = 0
+    forecast_step: int = 0
+    decoding_count: int = 0
+    prefilling_count: int = 0
+    pending_prefill_tokens: int = 0
+    logical_kv_tokens: int = 0
+    physical_kv_tokens: int = 0
+    capacity_tokens: int = 0
+    token_budget: int = 0
+    admitted_count: int = 0
+    left_need_tokens: float = 0.0
+    left_output_tokens: float = 0.0
+    left_steps: float = 0.0
+    running_compute_s: float = 0.0
+    running_memory_s: float = 0.0
+    short_tokens: float = 0.0
+    short_token_steps: float = 0.0
+    longest_steps: float = 0.0
 
 
 class ForesightState(NamedTuple):
-    """What the policy knows of each request and of the run; arrays are changed in place.
+    """Columns by request, and what goes with them; arrays are changed in place.
 
     Attributes:
-        prompt: Prompt tokens, shape (num_requests,).
+        prompt: Prompt tokens.
         fresh: Prompt tokens that no earlier request of the order computes.
         mean: Expected output tokens.
         exact: Whether `mean` is exact.
@@ -79,174 +97,178 @@ class ForesightState(NamedTuple):
         memory: Expected memory seconds.
         admitted_at: Step of the last admission.
         generated: Tokens generated before that, if it was retracted.
-        running_long: Long requests that run, in any order; the first LONG_COUNT count.
-        admitted: What this step admits; the first ADMITTED count.
-        number, amount: The slots above.
+        running_long: Long requests that run, in any order; the first `long_count` count.
+        admitted: What this step admits; the first `admitted_count` count.
+        totals: One record.
     """
 
-    prompt: Int64s
-    fresh: Int64s
-    mean: Floats
-    exact: NDArray[np.bool_]
-    compute: Floats
-    memory: Floats
-    admitted_at: Int64s
-    generated: Int64s
-    running_long: Int32s
-    admitted: Int32s
-    number: Int64s
-    amount: Floats
+    prompt: Int64[np.ndarray, " requests"]
+    fresh: Int64[np.ndarray, " requests"]
+    mean: Float64[np.ndarray, " requests"]
+    exact: Bool[np.ndarray, " requests"]
+    compute: Float64[np.ndarray, " requests"]
+    memory: Float64[np.ndarray, " requests"]
+    admitted_at: Int64[np.ndarray, " requests"]
+    generated: Int64[np.ndarray, " requests"]
+    running_long: Int32[np.ndarray, " max_long"]
+    admitted: Int32[np.ndarray, " max_admitted"]
+    totals: Sequence[Totals]
 
 
 @compiled
-def settle_books(
-    ends: DualScanner, desk: ForesightState, finished: Int32s, returned: Int32s
+def settle_state(
+    scanner: DualScanner,
+    state: ForesightState,
+    finished: Int32[np.ndarray, " finished"],
+    returned: Int32[np.ndarray, " returned"],
 ) -> None:
     """Book what ended and what was handed back."""
-    number, amount = desk.number, desk.amount
+    totals = state.totals[0]
     for request in finished:
-        if desk.mean[request] <= LONG_TOKENS:
-            amount[LEFT_OUTPUT] -= desk.mean[request]
+        if state.mean[request] <= LONG_TOKENS:
+            totals.left_output_tokens -= state.mean[request]
         else:
-            _forget_long(desk, request)
+            _forget_long(state, request)
     for request in returned:
-        ran = max(0, number[STEP] - desk.admitted_at[request])
-        desk.generated[request] += ran
-        amount[COMPUTE_LEFT] += desk.compute[request]
-        amount[MEMORY_LEFT] += desk.memory[request]
-        if desk.mean[request] <= LONG_TOKENS:
-            amount[LEFT_OUTPUT] -= desk.mean[request]
-            _weigh_one(desk, request, 1.0)
+        ran = max(0, totals.step - state.admitted_at[request])
+        state.generated[request] += ran
+        totals.pooled_compute_s += state.compute[request]
+        totals.pooled_memory_s += state.memory[request]
+        if state.mean[request] <= LONG_TOKENS:
+            totals.left_output_tokens -= state.mean[request]
+            _count_short(state, request, 1.0)
         else:
-            _forget_long(desk, request)
-    settle(ends, finished, returned)
+            _forget_long(state, request)
+    settle(scanner, finished, returned)
 
 
 @compiled
-def _weigh_one(desk: ForesightState, request: int, sign: float) -> None:
+def _count_short(state: ForesightState, request: int, sign: float) -> None:
     """Count a pooled short request in (or out): tokens it computes, and for how long it holds them.
 
     A request that finds its prefix cached holds its fresh tokens and its outputs only.
     """
-    output, fresh = desk.mean[request], float(desk.fresh[request])
-    desk.amount[SHORT_TOKENS] += sign * (fresh + output)
-    desk.amount[SHORT_TOKEN_STEPS] += sign * (fresh * output + output * output / 2)
+    totals = state.totals[0]
+    output, fresh = state.mean[request], float(state.fresh[request])
+    totals.short_tokens += sign * (fresh + output)
+    totals.short_token_steps += sign * (fresh * output + output * output / 2)
 
 
 @compiled
-def weigh_short(ends: DualScanner, desk: ForesightState) -> None:
+def sum_short(scanner: DualScanner, state: ForesightState) -> None:
     """Sum up the pooled short requests."""
-    desk.amount[SHORT_TOKENS] = 0.0
-    desk.amount[SHORT_TOKEN_STEPS] = 0.0
-    for request in ends.order:
-        if ends.where[request] == POOLED and desk.mean[request] <= LONG_TOKENS:
-            _weigh_one(desk, request, 1.0)
+    totals = state.totals[0]
+    totals.short_tokens = 0.0
+    totals.short_token_steps = 0.0
+    for request in scanner.order:
+        if scanner.status[request] == POOLED and state.mean[request] <= LONG_TOKENS:
+            _count_short(state, request, 1.0)
 
 
 @compiled
-def _forget_long(desk: ForesightState, request: int) -> None:
-    number = desk.number
-    for index in range(number[LONG_COUNT]):
-        if desk.running_long[index] == request:
-            number[LONG_COUNT] -= 1
-            desk.running_long[index] = desk.running_long[number[LONG_COUNT]]
-            number[DIRTY] = 1
+def _forget_long(state: ForesightState, request: int) -> None:
+    totals = state.totals[0]
+    for index in range(totals.long_count):
+        if state.running_long[index] == request:
+            totals.long_count -= 1
+            state.running_long[index] = state.running_long[totals.long_count]
+            totals.is_stale = 1
             return
 
 
 @compiled
 def admit(
-    ends: DualScanner, desk: ForesightState, timeline: Timeline, request: int, end: int
+    scanner: DualScanner, state: ForesightState, timeline: Timeline, request: int, side: int
 ) -> None:
     """Move a pooled request to the batch of this step."""
-    take(ends, request, end)
-    number, amount = desk.number, desk.amount
-    desk.admitted_at[request] = number[STEP]
-    amount[COMPUTE_LEFT] -= desk.compute[request]
-    amount[MEMORY_LEFT] -= desk.memory[request]
-    if desk.mean[request] <= LONG_TOKENS:
-        amount[LEFT_OUTPUT] += desk.mean[request]
-        _weigh_one(desk, request, -1.0)
+    take(scanner, request, side)
+    totals = state.totals[0]
+    state.admitted_at[request] = totals.step
+    totals.pooled_compute_s -= state.compute[request]
+    totals.pooled_memory_s -= state.memory[request]
+    if state.mean[request] <= LONG_TOKENS:
+        totals.left_output_tokens += state.mean[request]
+        _count_short(state, request, -1.0)
     else:
-        held, left = ramp(desk, request)
+        held, left = ramp(state, request)
         add(timeline, held, left)
-        desk.running_long[number[LONG_COUNT]] = request
-        number[LONG_COUNT] += 1
-        amount[RUNNING_COMPUTE] += desk.compute[request]
-        amount[RUNNING_MEMORY] += desk.memory[request]
-    desk.admitted[number[ADMITTED]] = request
-    number[ADMITTED] += 1
-    number[PENDING] += desk.fresh[request]
-    number[PHYSICAL] += desk.fresh[request]
+        state.running_long[totals.long_count] = request
+        totals.long_count += 1
+        totals.running_compute_s += state.compute[request]
+        totals.running_memory_s += state.memory[request]
+    state.admitted[totals.admitted_count] = request
+    totals.admitted_count += 1
+    totals.pending_prefill_tokens += state.fresh[request]
+    totals.physical_kv_tokens += state.fresh[request]
 
 
 @compiled
-def ramp(desk: ForesightState, request: int) -> tuple[float, float]:
+def ramp(state: ForesightState, request: int) -> tuple[float, float]:
     """Tokens that a long request holds at the present step, and tokens still to come."""
-    ran = float(desk.generated[request])
-    left = remaining_tokens(desk.mean[request], ran, desk.exact[request])
-    return desk.prompt[request] + ran, left
+    ran = float(state.generated[request])
+    left = remaining_tokens(state.mean[request], ran, state.exact[request])
+    return state.prompt[request] + ran, left
 
 
 @compiled
-def rebuild(
-    ends: DualScanner, desk: ForesightState, timeline: Timeline, full_step_tokens: float
+def forecast_again(
+    scanner: DualScanner, state: ForesightState, timeline: Timeline, full_step_tokens: float
 ) -> None:
     """Forecast anew: long requests one by one, and the memory that the left end needs.
 
     Args:
         full_step_tokens: Tokens per step that hide reading a full memory.
     """
-    number, amount = desk.number, desk.amount
+    totals = state.totals[0]
     timeline.level[:] = 0.0
-    amount[RUNNING_COMPUTE] = 0.0
-    amount[RUNNING_MEMORY] = 0.0
-    amount[STEPS_LEFT] = 0.0
-    for index in range(number[LONG_COUNT]):
-        request = desk.running_long[index]
-        ran = float(desk.generated[request] + number[STEP] - desk.admitted_at[request])
-        left = remaining_tokens(desk.mean[request], ran, desk.exact[request])
-        held = desk.prompt[request] + ran
+    totals.running_compute_s = 0.0
+    totals.running_memory_s = 0.0
+    totals.longest_steps = 0.0
+    for index in range(totals.long_count):
+        request = state.running_long[index]
+        ran = float(state.generated[request] + totals.step - state.admitted_at[request])
+        left = remaining_tokens(state.mean[request], ran, state.exact[request])
+        held = state.prompt[request] + ran
         add(timeline, held, left)
-        amount[STEPS_LEFT] = max(amount[STEPS_LEFT], left)
+        totals.longest_steps = max(totals.longest_steps, left)
         share = left / (left + ran)
-        amount[RUNNING_COMPUTE] += desk.compute[request] * share
-        amount[RUNNING_MEMORY] += (held * left + left * left / 2) * amount[KV_TOKEN_S]
-    amount[LEFT_NEED] = _left_need(ends, desk, full_step_tokens)
-    number[BUILT_AT] = number[STEP]
-    number[DIRTY] = 0
+        totals.running_compute_s += state.compute[request] * share
+        totals.running_memory_s += (held * left + left * left / 2) * totals.decode_s_per_kv_token
+    totals.left_need_tokens = _left_need(scanner, state, full_step_tokens)
+    totals.forecast_step = totals.step
+    totals.is_stale = 0
 
 
 @compiled
-def _left_need(ends: DualScanner, desk: ForesightState, full_step_tokens: float) -> float:
+def _left_need(scanner: DualScanner, state: ForesightState, full_step_tokens: float) -> float:
     """Memory that the left end needs to fill such steps.
 
     By what its requests hold, and for how long, per token that they compute.
     """
-    amount = desk.amount
+    totals = state.totals[0]
     tokens = 0.0
     outputs = 0.0
     token_steps = 0.0
     largest = 0.0
     seen = 0
-    place = ends.cursor[FRONT]
-    while place <= ends.cursor[BACK] and seen < WINDOW:
-        request = ends.order[place]
-        if ends.where[request] == POOLED:
-            output = desk.mean[request]
+    place = scanner.ends[LEFT].place
+    while place <= scanner.ends[RIGHT].place and seen < WINDOW:
+        request = scanner.order[place]
+        if scanner.status[request] == POOLED:
+            output = state.mean[request]
             if output > LONG_TOKENS:
                 break
-            fresh = float(desk.fresh[request])
+            fresh = float(state.fresh[request])
             tokens += fresh + output
             outputs += output
             token_steps += fresh * output + output * output / 2
-            largest = max(largest, desk.prompt[request] + output)
+            largest = max(largest, state.prompt[request] + output)
             seen += 1
         place += 1
     # The rest of the left end will come while today's long requests still run, and may hold its
     # memory longer than the requests that are next: the dearer of the two counts.
     lasting = token_steps / max(1.0, tokens)
-    if amount[SHORT_TOKENS] > 1.0:
-        lasting = max(lasting, amount[SHORT_TOKEN_STEPS] / amount[SHORT_TOKENS])
-    amount[LEFT_STEPS] = outputs / max(1, seen)
+    if totals.short_tokens > 1.0:
+        lasting = max(lasting, totals.short_token_steps / totals.short_tokens)
+    totals.left_steps = outputs / max(1, seen)
     return full_step_tokens * (1.0 + lasting) + largest if seen > 0 else 0.0

@@ -21,25 +21,19 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
-from aqua_schedulers.blendserve import dual_scanner as ends_module
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
-    LEFT_COUNT,
-    LEFT_RESERVED,
+    MAX_ADMITTED,
     NONE,
     RIGHT,
-    RIGHT_COUNT,
-    RIGHT_RESERVED,
     DualScanner,
-    left_density,
-    next_left,
-    next_right,
+    density_at,
+    next_request,
     open_scanner,
-    right_density,
     settle,
     take,
 )
@@ -47,14 +41,9 @@ from aqua_schedulers.blendserve.order import BlendOrder
 from aqua_schedulers.blendserve.partition import left_share
 from aqua_schedulers.compiled import compiled
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-
 BATCH_MULTIPLE: Final = 128
-"""NanoFlow's batch sizes (section 4)."""
-
-LONGEST_ADMISSION: Final = 4096
-"""Requests that one step may admit; a bound for the buffer, far above any step's need."""
+"""Tokens: NanoFlow's batch sizes are multiples of it (section 4). Doubled, a step is up to 128
+tokens further from its pace."""
 
 
 class PaperBlend:
@@ -72,13 +61,13 @@ class PaperBlend:
     def __init__(
         self,
         order: BlendOrder,
-        reserved_tokens: Int64s,
-        fresh_tokens: Int64s,
+        reserved_tokens: Int64[np.ndarray, " requests"],
+        fresh_tokens: Int64[np.ndarray, " requests"],
         cost: ResourceCost,
         *,
         max_step_tokens: int,
     ) -> None:
-        self._ends = open_scanner(order, reserved_tokens)
+        self._scanner = open_scanner(order, reserved_tokens)
         self._fresh = fresh_tokens.astype(np.int64)
         self._target = order.root_density
         self._tokens_per_kv_token = (
@@ -86,19 +75,19 @@ class PaperBlend:
         )
         self._max_step_tokens = max_step_tokens
         self._rounding = 0.0
-        self._out = np.empty(LONGEST_ADMISSION, np.int32)
+        self._out = np.empty(MAX_ADMITTED, np.int32)
 
     @property
-    def finished_count(self) -> int:
-        """Requests that ended."""
-        return int(self._ends.cursor[ends_module.DONE_COUNT])
+    def reserved_tokens(self) -> int:
+        """KV tokens of the running requests at their expected peaks."""
+        return int(sum(end.reserved_tokens for end in self._scanner.ends))
 
     def plan(self, view: BatchView) -> StepPlan:
         """Admit from both ends within their memory, and pace the step."""
-        settle(self._ends, view.finished, np.concatenate([view.retracted, view.refused]))
+        settle(self._scanner, view.finished, np.concatenate([view.retracted, view.refused]))
         budget = self._budget(view.logical_kv_tokens + view.decoding_count)
         count = _scan(
-            self._ends,
+            self._scanner,
             self._fresh,
             self._target,
             view.capacity_tokens,
@@ -120,48 +109,40 @@ class PaperBlend:
 
 @compiled
 def _scan(
-    ends: DualScanner,
-    fresh: Int64s,
+    scanner: DualScanner,
+    fresh: Int64[np.ndarray, " requests"],
     target: float,
     capacity: int,
     pending: int,
     prefill_budget: int,
-    out: Int32s,
+    out: Int32[np.ndarray, " max_admitted"],
 ) -> int:
     """Fill both partitions; returns the number of requests written to `out`.
 
     The left end also stops when the prompts waiting fill the step: what is admitted later shares
     the prefixes of what is admitted now, and holds no memory meanwhile.
     """
-    cursor = ends.cursor
+    left, right = scanner.ends[LEFT], scanner.ends[RIGHT]
     count = 0
-    left_open = True
-    right_open = True
-    while (left_open or right_open) and count < len(out):
-        share = left_share(left_density(ends), right_density(ends), target)
+    side = RIGHT
+    while count < len(out):
+        share = left_share(density_at(scanner, LEFT), density_at(scanner, RIGHT), target)
         left_memory = share * capacity
         # The parts move as the ends do, so what was admitted into yesterday's part counts too.
-        free = capacity - cursor[LEFT_RESERVED] - cursor[RIGHT_RESERVED]
-        if right_open:
-            request = next_right(ends)
-            need = ends.reserved[request] if request != NONE else 0
-            fits = need <= min(free, capacity - left_memory - cursor[RIGHT_RESERVED])
-            if request != NONE and (fits or cursor[RIGHT_COUNT] + cursor[LEFT_COUNT] + count == 0):
-                take(ends, request, RIGHT)
-                out[count] = request
-                count += 1
-                pending += fresh[request]
-                continue
-            right_open = False
-        if left_open:
-            request = next_left(ends)
-            need = ends.reserved[request] if request != NONE else 0
-            fits = need <= min(free, left_memory - cursor[LEFT_RESERVED])
-            if request != NONE and pending < prefill_budget and fits:
-                take(ends, request, LEFT)
-                out[count] = request
-                count += 1
-                pending += fresh[request]
-                continue
-            left_open = False
+        free = capacity - left.reserved_tokens - right.reserved_tokens
+        request = next_request(scanner, side)
+        if side == RIGHT:
+            room = min(free, capacity - left_memory - right.reserved_tokens)
+            is_idle = left.running_count + right.running_count + count == 0
+            if request == NONE or not (scanner.reserved[request] <= room or is_idle):
+                side = LEFT
+                request = next_request(scanner, side)
+        if side == LEFT:
+            room = min(free, left_memory - left.reserved_tokens)
+            if request == NONE or pending >= prefill_budget or scanner.reserved[request] > room:
+                break
+        take(scanner, request, side)
+        out[count] = request
+        count += 1
+        pending += fresh[request]
     return count

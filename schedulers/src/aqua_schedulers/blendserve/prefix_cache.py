@@ -13,22 +13,43 @@ Source: BlendServe section 4, "Runtime prefix tree".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Int32, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.tree import ROOT, PrefixTree
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, record
+from aqua_schedulers.linked_list import Links, append, empty_lists, remove
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
-# Slots of the counters.
-PRESENT = 0
-OLDEST = 1
-NEWEST = 2
-USED = 3
-NONE = -1
+@dataclass(slots=True)
+class CacheTotals:
+    """Tokens of nodes that are present, and of those among them that running requests use."""
+
+    present_tokens: int = 0
+    used_tokens: int = 0
+
+
+class _Cache(NamedTuple):
+    """The model as compiled code takes it.
+
+    Attributes:
+        parent, tokens: The offline tree.
+        is_present: Whether the engine has a node.
+        users: Running requests that use it.
+        unused: Present nodes that nothing uses, least recently used first.
+    """
+
+    parent: Int32[np.ndarray, " nodes"]
+    tokens: Int64[np.ndarray, " nodes"]
+    is_present: Bool[np.ndarray, " nodes"]
+    users: Int32[np.ndarray, " nodes"]
+    unused: Links
+    totals: Sequence[CacheTotals]
 
 
 class PrefixCacheModel:
@@ -42,144 +63,83 @@ class PrefixCacheModel:
     def __init__(self, tree: PrefixTree, capacity_tokens: int) -> None:
         if capacity_tokens < 1:
             raise ConfigError(f"capacity_tokens must be positive, not {capacity_tokens}")
-        nodes = len(tree.parent)
-        self._tree = tree
+        count = len(tree.parent)
+        self._first_leaf = tree.inner_count
         self._capacity = capacity_tokens
-        self._older = np.full(nodes, NONE, np.int32)
-        self._newer = np.full(nodes, NONE, np.int32)
-        self._is_present = np.zeros(nodes, np.bool_)
-        self._users = np.zeros(nodes, np.int32)
-        self._count = np.array([0, NONE, NONE, 0], np.int64)
+        self._cache = _Cache(
+            tree.parent,
+            tree.edge_tokens,
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.int32),
+            empty_lists(count),
+            record(CacheTotals()),
+        )
 
     @property
     def present_tokens(self) -> int:
         """Tokens counted as present; never more than the capacity, but for what is in use."""
-        return int(self._count[PRESENT])
+        return int(self._cache.totals[0].present_tokens)
 
     @property
     def used_tokens(self) -> int:
         """Tokens of prefixes that running requests use, a shared one counted once."""
-        return int(self._count[USED])
+        return int(self._cache.totals[0].used_tokens)
 
     def missing_tokens(self, request: int) -> int:
         """Prompt tokens that the engine would have to compute."""
-        return _missing(
-            self._tree.parent,
-            self._tree.edge_tokens,
-            self._is_present,
-            self._tree.inner_count + request,
-        )
+        return _missing(self._cache, self._first_leaf + request)
 
     def hold(self, request: int) -> int:
         """A request starts: its path is present and in use; returns the tokens it missed."""
-        return _hold(
-            self._tree.parent,
-            self._tree.edge_tokens,
-            self._is_present,
-            self._users,
-            self._older,
-            self._newer,
-            self._count,
-            self._capacity,
-            self._tree.inner_count + request,
-        )
+        return _hold(self._cache, self._capacity, self._first_leaf + request)
 
     def release(self, request: int) -> None:
         """A request ended: its path stays until memory is needed."""
-        _release(
-            self._tree.parent,
-            self._tree.edge_tokens,
-            self._users,
-            self._older,
-            self._newer,
-            self._count,
-            self._tree.inner_count + request,
-        )
+        _release(self._cache, self._first_leaf + request)
 
 
 @compiled
-def _missing(parent: Int32s, edges: Int64s, present: NDArray[np.bool_], node: int) -> int:
+def _missing(cache: _Cache, node: int) -> int:
     missing = 0
     while node > ROOT:
-        if not present[node]:
-            missing += edges[node]
-        node = parent[node]
+        if not cache.is_present[node]:
+            missing += cache.tokens[node]
+        node = cache.parent[node]
     return missing
 
 
 @compiled
-def _unlink(older: Int32s, newer: Int32s, count: Int64s, node: int) -> None:
-    before, after = older[node], newer[node]
-    if before == NONE:
-        count[OLDEST] = after
-    else:
-        newer[before] = after
-    if after == NONE:
-        count[NEWEST] = before
-    else:
-        older[after] = before
-
-
-@compiled
-def _append(older: Int32s, newer: Int32s, count: Int64s, node: int) -> None:
-    newest = count[NEWEST]
-    older[node], newer[node] = newest, NONE
-    if newest == NONE:
-        count[OLDEST] = node
-    else:
-        newer[newest] = node
-    count[NEWEST] = node
-
-
-@compiled
-def _hold(  # noqa: PLR0913, PLR0917 - the arrays of one tree
-    parent: Int32s,
-    edges: Int64s,
-    present: NDArray[np.bool_],
-    users: Int32s,
-    older: Int32s,
-    newer: Int32s,
-    count: Int64s,
-    capacity: int,
-    leaf: int,
-) -> int:
+def _hold(cache: _Cache, capacity: int, leaf: int) -> int:
+    totals, sentinel = cache.totals[0], len(cache.parent)
     missing = 0
     node = leaf
     while node > ROOT:
-        if not present[node]:
-            missing += edges[node]
-            count[PRESENT] += edges[node]
-            present[node] = True
-        elif users[node] == 0:
-            _unlink(older, newer, count, node)
-        if users[node] == 0:
-            count[USED] += edges[node]
-        users[node] += 1
-        node = parent[node]
+        if not cache.is_present[node]:
+            missing += cache.tokens[node]
+            cache.is_present[node] = True
+        elif cache.users[node] == 0:
+            remove(cache.unused, node)
+        if cache.users[node] == 0:
+            totals.used_tokens += cache.tokens[node]
+        cache.users[node] += 1
+        node = cache.parent[node]
+    totals.present_tokens += missing
     # A node in use has all its ancestors in use, and ends are released leaf first: the oldest
     # unused node has no present child.
-    while count[PRESENT] > capacity and count[OLDEST] != NONE:
-        victim = count[OLDEST]
-        _unlink(older, newer, count, victim)
-        present[victim] = False
-        count[PRESENT] -= edges[victim]
+    while totals.present_tokens > capacity and cache.unused[sentinel].after != sentinel:
+        victim = cache.unused[sentinel].after
+        remove(cache.unused, victim)
+        cache.is_present[victim] = False
+        totals.present_tokens -= cache.tokens[victim]
     return missing
 
 
 @compiled
-def _release(
-    parent: Int32s,
-    edges: Int64s,
-    users: Int32s,
-    older: Int32s,
-    newer: Int32s,
-    count: Int64s,
-    leaf: int,
-) -> None:
+def _release(cache: _Cache, leaf: int) -> None:
     node = leaf
     while node > ROOT:
-        users[node] -= 1
-        if users[node] == 0:
-            count[USED] -= edges[node]
-            _append(older, newer, count, node)
-        node = parent[node]
+        cache.users[node] -= 1
+        if cache.users[node] == 0:
+            cache.totals[0].used_tokens -= cache.tokens[node]
+            append(cache.unused, len(cache.parent), node)
+        node = cache.parent[node]

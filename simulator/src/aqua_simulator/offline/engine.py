@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float64, Shaped
 
 from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_schedulers.admission import AdmissionPolicy, BatchView
-from aqua_simulator.offline import kernel
-from aqua_simulator.offline import state as slots
+from aqua_schedulers.compiled import snapshot
 from aqua_simulator.offline.cost import StepCost
+from aqua_simulator.offline.kernel import advance
+from aqua_simulator.offline.state import Counters, fresh_state, handle
 from aqua_simulator.offline.workload import OfflineWorkload
 
 
@@ -37,7 +38,7 @@ class OfflineResult:
         retraction_count: Requests thrown out of memory.
         peak_kv_tokens: Highest physical occupation, cached prefixes included.
         finish_s: When each request ended, shape (num_requests,).
-        usage: Sums over `usage_stride` steps, shape (bins, slots.USAGE_COLUMNS).
+        usage: Sums over `usage_stride` steps, rows with the fields of `state.Usage`.
         policy_s: Real seconds of each call of the policy; empty unless it was measured.
     """
 
@@ -50,10 +51,10 @@ class OfflineResult:
     computed_tokens: int
     retraction_count: int
     peak_kv_tokens: int
-    finish_s: NDArray[np.float64]
-    usage: NDArray[np.float64]
+    finish_s: Float64[np.ndarray, " requests"]
+    usage: Shaped[np.ndarray, " bins"]
     usage_stride: int
-    policy_s: NDArray[np.float64]
+    policy_s: Float64[np.ndarray, " steps"]
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,7 +110,7 @@ def optimal(workload: OfflineWorkload, cost: StepCost) -> Bound:
     return Bound(compute_s, memory_s, cost.overlapped(compute_s, memory_s))
 
 
-def _nodes_used(workload: OfflineWorkload) -> NDArray[np.bool_]:
+def _nodes_used(workload: OfflineWorkload) -> Bool[np.ndarray, " nodes"]:
     used = np.zeros(len(workload.node_parent), dtype=bool)
     used[workload.leaf] = True
     for node in range(len(used) - 1, -1, -1):
@@ -144,8 +145,8 @@ def run(
             f"a request needs {largest} KV tokens, memory holds {capacity_tokens}",
             remedy="Use a larger GPU, more tensor parallelism, or drop the request.",
         )
-    state = _fresh(workload, capacity_tokens)
-    handle, vector = slots.handle(state), cost.vector()
+    state = fresh_state(workload, capacity_tokens)
+    engine, vector = handle(state), cost.vector()
     nothing = np.empty(0, dtype=np.int32)
     view = BatchView(0, 0.0, 0, 0, 0, 0, 0, capacity_tokens, nothing, nothing, nothing)
     policy_s: list[float] = []
@@ -156,22 +157,21 @@ def run(
         if clock:
             policy_s.append(clock() - started)
         admit = np.asarray(plan.admit, dtype=np.int32)
-        after = kernel.advance(
-            handle, admit, plan.token_budget, plan.until_event, vector, usage_stride
-        )
+        advance(engine, admit, plan.token_budget, plan.until_event, vector, usage_stride)
+        after = snapshot(Counters, state.counters)
         left = workload.request_count - after.done_count
         if after.is_stuck:
             raise ConfigError(
                 f"the policy stalled with {after.done_count} of {workload.request_count} done",
                 remedy="An idle engine must be given a request that fits.",
             )
-        view.step_index = after.step_index
+        view.step_index = after.step
         view.now_s = after.now_s
         view.decoding_count = after.decoding_count
         view.prefilling_count = after.prefilling_count
         view.pending_prefill_tokens = after.pending_prefill_tokens
         view.logical_kv_tokens = after.logical_kv_tokens
-        view.physical_kv_tokens = after.physical_kv_tokens
+        view.physical_kv_tokens = after.resident_tokens - after.evictable_tokens
         # Slices only where there is something: most steps end nothing.
         view.finished = view.finished_tokens = view.retracted = view.refused = nothing
         if after.finished_count:
@@ -181,68 +181,19 @@ def run(
             view.retracted = state.retracted[: after.retracted_count]
         if after.admitted_count < len(admit):
             view.refused = admit[after.admitted_count :]
-    count = state.number
+    usage = cast("Shaped[np.ndarray, ' bins']", state.usage)
     return OfflineResult(
-        makespan_s=float(state.time[slots.NOW]),
-        compute_s=float(state.time[slots.COMPUTE]),
-        memory_s=float(state.time[slots.MEMORY]),
-        step_count=int(count[slots.STEP]),
+        makespan_s=after.now_s,
+        compute_s=after.compute_s,
+        memory_s=after.memory_s,
+        step_count=after.step,
         total_tokens=workload.total_tokens,
-        shared_tokens=int(count[slots.SHARED]),
-        computed_tokens=int(count[slots.COMPUTED]),
-        retraction_count=int(count[slots.RETRACTIONS]),
-        peak_kv_tokens=int(count[slots.PEAK_RESIDENT]),
+        shared_tokens=after.shared_tokens,
+        computed_tokens=after.computed_tokens,
+        retraction_count=after.retraction_count,
+        peak_kv_tokens=after.peak_resident_tokens,
         finish_s=state.finish_s,
-        usage=state.usage[state.usage[:, slots.USAGE_STEPS] > 0],
+        usage=usage[usage["step_count"] > 0],
         usage_stride=usage_stride,
         policy_s=np.asarray(policy_s),
-    )
-
-
-USAGE_BINS: Final = 8192
-"""Rows of the usage series; a longer run ends in one long last row."""
-
-
-def _fresh(workload: OfflineWorkload, capacity_tokens: int) -> slots.EngineState:
-    requests, nodes = workload.request_count, len(workload.node_parent)
-
-    count = np.zeros(slots.COUNT_SLOTS, dtype=np.int64)
-    count[slots.CAPACITY] = capacity_tokens
-    for slot in (
-        slots.LATEST,
-        slots.CACHE_OLDEST,
-        slots.CACHE_NEWEST,
-        slots.PREFILL_HEAD,
-        slots.PREFILL_TAIL,
-    ):
-        count[slot] = slots.NONE
-    return slots.EngineState(
-        prompt=workload.prompt_tokens.astype(np.int64),
-        output=workload.output_tokens.astype(np.int64),
-        leaf=workload.leaf.astype(np.int64),
-        status=np.zeros(requests, np.int32),
-        generated=np.zeros(requests, np.int64),
-        left=np.zeros(requests, np.int64),
-        position=np.zeros(requests, np.int64),
-        began=np.zeros(requests, np.int64),
-        was_retracted=np.zeros(requests, np.int32),
-        ring_head=np.full(int(workload.output_tokens.max()) + 2, slots.NONE, np.int32),
-        ring_next=np.full(requests, slots.NONE, np.int32),
-        ring_prev=np.full(requests, slots.NONE, np.int32),
-        admitted_prev=np.full(requests, slots.NONE, np.int32),
-        admitted_next=np.full(requests, slots.NONE, np.int32),
-        prefill_next=np.full(requests, slots.NONE, np.int32),
-        prefill_prev=np.full(requests, slots.NONE, np.int32),
-        parent=workload.node_parent.astype(np.int64),
-        tokens=workload.node_tokens.astype(np.int64),
-        users=np.zeros(nodes, np.int32),
-        present=np.zeros(nodes, np.int32),
-        cache_prev=np.full(nodes, slots.NONE, np.int32),
-        cache_next=np.full(nodes, slots.NONE, np.int32),
-        finished=np.zeros(requests, np.int32),
-        retracted=np.zeros(requests, np.int32),
-        finish_s=np.zeros(requests, np.float64),
-        usage=np.zeros((USAGE_BINS, slots.USAGE_COLUMNS), np.float64),
-        number=count,
-        time=np.zeros(slots.TIME_SLOTS, np.float64),
     )

@@ -24,75 +24,32 @@ Source: BlendServe section 4, "Runtime prefix tree" and "Batch scheduler"; retra
 
 from __future__ import annotations
 
+import numpy as np
+from jaxtyping import Int32
+
 from aqua_schedulers.compiled import compiled
+from aqua_schedulers.linked_list import append, prepend, remove
 from aqua_simulator.offline.cost import CostVector
 from aqua_simulator.offline.state import (
-    ADMITTED_COUNT,
-    CACHE_NEWEST,
-    CACHE_OLDEST,
-    CAPACITY,
-    COMPUTE,
-    COMPUTED,
     DECODING,
-    DECODING_COUNT,
     DONE,
-    DONE_COUNT,
-    EVICTABLE,
-    FINISHED_COUNT,
-    LATEST,
-    LOGICAL_KV,
-    MEMORY,
-    NONE,
-    NOW,
-    PEAK_RESIDENT,
-    PENDING_PREFILL,
+    NO_NODE,
     POOLED,
-    PREFILL_HEAD,
-    PREFILL_TAIL,
     PREFILLING,
-    PREFILLING_COUNT,
-    RESIDENT,
-    RETRACTED_COUNT,
-    RETRACTIONS,
-    SHARED,
-    STEP,
-    USAGE_COMPUTE,
-    USAGE_MEMORY,
-    USAGE_RESIDENT,
-    USAGE_SECONDS,
-    USAGE_STEPS,
-    Counters,
     EngineState,
-    Int32s,
-    counters,
 )
 
 
 @compiled
 def _cache_remove(state: EngineState, node: int) -> None:
-    before, after = state.cache_prev[node], state.cache_next[node]
-    if before == NONE:
-        state.number[CACHE_OLDEST] = after
-    else:
-        state.cache_next[before] = after
-    if after == NONE:
-        state.number[CACHE_NEWEST] = before
-    else:
-        state.cache_prev[after] = before
-    state.number[EVICTABLE] -= state.tokens[node]
+    remove(state.cached, node)
+    state.counters[0].evictable_tokens -= state.tokens[node]
 
 
 @compiled
 def _cache_append(state: EngineState, node: int) -> None:
-    newest = state.number[CACHE_NEWEST]
-    state.cache_prev[node] = newest
-    state.cache_next[node] = NONE
-    if newest == NONE:
-        state.number[CACHE_OLDEST] = node
-    else:
-        state.cache_next[newest] = node
-    state.number[CACHE_NEWEST] = node
-    state.number[EVICTABLE] += state.tokens[node]
+    append(state.cached, len(state.tokens), node)
+    state.counters[0].evictable_tokens += state.tokens[node]
 
 
 @compiled
@@ -101,14 +58,14 @@ def _make_room(state: EngineState, tokens: int) -> bool:
 
     A parent is never released before its child, so the oldest node has no present child.
     """
-    count = state.number
-    if count[RESIDENT] - count[EVICTABLE] + tokens > count[CAPACITY]:
+    count = state.counters[0]
+    if count.resident_tokens - count.evictable_tokens + tokens > count.capacity_tokens:
         return False
-    while count[RESIDENT] + tokens > count[CAPACITY]:
-        node = count[CACHE_OLDEST]
+    while count.resident_tokens + tokens > count.capacity_tokens:
+        node = state.cached[len(state.tokens)].after
         _cache_remove(state, node)
         state.present[node] = 0
-        count[RESIDENT] -= state.tokens[node]
+        count.resident_tokens -= state.tokens[node]
     return True
 
 
@@ -120,7 +77,7 @@ def _hold_path(state: EngineState, request: int) -> int:
     """
     missing = 0
     node = state.leaf[request]
-    while node != NONE:
+    while node != NO_NODE:
         if state.present[node] == 0:
             state.present[node] = 1
             missing += state.tokens[node]
@@ -128,14 +85,14 @@ def _hold_path(state: EngineState, request: int) -> int:
             _cache_remove(state, node)
         state.users[node] += 1
         node = state.parent[node]
-    state.number[RESIDENT] += missing
+    state.counters[0].resident_tokens += missing
     return missing
 
 
 @compiled
 def _release_path(state: EngineState, request: int) -> None:
     node = state.leaf[request]
-    while node != NONE:
+    while node != NO_NODE:
         state.users[node] -= 1
         if state.users[node] == 0:
             _cache_append(state, node)
@@ -148,7 +105,7 @@ def _missing_tokens(state: EngineState, request: int) -> tuple[int, int]:
     missing = 0
     pinned = 0
     node = state.leaf[request]
-    while node != NONE:
+    while node != NO_NODE:
         if state.present[node] == 0:
             missing += state.tokens[node]
         elif state.users[node] == 0:
@@ -161,7 +118,7 @@ def _missing_tokens(state: EngineState, request: int) -> tuple[int, int]:
 def _pin_cached(state: EngineState, request: int) -> None:
     """Move the prompt's cached nodes to the newest end, so that making room spares them."""
     node = state.leaf[request]
-    while node != NONE:
+    while node != NO_NODE:
         if state.present[node] == 1 and state.users[node] == 0:
             _cache_remove(state, node)
             _cache_append(state, node)
@@ -171,122 +128,85 @@ def _pin_cached(state: EngineState, request: int) -> None:
 @compiled
 def _admit(state: EngineState, request: int) -> bool:
     """Admit one request if its uncached prompt (and lost output) finds room."""
-    count = state.number
+    count = state.counters[0]
     missing, pinned = _missing_tokens(state, request)
     need = missing + state.generated[request]
-    if count[RESIDENT] - count[EVICTABLE] + pinned + need > count[CAPACITY]:
+    if count.resident_tokens - count.evictable_tokens + pinned + need > count.capacity_tokens:
         return False
     if pinned > 0:
         _pin_cached(state, request)
     fits = _make_room(state, need)
     assert fits
     _hold_path(state, request)
-    count[RESIDENT] += state.generated[request]
+    count.resident_tokens += state.generated[request]
     if not state.was_retracted[request]:
-        count[SHARED] += state.prompt[request] - missing
+        count.shared_tokens += state.prompt[request] - missing
     state.status[request] = PREFILLING
     state.left[request] = need
     state.position[request] = state.prompt[request] - missing
-    count[PREFILLING_COUNT] += 1
-    count[PENDING_PREFILL] += need
-    latest = count[LATEST]
-    state.admitted_prev[request] = latest
-    state.admitted_next[request] = NONE
-    if latest != NONE:
-        state.admitted_next[latest] = request
-    count[LATEST] = request
-    tail = count[PREFILL_TAIL]
-    state.prefill_prev[request] = tail
-    state.prefill_next[request] = NONE
-    if tail == NONE:
-        count[PREFILL_HEAD] = request
-    else:
-        state.prefill_next[tail] = request
-    count[PREFILL_TAIL] = request
+    count.prefilling_count += 1
+    count.pending_prefill_tokens += need
+    append(state.admitted, len(state.prompt), request)
+    append(state.prefilling, len(state.prompt), request)
     return True
 
 
 @compiled
 def _leave_prefill(state: EngineState, request: int) -> None:
-    before, after = state.prefill_prev[request], state.prefill_next[request]
-    if before == NONE:
-        state.number[PREFILL_HEAD] = after
-    else:
-        state.prefill_next[before] = after
-    if after == NONE:
-        state.number[PREFILL_TAIL] = before
-    else:
-        state.prefill_prev[after] = before
-    state.number[PREFILLING_COUNT] -= 1
-
-
-@compiled
-def _leave_batch(state: EngineState, request: int) -> None:
-    before, after = state.admitted_prev[request], state.admitted_next[request]
-    if before != NONE:
-        state.admitted_next[before] = after
-    if after == NONE:
-        state.number[LATEST] = before
-    else:
-        state.admitted_prev[after] = before
+    remove(state.prefilling, request)
+    state.counters[0].prefilling_count -= 1
 
 
 @compiled
 def _enter_decode(state: EngineState, request: int) -> None:
-    count = state.number
-    step = count[STEP]
+    _leave_prefill(state, request)
+    count = state.counters[0]
+    step = count.step
     state.status[request] = DECODING
     state.began[request] = step
-    count[DECODING_COUNT] += 1
-    count[LOGICAL_KV] += state.prompt[request] + state.generated[request]
-    slot = (step + state.output[request] - state.generated[request]) % len(state.ring_head)
-    first = state.ring_head[slot]
-    state.ring_prev[request] = NONE
-    state.ring_next[request] = first
-    if first != NONE:
-        state.ring_prev[first] = request
-    state.ring_head[slot] = request
+    count.decoding_count += 1
+    count.logical_kv_tokens += state.prompt[request] + state.generated[request]
+    prepend(
+        state.due,
+        _due_list(state, step + state.output[request] - state.generated[request]),
+        request,
+    )
 
 
 @compiled
-def _leave_ring(state: EngineState, request: int) -> None:
-    before, after = state.ring_prev[request], state.ring_next[request]
-    if before == NONE:
-        due = state.began[request] + state.output[request] - state.generated[request]
-        state.ring_head[due % len(state.ring_head)] = after
-    else:
-        state.ring_next[before] = after
-    if after != NONE:
-        state.ring_prev[after] = before
+def _due_list(state: EngineState, step: int) -> int:
+    """The sentinel of the list of requests that finish in a step."""
+    count = len(state.prompt)
+    return count + step % (len(state.due) - count)
 
 
 @compiled
 def _retract_latest(state: EngineState) -> None:
     """Throw the latest admitted request out of memory."""
-    count = state.number
-    request = count[LATEST]
+    count = state.counters[0]
+    request = state.admitted[len(state.prompt)].before
     if state.status[request] == DECODING:
-        _leave_ring(state, request)
+        remove(state.due, request)
         # Steps `began + 1 .. STEP - 1` gave it tokens; the present step has not.
-        gained = count[STEP] - 1 - state.began[request]
+        gained = count.step - 1 - state.began[request]
         held = state.generated[request] + gained
         state.generated[request] = held
-        count[DECODING_COUNT] -= 1
-        count[LOGICAL_KV] -= state.prompt[request] + held
-        count[RESIDENT] -= held
+        count.decoding_count -= 1
+        count.logical_kv_tokens -= state.prompt[request] + held
+        count.resident_tokens -= held
     else:
         _leave_prefill(state, request)
-        count[PENDING_PREFILL] -= state.left[request]
-        count[RESIDENT] -= state.generated[request]
-    _leave_batch(state, request)
+        count.pending_prefill_tokens -= state.left[request]
+        count.resident_tokens -= state.generated[request]
+    remove(state.admitted, request)
     _release_path(state, request)
     if state.left[request] > 0 and state.status[request] == PREFILLING:
         _drop_uncomputed(state, request)
     state.status[request] = POOLED
     state.was_retracted[request] = 1
-    state.retracted[count[RETRACTED_COUNT]] = request
-    count[RETRACTED_COUNT] += 1
-    count[RETRACTIONS] += 1
+    state.retracted[count.retracted_count] = request
+    count.retracted_count += 1
+    count.retraction_count += 1
 
 
 @compiled
@@ -298,12 +218,12 @@ def _drop_uncomputed(state: EngineState, request: int) -> None:
     """
     node = state.leaf[request]
     left = state.left[request] - state.generated[request]
-    while node != NONE and left > 0:
+    while node != NO_NODE and left > 0:
         if state.users[node] > 0:
             break
         _cache_remove(state, node)
         state.present[node] = 0
-        state.number[RESIDENT] -= state.tokens[node]
+        state.counters[0].resident_tokens -= state.tokens[node]
         left -= state.tokens[node]
         node = state.parent[node]
 
@@ -311,11 +231,12 @@ def _drop_uncomputed(state: EngineState, request: int) -> None:
 @compiled
 def _prefill(state: EngineState, budget: int) -> tuple[int, float]:
     """Compute prompt chunks up to `budget` tokens; returns tokens and sum of b^2 - a^2."""
-    count = state.number
+    count = state.counters[0]
+    sentinel = len(state.prompt)
     done = 0
     squares = 0.0
-    while done < budget and count[PREFILL_HEAD] != NONE:
-        request = count[PREFILL_HEAD]
+    while done < budget and state.prefilling[sentinel].after != sentinel:
+        request = state.prefilling[sentinel].after
         chunk = min(state.left[request], budget - done)
         start = state.position[request]
         state.position[request] = start + chunk
@@ -324,53 +245,52 @@ def _prefill(state: EngineState, budget: int) -> tuple[int, float]:
         squares += (2.0 * start + chunk) * chunk
         if state.left[request] > 0:
             break
-        _leave_prefill(state, request)
         _enter_decode(state, request)
     # Prompts that were cached whole have nothing to compute and start at once.
-    while count[PREFILL_HEAD] != NONE and state.left[count[PREFILL_HEAD]] == 0:
-        request = count[PREFILL_HEAD]
-        _leave_prefill(state, request)
+    request = state.prefilling[sentinel].after
+    while request != sentinel and state.left[request] == 0:
         _enter_decode(state, request)
-    count[PENDING_PREFILL] -= done
-    count[COMPUTED] += done
+        request = state.prefilling[sentinel].after
+    count.pending_prefill_tokens -= done
+    count.computed_tokens += done
     return done, squares
 
 
 @compiled
 def _finish_due(state: EngineState) -> None:
-    count = state.number
-    slot = count[STEP] % len(state.ring_head)
-    request = state.ring_head[slot]
-    state.ring_head[slot] = NONE
-    while request != NONE:
-        after = state.ring_next[request]
+    count = state.counters[0]
+    sentinel = _due_list(state, count.step)
+    request = state.due[sentinel].after
+    while request != sentinel:
+        after = state.due[request].after
+        remove(state.due, request)
         state.status[request] = DONE
-        state.finish_s[request] = state.time[NOW]
-        count[DECODING_COUNT] -= 1
-        count[LOGICAL_KV] -= state.prompt[request] + state.output[request]
-        count[RESIDENT] -= state.output[request]
-        _leave_batch(state, request)
+        state.finish_s[request] = count.now_s
+        count.decoding_count -= 1
+        count.logical_kv_tokens -= state.prompt[request] + state.output[request]
+        count.resident_tokens -= state.output[request]
+        remove(state.admitted, request)
         _release_path(state, request)
-        state.finished[count[FINISHED_COUNT]] = request
-        count[FINISHED_COUNT] += 1
-        count[DONE_COUNT] += 1
+        state.finished[count.finished_count] = request
+        count.finished_count += 1
+        count.done_count += 1
         request = after
 
 
 @compiled
 def _step(state: EngineState, budget: int, cost: CostVector, usage_stride: int) -> None:
-    count = state.number
-    count[STEP] += 1
-    while not _make_room(state, count[DECODING_COUNT]):
+    count = state.counters[0]
+    count.step += 1
+    while not _make_room(state, count.decoding_count):
         _retract_latest(state)
-    decoding = count[DECODING_COUNT]
-    count[RESIDENT] += decoding
-    count[LOGICAL_KV] += decoding
-    count[PEAK_RESIDENT] = max(count[PEAK_RESIDENT], count[RESIDENT])
-    read_tokens = count[LOGICAL_KV]
+    decoding = count.decoding_count
+    count.resident_tokens += decoding
+    count.logical_kv_tokens += decoding
+    count.peak_resident_tokens = max(count.peak_resident_tokens, count.resident_tokens)
+    read_tokens = count.logical_kv_tokens
     prefilled, squares = _prefill(state, max(0, budget - decoding))
     tokens = decoding + prefilled
-    count[COMPUTED] += decoding
+    count.computed_tokens += decoding
     linear = cost.linear_s_per_token * tokens
     if cost.linear_floor_s > 0.0:
         power = cost.linear_exponent
@@ -378,48 +298,49 @@ def _step(state: EngineState, budget: int, cost: CostVector, usage_stride: int) 
     compute = linear + cost.prefill_s_per_square_token * squares
     memory = cost.decode_s_per_kv_token * read_tokens + cost.decode_s_per_sequence * decoding
     spent = max(compute, memory) + cost.interference * min(compute, memory) + cost.overhead_s
-    state.time[NOW] += spent
-    state.time[COMPUTE] += compute
-    state.time[MEMORY] += memory
-    row = state.usage[min((count[STEP] - 1) // usage_stride, len(state.usage) - 1)]
-    row[USAGE_STEPS] += 1
-    row[USAGE_COMPUTE] += compute
-    row[USAGE_MEMORY] += memory
-    row[USAGE_SECONDS] += spent
-    row[USAGE_RESIDENT] += count[RESIDENT]
+    count.now_s += spent
+    count.compute_s += compute
+    count.memory_s += memory
+    row = state.usage[min((count.step - 1) // usage_stride, len(state.usage) - 1)]
+    row.step_count += 1
+    row.compute_s += compute
+    row.memory_s += memory
+    row.elapsed_s += spent
+    row.resident_tokens += count.resident_tokens
     _finish_due(state)
 
 
 @compiled
 def advance(
     state: EngineState,
-    admit: Int32s,
+    admit: Int32[np.ndarray, " admit"],
     budget: int,
     until_event: bool,  # noqa: FBT001 - compiled code takes arguments by position
     cost: CostVector,
     usage_stride: int,
-) -> Counters:
+) -> None:
     """Admit from the front of `admit`, then take one step, or steps until something happens.
 
     Stuck is who has nothing running although the first of `admit` was refused or there was none:
     the policy waits for an event that cannot come.
     """
-    count = state.number
-    count[FINISHED_COUNT] = 0
-    count[RETRACTED_COUNT] = 0
-    count[ADMITTED_COUNT] = 0
+    count = state.counters[0]
+    count.finished_count = 0
+    count.retracted_count = 0
+    count.admitted_count = 0
     for request in admit:
         assert state.status[request] == POOLED
         if not _admit(state, request):
             break
-        count[ADMITTED_COUNT] += 1
-    if count[DECODING_COUNT] + count[PREFILLING_COUNT] == 0:
-        return counters(state, True)  # noqa: FBT003 - as above
-    had_prefill = count[PREFILLING_COUNT] > 0
+        count.admitted_count += 1
+    if count.decoding_count + count.prefilling_count == 0:
+        count.is_stuck = 1
+        return
+    had_prefill = count.prefilling_count > 0
     while True:
         _step(state, budget, cost, usage_stride)
-        happened = count[FINISHED_COUNT] + count[RETRACTED_COUNT] > 0
-        idle = count[DECODING_COUNT] + count[PREFILLING_COUNT] == 0
-        prefilled = had_prefill and count[PREFILLING_COUNT] == 0
+        happened = count.finished_count + count.retracted_count > 0
+        idle = count.decoding_count + count.prefilling_count == 0
+        prefilled = had_prefill and count.prefilling_count == 0
         if not until_event or happened or idle or prefilled:
-            return counters(state, False)  # noqa: FBT003 - as above
+            return

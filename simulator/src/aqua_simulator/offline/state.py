@@ -1,25 +1,25 @@
-"""All that an offline engine is: flat arrays, counters by slot, and the handle kernels take.
+"""All that an offline engine is: columns by request and by node, and named counters.
 
-Python owns the arrays and reads results from them; kernels change them in place. Which slot counts
-what is said here once, for both sides.
+Python owns the arrays and reads results from them; kernels change them in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, cast
 
 import numpy as np
+from jaxtyping import Float64, Int32, Int64
 from numba import types
 from numba.experimental import structref
-from numpy.typing import NDArray
 
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import record, records
+from aqua_schedulers.linked_list import Links, empty_lists
+from aqua_simulator.offline.workload import OfflineWorkload
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-NONE: Final = -1
+NO_NODE: Final = -1
+"""The parent of a root."""
 
 # Request states.
 POOLED: Final = 0
@@ -27,43 +27,58 @@ PREFILLING: Final = 1
 DECODING: Final = 2
 DONE: Final = 3
 
-# Slots of `EngineState.number`.
-STEP: Final = 0
-DECODING_COUNT: Final = 1
-PREFILLING_COUNT: Final = 2
-PENDING_PREFILL: Final = 3
-LOGICAL_KV: Final = 4
-RESIDENT: Final = 5
-EVICTABLE: Final = 6
-CAPACITY: Final = 7
-LATEST: Final = 8
-CACHE_OLDEST: Final = 9
-CACHE_NEWEST: Final = 10
-PREFILL_HEAD: Final = 11
-PREFILL_TAIL: Final = 12
-FINISHED_COUNT: Final = 13
-RETRACTED_COUNT: Final = 14
-ADMITTED_COUNT: Final = 15
-DONE_COUNT: Final = 16
-RETRACTIONS: Final = 17
-SHARED: Final = 18
-COMPUTED: Final = 19
-PEAK_RESIDENT: Final = 20
-COUNT_SLOTS: Final = 21
+USAGE_BINS: Final = 8192
+"""Rows of the usage series; a longer run ends in one long last row. Doubled, the series takes 320
+KiB more."""
 
-# Slots of `EngineState.time`.
-NOW: Final = 0
-COMPUTE: Final = 1
-MEMORY: Final = 2
-TIME_SLOTS: Final = 3
 
-# Columns of `EngineState.usage`.
-USAGE_STEPS: Final = 0
-USAGE_COMPUTE: Final = 1
-USAGE_MEMORY: Final = 2
-USAGE_SECONDS: Final = 3
-USAGE_RESIDENT: Final = 4
-USAGE_COLUMNS: Final = 5
+@dataclass(slots=True)
+class Counters:
+    """Where an engine stands, and its sums over the run.
+
+    Attributes:
+        logical_kv_tokens: Contexts of decoding requests, a shared prefix counted once per request.
+        resident_tokens: Tokens in memory, cached prefixes included; evictable_tokens are those.
+        finished_count, retracted_count, admitted_count: Events of the present call.
+        done_count, retraction_count: Over the run.
+        shared_tokens: Prompt tokens found in memory at first admission.
+        computed_tokens: Tokens that passed the linear layers.
+        peak_resident_tokens: Highest occupation.
+        is_stuck: 1 when nothing runs and nothing could be admitted.
+        compute_s, memory_s: Sums over steps of compute-bound and of memory-bound operators.
+    """
+
+    capacity_tokens: int
+    step: int = 0
+    decoding_count: int = 0
+    prefilling_count: int = 0
+    pending_prefill_tokens: int = 0
+    logical_kv_tokens: int = 0
+    resident_tokens: int = 0
+    evictable_tokens: int = 0
+    finished_count: int = 0
+    retracted_count: int = 0
+    admitted_count: int = 0
+    done_count: int = 0
+    retraction_count: int = 0
+    shared_tokens: int = 0
+    computed_tokens: int = 0
+    peak_resident_tokens: int = 0
+    is_stuck: int = 0
+    now_s: float = 0.0
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Sums over some steps: how many, their times, and what was in memory."""
+
+    step_count: float
+    compute_s: float
+    memory_s: float
+    elapsed_s: float
+    resident_tokens: float
 
 
 class EngineState(NamedTuple):
@@ -73,57 +88,49 @@ class EngineState(NamedTuple):
     step itself.
 
     Attributes:
-        prompt: Prompt tokens per request.
-        output: Output tokens per request.
-        leaf: Tree node per request.
-        status: POOLED, PREFILLING, DECODING or DONE per request.
+        prompt, output: Prompt and output tokens.
+        leaf: Tree node at which the prompt ends.
+        status: POOLED, PREFILLING, DECODING or DONE.
         generated: Tokens generated so far, as of the last retraction.
-        left: Tokens still to prefill per request.
-        position: Context already present when the next chunk starts, per request.
-        began: Step at which decoding began, per request.
+        left: Tokens still to prefill.
+        position: Context already present when the next chunk starts.
+        began: Step at which decoding began.
         was_retracted: Whether the request ever was, so that its cache hits are not counted.
-        ring_head: First request that finishes at a step, by step modulo the ring's length.
-        ring_next, ring_prev: Lists of the ring.
-        admitted_prev, admitted_next: Running requests in order of admission.
-        prefill_next, prefill_prev: Prefilling requests, first admitted first.
+        due: Lists of decoding requests by the step that they will finish in, modulo their number.
+        admitted: Running requests in order of admission.
+        prefilling: Prefilling requests, first admitted first.
         parent, tokens: The prefix tree.
         users: Running requests that use each node.
         present: Whether a node's tokens are in memory.
-        cache_prev, cache_next: Present nodes without users, oldest first.
-        finished, retracted: Events of the present call, counted in `number`.
+        cached: Present nodes without users, oldest first.
+        finished, retracted: Events of the present call, counted in `counters`.
         finish_s: Virtual time at which each request ended.
-        usage: Sums over `usage_stride` steps each, shape (bins, USAGE_COLUMNS).
-        number, time: The slots above.
+        usage: Rows of so many steps each.
+        counters: One record.
     """
 
-    prompt: Int64s
-    output: Int64s
-    leaf: Int64s
-    status: Int32s
-    generated: Int64s
-    left: Int64s
-    position: Int64s
-    began: Int64s
-    was_retracted: Int32s
-    ring_head: Int32s
-    ring_next: Int32s
-    ring_prev: Int32s
-    admitted_prev: Int32s
-    admitted_next: Int32s
-    prefill_next: Int32s
-    prefill_prev: Int32s
-    parent: Int64s
-    tokens: Int64s
-    users: Int32s
-    present: Int32s
-    cache_prev: Int32s
-    cache_next: Int32s
-    finished: Int32s
-    retracted: Int32s
-    finish_s: Floats
-    usage: Floats
-    number: Int64s
-    time: Floats
+    prompt: Int64[np.ndarray, " requests"]
+    output: Int64[np.ndarray, " requests"]
+    leaf: Int64[np.ndarray, " requests"]
+    status: Int32[np.ndarray, " requests"]
+    generated: Int64[np.ndarray, " requests"]
+    left: Int64[np.ndarray, " requests"]
+    position: Int64[np.ndarray, " requests"]
+    began: Int64[np.ndarray, " requests"]
+    was_retracted: Int32[np.ndarray, " requests"]
+    due: Links
+    admitted: Links
+    prefilling: Links
+    parent: Int64[np.ndarray, " nodes"]
+    tokens: Int64[np.ndarray, " nodes"]
+    users: Int32[np.ndarray, " nodes"]
+    present: Int32[np.ndarray, " nodes"]
+    cached: Links
+    finished: Int32[np.ndarray, " requests"]
+    retracted: Int32[np.ndarray, " requests"]
+    finish_s: Float64[np.ndarray, " requests"]
+    usage: Sequence[Usage]
+    counters: Sequence[Counters]
 
 
 @structref.register
@@ -145,38 +152,30 @@ def handle(state: EngineState) -> EngineState:
     return cast("EngineState", _Handle(*state))  # type: ignore[no-untyped-call]  # numba has no types
 
 
-class Counters(NamedTuple):
-    """What `advance` tells: the view's numbers, how many events there are, and what is left."""
-
-    step_index: int
-    decoding_count: int
-    prefilling_count: int
-    pending_prefill_tokens: int
-    logical_kv_tokens: int
-    physical_kv_tokens: int
-    now_s: float
-    finished_count: int
-    retracted_count: int
-    admitted_count: int
-    done_count: int
-    is_stuck: bool
-
-
-@compiled
-def counters(state: EngineState, is_stuck: bool) -> Counters:  # noqa: FBT001 - by position
-    """Read the counters out, at the end of a call."""
-    count = state.number
-    return Counters(
-        count[STEP],
-        count[DECODING_COUNT],
-        count[PREFILLING_COUNT],
-        count[PENDING_PREFILL],
-        count[LOGICAL_KV],
-        count[RESIDENT] - count[EVICTABLE],
-        state.time[NOW],
-        count[FINISHED_COUNT],
-        count[RETRACTED_COUNT],
-        count[ADMITTED_COUNT],
-        count[DONE_COUNT],
-        is_stuck,
+def fresh_state(workload: OfflineWorkload, capacity_tokens: int) -> EngineState:
+    """An engine before its first step, with all requests pooled."""
+    requests, nodes = workload.request_count, len(workload.node_parent)
+    return EngineState(
+        prompt=workload.prompt_tokens.astype(np.int64),
+        output=workload.output_tokens.astype(np.int64),
+        leaf=workload.leaf.astype(np.int64),
+        status=np.full(requests, POOLED, np.int32),
+        generated=np.zeros(requests, np.int64),
+        left=np.zeros(requests, np.int64),
+        position=np.zeros(requests, np.int64),
+        began=np.zeros(requests, np.int64),
+        was_retracted=np.zeros(requests, np.int32),
+        due=empty_lists(requests, int(workload.output_tokens.max()) + 2),
+        admitted=empty_lists(requests),
+        prefilling=empty_lists(requests),
+        parent=workload.node_parent.astype(np.int64),
+        tokens=workload.node_tokens.astype(np.int64),
+        users=np.zeros(nodes, np.int32),
+        present=np.zeros(nodes, np.int32),
+        cached=empty_lists(nodes),
+        finished=np.zeros(requests, np.int32),
+        retracted=np.zeros(requests, np.int32),
+        finish_s=np.zeros(requests, np.float64),
+        usage=records(Usage, USAGE_BINS),
+        counters=record(Counters(capacity_tokens)),
     )

@@ -13,7 +13,6 @@ from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS
 from aqua_schedulers.blendserve.partition import left_share
-from aqua_simulator.offline import state
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
 from aqua_simulator.papers.blendserve import (
     RESERVED_BYTES,
@@ -298,10 +297,10 @@ def figure8(experiments: Experiments) -> Reproduction:
     rows = []
     for name, each in runs.items():
         usage = each.result.usage
-        overlap = np.minimum(usage[:, state.USAGE_COMPUTE], usage[:, state.USAGE_MEMORY]).sum()
+        overlap = np.minimum(usage["compute_s"], usage["memory_s"]).sum()
         hidden = overlap / min(each.result.compute_s, each.result.memory_s)
-        steps = usage[:, state.USAGE_STEPS]
-        compute = usage[:, state.USAGE_COMPUTE] / steps
+        steps = usage["step_count"]
+        compute = usage["compute_s"] / steps
         rows += [
             Row(
                 f"{name.value}, share of the smaller resource that is hidden",
@@ -326,10 +325,10 @@ def figure8(experiments: Experiments) -> Reproduction:
         panels = figure.subplots(len(names), 1, sharex=False)
         for axes, (name, each) in zip(panels, runs.items(), strict=True):
             usage = each.result.usage
-            steps = usage[:, state.USAGE_STEPS]
+            steps = usage["step_count"]
             at = np.cumsum(steps) / 1e3
-            axes.plot(at, usage[:, state.USAGE_COMPUTE] / steps * 1e3, label="compute")
-            axes.plot(at, usage[:, state.USAGE_MEMORY] / steps * 1e3, label="memory")
+            axes.plot(at, usage["compute_s"] / steps * 1e3, label="compute")
+            axes.plot(at, usage["memory_s"] / steps * 1e3, label="memory")
             axes.set_ylabel(f"{name.value}\nms per step", fontsize=7)
             axes.legend(fontsize=6, loc="upper right")
         panels[-1].set_xlabel("thousand steps")
