@@ -66,7 +66,8 @@ class Service:
 
     Attributes:
         asgi: The ASGI application to serve.
-        api: FastAPI alone, without limits and hot routes.
+        api: FastAPI alone.
+        hot_routes: Around it; the limits are around these.
         services: What operations work with.
 
     Raises:
@@ -97,7 +98,8 @@ class Service:
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
-        self.asgi = RequestLimits(self.api, HotRoutes(_ROUTES), self.services)
+        self.hot_routes = HotRoutes(self.api, _ROUTES, self.services)
+        self.asgi = RequestLimits(self.hot_routes, self.services)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:

@@ -1,27 +1,25 @@
-"""The fast lane: operations that members call all the time, served without a framework.
+"""Hot routes: what members do all the time, as ASGI routes of their own beside FastAPI's.
 
-FastAPI spends three times as long on a request as the operation behind it. So operations marked
-`@hot` are also reachable by this lane: same function, same models, same checks, same errors, and
-FastAPI still documents them. What the lane leaves out is generality: it knows path names, one JSON
-body, one header and the two services that operations take, and refuses at start to carry anything
-else.
+FastAPI spends three times as long on a request as the operation behind it. So an operation marked
+`@hot` is called here without it: same function, same models, same checks, same errors, and FastAPI
+still documents it. What is left out is generality: a hot route knows one name in the path, one JSON
+body, one header and the services, and refuses at start to carry anything else.
 
-`tests/integration/coordinator/test_hot_routes.py` sends everything through both and compares.
+`tests/integration/coordinator/test_hot_routes.py` sends everything both ways and compares.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aqua_coordinator.answers import explain_version, invalid
-from aqua_coordinator.auth import Caller
+from aqua_coordinator.answers import JSON_HEADER, explain_version, invalid
 from aqua_coordinator.services import KeyText, Services
 from aqua_protocol import AquaError
 from aqua_protocol.ids import Name
@@ -32,149 +30,117 @@ Fault: TypeAlias = Mapping[str, Any]
 Operation = Callable[..., Awaitable[BaseModel]]
 OperationT = TypeVar("OperationT", bound=Operation)
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
-SMALL_BODY_BYTES: Final = 64 * KIB
-REPORT_BODY_BYTES: Final = 4 * MIB
-"""A report of 4096 leases takes about 1 MiB."""
-
 _NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
 _KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
-_HOT: Final[dict[Operation, int]] = {}
+_KEY_HEADER: Final = "Idempotency-Key"
+_HOT: Final[set[Operation]] = set()
+_NAME_AT: Final = 3
+"""`/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name, 'renew'."""
 
 
-def hot(max_body_bytes: int = SMALL_BODY_BYTES) -> Callable[[OperationT], OperationT]:
-    """Mark an operation for the fast lane."""
-
-    def mark(operation: OperationT) -> OperationT:
-        _HOT[operation] = max_body_bytes
-        return operation
-
-    return mark
+def hot(operation: OperationT) -> OperationT:
+    """Give an operation a hot route."""
+    _HOT.add(operation)
+    return operation
 
 
-@dataclass(frozen=True, slots=True)
 class HotRoute:
-    """One operation as the lane calls it.
+    """One hot operation as an ASGI application.
+
+    Args:
+        route: FastAPI's route of the same operation.
+        services: What the operation works with.
 
     Attributes:
-        method: Of HTTP.
         path: Template, for metrics.
-        max_body_bytes: Larger bodies are refused.
-        status: Of a success.
-        operation: What is called.
-        name: Parameter that takes the path's third segment, if there is one.
-        body: Model of the body.
-        wants_caller, wants_key: Whether it takes these.
     """
 
-    method: str
-    path: str
-    max_body_bytes: int
-    status: int
-    operation: Operation
-    name: str | None
-    body: type[Wire]
-    wants_caller: bool
-    wants_key: bool
+    def __init__(self, route: APIRoute, services: Services) -> None:
+        operation = route.endpoint
+        parameters = inspect.signature(operation).parameters.keys()
+        names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+        strange = parameters - {"services", "caller", "idempotency_key", "body", *names}
+        assert not strange, f"a hot route cannot carry {strange} of {route.path}"
+        assert len(names) <= 1, f"a hot route carries one name, {route.path} has {names}"
+        body = get_type_hints(operation)["body"]
+        assert issubclass(body, Wire), f"the body of {route.path} is {body}"
+        self.path = route.path
+        self._operation: Operation = operation
+        self._services = services
+        self._status = route.status_code or 200
+        self._body = body
+        self._name = names[0] if names else None
+        self._wants_key = "idempotency_key" in parameters
 
-    async def call(
-        self,
-        services: Services,
-        caller: Caller,
-        name: str,
-        key: str | None,
-        body: bytes,
-    ) -> bytes:
-        """Check what was sent, run the operation, and give back the body of the answer.
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check what was sent, run the operation and answer.
 
         Raises:
-            AquaError: Whatever is wrong.
+            AquaError: Whatever is wrong, before anything has been sent.
         """
-        arguments: dict[str, Any] = {"services": services}
-        if self.wants_caller:
-            arguments["caller"] = caller
+        arguments: dict[str, Any] = {"services": self._services, "caller": scope["user"]}
         faults: list[Fault] = []
-        if self.name is not None:
-            arguments[self.name] = _checked(_NAME, name, self.name, faults)
-        if self.wants_key:
-            arguments["idempotency_key"] = _checked(_KEY, key, "Idempotency-Key", faults)
+        if self._name is not None:
+            name = scope["path"].split("/")[_NAME_AT]
+            arguments[self._name] = _checked(_NAME, name, self._name, faults)
+        if self._wants_key:
+            key = next((v for k, v in scope["headers"] if k == b"idempotency-key"), None)
+            text = None if key is None else key.decode("latin-1")
+            arguments["idempotency_key"] = _checked(_KEY, text, _KEY_HEADER, faults)
+        sent = (await receive())["body"]
         try:
-            arguments["body"] = self.body.model_validate_json(body)
+            arguments["body"] = self._body.model_validate_json(sent)
         except ValidationError as error:
             faults += error.errors(include_url=False, include_input=False)
-            raise _why_invalid(body, faults) from error
+            raise _why_invalid(sent, faults) from error
         if faults:
             raise invalid(faults)
-        answer = await self.operation(**arguments)
-        return answer.__pydantic_serializer__.to_json(answer)
+        answer = await self._operation(**arguments)
+        body = answer.__pydantic_serializer__.to_json(answer)
+        headers = [JSON_HEADER, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": self._status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 class HotRoutes:
-    """Finds the hot route of a request.
+    """Sends requests of hot operations to their route, and all others on.
 
     Args:
+        app: FastAPI, for the others.
         routes: All routes of the application; those of hot operations are taken.
+        services: What operations work with.
     """
 
-    def __init__(self, routes: list[APIRoute]) -> None:
-        self._routes: dict[tuple[str, str, int, str], HotRoute] = {}
-        for route in routes:
-            if route.endpoint in _HOT:
-                hot_route = _compile(route)
-                segments = route.path.split("/")
-                self._routes[_shape(hot_route.method, segments)] = hot_route
-        missing = _HOT.keys() - {route.operation for route in self._routes.values()}
-        assert not missing, f"hot operations without a route: {missing}"
+    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute], services: Services) -> None:
+        self._app = app
+        self._routes = {
+            _shape(method, route.path): HotRoute(route, services)
+            for route in routes
+            for method in route.methods or ()
+            if route.endpoint in _HOT
+        }
+        assert len(self._routes) == len(_HOT), f"of {_HOT} only {self.paths} have a route"
 
     @property
-    def routes(self) -> list[HotRoute]:
-        """Every hot route."""
-        return list(self._routes.values())
+    def paths(self) -> list[str]:
+        """Templates of all hot routes."""
+        return [route.path for route in self._routes.values()]
 
-    def find(self, method: str, path: str) -> tuple[HotRoute, str] | None:
-        """The route and the name in the path, or None: FastAPI's business."""
-        segments = path.split("/")
-        if not _SHORTEST <= len(segments) <= _LONGEST:
-            return None
-        route = self._routes.get(_shape(method, segments))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        route = self._routes.get(_shape(scope["method"], scope["path"]))
         if route is None:
-            return None
-        return route, segments[_NAME_AT] if len(segments) > _NAME_AT else ""
+            await self._app(scope, receive, send)
+        else:
+            scope["route"] = route
+            await route(scope, receive, send)
 
 
-_NAME_AT: Final = 3
-"""`/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name, 'renew'."""
-_SHORTEST: Final = 3
-_LONGEST: Final = 5
-
-
-def _shape(method: str, segments: list[str]) -> tuple[str, str, int, str]:
-    verb = segments[4] if len(segments) == _LONGEST else ""
-    return method, f"{segments[1]}/{segments[2]}", len(segments), verb
-
-
-def _compile(route: APIRoute) -> HotRoute:
-    hints = get_type_hints(route.endpoint)
-    parameters = set(inspect.signature(route.endpoint).parameters)
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    strange = parameters - {"services", "caller", "idempotency_key", "body", *names}
-    assert not strange, f"the fast lane cannot carry {strange} of {route.path}"
-    assert len(names) <= 1, f"the fast lane carries one name, {route.path} has {names}"
-    body = hints["body"]
-    assert issubclass(body, Wire), f"the body of {route.path} is {body}"
-    (method,) = route.methods or {""}
-    return HotRoute(
-        method=method,
-        path=route.path,
-        max_body_bytes=_HOT[route.endpoint],
-        status=route.status_code or 200,
-        operation=route.endpoint,
-        name=names[0] if names else None,
-        body=body,
-        wants_caller="caller" in parameters,
-        wants_key="idempotency_key" in parameters,
-    )
+def _shape(method: str, path: str) -> tuple[str, ...]:
+    """What a request shares with all others of its route: all but the name."""
+    parts = path.split("/")
+    parts[_NAME_AT : _NAME_AT + 1] = ["{}"] * (len(parts) > _NAME_AT)
+    return method, *parts
 
 
 def _checked(

@@ -8,19 +8,13 @@ the same: take `max by (...)` over instances, not `sum`. Members are labels, lea
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from aqua_coordinator import __version__
@@ -53,17 +47,30 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests: dict[tuple[str, str, int], int] = {}
-        self._request_seconds = Durations(
+        requests = Counter(
+            "aqua_coordinator_requests",
+            "HTTP requests answered.",
+            ("route", "method", "code"),
+            registry=self._registry,
+        )
+        request_seconds = Histogram(
             "aqua_coordinator_request_duration_seconds",
             "Time from the end of a request's head to the end of its answer.",
             ("route", "method"),
+            buckets=_FAST_BUCKETS,
+            registry=self._registry,
         )
-        self._redis_seconds = Durations(
+        redis_seconds = Histogram(
             "aqua_redis_command_duration_seconds",
             "Time from submitting a command or script to its answer.",
             ("command",),
+            buckets=_FAST_BUCKETS,
+            registry=self._registry,
         )
+        # Finding the child of its labels costs the client more than counting.
+        self._requests = cache(requests.labels)
+        self._request_seconds = cache(request_seconds.labels)
+        self._redis_seconds = cache(redis_seconds.labels)
         self.requests_in_flight = Gauge(
             "aqua_coordinator_requests_in_flight",
             "HTTP requests being served.",
@@ -99,19 +106,15 @@ class Metrics:
         )
         info = Gauge("aqua_coordinator_info", "Always 1.", ("version",), registry=self._registry)
         info.labels(__version__).set(1)
-        self._registry.register(self._request_seconds)
-        self._registry.register(self._redis_seconds)
-        self._registry.register(_Requests(self._requests))
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """Count one request."""
-        key = (route, method, code)
-        self._requests[key] = self._requests.get(key, 0) + 1
-        self._request_seconds.observe((route, method), seconds)
+        self._requests(route, method, code).inc()
+        self._request_seconds(route, method).observe(seconds)
 
     def redis_answered(self, command: str, seconds: float) -> None:
         """Count one command."""
-        self._redis_seconds.observe((command,), seconds)
+        self._redis_seconds(command).observe(seconds)
 
     def attached(self, waits_s: Iterable[float]) -> None:
         """Count leases that producers have reported attached."""
@@ -134,61 +137,6 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_BooksCollector(snapshot))
         return generate_latest(self._registry) + generate_latest(registry)
-
-
-class Durations:
-    """A histogram of durations for one thread.
-
-    prometheus_client's own takes a lock and walks its buckets at every observation, several
-    microseconds where a request has twenty; this one is a bisection and two additions.
-
-    Attributes:
-        bounds: Upper ends of the buckets, in seconds, ascending.
-    """
-
-    bounds = _FAST_BUCKETS
-
-    def __init__(self, name: str, documentation: str, labels: tuple[str, ...]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labels = labels
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
-
-    def observe(self, labels: tuple[str, ...], seconds: float) -> None:
-        """Count one duration."""
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._counts[labels] = [0] * (len(self.bounds) + 1)
-            self._sums[labels] = 0.0
-        counts[bisect_left(self.bounds, seconds)] += 1
-        self._sums[labels] += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        """For the registry."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        bounds = [*(str(bound) for bound in self.bounds), "+Inf"]
-        for labels, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric(labels, buckets, sum_value=self._sums[labels])
-        yield family
-
-
-class _Requests:
-    """The request counter, for one thread as well."""
-
-    def __init__(self, counts: dict[tuple[str, str, int], int]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "aqua_coordinator_requests",
-            "HTTP requests answered.",
-            labels=("route", "method", "code"),
-        )
-        for (route, method, code), count in self._counts.items():
-            family.add_metric((route, method, str(code)), count)
-        yield family
 
 
 class _BooksCollector:

@@ -1,8 +1,11 @@
 """The outermost layer of the service: what is true of every HTTP request.
 
-Bounded (how many at once, how large), measured (route, method, code, duration), answered by an
-`ErrorBody` whatever goes wrong, and sent down the fast lane where one leads. Behind it stands the
-FastAPI application for everything else.
+Bounded (how many at once, how large), authenticated as soon as its head has come and before its
+body is read, measured (route, method, code, duration), and answered by an `ErrorBody` whatever goes
+wrong. Behind it stand the hot routes, and FastAPI for everything else.
+
+A request under `/v1/` carries its caller in `scope["user"]`; the others are for probes and
+browsers, and need no token here. A body reaches the application whole, in one message.
 """
 
 from __future__ import annotations
@@ -12,33 +15,43 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aqua_coordinator.answers import JSON_HEADER, Headers, error_answer, typed
-from aqua_coordinator.hot_routes import MIB, SMALL_BODY_BYTES, HotRoute, HotRoutes
+from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
 
-PLACEMENTS_PATH: Final = "/v1/placements"
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+SMALL_BODY_BYTES: Final = 64 * KIB
+"""What any body may have. No request but those below needs more than a few hundred bytes; twice as
+much would double what callers can make the coordinator hold at once."""
+REPORT_BODY_BYTES: Final = 4 * MIB
+"""A report of 4096 leases, the most that a member may hold, takes about 1 MiB."""
 PLACEMENTS_BODY_BYTES: Final = 16 * MIB
 """A plan of 65,536 pairings with a few producers each."""
+BODY_BYTES: Final = {
+    "producers": REPORT_BODY_BYTES,
+    "consumers": REPORT_BODY_BYTES,
+    "heartbeats": REPORT_BODY_BYTES,
+    "placements": PLACEMENTS_BODY_BYTES,
+}
+"""Resources with larger bodies, by the second segment of their path."""
+API: Final = "/v1/"
 EVENTS_PATH: Final = "/v1/events"
-MAX_PATH_LENGTH: Final = 1024
 UNMATCHED: Final = "unmatched"
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 
 class RequestLimits:
-    """The ASGI application that the server runs.
+    """ASGI middleware around the whole application.
 
     Args:
-        app: FastAPI, for what the lane does not carry.
-        lane: The hot routes.
-        services: Shared with `app`.
+        app: What serves the requests that are let through.
+        services: For settings, authentication and metrics.
     """
 
-    def __init__(self, app: ASGIApp, lane: HotRoutes, services: Services) -> None:
+    def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
-        self._lane = lane
-        self._services = services
+        self._authenticator = services.authenticator
         self._metrics = services.metrics
         self._limit = services.settings.max_concurrent_requests
         self._in_flight = 0
@@ -46,127 +59,54 @@ class RequestLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started_s = time.perf_counter()
-        path: str = scope["path"]
-        method: str = scope["method"]
-        found = self._lane.find(method, path)
-        if found is not None:
-            answer = await self.answer(*found, dict(scope["headers"]), receive, started_s=started_s)
-            await _send(send, *answer)
-            return
-        # A stream is served for hours; it has a limit of its own, and no duration to speak of.
-        counted = path != EVENTS_PATH
-        self._in_flight += counted
-        try:
-            if self._in_flight > self._limit:
-                await _send(send, *error_answer(_overloaded(self._in_flight - 1)))
-                code, route = 503, UNMATCHED
-            else:
-                code, route = await self._serve_cold(scope, receive, send)
-        finally:
-            self._in_flight -= counted
-        if counted:
-            self._metrics.answered(route, method, code, time.perf_counter() - started_s)
-
-    def find(self, method: str, path: str) -> tuple[HotRoute, str] | None:
-        """As `HotRoutes.find`."""
-        return self._lane.find(method, path)
-
-    async def answer(
-        self,
-        route: HotRoute,
-        name: str,
-        headers: dict[bytes, bytes],
-        body: bytes | Receive,
-        *,
-        started_s: float,
-    ) -> tuple[int, Headers, bytes]:
-        """Serve a hot request, whatever goes wrong; counted and measured.
-
-        Args:
-            route, name: As found.
-            headers: By name in lower case.
-            body: All of it, or the channel that it comes from.
-            started_s: When the request began, by the performance counter.
-
-        Returns:
-            Status, headers (without the length) and body.
-        """
-        self._in_flight += 1
-        try:
-            content = await self._call(route, name, headers, body)
-        except Exception as error:  # noqa: BLE001 - answered as a typed error, and logged if ours
-            answer = error_answer(typed(error))
-        else:
-            answer = route.status, [JSON_HEADER], content
-        finally:
-            self._in_flight -= 1
-        seconds = time.perf_counter() - started_s
-        self._metrics.answered(route.path, route.method, answer[0], seconds)
-        return answer
-
-    async def _call(
-        self, route: HotRoute, name: str, headers: dict[bytes, bytes], body: bytes | Receive
-    ) -> bytes:
-        if self._in_flight > self._limit:
-            raise _overloaded(self._in_flight - 1)
-        authorization = headers.get(b"authorization")
-        caller = self._services.authenticator.authenticate(
-            None if authorization is None else authorization.decode("latin-1")
-        )
-        key = headers.get(b"idempotency-key")
-        if not isinstance(body, bytes):
-            body = await _read_body(headers, body, route.max_body_bytes)
-        _require_json(headers, body)
-        return await route.call(
-            self._services, caller, name, None if key is None else key.decode("latin-1"), body
-        )
-
-    async def _serve_cold(self, scope: Scope, receive: Receive, send: Send) -> tuple[int, str]:
-        status = 500
-        begun = False
+        status = 0
 
         async def watch(message: Message) -> None:
-            nonlocal status, begun
-            if message["type"] == "http.response.start":
-                begun = True
+            nonlocal status
+            if not status:
                 status = message["status"]
             await send(message)
 
+        # A stream is served for hours; it has a limit of its own, and no duration to speak of.
+        counted = scope["path"] != EVENTS_PATH
+        self._in_flight += counted
         try:
-            inner = receive
-            if scope["method"] in _BODY_METHODS:
-                path = scope["path"]
-                limit = PLACEMENTS_BODY_BYTES if path == PLACEMENTS_PATH else SMALL_BODY_BYTES
-                headers = dict(scope["headers"])
-                body = await _read_body(headers, receive, limit)
-                _require_json(headers, body)
-                inner = _replay(body, receive)
-            await self._app(scope, inner, watch)
+            await self._serve(scope, receive, watch)
         except Exception as error:
-            if begun:
+            if status:
                 raise
-            status, head, answer = error_answer(typed(error))
-            await _send(send, status, head, answer)
-        route = scope.get("route")
-        return status, getattr(route, "path", UNMATCHED)
+            code, headers, body = error_answer(typed(error))
+            headers.append((b"content-length", b"%d" % len(body)))
+            await watch({"type": "http.response.start", "status": code, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            self._in_flight -= counted
+        if counted:
+            route = getattr(scope.get("route"), "path", UNMATCHED)
+            seconds = time.perf_counter() - started_s
+            self._metrics.answered(route, scope["method"], status, seconds)
 
-
-async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _overloaded(in_flight: int) -> UnavailableError:
-    return UnavailableError(
-        f"{in_flight} requests are being served already",
-        remedy="Retry later, or run more coordinators.",
-        retry_after_s=1.0,
-    )
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._in_flight > self._limit:
+            raise UnavailableError(
+                f"{self._in_flight - 1} requests are being served already",
+                remedy="Retry later, or run more coordinators.",
+                retry_after_s=1.0,
+            )
+        path: str = scope["path"]
+        headers = dict(scope["headers"])
+        if path.startswith(API):
+            authorization = headers.get(b"authorization")
+            scope["user"] = self._authenticator.authenticate(
+                None if authorization is None else authorization.decode("latin-1")
+            )
+        if scope["method"] in _BODY_METHODS:
+            resource = path.removeprefix(API).partition("/")[0]
+            body = await _read_body(headers, receive, BODY_BYTES.get(resource, SMALL_BODY_BYTES))
+            _require_json(headers, body)
+            receive = _replay(body, receive)
+        await self._app(scope, receive, send)
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
@@ -176,22 +116,19 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) 
         RequestTooLargeError: Announced or actual size above `limit`.
     """
     announced = headers.get(b"content-length", b"0")
-    if not announced.isdigit() or int(announced) > limit:
-        raise _too_large(limit)
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message.get("more_body", False):
-        parts, size = [body], len(body)
-        while message.get("more_body", False):
-            message = await receive()
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise _too_large(limit)
-        body = b"".join(parts)
-    if len(body) > limit:
-        raise _too_large(limit)
-    return body
+    size = int(announced) if announced.isdigit() else limit + 1
+    parts: list[bytes] = []
+    more = size <= limit
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size = sum(map(len, parts))
+        more = message.get("more_body", False) and size <= limit
+    if size > limit:
+        raise RequestTooLargeError(
+            f"the body of this request may have {limit} bytes", limit_bytes=limit
+        )
+    return b"".join(parts)
 
 
 def _require_json(headers: dict[bytes, bytes], body: bytes) -> None:
@@ -209,12 +146,6 @@ def _require_json(headers: dict[bytes, bytes], body: bytes) -> None:
             remedy="Send Content-Type: application/json.",
             faults=[{"field": "Content-Type", "fault": "the body is not declared as JSON"}],
         )
-
-
-def _too_large(limit: int) -> RequestTooLargeError:
-    return RequestTooLargeError(
-        f"the body of this request may have {limit} bytes", limit_bytes=limit
-    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

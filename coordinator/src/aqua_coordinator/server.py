@@ -21,7 +21,6 @@ import uvloop
 from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.lane_protocol import LaneProtocol
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol import ConfigError
 
@@ -35,6 +34,7 @@ KEEP_ALIVE_S: Final = 75
 
 SERVER_OPTIONS: Final[dict[str, Any]] = {
     "loop": "uvloop",
+    "http": "httptools",
     "ws": "none",
     "lifespan": "off",
     "access_log": False,
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn.Config(service.asgi, **SERVER_OPTIONS, http=LaneProtocol))
+        super().__init__(uvicorn.Config(service.asgi, **SERVER_OPTIONS))
         self._event_watcher = service.services.event_watcher
 
     @contextlib.contextmanager

@@ -51,9 +51,10 @@ async def _caller(
     request: Request,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
-    # The header itself, as on a hot route; the dependency is for the OpenAPI document.
-    services = await _services(request)
-    return services.authenticator.authenticate(request.headers.get("authorization"))
+    # `RequestLimits` has authenticated; the dependency on the header is for the OpenAPI document.
+    caller = request.user
+    assert isinstance(caller, Caller), f"{request.url.path} was served without its caller"
+    return caller
 
 
 ServicesDep = Annotated[Services, Depends(_services)]

@@ -1,4 +1,4 @@
-"""The fast lane answers exactly as FastAPI does."""
+"""Hot routes answer exactly as FastAPI does."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 
 from aqua_coordinator.app import Service
-from aqua_coordinator.hot_routes import HotRoutes
-from aqua_coordinator.routes import ALL
+from aqua_coordinator.request_limits import RequestLimits
 from harness.asgi import client_of
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
@@ -27,9 +25,8 @@ HOT_PATHS = {
 }
 
 
-def test_what_members_do_all_the_time_goes_down_the_lane() -> None:
-    routes = [route for router in ALL for route in router.routes if isinstance(route, APIRoute)]
-    assert {route.path for route in HotRoutes(routes).routes} == HOT_PATHS
+def test_what_members_do_all_the_time_has_a_hot_route(service: Service) -> None:
+    assert set(service.hot_routes.paths) == HOT_PATHS
 
 
 def _conversation() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:
@@ -78,10 +75,11 @@ def _plain(content: object) -> object:
     return content
 
 
-async def test_the_lane_and_the_framework_give_the_same_answers(service: Service) -> None:
+async def test_hot_routes_and_the_framework_give_the_same_answers(service: Service) -> None:
     answers = []
     slow = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=service.api), base_url="http://coordinator"
+        transport=httpx.ASGITransport(app=RequestLimits(service.api, service.services)),
+        base_url="http://coordinator",
     )
     async with client_of(service) as fast, slow:
         for client in (fast, slow):

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.hot_routes import SMALL_BODY_BYTES
+from aqua_coordinator.request_limits import SMALL_BODY_BYTES
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import PROTOCOL_VERSION, ErrorBody

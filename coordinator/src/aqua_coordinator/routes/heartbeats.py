@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter
 
-from aqua_coordinator.hot_routes import REPORT_BODY_BYTES, hot
+from aqua_coordinator.hot_routes import hot
 from aqua_coordinator.routes.consumers import book_consumer
 from aqua_coordinator.routes.producers import book_producer
 from aqua_coordinator.services import CallerDep, ServicesDep
@@ -21,7 +21,7 @@ AckT = TypeVar("AckT")
 
 
 @router.post("")
-@hot(REPORT_BODY_BYTES)
+@hot
 async def heartbeat(body: Heartbeat, caller: CallerDep, services: ServicesDep) -> HeartbeatAck:
     """Take many reports; one that is refused does not spoil the others."""
     producers = [_one(book_producer(report, caller, services)) for report in body.producers]

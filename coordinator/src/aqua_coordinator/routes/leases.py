@@ -34,7 +34,7 @@ LeaseCursor = Annotated[
 
 
 @router.post("", status_code=201)
-@hot()
+@hot
 async def grant_lease(
     body: LeaseRequest,
     caller: CallerDep,
@@ -90,7 +90,7 @@ async def get_lease(lease_id: Name, _: CallerDep, services: ServicesDep) -> Leas
 
 
 @router.post("/{lease_id}/renew")
-@hot()
+@hot
 async def renew_lease(
     lease_id: Name, body: LeaseRenewal, caller: CallerDep, services: ServicesDep
 ) -> LeaseView:
@@ -102,7 +102,7 @@ async def renew_lease(
 
 
 @router.post("/{lease_id}/release")
-@hot()
+@hot
 async def release_lease(
     lease_id: Name, body: LeaseAction, caller: CallerDep, services: ServicesDep
 ) -> LeaseView:

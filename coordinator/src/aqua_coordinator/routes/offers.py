@@ -29,7 +29,7 @@ async def list_offers(
 
 
 @router.put("/{producer_id}")
-@hot()
+@hot
 async def update_offer(
     producer_id: Name, body: OfferUpdate, caller: CallerDep, services: ServicesDep
 ) -> OfferView:

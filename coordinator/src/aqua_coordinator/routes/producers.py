@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_coordinator.auth import Caller
-from aqua_coordinator.hot_routes import REPORT_BODY_BYTES, hot
+from aqua_coordinator.hot_routes import hot
 from aqua_coordinator.routes.pagination import Limit, NameCursor, next_name
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_coordinator.tokens import Role
@@ -41,7 +41,7 @@ async def book_producer(report: ProducerReport, caller: Caller, services: Servic
 
 
 @router.put("/{producer_id}")
-@hot(REPORT_BODY_BYTES)
+@hot
 async def report_producer(
     producer_id: Name, body: ProducerReport, caller: CallerDep, services: ServicesDep
 ) -> ProducerAck:
