@@ -227,7 +227,7 @@ def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
     """Wait until the informer has offered so much: its thread has no event for others."""
     service = engine.engine_core.engine_core.scheduler.lending_service
     give_up_s = time.monotonic() + OFFER_WITHIN_S
-    while service.producer.offered_bytes < nbytes:
+    while service.memory_producer.offered_bytes < nbytes:
         assert time.monotonic() < give_up_s, service.lending
         service.informer.wake()
         threading.Event().wait(0.01)
@@ -286,8 +286,8 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
         ended = service.metrics.ended_reclaims
         figures |= {
             "running": len(scheduler.running),
-            "offered_bytes": service.producer.offered_bytes,
-            "leased_bytes": service.producer.leased_bytes,
+            "offered_bytes": service.memory_producer.offered_bytes,
+            "leased_bytes": service.memory_producer.leased_bytes,
             "absent_blocks": service.lending.out_blocks,
             "pool_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
             "usage": scheduler.kv_cache_manager.usage,

@@ -17,6 +17,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Bool
+
 
 class Range(NamedTuple):
     """A contiguous range, in units or bytes as the context says."""
@@ -28,6 +31,12 @@ class Range(NamedTuple):
     def end(self) -> int:
         """The first position after the range."""
         return self.start + self.size
+
+
+def runs_of(mask: Bool[np.ndarray, " units"]) -> list[Range]:
+    """Find the runs of True in a mask, ascending, as long as possible."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return [Range(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 class RangeAllocator:

@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aqua_protocol import TransportError
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
-from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
+from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
+from aqualib.ranges import Range
 from harness.block_pool import PaperBlock, PaperPool
 
 if TYPE_CHECKING:
-    from aqualib.engines.vllm.lending.granules import Mask
+    from aqualib.engines.vllm.lending.granules import GranuleMask
     from aqualib.producer.device import DeviceMemory
 
 GRANULE = 64
@@ -32,7 +33,7 @@ class PaperMemory:
     granule_bytes = GRANULE
 
     def __init__(self, count: int) -> None:
-        self.present: Mask = np.ones(count, np.bool_)
+        self.present: GranuleMask = np.ones(count, np.bool_)
         self.is_refusing = False
 
     @property
@@ -40,18 +41,18 @@ class PaperMemory:
         raise NotImplementedError
 
     @property
-    def regions(self) -> list[Extent]:
-        return [Extent(BASE, len(self.present) * GRANULE)]
+    def regions(self) -> list[Range]:
+        return [Range(BASE, len(self.present) * GRANULE)]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def release(self, granules: Mask) -> None:
+    def release(self, granules: GranuleMask) -> None:
         self._require()
         assert self.present[granules].all()
         self.present &= ~granules
 
-    def restore(self, granules: Mask) -> None:
+    def restore(self, granules: GranuleMask) -> None:
         self._require()
         assert not self.present[granules].any()
         self.present |= granules
@@ -77,9 +78,9 @@ class LendingEngine(RuleBasedStateMachine):
     def start(self, blocks: int, layer_count: int, piece: int, keep: int, keep_free: int) -> None:
         row_bytes = blocks * piece
         whole = -(-layer_count * row_bytes // GRANULE) * GRANULE
-        rows = [Extent(BASE + at * row_bytes, row_bytes) for at in range(layer_count)]
+        rows = [Range(BASE + at * row_bytes, row_bytes) for at in range(layer_count)]
         self.granules = GranuleMap(
-            [Extent(BASE, whole)], rows, block_count=blocks, granule_bytes=GRANULE
+            [Range(BASE, whole)], rows, block_count=blocks, granule_bytes=GRANULE
         )
         self.pool = PaperPool(blocks)
         self.memory = PaperMemory(self.granules.count)
@@ -119,9 +120,9 @@ class LendingEngine(RuleBasedStateMachine):
         self.pool.free_blocks(reversed(self.requests.pop(index)))
 
     @precondition(lambda self: len(self.steps) < 2)
-    @rule(is_anyone_waiting=st.booleans())
-    def begin_step(self, is_anyone_waiting: bool) -> None:
-        self.lending.before_step(is_anyone_waiting=is_anyone_waiting)
+    @rule(has_waiting=st.booleans())
+    def begin_step(self, has_waiting: bool) -> None:
+        self.lending.before_step(has_waiting=has_waiting)
         if self.requests:
             self.lending.step_begun()
             self.steps.append({block.block_id for blocks in self.requests for block in blocks})
@@ -196,7 +197,7 @@ class LendingEngine(RuleBasedStateMachine):
             self.pool.free_blocks(self.requests.pop())
         if self.given_bytes:
             self.lending.grow(self.given_bytes)
-        self.lending.before_step(is_anyone_waiting=True)
+        self.lending.before_step(has_waiting=True)
         assert self.memory.present.all()
         assert len(self.pool.free) == len(self.pool.blocks) - 1
         assert self.pool.get_usage() == 0

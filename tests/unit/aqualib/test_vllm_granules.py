@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
-from aqualib.engines.vllm.lending.memory import runs_of
+from aqualib.engines.vllm.lending.granules import GranuleMap
+from aqualib.ranges import Range, runs_of
 
 GRANULE = 16
 BASE = 1 << 20
@@ -16,8 +16,8 @@ def layers(count: int, *, blocks: int, piece: int, granule: int = GRANULE) -> Gr
     """Rows of `blocks` pieces, one after the other in one region, as vLLM lays them out."""
     row_bytes = blocks * piece
     whole = -(-count * row_bytes // granule) * granule
-    rows = [Extent(BASE + at * row_bytes, row_bytes) for at in range(count)]
-    return GranuleMap([Extent(BASE, whole)], rows, block_count=blocks, granule_bytes=granule)
+    rows = [Range(BASE + at * row_bytes, row_bytes) for at in range(count)]
+    return GranuleMap([Range(BASE, whole)], rows, block_count=blocks, granule_bytes=granule)
 
 
 def mask(size: int, *index: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -41,20 +41,20 @@ def test_a_granule_between_two_layers_needs_blocks_of_both() -> None:
 
 
 def test_bytes_of_others_are_never_given_up() -> None:
-    region = Extent(BASE, 3 * GRANULE)
-    row = Extent(BASE + 8, 32)  # Something else is before and behind.
+    region = Range(BASE, 3 * GRANULE)
+    row = Range(BASE + 8, 32)  # Something else is before and behind.
     granules = GranuleMap([region], [row], block_count=8, granule_bytes=GRANULE)
     assert list(granules.free(np.ones(8, np.bool_))) == [False, True, False]
     assert granules.bytes_above(0) == GRANULE
 
 
-def test_the_ceiling_is_as_high_as_the_bytes_allow() -> None:
+def test_the_limit_is_as_high_as_the_bytes_allow() -> None:
     granules = layers(2, blocks=8, piece=8)
-    assert granules.ceiling_for(0) == 8
-    assert granules.ceiling_for(1) == 6
-    assert granules.ceiling_for(2 * GRANULE) == 6
-    assert granules.ceiling_for(2 * GRANULE + 1) == 4
-    assert granules.ceiling_for(1 << 30) == 0
+    assert granules.limit_for(0) == 8
+    assert granules.limit_for(1) == 6
+    assert granules.limit_for(2 * GRANULE) == 6
+    assert granules.limit_for(2 * GRANULE + 1) == 4
+    assert granules.limit_for(1 << 30) == 0
     assert granules.bytes_above(4) == 4 * GRANULE
 
 
@@ -65,20 +65,20 @@ def test_the_highest_granules_leave_first() -> None:
 
 
 def test_regions_are_numbered_one_after_the_other() -> None:
-    regions = [Extent(BASE, 2 * GRANULE), Extent(BASE + (1 << 16), 2 * GRANULE)]
-    rows = [Extent(region.address, region.nbytes) for region in regions]
+    regions = [Range(BASE, 2 * GRANULE), Range(BASE + (1 << 16), 2 * GRANULE)]
+    rows = [Range(region.start, region.size) for region in regions]
     granules = GranuleMap(regions, rows, block_count=8, granule_bytes=GRANULE)
     assert list(granules.free(mask(8, 4, 5, 6, 7))) == [False, True, False, True]
 
 
 def test_a_row_outside_every_region_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="lies in none"):
-        GranuleMap([Extent(0, 64)], [Extent(32, 64)], block_count=8, granule_bytes=GRANULE)
+        GranuleMap([Range(0, 64)], [Range(32, 64)], block_count=8, granule_bytes=GRANULE)
 
 
 def test_runs_are_found_in_a_mask() -> None:
-    assert runs_of(mask(6, 0, 1, 3, 5)).tolist() == [[0, 2], [3, 4], [5, 6]]
-    assert runs_of(mask(6)).tolist() == []
+    assert runs_of(mask(6, 0, 1, 3, 5)) == [Range(0, 2), Range(3, 1), Range(5, 1)]
+    assert runs_of(mask(6)) == []
 
 
 @given(

@@ -28,7 +28,7 @@ def test_a_cache_is_zeroed_and_its_own_size() -> None:
     assert tensor.shape == (3 * PAGE_BYTES + 5,)
     assert tensor.dtype is torch.int8
     assert not tensor.any()
-    assert memory.regions[0].nbytes == 4 * PAGE_BYTES
+    assert memory.regions[0].size == 4 * PAGE_BYTES
     assert memory.account.used_bytes == memory.account.total_bytes == 4 * PAGE_BYTES
     memory.close()
 
@@ -37,7 +37,7 @@ def test_released_memory_is_gone_and_comes_back_as_zeros_at_its_address() -> Non
     memory = HostKvMemory(PAGE_BYTES)
     tensor = memory.allocate(4 * PAGE_BYTES)
     tensor.fill_(7)
-    address = memory.regions[0].address
+    address = memory.regions[0].start
     middle = np.array([False, True, True, False])
     memory.release(middle)
     assert memory.account.used_bytes == 2 * PAGE_BYTES

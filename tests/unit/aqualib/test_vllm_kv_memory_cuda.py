@@ -35,7 +35,7 @@ def test_a_cache_is_zeroed_and_rounded_up_to_granules(memory: CudaKvMemory) -> N
     tensor = memory.allocate(3 * GRANULE - 5)
     assert tensor.shape == (3 * GRANULE - 5,)
     assert not tensor.any()
-    assert [region.nbytes for region in memory.regions] == [3 * GRANULE]
+    assert [region.size for region in memory.regions] == [3 * GRANULE]
 
 
 def test_released_granules_return_to_the_device_and_come_back_clean(

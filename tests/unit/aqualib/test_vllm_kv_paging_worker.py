@@ -111,10 +111,7 @@ def test_loads_beside_the_model_arrive() -> None:
         wanted = layers[1][1].clone()
         worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
         worker.page_in(PagingPlan(async_loads={"r": ([0], [8]), "s": ([5], [9])}))
-        worker._jobs.put(None)
-        assert worker._thread is not None
-        worker._thread.join()
-        worker._thread = None
+        worker.close()
         assert worker.take_arrived() == {"r", "s"}, "failed ones end as well"
         assert torch.equal(layers[1][8], wanted)
         assert worker.take_failed_blocks() == {9}

@@ -144,7 +144,7 @@ class CudaMemoryLimit:
         self._device = device
         self._headroom_bytes = headroom_bytes
         self._peaks: deque[int] = deque(maxlen=RECENT_STEPS)
-        # What torch may hold: all that it holds now, and all that nobody else does.
+        # What torch may hold: all that it holds now, and all that is free.
         free, self.total_bytes = torch.cuda.mem_get_info(device)
         self._limit_bytes = torch.cuda.memory_reserved(device) + free
 

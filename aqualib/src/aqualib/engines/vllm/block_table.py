@@ -1,4 +1,4 @@
-"""The block table: which KV blocks are in the store, under which number, and who needs them.
+"""Which KV blocks are in the store, under which number, and which requests need them.
 
 A paged block has a *key*: the hash of its tokens and of all before them where prefixes are shared,
 or (request, index) where they are not. Full blocks never change, so a block that is in the store
@@ -16,7 +16,7 @@ Held places are safe. Idle ones are a cache, of finished prefixes and of clean c
 are given up first, the least recently used at the head. `room` counts both free and idle.
 
 Owned by the scheduler's thread. Contents are the workers' affair: what the table says is there may
-turn out lost (`lose`), and then whoever relied on it computes again.
+turn out lost (`lose`), and then the requests that relied on it are computed again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BlockTable:
 
         Args:
             key: Of the block.
-            is_lasting: Whether it is worth keeping when nobody holds it.
+            is_lasting: Whether it is worth keeping when no request holds it.
 
         Returns:
             The place and whether it has to be filled, or None without room.
@@ -120,14 +120,14 @@ class BlockTable:
         return place, True
 
     def forget(self, keys: Iterable[Hashable]) -> None:
-        """Free idle places of `keys`: nobody will ask for them again."""
+        """Free idle places of `keys`: no request will ask for them again."""
         for key in keys:
             place = self._by_key.get(key)
             if place is not None and not self._places[place].holders:
                 self._free(place)
 
     def lose(self, places: Iterable[int]) -> None:
-        """These hold nothing: nobody finds them any more.
+        """These hold nothing: `find` does not find them any more.
 
         One that is held is not taken again before its last release, because a load that is under
         way would then read what is not its own.
@@ -143,13 +143,22 @@ class BlockTable:
                 entry.is_lasting = False
 
     def clear(self) -> None:
-        """Nobody finds anything any more; what is held stays so until its last release."""
+        """Forget all keys; what is held stays so until its last release."""
         self.lose(list(self._places))
 
     def take_dropped(self) -> list[int]:
         """Places freed since the last call and not taken again: the workers may free theirs."""
         dropped, self._dropped = sorted(self._dropped), set()
         return dropped
+
+    def audit(self) -> None:
+        """Check what always holds; for tests, O(n)."""
+        held = {place for place, entry in self._places.items() if entry.holders}
+        found = set(self._by_key.values())
+        assert self.held_count == len(held), (self.held_count, held)
+        assert len(self._places) + len(self._unused) == self.capacity_blocks, self._unused
+        assert found <= self._places.keys(), found - self._places.keys()
+        assert self._places.keys() - found <= held, "what is neither found nor held is free"
 
     def _free(self, place: int) -> None:
         entry = self._places.pop(place)

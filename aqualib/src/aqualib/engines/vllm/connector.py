@@ -1,4 +1,4 @@
-"""AquaConnector: vLLM's two connector halves, filled with the paging desk and the courier.
+"""AquaConnector: vLLM's two connector halves, filled with the two halves of paging.
 
 vLLM makes one connector in the scheduler's process and one in each worker; the two halves share a
 class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
@@ -15,6 +15,7 @@ refused by vLLM itself at its start.
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -39,7 +40,7 @@ logger: Final = logging.getLogger("aqualib")
 
 
 class AquaPagingPlan(PagingPlan, KVConnectorMetadata):
-    """The step's orders, as vLLM passes them on."""
+    """The step's plan, as vLLM passes it on."""
 
 
 class AquaWorkerReport(WorkerReport, KVConnectorWorkerMetadata):
@@ -89,14 +90,7 @@ class AquaConnector(KVConnectorBase_V1):
         """The step's plan."""
         del scheduler_output
         plan = self._scheduler_half.take_plan()
-        return AquaPagingPlan(
-            plan.drops,
-            plan.out_places,
-            plan.out_blocks,
-            plan.in_places,
-            plan.in_blocks,
-            plan.async_loads,
-        )
+        return AquaPagingPlan(*(getattr(plan, each.name) for each in fields(plan)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers found out."""
@@ -188,7 +182,7 @@ class AquaConnector(KVConnectorBase_V1):
         report = self.paging_worker.take_report() if self.paging_worker is not None else None
         if report is None:
             return None
-        return AquaWorkerReport(report.lost_places, report.location, report.link_bytes_per_s)
+        return AquaWorkerReport(*(getattr(report, each.name) for each in fields(report)))
 
     # --- Figures --------------------------------------------------------------------------
 

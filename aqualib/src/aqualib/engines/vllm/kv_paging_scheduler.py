@@ -1,13 +1,13 @@
-"""The paging desk: the scheduler's half of paging, without vLLM.
+"""The scheduler's half of paging, without vLLM: it writes each step's `PagingPlan`.
 
-It is told what happens to requests and block ids and writes the step's `PagingPlan`. Requests are
-vLLM's objects, of which it reads `request_id`, `num_tokens`, `block_hashes` and
-`skip_reading_prefix_cache`; nothing is kept of them but names.
+It is told what happens to requests and block ids. Requests are vLLM's objects, of which it reads
+`request_id`, `num_tokens`, `block_hashes` and `skip_reading_prefix_cache`; nothing is kept of them
+but names.
 
 Order within a step makes it correct. vLLM frees a preempted or finished request's blocks at once
 and may give them to another in the same step, so they are paged out at the very start of that
 step's execution, before anything is written. Places that a load of this step reads are held until
-the orders are taken, so that no page-out of the same step can reuse them; asynchronous loads hold
+the plan is taken, so that no page-out of the same step can reuse them; asynchronous loads hold
 theirs until they are done.
 
 Not promised: that a block which is in the table can be read. Then the load fails, vLLM computes
@@ -43,7 +43,7 @@ class _Saved:
 
 
 @dataclass(slots=True)
-class _Offer:
+class _Match:
     """What was last answered about a request: `places` of blocks from `first_block` on."""
 
     first_block: int
@@ -52,19 +52,19 @@ class _Offer:
 
 @dataclass(slots=True)
 class PagingCounts:
-    """What the desk did so far; blocks unless named otherwise.
+    """What was done so far; blocks unless named otherwise.
 
     Attributes:
         saved_blocks: Paged out for preempted requests.
         clean_blocks: Of preempted requests, in the store already.
         checkpointed_blocks: Paged out while their request ran.
         kept_blocks: Paged out for the prefix tier when their request finished.
-        unsaved_blocks: Dropped for want of room: their tokens are computed again.
+        unsaved_blocks: Dropped for want of room in the store: their tokens are computed again.
         restored_tokens: Of preempted requests, loaded instead of computed.
         prefix_hit_tokens: Of new requests, loaded instead of computed.
         queried_tokens: Of new requests, looked up.
         lost_blocks: Not there when they were needed.
-        forced_preemptions: Requests put out by the policy; counted by the scheduler.
+        forced_preemptions: Requests that the policy preempted; counted by the scheduler.
     """
 
     saved_blocks: int = 0
@@ -80,7 +80,7 @@ class PagingCounts:
 
 
 class KvPagingScheduler:
-    """Writes each step's orders.
+    """Writes each step's plan.
 
     Args:
         options: The adapter's.
@@ -116,7 +116,7 @@ class KvPagingScheduler:
         self._max_loading_blocks = options.max_loading_blocks
         self._plan = PagingPlan()
         self._saved: dict[str, _Saved] = {}
-        self._offers: dict[str, _Offer] = {}
+        self._matches: dict[str, _Match] = {}
         self._loading: dict[str, list[int]] = {}
         self._abandoned: dict[str, list[int]] = {}
         self._checkpointed: dict[str, int] = {}
@@ -173,15 +173,15 @@ class KvPagingScheduler:
         Returns:
             None as the number: ask again, other loads hold too many blocks.
         """
-        offer, tokens = self._offer(request, local_tokens)
+        match, tokens = self._match(request, local_tokens)
         if not tokens:
-            self._offers.pop(request.request_id, None)
+            self._matches.pop(request.request_id, None)
             return 0, False
         if self._is_async and self._loading:
             under_way = sum(map(len, self._loading.values()))
-            if under_way + len(offer.places) > self._max_loading_blocks:
+            if under_way + len(match.places) > self._max_loading_blocks:
                 return None, False
-        self._offers[request.request_id] = offer
+        self._matches[request.request_id] = match
         return tokens, self._is_async
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -194,12 +194,12 @@ class KvPagingScheduler:
         """
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
-        offer = self._offers.pop(request_id, None)
+        match = self._matches.pop(request_id, None)
         if saved is None and self.has_tier and not request.num_computed_tokens:
             self.counts.queried_tokens += request.num_tokens
         if external_tokens:
-            assert offer is not None, f"a load for {request_id} that was not offered"
-            self._load(request_id, offer, block_ids)
+            assert match is not None, f"a load for {request_id} that was not matched"
+            self._load(request_id, match, block_ids)
             if saved is not None:
                 self.counts.restored_tokens += external_tokens
             else:
@@ -216,7 +216,7 @@ class KvPagingScheduler:
             computed_tokens: Tokens whose KV is in them.
         """
         request_id = request.request_id
-        self._offers.pop(request_id, None)
+        self._matches.pop(request_id, None)
         self._checkpointed.pop(request_id, None)
         if request_id in self._loading:
             self._abandoned[request_id] = self._loading.pop(request_id)
@@ -250,7 +250,7 @@ class KvPagingScheduler:
         self.counts.checkpointed_blocks += self._cache(keys[done:], block_ids[done : len(keys)])
 
     def take_plan(self) -> PagingPlan:
-        """The step's orders; the next one's begin empty."""
+        """The step's plan; the next one's begins empty."""
         plan, self._plan = self._plan, PagingPlan()
         plan.drops = self.table.take_dropped()
         self.table.release(self._until_taken)
@@ -299,7 +299,7 @@ class KvPagingScheduler:
         for saved in self._saved.values():
             self.table.release(saved.places)
         self._saved.clear()
-        self._offers.clear()
+        self._matches.clear()
         self._checkpointed.clear()
         self.table.clear()
 
@@ -319,8 +319,8 @@ class KvPagingScheduler:
         """Full blocks of a running request that are in the store already."""
         if not self.table.capacity_blocks:
             return 0
-        # A view is made of everyone at every turn, and of most not even the first block is there:
-        # keys of their own are made as far as they are looked for.
+        # A view is made of each running request at every slice's end, and of most not even the
+        # first block is there: keys of their own are made as far as they are looked for.
         keys_of = self._keys if self.has_tier else _own_keys
         return len(self.table.find(keys_of(request, self._blocks_of(request))))
 
@@ -330,7 +330,7 @@ class KvPagingScheduler:
 
     # --- Inside ---------------------------------------------------------------------------
 
-    def _offer(self, request: Any, local_tokens: int) -> tuple[_Offer, int]:
+    def _match(self, request: Any, local_tokens: int) -> tuple[_Match, int]:
         first = local_tokens // self.block_tokens
         most = request.num_tokens - 1
         saved = self._saved.get(request.request_id)
@@ -343,22 +343,22 @@ class KvPagingScheduler:
             total = (first + len(places)) * self.block_tokens
         else:
             places, total = [], 0
-        return _Offer(first, places), max(0, total - local_tokens) if places else 0
+        return _Match(first, places), max(0, total - local_tokens) if places else 0
 
-    def _load(self, request_id: str, offer: _Offer, block_ids: Sequence[int]) -> None:
-        blocks = list(block_ids[offer.first_block : offer.first_block + len(offer.places)])
-        assert len(blocks) == len(offer.places), (request_id, offer, block_ids)
-        self.table.hold(offer.places)
+    def _load(self, request_id: str, match: _Match, block_ids: Sequence[int]) -> None:
+        blocks = list(block_ids[match.first_block : match.first_block + len(match.places)])
+        assert len(blocks) == len(match.places), (request_id, match, block_ids)
+        self.table.hold(match.places)
         if self._is_async:
-            self._loading[request_id] = offer.places
-            self._plan.async_loads[request_id] = (offer.places, blocks)
+            self._loading[request_id] = match.places
+            self._plan.async_loads[request_id] = (match.places, blocks)
         else:
-            self._until_taken += offer.places
-            self._plan.in_places += offer.places
+            self._until_taken += match.places
+            self._plan.in_places += match.places
             self._plan.in_blocks += blocks
 
     def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> int:
-        """Have blocks paged out that nobody holds; returns how many were not there."""
+        """Have blocks paged out that no request holds; returns how many were not there."""
         count = 0
         for key, block_id in zip(keys, block_ids, strict=False):
             put = self.table.put(key)
@@ -388,5 +388,5 @@ class KvPagingScheduler:
 
 
 def _own_keys(request: Any, count: int) -> Iterator[Hashable]:
-    """Keys of a request's first blocks that nobody else shares."""
+    """Keys of a request's first blocks that no other request shares."""
     return ((request.request_id, index) for index in range(count))

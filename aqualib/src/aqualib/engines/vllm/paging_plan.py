@@ -11,8 +11,11 @@ and read back within one step holds what was meant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from aqua_schedulers.cfs import PagingTier
+
+_WORST_LAST: Final = [PagingTier.PEER, PagingTier.HOST, PagingTier.NOWHERE]
 
 
 @dataclass(slots=True)
@@ -20,7 +23,7 @@ class PagingPlan:
     """One step's paging.
 
     Attributes:
-        drops: Places whose contents nobody needs any more.
+        drops: Places whose contents are not needed any more.
         out_places: Places to fill, one for each of `out_blocks`.
         out_blocks: KV cache blocks to page out, before this step overwrites them.
         in_places: Places to read, one for each of `in_blocks`.
@@ -42,7 +45,7 @@ class WorkerReport:
 
     Attributes:
         lost_places: Places that turned out to hold nothing.
-        location: Where paged blocks are kept now; the worst of all workers.
+        location: The tier that paged blocks are in now; the worst of all workers.
         link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
     """
 
@@ -58,6 +61,3 @@ class WorkerReport:
             max(self.location, other.location, key=_WORST_LAST.index),
             min(rates, default=0.0),
         )
-
-
-_WORST_LAST = [PagingTier.PEER, PagingTier.HOST, PagingTier.NOWHERE]

@@ -5,20 +5,25 @@ before tokens or after, a view permuted from what lies in memory. Aqua only move
 looks at memory: the dimensions in the order of their strides, the one that counts blocks, and
 below it the dense bytes of a block. Dimensions above it (keys and values apart) make several rows
 of a block.
+
+`BlockCopier` gathers blocks from all rows into one tensor and scatters them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise, product
 
 import torch
+from jaxtyping import UInt8
 
 from aqua_protocol import ConfigError
 
 
-def block_rows(caches: Iterable[torch.Tensor], block_count: int) -> list[torch.Tensor]:
-    """Views of KV caches, each of shape (block_count, n) and dtype uint8.
+def block_rows(
+    caches: Iterable[torch.Tensor], block_count: int
+) -> list[UInt8[torch.Tensor, "blocks row_bytes"]]:
+    """Views of KV caches, each of shape (block_count, row_bytes) and dtype uint8.
 
     Args:
         caches: One for each layer; layers that share one count once.
@@ -32,6 +37,46 @@ def block_rows(caches: Iterable[torch.Tensor], block_count: int) -> list[torch.T
         for row in _rows_of(cache, block_count):
             rows.setdefault((row.data_ptr(), row.shape[1]), row)
     return list(rows.values())
+
+
+class BlockCopier:
+    """Copies blocks between a KV cache and tensors that hold all layers of a block in one row.
+
+    Args:
+        rows: The cache, from `block_rows`.
+
+    Attributes:
+        block_bytes: Size of one block, all layers.
+        device: Where the cache is.
+    """
+
+    def __init__(self, rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]]) -> None:
+        # On a CPU torch gathers and scatters element by element: long ones where they fit.
+        size = torch.int64.itemsize
+        fits = all(not (row.shape[1] % size or row.storage_offset() % size) for row in rows)
+        self._word = torch.int64 if fits else torch.uint8
+        self._layers = [row.view(self._word) for row in rows]
+        self._bounds = list(pairwise(accumulate((x.shape[1] for x in self._layers), initial=0)))
+        self.block_bytes = sum(row.shape[1] for row in rows)
+        self.device = rows[0].device
+
+    def gather(
+        self, blocks: Sequence[int], into: UInt8[torch.Tensor, "blocks block_bytes"]
+    ) -> None:
+        """Copy these blocks of the cache into the rows of `into`, in this order."""
+        index = torch.tensor(blocks, device=self.device)
+        words = into.view(self._word)
+        for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
+            words[:, start:end] = layer.index_select(0, index)
+
+    def scatter(
+        self, rows: UInt8[torch.Tensor, "blocks block_bytes"], blocks: Sequence[int]
+    ) -> None:
+        """Copy rows into these blocks of the cache, in this order."""
+        index = torch.tensor(blocks, device=self.device)
+        words = rows.view(self._word)
+        for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
+            layer.index_copy_(0, index, words[:, start:end])
 
 
 def _rows_of(cache: torch.Tensor, block_count: int) -> list[torch.Tensor]:

@@ -1,15 +1,15 @@
-"""AquaScheduler: vLLM's scheduler, with the choice of who holds memory left to a fair policy.
+"""AquaScheduler: vLLM's scheduler, with a fair policy to choose which requests hold memory.
 
 vLLM admits in order of arrival and preempts only when a running request finds no block. Here the
-policy of `aqua_schedulers.cfs` decides, at slice ends, who leaves and whose turn it is; vLLM's own
-loop then does everything else, unchanged. What is left of its order is the head of `waiting`,
-which is a `PolicyRequestQueue`.
+policy of `aqua_schedulers.cfs` decides, at slice ends, which are preempted and which admitted;
+vLLM's own loop then does everything else, unchanged. What is left of its order is the head of
+`waiting`, which is a `PolicyRequestQueue`.
 
-A request that leaves is told to the paging desk before its blocks are freed, so that its KV is
-paged out instead of lost, whoever preempted it. Requests are never admitted in the step that put
-them out: their blocks are read back one step later at the earliest.
+The paging scheduler hears of a preemption, the policy's or vLLM's own, before the blocks are freed,
+so that the KV is paged out instead of lost. Requests are never admitted in the step that preempted
+them: their blocks are read back one step later at the earliest.
 
-Within a slice, and while nobody waits, a step costs one call of the policy.
+Within a slice, and while no request waits, a step costs one call of the policy.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from aqua_schedulers.cfs import (
     RequestView,
     policy_named,
 )
-from aqualib.engines.vllm.adapters import adapter_for
 from aqualib.engines.vllm.connector import AquaConnector
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
+from aqualib.engines.vllm.versions import supported_version
 
 MIN_PREFILL_TOKENS: Final = 128
-"""A step of so many tokens is mostly prompts, and long enough to be timed."""
+"""A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
+small token budget never measure how fast they compute prompts."""
 
 RATE_MEMORY: Final = 0.8
-"""Weight of the past in the measured rate."""
+"""Weight of the past in the measured rate, by judgement: five steps decide. Nearer to 1, a change
+of the load is believed later."""
 
 WEIGHT_STEPS: Final = 4
-"""Priorities beyond this many steps either way count no further: a share of one sixteenth."""
+"""Priorities beyond this many steps either way count no further: a share of one sixteenth. Doubled,
+a request could get 1/256 of another's share and seem to hang."""
 
 
 class AquaScheduler(LendingScheduler):
@@ -53,8 +56,8 @@ class AquaScheduler(LendingScheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        adapter = adapter_for(vllm.__version__)
-        adapter.require(self)
+        version = supported_version(vllm.__version__)
+        version.require(self)
         options = options_of(vllm_config)
         block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._policy = policy_named(
@@ -68,15 +71,16 @@ class AquaScheduler(LendingScheduler):
             ),
         )
         self._block_tokens = block_tokens
-        self._max_running = adapter.max_running(self)
+        self._max_running = version.max_running(self)
         self.paging: KvPagingScheduler | None = None
         if isinstance(self.connector, AquaConnector):
             self.paging = self.connector.paging_scheduler
-            adapter.require_pageable(self)
+            version.require_pageable(self)
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue
-        # In the order of admission: what a decision does must not depend on string hashes.
-        self._inside: dict[str, None] = {}
+        # Of running and loading requests, in the order of admission: what a decision does must not
+        # depend on string hashes.
+        self._holding: dict[str, None] = {}
         self._preemption_mode = PreemptionMode.SWAP
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
         self._step_started_s = 0.0
@@ -96,7 +100,7 @@ class AquaScheduler(LendingScheduler):
         self._step_started_s = time.perf_counter()
         output = super().schedule(*args, **kwargs)
         loading_count = 0 if paging is None else len(paging.loading_ids())
-        if len(self.running) + loading_count != len(self._inside):
+        if len(self.running) + loading_count != len(self._holding):
             self._note_admissions()
         return output
 
@@ -113,7 +117,7 @@ class AquaScheduler(LendingScheduler):
         is_new = request.request_id not in self.requests
         super().add_request(request)
         if is_new:
-            self._policy.added(self._view_outside(request))
+            self._policy.added(self._waiting_view(request))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Forget all KV, for example because the weights have changed: nothing of it may return."""
@@ -127,7 +131,7 @@ class AquaScheduler(LendingScheduler):
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id)
-        self._inside.pop(request.request_id, None)
+        self._holding.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,13 +140,13 @@ class AquaScheduler(LendingScheduler):
             (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
             paging.preempting(request, block_ids, request.num_computed_tokens)
         super()._preempt_request(request, *args, **kwargs)
-        self._inside.pop(request.request_id, None)
-        self._policy.preempted(self._view_outside(request))
+        self._holding.pop(request.request_id, None)
+        self._policy.preempted(self._waiting_view(request))
 
     def _still_read(self) -> Collection[int]:
         return () if self.paging is None else self.paging.planned_page_out_blocks
 
-    # --- Turns ----------------------------------------------------------------------------
+    # --- Time slices ----------------------------------------------------------------------
 
     def _decide(self) -> None:
         paging = self.paging
@@ -151,8 +155,8 @@ class AquaScheduler(LendingScheduler):
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
-                running_count=len(self._inside),
-                running=self._views_inside,
+                running_count=len(self._holding),
+                running=self._running_views,
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
@@ -172,13 +176,13 @@ class AquaScheduler(LendingScheduler):
         self._queue.admit(decision.admit)
 
     def _note_admissions(self) -> None:
-        """Tell the policy who got in, and keep decodes before prompts (section 7's partition)."""
-        inside = self._inside
-        entered = [r.request_id for r in self.running if r.request_id not in inside]
+        """Tell the policy what was admitted, and keep decodes before prompts (section 7)."""
+        holding = self._holding
+        entered = [r.request_id for r in self.running if r.request_id not in holding]
         if self.paging is not None:
-            entered += [name for name in self.paging.loading_ids() if name not in inside]
+            entered += [name for name in self.paging.loading_ids() if name not in holding]
         for name in entered:
-            inside[name] = None
+            holding[name] = None
             self._policy.admitted(name)
         if entered:
             running = self.running
@@ -214,34 +218,32 @@ class AquaScheduler(LendingScheduler):
 
     # --- Views ----------------------------------------------------------------------------
 
-    def _views_inside(self) -> list[RequestView]:
-        return [self._view_inside(self.requests[name]) for name in self._inside]
+    def _running_views(self) -> list[RequestView]:
+        return [self._running_view(self.requests[name]) for name in self._holding]
 
-    def _view_inside(self, request: Any) -> RequestView:
+    def _running_view(self, request: Any) -> RequestView:
         groups = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        # A block that others share does not come free.
-        held_blocks = sum([[block.ref_cnt for block in blocks].count(1) for blocks in groups])
-        return RequestView(
-            request_id=request.request_id,
-            arrival_s=request.arrival_time,
-            prompt_tokens=request.num_prompt_tokens,
-            output_tokens=request.num_output_tokens,
+        return self._view(request)._replace(
             computed_tokens=request.num_computed_tokens,
-            held_blocks=held_blocks,
-            weight=_weight(request),
+            # A block that others share does not come free.
+            held_blocks=sum([[block.ref_cnt for block in blocks].count(1) for blocks in groups]),
             is_pinned=request.status != RequestStatus.RUNNING,
             saved_blocks=0 if self.paging is None else self.paging.clean_blocks(request),
         )
 
-    def _view_outside(self, request: Any) -> RequestView:
+    def _waiting_view(self, request: Any) -> RequestView:
         paging = self.paging
+        return self._view(request)._replace(
+            computed_tokens=0 if paging is None else paging.saved_tokens(request.request_id),
+            missing_blocks=-(-request.num_tokens // self._block_tokens),
+        )
+
+    def _view(self, request: Any) -> RequestView:
         return RequestView(
             request_id=request.request_id,
             arrival_s=request.arrival_time,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
-            computed_tokens=0 if paging is None else paging.saved_tokens(request.request_id),
-            missing_blocks=-(-request.num_tokens // self._block_tokens),
             weight=_weight(request),
         )
 

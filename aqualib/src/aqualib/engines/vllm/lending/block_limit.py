@@ -1,15 +1,15 @@
-"""The ceiling on a pool of KV blocks: blocks at or above it are taken out of use as they come free.
+"""A limit on a pool of KV blocks: blocks at or above it are taken out of use as they come free.
 
 vLLM's pool has no way to shrink, but all it takes is there: a free block that is *touched* leaves
 the free queue with a reference of its own, a block that is *evicted* answers no prefix any more,
-and *freeing* it puts it back. A block that is out is thus one that somebody else holds. Nothing is
+and *freeing* it puts it back. A block that is out is thus one that lending holds. Nothing is
 taken from a request: blocks in use are waited for.
 
 The pool's size counts without the blocks that are out, so usage and `reset_prefix_cache` mean what
 they say. Admission reads the number of free blocks and needs no telling.
 
-Not thread-safe: whoever calls holds the scheduler's lock. Knows vLLM's pool by six names, which
-`adapters.base` looks for when an engine starts.
+Not thread-safe: callers hold the scheduler's lock. Knows vLLM's pool by six names, which
+`versions` looks for when an engine starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from aqualib.engines.vllm.lending.granules import Mask
+    from aqualib.engines.vllm.lending.granules import BlockMask
 
 
 class BlockLimit:
@@ -29,7 +29,7 @@ class BlockLimit:
 
     Args:
         pool: vLLM's `BlockPool`.
-        keep_free_count: Free blocks that are left in the pool whatever the ceiling.
+        keep_free_count: Free blocks that are left in the pool whatever the limit.
         still_read: Numbers of free blocks that the next step is going to read; they are left alone.
 
     Attributes:
@@ -47,7 +47,7 @@ class BlockLimit:
         self._keep_free_count = keep_free_count
         self._still_read = still_read
         self.block_count: Final = len(pool.blocks)
-        self.out: Final[Mask] = np.zeros(self.block_count, np.bool_)
+        self.out: Final[BlockMask] = np.zeros(self.block_count, np.bool_)
         self.since: Final = np.zeros(self.block_count, np.int64)
         self._awaited: list[Any] = []
 
@@ -64,14 +64,14 @@ class BlockLimit:
         """Whether less than half of what should be free in the pool is."""
         return bool(2 * self._pool.get_num_free_blocks() < self._keep_free_count)
 
-    def lower(self, ceiling: int, step: int) -> None:
-        """From now on keep blocks from `ceiling` on out of use, those first that are free.
+    def lower(self, limit: int, step: int) -> None:
+        """From now on keep blocks from `limit` on out of use, those first that are free.
 
         Args:
-            ceiling: A block number.
+            limit: A block number.
             step: Number of the next step; blocks taken now may still be used by earlier ones.
         """
-        wanted = ceiling + np.flatnonzero(~self.out[ceiling:])
+        wanted = limit + np.flatnonzero(~self.out[limit:])
         # From the top: where not all can be had, the run at the end is to be as long as possible.
         self._awaited = [self._pool.blocks[index] for index in wanted[::-1]]
         self.settle(step)
@@ -96,7 +96,7 @@ class BlockLimit:
         self.since[index] = step
         self._pool.num_gpu_blocks -= len(taken)
 
-    def give_back(self, blocks: Mask) -> None:
+    def give_back(self, blocks: BlockMask) -> None:
         """Put blocks that are out, as a mask, into use again; wait for no others."""
         self._awaited = []
         index = np.flatnonzero(self.out & blocks)

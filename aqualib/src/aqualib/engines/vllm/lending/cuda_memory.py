@@ -4,9 +4,9 @@ CUDA's virtual memory management keeps addresses and memory apart. Addresses are
 the engine's kernels, its captured graphs among them, use them for life; each granule of physical
 memory (2 MiB) can be unmapped, which gives it back to the driver, and replaced by another.
 
-Unmapping under a kernel is a fault of the whole context. The estate releases only what no step uses
-that has not delivered its output; the device is waited for nevertheless, since kernels may follow a
-step's output (a draft model's, say).
+Unmapping under a kernel is a fault of the whole context. `kv_lending` releases only what no step
+uses that has not delivered its output; the device is waited for nevertheless, since kernels may
+follow a step's output (a draft model's, say).
 
 Not promised: that memory is there when it is wanted back. On a GPU that is shared with others the
 driver may refuse, `restore` then changes nothing, and the informer asks again at its next look.
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from aqua_protocol import TransportUnavailableError
-from aqualib.engines.vllm.lending.granules import Extent
 from aqualib.engines.vllm.lending.memory import tensor_at
 from aqualib.producer.device import CudaMemory
+from aqualib.ranges import Range
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
 
 if TYPE_CHECKING:
-    from aqualib.engines.vllm.lending.granules import Mask
+    from aqualib.engines.vllm.lending.granules import GranuleMask
 
 
 class CudaKvMemory:
@@ -51,12 +51,12 @@ class CudaKvMemory:
             )
         self.granule_bytes: Final = self._gpu.granularity
         self.account: Final = CudaMemory(device)
-        self._regions: list[Extent] = []
+        self._regions: list[Range] = []
         # Of each granule; 0 where there is no memory.
         self._memory = np.zeros(0, np.uint64)
 
     @property
-    def regions(self) -> list[Extent]:
+    def regions(self) -> list[Range]:
         """See `KvMemory.regions`."""
         return list(self._regions)
 
@@ -64,22 +64,22 @@ class CudaKvMemory:
         """See `KvMemory.allocate`."""
         whole = -(-nbytes // self.granule_bytes) * self.granule_bytes
         torch.cuda.empty_cache()  # What torch holds in reserve, the driver does not have.
-        region = Extent(self._gpu.reserve(whole), whole)
+        region = Range(self._gpu.reserve(whole), whole)
         self._regions.append(region)
         before = len(self._memory)
         self._memory = np.concatenate(
             [self._memory, np.zeros(whole // self.granule_bytes, np.uint64)]
         )
         self.restore(np.arange(len(self._memory)) >= before)
-        return tensor_at(region.address, nbytes, self._device)
+        return tensor_at(region.start, nbytes, self._device)
 
-    def release(self, granules: Mask) -> None:
+    def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""
         self._gpu.synchronize()
         for index in np.flatnonzero(granules):
             self._unmap(int(index))
 
-    def restore(self, granules: Mask) -> None:
+    def restore(self, granules: GranuleMask) -> None:
         """See `KvMemory.restore`."""
         with contextlib.ExitStack() as undo:
             for index in np.flatnonzero(granules):
@@ -91,7 +91,7 @@ class CudaKvMemory:
         """See `KvMemory.close`."""
         self.release(self._memory != 0)
         for region in self._regions:
-            self._gpu.free_reserved(region.address, region.nbytes)
+            self._gpu.free_reserved(region.start, region.size)
         self._regions.clear()
         self._memory = self._memory[:0]
 
@@ -114,7 +114,7 @@ class CudaKvMemory:
     def _address_of(self, index: int) -> int:
         offset = index * self.granule_bytes
         for region in self._regions:
-            if offset < region.nbytes:
-                return region.address + offset
-            offset -= region.nbytes
+            if offset < region.size:
+                return region.start + offset
+            offset -= region.size
         raise AssertionError(f"granule {index} is in none of {self._regions}")

@@ -10,30 +10,23 @@ of anything else never is.
 Blocks are given up from the highest number down. Then what is out of use is one run of blocks at
 the end of every layer, and at most one granule at each end of a run is lost to rounding.
 
-Pure arithmetic over addresses; sizes in bytes, granules and blocks by index.
+Arithmetic over addresses alone; sizes in bytes, granules and blocks by index.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
+from jaxtyping import Bool, Int64
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Indices = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+    from aqualib.ranges import Range
 
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """`nbytes` bytes from `address` on."""
-
-    address: int
-    nbytes: int
+BlockMask = Bool[np.ndarray, "blocks"]
+GranuleMask = Bool[np.ndarray, "granules"]
 
 
 class GranuleMap:
@@ -49,26 +42,26 @@ class GranuleMap:
 
     def __init__(
         self,
-        regions: Sequence[Extent],
-        rows: Iterable[Extent],
+        regions: Sequence[Range],
+        rows: Iterable[Range],
         *,
         block_count: int,
         granule_bytes: int,
     ) -> None:
         self.granule_bytes: Final = granule_bytes
         self.block_count: Final = block_count
-        self.count: Final = sum(region.nbytes // granule_bytes for region in regions)
-        granules: list[Indices] = []
-        firsts: list[Indices] = []
-        lasts: list[Indices] = []
+        self.count: Final = sum(region.size // granule_bytes for region in regions)
+        granules: list[Int64[np.ndarray, " rows"]] = []
+        firsts: list[Int64[np.ndarray, " rows"]] = []
+        lasts: list[Int64[np.ndarray, " rows"]] = []
         covered = np.zeros(self.count, np.int64)
         for row in rows:
             start = _offset_of(row, regions)
-            piece_bytes, rest = divmod(row.nbytes, block_count)
+            piece_bytes, rest = divmod(row.size, block_count)
             assert not rest, (row, block_count)
-            index = np.arange(start // granule_bytes, -(-(start + row.nbytes) // granule_bytes))
+            index = np.arange(start // granule_bytes, -(-(start + row.size) // granule_bytes))
             low = np.maximum(index * granule_bytes - start, 0)
-            high = np.minimum((index + 1) * granule_bytes - start, row.nbytes)
+            high = np.minimum((index + 1) * granule_bytes - start, row.size)
             granules.append(index)
             firsts.append(low // piece_bytes)
             lasts.append((high - 1) // piece_bytes)
@@ -85,7 +78,7 @@ class GranuleMap:
         np.minimum.at(self._lowest, self._granule, self._first)
         self._descending = np.sort(self._lowest[self._lowest >= 0])[::-1]
 
-    def ceiling_for(self, nbytes: int) -> int:
+    def limit_for(self, nbytes: int) -> int:
         """The highest block number such that it and all above it hold `nbytes` of granules.
 
         Block 0 if there is not that much.
@@ -95,27 +88,27 @@ class GranuleMap:
             return self.block_count
         return int(self._descending[needed - 1]) if needed <= len(self._descending) else 0
 
-    def bytes_above(self, ceiling: int) -> int:
-        """What comes free when `ceiling` and every higher block are out of use."""
-        return int((self._descending >= ceiling).sum()) * self.granule_bytes
+    def bytes_above(self, limit: int) -> int:
+        """What comes free when `limit` and every higher block are out of use."""
+        return int((self._descending >= limit).sum()) * self.granule_bytes
 
-    def free(self, out: Mask) -> Mask:
-        """Granules, as a mask (count,), that no block in use overlaps; `out` is (block_count,)."""
+    def free(self, out: BlockMask) -> GranuleMask:
+        """Granules that no block in use overlaps, given the blocks that are out of use."""
         in_use = np.concatenate([[0], np.cumsum(~out)])
         is_busy = in_use[self._last + 1] > in_use[self._first]
         free = self._lowest >= 0
         free[self._granule[is_busy]] = False
         return free
 
-    def blocks_of(self, granules: Mask) -> Mask:
-        """Blocks that overlap any of these granules, as a mask (block_count,)."""
+    def blocks_of(self, granules: GranuleMask) -> BlockMask:
+        """Blocks that overlap any of these granules."""
         chosen = granules[self._granule]
         edges = np.bincount(self._first[chosen], minlength=self.block_count + 1)
         edges = edges - np.bincount(self._last[chosen] + 1, minlength=self.block_count + 1)
         return np.cumsum(edges)[:-1] > 0
 
-    def highest(self, among: Mask, count: int) -> Mask:
-        """The `count` granules of `among` whose lowest blocks are highest, as a mask."""
+    def highest(self, among: GranuleMask, count: int) -> GranuleMask:
+        """The `count` granules of `among` with the highest lowest blocks."""
         index = np.flatnonzero(among)
         order = np.argsort(-self._lowest[index], kind="stable")
         chosen = np.zeros(self.count, np.bool_)
@@ -123,12 +116,12 @@ class GranuleMap:
         return chosen
 
 
-def _offset_of(row: Extent, regions: Sequence[Extent]) -> int:
+def _offset_of(row: Range, regions: Sequence[Range]) -> int:
     """Where a row begins, counted over all regions."""
     before = 0
     for region in regions:
-        start = row.address - region.address
-        if start >= 0 and start + row.nbytes <= region.nbytes:
+        start = row.start - region.start
+        if start >= 0 and row.end <= region.end:
             return before + start
-        before += region.nbytes
+        before += region.size
     raise AssertionError(f"{row} lies in none of {regions}")

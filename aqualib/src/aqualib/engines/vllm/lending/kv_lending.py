@@ -1,10 +1,10 @@
-"""The estate: an engine's KV cache as something to lend from, between scheduler and informer.
+"""Lending from an engine's KV cache: where its scheduler and the informer meet.
 
-Two threads meet here. The scheduler's steps use blocks; the informer's looks ask for memory and
+Two threads are at work. The scheduler's steps use blocks; the informer's looks ask for memory and
 bring it back (`shrink` and `grow` of a `LoadSource`). One lock, the scheduler's own, is held for as
 long as the block pool is looked at or changed, and never while memory moves:
 
-    shrink:  ceiling down, free blocks out (lock) -> granules that are free, marked (lock)
+    shrink:  limit down, free blocks out (lock) -> granules that are free, marked (lock)
              -> released                            later steps: more blocks come free, are taken
     grow:    granules restored -> marked, their blocks given back (lock)
 
@@ -34,7 +34,7 @@ from aqualib.engines.vllm.lending.block_limit import BlockLimit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqualib.engines.vllm.lending.granules import GranuleMap, Mask
+    from aqualib.engines.vllm.lending.granules import GranuleMap, GranuleMask
     from aqualib.engines.vllm.lending.memory import KvMemory
 
 
@@ -93,7 +93,7 @@ class KvLending:
         self._count_free = count_free
         self.on_grown: Callable[[], None] | None = None
         # Granules without memory, or about to lose it.
-        self._gone: Mask = np.zeros(granules.count, np.bool_)
+        self._gone: GranuleMask = np.zeros(granules.count, np.bool_)
         self._surrendered_bytes = 0
         # Blocks are out, or awaited, whose memory is still here.
         self._is_shrinking = False
@@ -129,12 +129,12 @@ class KvLending:
 
     # --- The scheduler's thread, under the lock -------------------------------------------
 
-    def before_step(self, *, is_anyone_waiting: bool) -> None:
+    def before_step(self, *, has_waiting: bool) -> None:
         """A step is about to be scheduled."""
         if not self._is_shrinking:
             return
-        if is_anyone_waiting or self._limit.is_pool_short:
-            self._let_go()
+        if has_waiting or self._limit.is_pool_short:
+            self._give_back()
         else:
             self._limit.settle(self._begun_steps)
 
@@ -163,8 +163,8 @@ class KvLending:
         before = self._surrendered_bytes
         wanted = min(before + nbytes, self.most_bytes)
         with self._lock:
-            ceiling = max(self._keep_blocks, self._granules.ceiling_for(wanted))
-            self._limit.lower(ceiling, self._begun_steps)
+            limit = max(self._keep_blocks, self._granules.limit_for(wanted))
+            self._limit.lower(limit, self._begun_steps)
             self._is_shrinking = True
             is_unused = self._limit.out & (self._limit.since <= self._ended_steps)
             free = self._granules.free(is_unused) & ~self._gone
@@ -177,13 +177,13 @@ class KvLending:
             leaving = self._granules.highest(free, -(-goal // granule_bytes) - gone_count)
             self._gone |= leaving
             if goal == wanted:
-                self._let_go()
+                self._give_back()
         try:
             self._memory.release(leaving)
         except TransportError:
             with self._lock:
                 self._gone &= ~leaving
-                self._let_go()
+                self._give_back()
             raise
         self._surrendered_bytes = goal
         return goal - before
@@ -192,7 +192,7 @@ class KvLending:
         """`nbytes` given up before are free on the device: take them back into use.
 
         Raises:
-            TransportError: Somebody else took them; nothing has changed.
+            TransportError: Another process took them; nothing has changed.
         """
         goal = max(0, self._surrendered_bytes - nbytes)
         staying = self._granules.highest(self._gone, -(-goal // self._granules.granule_bytes))
@@ -200,11 +200,11 @@ class KvLending:
         with self._lock:
             self._gone = staying
             self._surrendered_bytes = goal
-            self._let_go()
+            self._give_back()
         if self.on_grown is not None:
             self.on_grown()
 
-    def _let_go(self) -> None:
+    def _give_back(self) -> None:
         """Give back every block whose memory is here."""
         self._is_shrinking = False
         self._limit.give_back(~self._granules.blocks_of(self._gone))

@@ -1,14 +1,14 @@
-"""The lending service of an engine: estate, producer and informer, opened and closed as one.
+"""The lending service of an engine: its blocks, producer and informer, opened and closed as one.
 
 Lives in the engine's process, beside its scheduler. The informer's thread looks at the load several
 times a second, and at once when a step has left requests waiting; the producer's own threads talk
 to consumers and to the coordinator. The engine's thread does none of this.
 
-The load is the scheduler's own figures. vLLM has a door for plug-ins that are told the load,
-`vllm.stat_logger_plugins`, and it is not taken: loggers live in the front end's process, hear of a
-step when its output has come there, and hear nothing while no step is made. Here a request that
-has to wait is known before the step that leaves it waiting is computed, and an engine that is idle
-and has most to lend is seen to be. Who only wants to watch has `LenderMetrics` and vLLM's metrics.
+The load is the scheduler's own figures. vLLM has an entry point for plug-ins that are told the
+load, `vllm.stat_logger_plugins`, and it is not used: loggers live in the front end's process, hear
+of a step when its output has come there, and hear nothing while no step is made. Here a request
+that has to wait is known before the step that leaves it waiting is computed, and an engine that is
+idle and has most to lend is seen to be. For watching there are `LenderMetrics` and vLLM's metrics.
 
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
 informer's and the producer's affair, and the engine goes on with the blocks that it has.
@@ -75,10 +75,10 @@ class LendingService:
         cache_bytes = len(pool.blocks) * block_bytes
         reserve_bytes = options.reserve_of(cache_bytes)
         with ExitStack() as opened:
-            self.producer: Final[Producer] = opened.enter_context(
+            self.memory_producer: Final[Producer] = opened.enter_context(
                 open_producer(device=str(cache.device), memory=cache.memory.account, model=model)
             )
-            slab_bytes = self.producer.slab_bytes
+            slab_bytes = self.memory_producer.slab_bytes
             self.lending: Final = KvLending(
                 limit=BlockLimit(pool, -(-reserve_bytes // block_bytes), still_read),
                 granules=cache.granules,
@@ -102,13 +102,13 @@ class LendingService:
             profile = options.profile(
                 cache_bytes=cache_bytes, most_bytes=most_bytes, slab_bytes=slab_bytes
             )
-            self.metrics: Final = LenderMetrics(self.lending, self.producer)
+            self.metrics: Final = LenderMetrics(self.lending, self.memory_producer)
             self.lending.on_grown = self.metrics.blocks_came_back
             if options.metrics_port is not None:
                 server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
                 opened.callback(server.server_close)
                 opened.callback(server.shutdown)
-            self.informer: Final = Informer(self.producer, self.lending, profile)
+            self.informer: Final = Informer(self.memory_producer, self.lending, profile)
             self.informer.on_reclaim = self.metrics.reclaim_began
             opened.enter_context(self.informer)
             self._opened = opened.pop_all()

@@ -3,11 +3,11 @@
 The engine gets one tensor and keeps it for life; what changes is whether there is memory behind an
 address. Released granules go back to the device at once, which can then make slabs of them: what is
 lent are those slabs, never the cache's own memory. That costs a few milliseconds and spares a
-promise that nobody could keep, that a borrower's mapping ends when the engine wants its bytes back.
+promise that cannot be kept, that a borrower's mapping ends when the engine wants its bytes back.
 Memory that returns reads as zeros.
 
-An access to a released address is a crash on a CPU as on a GPU. So whoever releases must know that
-nothing running or queued touches it; see `estate`.
+An access to a released address is a crash on a CPU as on a GPU. So a caller that releases must know
+that nothing running or queued touches it; see `kv_lending`.
 
 Which device: `HostKvMemory` here, `CudaKvMemory` in `cuda_memory`.
 """
@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-import numpy as np
 import torch
 
-from aqualib.engines.vllm.lending.granules import Extent
 from aqualib.producer.device import EmulatedMemory
+from aqualib.ranges import Range, runs_of
 from aqualib.transports.host_mapping import PAGE_BYTES, HostMapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.engines.vllm.lending.granules import Indices, Mask
+    from aqualib.engines.vllm.lending.granules import GranuleMask
     from aqualib.producer.device import DeviceMemory
 
 
@@ -42,7 +41,7 @@ class KvMemory(Protocol):
         """Of the device's memory, shared with the slabs; once everything is allocated."""
 
     @property
-    def regions(self) -> list[Extent]:
+    def regions(self) -> list[Range]:
         """What `allocate` handed out, in order; granules are numbered over all of it."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -52,10 +51,10 @@ class KvMemory(Protocol):
             TransportError: The device has no more.
         """
 
-    def release(self, granules: Mask) -> None:
+    def release(self, granules: GranuleMask) -> None:
         """Give the memory of these granules, all present, back to the device."""
 
-    def restore(self, granules: Mask) -> None:
+    def restore(self, granules: GranuleMask) -> None:
         """Put zeroed memory behind these granules, all absent; all of them or none.
 
         Raises:
@@ -96,9 +95,9 @@ class HostKvMemory:
         return self._account
 
     @property
-    def regions(self) -> list[Extent]:
+    def regions(self) -> list[Range]:
         """See `KvMemory.regions`."""
-        return [Extent(mapping.address, mapping.nbytes) for mapping in self._mappings]
+        return [Range(mapping.address, mapping.nbytes) for mapping in self._mappings]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See `KvMemory.allocate`."""
@@ -107,16 +106,16 @@ class HostKvMemory:
         self._mappings.append(mapping)
         return tensor_at(mapping.address, nbytes, torch.device("cpu"))
 
-    def release(self, granules: Mask) -> None:
+    def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""
-        for mapping, start, nbytes in self._stretches(granules):
+        for mapping, start, nbytes in self._runs(granules):
             mapping.vacate(start, nbytes)
         self.account.give_back(int(granules.sum()) * self.granule_bytes)
 
-    def restore(self, granules: Mask) -> None:
+    def restore(self, granules: GranuleMask) -> None:
         """See `KvMemory.restore`."""
         self.account.take(int(granules.sum()) * self.granule_bytes)
-        for mapping, start, nbytes in self._stretches(granules):
+        for mapping, start, nbytes in self._runs(granules):
             mapping.refill(start, nbytes)
 
     def close(self) -> None:
@@ -125,21 +124,14 @@ class HostKvMemory:
             mapping.unmap()
         self._mappings.clear()
 
-    def _stretches(self, granules: Mask) -> Iterator[tuple[HostMapping, int, int]]:
+    def _runs(self, granules: GranuleMask) -> Iterator[tuple[HostMapping, int, int]]:
         """Mapping, offset and size of each run of neighbours."""
         before = 0
         for mapping in self._mappings:
             count = mapping.nbytes // self.granule_bytes
-            for first, last in runs_of(granules[before : before + count]):
-                size = (last - first) * self.granule_bytes
-                yield mapping, int(first) * self.granule_bytes, int(size)
+            for run in runs_of(granules[before : before + count]):
+                yield mapping, run.start * self.granule_bytes, run.size * self.granule_bytes
             before += count
-
-
-def runs_of(mask: Mask) -> Indices:
-    """Runs of True in a mask: rows of (first, one past the last)."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return edges.reshape(-1, 2)
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,7 @@ class LenderMetrics(ProducerMetrics):
 
     @property
     def ended_reclaims(self) -> ReclaimTotals:
-        """Reclaims of the informer's whose blocks are back."""
+        """The informer's reclaims that brought their blocks back."""
         return self._ended
 
     def reclaim_began(self, reclaim: ReclaimTicket) -> None:

@@ -6,18 +6,20 @@ large slabs are is aqualib's affair: `AQUA_*`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from aqualib.producer.informer import Profile
 from aqualib.settings import Size
 
-SPARE_SHARE = 0.5
-"""Of the KV cache, unless the options say how much: nobody has profiled this engine."""
+SPARE_SHARE: Final = 0.5
+"""Of the KV cache, what is lent unless the options say how much: by caution, since this engine has
+no profile. Doubled, an idle engine lends everything but its reserve and has more to take back."""
 
-RESERVE_SHARE = 0.1
-"""Of the KV cache, unless the options say how much."""
+RESERVE_SHARE: Final = 0.1
+"""Of the KV cache, what stays free unless the options say how much: the next requests start while
+memory comes back. Doubled, fewer of them wait for a reclaim, and less is lent."""
 
 
 class LendingOptions(BaseModel):

@@ -1,8 +1,9 @@
 """LendingScheduler: vLLM's scheduler, whose blocks may leave and come back between steps.
 
 It decides nothing: it takes a lock around everything that moves blocks, numbers the steps, and
-counts whom a step left waiting. `AquaScheduler` is one, too. Without `"lend"` among the options
-every method is vLLM's behind a comparison, or behind the lock, which nobody else takes then.
+counts the requests that a step left waiting. `AquaScheduler` is one, too. Without `"lend"` among
+the options every method is vLLM's behind a comparison, or behind the lock, which has no other user
+then.
 
 Why a lock and not the step boundary: an engine without requests makes no steps, and that is when it
 has most to lend. Its thread then waits for work without holding the lock.
@@ -21,13 +22,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.adapters import adapter_for
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of
+from aqualib.engines.vllm.versions import supported_version
 
 RATE_WINDOW_S: Final = 10.0
+"""Arrivals of so many seconds make the rate that the informer sees, by judgement. Doubled, a burst
+takes memory back later, and noise does so less often; requests that wait always do so at once."""
 
 SAME_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Keeps the worker beside the scheduler, which is vLLM's own choice for one GPU. Builds for
@@ -47,7 +50,7 @@ class LendingScheduler(Scheduler):
         """Choose the class that fits the engine's way of scheduling."""
         del args, kwargs
         is_async = vllm_config.scheduler_config.async_scheduling
-        # A subclass of somebody else's stays what it is, as do the asynchronous ones.
+        # A subclass from elsewhere stays what it is, as do the asynchronous ones.
         kind: Any = vars(cls).get("asynchronous", cls) if is_async else cls
         made: Self = object.__new__(kind)
         return made
@@ -61,7 +64,7 @@ class LendingScheduler(Scheduler):
         options = options_of(vllm_config)
         if options.lend is None:
             return
-        adapter_for(vllm.__version__).require_lendable(self)
+        supported_version(vllm.__version__).require_lendable(self)
         cache = LENDABLE.pop(vllm_config.instance_id, None)
         if cache is None:
             raise ConfigError(
@@ -87,7 +90,7 @@ class LendingScheduler(Scheduler):
         if service is None:
             return super().schedule(*args, **kwargs)
         with self._block_lock:
-            service.lending.before_step(is_anyone_waiting=self._left_waiting > 0)
+            service.lending.before_step(has_waiting=self._left_waiting > 0)
             output = super().schedule(*args, **kwargs)
             service.lending.step_begun()
             was_waiting = self._left_waiting > 0

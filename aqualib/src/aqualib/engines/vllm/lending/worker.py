@@ -1,7 +1,7 @@
 """LendingWorker: vLLM's worker, whose KV cache lies in memory that can leave and come back.
 
 vLLM makes its KV cache with one call of `torch.zeros` for each tensor, in the midst of much else,
-and offers no door there that all supported versions have. A torch function mode, which is active
+and offers no hook there that all supported versions have. A torch function mode, which is active
 only while the cache is made, answers just these calls: by size and type, as the cache's own
 configuration lists them. Whatever else torch does meanwhile goes its way.
 
@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.lending.granules import Extent, GranuleMap
+from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.lending.memory import HostKvMemory
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.rows import block_rows
+from aqualib.ranges import Range
 from aqualib.settings import load_settings
 from aqualib.transports.host_mapping import PAGE_BYTES
 
@@ -40,7 +41,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 MAX_HOST_GRANULES: Final = 1 << 18
-"""A shrink looks at each of them, in milliseconds."""
+"""Granules of a CPU's KV cache at most: a shrink looks at each of them, in milliseconds. Doubled,
+large caches are given up in finer pieces and each shrink takes twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,14 @@ class LendingWorker(PlatformWorker):
             )
         sizes = {int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors}
         memory = _memory_for(self.device, kv_cache_config, load_settings())
-        with KvSupply(memory, sizes):
+        with KvCacheAllocation(memory, sizes):
             super().initialize_from_config(kv_cache_config)
         LENDABLE[self.vllm_config.instance_id] = lendable(
             memory, self.model_runner.kv_caches, kv_cache_config.num_blocks
         )
 
 
-class KvSupply(TorchFunctionMode):
+class KvCacheAllocation(TorchFunctionMode):
     """While active, makes KV caches out of `memory`.
 
     Args:
@@ -128,16 +130,12 @@ def lendable(memory: KvMemory, caches: Iterable[torch.Tensor], block_count: int)
         ConfigError: Some lie elsewhere, or in a layout that is not known here.
     """
     pieces = block_rows(caches, block_count)
-    rows = [Extent(piece.data_ptr(), piece.nbytes) for piece in pieces]
+    rows = [Range(piece.data_ptr(), piece.nbytes) for piece in pieces]
     regions = memory.regions
     strays = [
         row
         for row in rows
-        if not any(
-            region.address <= row.address
-            and row.address + row.nbytes <= region.address + region.nbytes
-            for region in regions
-        )
+        if not any(region.start <= row.start and row.end <= region.end for region in regions)
     ]
     if strays or not rows:
         raise ConfigError(
@@ -148,7 +146,7 @@ def lendable(memory: KvMemory, caches: Iterable[torch.Tensor], block_count: int)
     granules = GranuleMap(
         regions, rows, block_count=block_count, granule_bytes=memory.granule_bytes
     )
-    block_bytes = sum(row.nbytes for row in rows) // block_count
+    block_bytes = sum(row.size for row in rows) // block_count
     return LendableCache(memory, granules, block_bytes, pieces[0].device)
 
 

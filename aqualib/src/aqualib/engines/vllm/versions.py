@@ -1,12 +1,13 @@
-"""What differs between vLLM's minor versions, and what the adapter relies on in all of them.
+"""Supported minor versions of vLLM: what differs between them, and what we rely on in all of them.
 
 vLLM calls its scheduler "not public". The private surface used here is listed once, and looked for
 when an engine starts: a vLLM that renamed something is refused with its name, instead of failing
-an hour later in the middle of a burst.
+an hour later in the middle of a burst. A version that is not in the table is refused, too.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,7 +55,7 @@ POOL_ATTRIBUTES: Final = ("free_block_queue", "get_num_free_blocks")
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class VllmVersion:
     """One minor version of vLLM.
 
     Attributes:
@@ -130,3 +131,34 @@ class Adapter:
     def max_running(self, scheduler: Any) -> int:
         """Most requests that may run at once."""
         return int(getattr(scheduler, self.run_limit))
+
+
+VERSIONS: Final = {
+    version.minor: version
+    for version in (
+        # Whatever a scheduling pass skips waits apart.
+        VllmVersion("0.28", "max_num_running_reqs", "skipped_waiting"),
+        # As 0.28; a connector is given the whole cache manager.
+        VllmVersion("0.30", "max_num_running_reqs", "skipped_waiting"),
+        # Running requests and runner slots are bounded apart; only block holders wait apart.
+        VllmVersion("0.31", "max_num_active_reqs", "kv_holding_waiting"),
+        # As 0.31; preemption also ends auxiliary outputs.
+        VllmVersion("0.32", "max_num_active_reqs", "kv_holding_waiting"),
+    )
+}
+
+
+def supported_version(version: str) -> VllmVersion:
+    """The table's row for a version of vLLM, such as `0.32.0` or `0.32.0.dev1+cpu`.
+
+    Raises:
+        ConfigError: Aqua was never tried with this version.
+    """
+    found = re.match(r"(\d+\.\d+)(?:\.|$)", version)
+    minor = found.group(1) if found else version
+    if minor not in VERSIONS:
+        raise ConfigError(
+            f"vLLM {version} is not supported",
+            remedy=f"Install vLLM {', '.join(VERSIONS)}, or a newer aqualib.",
+        )
+    return VERSIONS[minor]
