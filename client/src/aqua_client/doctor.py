@@ -1,0 +1,92 @@
+"""The coordinator as `aqua doctor` sees it: is it there, of which version, what may our token do?
+
+Reads `AQUA_COORDINATOR_URL`, `AQUA_TOKEN` and `AQUA_CA_FILE` as members do. Changes nothing: roles
+are learned by asking to revoke a lease that cannot exist, which only an operator may, and whose
+refusal lists the roles that the token has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from aqua_client.client import CoordinatorClient
+from aqua_client.retry import RetryRule
+from aqua_protocol.errors import (
+    AquaError,
+    ForbiddenError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from aqua_protocol.findings import Finding, FindingLevel
+
+URL_VARIABLE: Final = "AQUA_COORDINATOR_URL"
+DEFAULT_URL: Final = "http://127.0.0.1:7700"
+NO_LEASE: Final = "aqua-doctor"
+"""Leases have generated names, so none is called this."""
+
+
+def probe_coordinator() -> Iterator[Finding]:
+    """Findings on the coordinator and on the token, if one answers."""
+    url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    token = os.environ.get("AQUA_TOKEN") or None
+    ca_file = os.environ.get("AQUA_CA_FILE")
+    try:
+        client = CoordinatorClient(
+            url, token, ca_file=Path(ca_file) if ca_file else None, retry=RetryRule(max_attempts=1)
+        )
+    except AquaError as error:
+        yield _finding("coordinator", FindingLevel.FAIL, error.message, error.remedy)
+        return
+    with client:
+        try:
+            health = client.readyz()
+        except UnavailableError as error:
+            # One that is named and away is a fault; none at the default address is a next step.
+            named = URL_VARIABLE in os.environ
+            yield _finding(
+                "coordinator",
+                FindingLevel.FAIL if named else FindingLevel.WARN,
+                error.message,
+                f"Start one with `aqua coordinator serve`, or set {URL_VARIABLE}.",
+            )
+            return
+        ours = version("aqua-protocol")
+        agree = health.version == ours
+        yield _finding(
+            "coordinator",
+            FindingLevel.OK if agree else FindingLevel.WARN,
+            f"{health.version} at {url}, {health.status}" + ("" if agree else f"; here is {ours}"),
+            "" if agree else "Install one version on both sides; upgrade the older one.",
+        )
+        yield _token(client, token)
+
+
+def _token(client: CoordinatorClient, token: str | None) -> Finding:
+    try:
+        client.revoke_lease(NO_LEASE, epoch=1)
+    except UnauthenticatedError as error:
+        if token is None:
+            return _finding(
+                "token", FindingLevel.WARN, "the coordinator wants one", "Set AQUA_TOKEN."
+            )
+        return _finding("token", FindingLevel.FAIL, error.message, error.remedy)
+    except ForbiddenError as error:
+        roles = [str(role) for role in error.details.get("has", [])]
+        return _finding("token", FindingLevel.OK, f"its roles: {', '.join(roles) or 'none'}")
+    except UnavailableError as error:
+        return _finding("token", FindingLevel.WARN, error.message, error.remedy)
+    except AquaError:
+        pass  # There is no such lease, as was to be shown: the caller may do everything.
+    return _finding(
+        "token",
+        FindingLevel.OK,
+        "its role: operator" if token is not None else "none, and none is needed",
+    )
+
+
+def _finding(check: str, level: FindingLevel, message: str, remedy: str = "") -> Finding:
+    return Finding(check=check, level=level, message=message, remedy=remedy)
