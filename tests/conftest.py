@@ -1,6 +1,7 @@
 """The test tiers: each test carries the mark of its folder, `tests/<tier>/<package>/test_*.py`.
 
-What this file owns: the marks, and the clean skip of `gpu` tests where there is no CUDA device.
+What this file owns: the marks, the clean skip of `gpu` tests where there is no CUDA device, and
+that luck decides nothing: Hypothesis draws the same examples every time and generators are seeded.
 A contract suite may add `pytest.mark.gpu` to single parameters; they are skipped alike.
 Fixtures that start processes or servers live in `harness/`.
 """
@@ -8,6 +9,8 @@ Fixtures that start processes or servers live in `harness/`.
 from __future__ import annotations
 
 import importlib.util
+import random
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -17,6 +20,9 @@ import pytest
 TIERS: Final = frozenset(
     {"unit", "property", "contract", "integration", "engine", "e2e", "chaos", "gpu"}
 )
+SEED: Final = 0
+"""Of the global generators at the start of each test."""
+
 TESTS_ROOT: Final = Path(__file__).resolve().parent
 
 # Settings of plugins that a GPU machine without registry access may lack (`make test-gpu
@@ -36,13 +42,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        # A deadline for each example measures the machine: a busy one would fail at random.
-        settings.register_profile("no-deadline", deadline=None)
-        settings.load_profile("no-deadline")
+        # Both without a deadline and a health check by the clock: they measure the machine.
+        unhurried = [HealthCheck.too_slow]
+        # The default: the same examples every time, so that no test fails by luck. It is loaded
+        # before the tests are, whose own settings take over what they do not set.
+        settings.register_profile(
+            "repeatable",
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=unhurried,
+        )
+        # `make fuzz`: others every time, and a way to see a failure again.
+        settings.register_profile(
+            "fuzz", print_blob=True, deadline=None, suppress_health_check=unhurried
+        )
+        settings.load_profile("repeatable")
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): ignored without pytest-timeout")
+
+
+def pytest_runtest_setup() -> None:
+    """Begin each test at the same state of the global generators, whatever ran before it."""
+    random.seed(SEED)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(SEED)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(SEED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

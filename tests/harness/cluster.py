@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 
+from harness.bounds import HANG_S
 from harness.doom import Doom, Ledger, recorded, watch_coordinator, watch_member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 SLAB: Final = 256 * 1024
-CALL_TIMEOUT_S: Final = 60.0
-WITHIN_S: Final = 60.0
+CALL_TIMEOUT_S: Final = HANG_S
+WITHIN_S: Final = HANG_S
 """Bound of every wait; nothing here should need more than a second or two."""
 
 HEARTBEAT_S: Final = 0.1
@@ -229,7 +230,9 @@ class Cluster:
         self.url = f"http://127.0.0.1:{port}"
         self._port = port
         self._dooms = dict(dooms or {})
-        self._http = httpx.Client(base_url=f"{self.url}/v1", timeout=5.0, trust_env=False)
+        self._http = httpx.Client(
+            base_url=f"{self.url}/v1", timeout=CALL_TIMEOUT_S, trust_env=False
+        )
         self.processes: dict[str, Process] = {}
         self.deaths: Counter[str] = Counter()
         self._steps: dict[str, list[Path]] = {}

@@ -109,7 +109,7 @@ def grant(
             producer_id=producer_id,
             consumer_id=consumer_id,
             bytes=nbytes,
-            expires_in_s=30.0,
+            expires_in_s=600.0,
         ),
         token=mint.token(nbytes, consumer_id=consumer_id, epoch=epoch, lease_id=lease_id),
         endpoint=str(endpoint),

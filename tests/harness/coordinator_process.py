@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 
+from harness.bounds import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START_WITHIN_S: Final = 120.0
-STOP_WITHIN_S: Final = 60.0
+START_WITHIN_S: Final = HANG_S
+STOP_WITHIN_S: Final = HANG_S
 
 
 class CoordinatorProcess:

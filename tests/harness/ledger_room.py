@@ -17,6 +17,7 @@ from aqua_coordinator.store.pipeline import Answer
 from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
 from aqua_coordinator.store.scripts import MAX_GAP_S
 from aqua_protocol.leases import LeaseView
+from harness.bounds import HANG_S
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
 ATTACH_WINDOW_S: Final = 10.0
@@ -160,7 +161,7 @@ def _is(key: str, name: str) -> bool:
 @contextlib.asynccontextmanager
 async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
     """Fresh books on the server at `url`, checked at the end."""
-    pipeline = Pipeline(open_pool(url, connect_timeout_s=5.0, max_connections=8))
+    pipeline = Pipeline(open_pool(url, connect_timeout_s=HANG_S, max_connections=8))
     pipeline.start()
     room = LedgerRoom(pipeline)
     try:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from harness.bounds import HANG_S
+
 
 class Fault(StrEnum):
     """How the server fails, from its `fails_from`-th request on."""
@@ -79,12 +81,12 @@ class OpenAIServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(HANG_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(10)
+        self._thread.join(HANG_S)
 
     def _run(self) -> None:
         asyncio.run(self._serve())

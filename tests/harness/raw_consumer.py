@@ -38,9 +38,10 @@ from aqua_protocol.channel import (
 )
 from aqua_protocol.members import LeaseNotice, ProducerAck, ReclaimOrder
 from aqualib.channel import Channel, ChannelClosedError, connect
+from harness.bounds import HANG_S
 from harness.program import Program, say
 
-WITHIN_S: Final = 60.0
+WITHIN_S: Final = HANG_S
 """Bound of every wait; far above what anything takes."""
 
 

@@ -16,12 +16,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from harness.bounds import HANG_S
 from harness.program import Program, say
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
 
-OFFER_WITHIN_S: Final = 60.0
+OFFER_WITHIN_S: Final = HANG_S
 
 BLOCK_TOKENS: Final = 32
 """The smallest block of vLLM's attention for CPUs."""

@@ -27,6 +27,7 @@ from aqualib import probe
 from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport, select
 from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness import fake_cuda
+from harness.bounds import HANG_S
 from harness.transport_peer import Peer, pattern
 
 NBYTES = 4 * MIB
@@ -69,7 +70,7 @@ class Case:
         wait_until(lambda: self.free_bytes() >= at_least)
 
 
-def wait_until(condition: Callable[[], bool], *, within_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], *, within_s: float = HANG_S) -> None:
     """Poll for what no event announces."""
     deadline = time.monotonic() + within_s
     while not condition():

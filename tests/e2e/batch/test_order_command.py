@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from harness.bounds import HANG_S
 from harness.tiny_llama import write_tiny_llama
 
 
 def aqua_batch(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
     return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
     )
 
 

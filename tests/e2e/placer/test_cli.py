@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aqua_placer.problem.families import churned, generate
+from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
 
 COMMAND = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]
@@ -38,7 +39,11 @@ STATED_KEYS = {
 
 def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], check=False, capture_output=True, text=True, timeout=100
+        [*COMMAND, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     return done
@@ -146,7 +151,7 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) 
     with pytest.raises(subprocess.TimeoutExpired):
         started.communicate(timeout=8)
     started.send_signal(signal.SIGINT)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=HANG_S)
     assert started.returncode == 0, err
     plan = json.loads(out)
     assert plan["bound"] <= plan["value"]
@@ -175,7 +180,7 @@ def test_help_imports_nothing_heavy() -> None:
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.stdout.strip() == "[]"
 

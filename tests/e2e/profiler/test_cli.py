@@ -10,6 +10,7 @@ import pytest
 
 from aqua_profiler.report.files import write_profile
 from aqua_protocol.profile import ModelProfile, ProfileLabel
+from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
 
 COMMAND = [sys.executable, "-c", "from aqua_profiler.cli import main; main()"]
@@ -28,6 +29,6 @@ def test_a_reader_that_has_left_ends_the_command_without_a_trace(tmp_path: Path,
         path,
     )
     command = [*COMMAND, "show", str(path), "--format", form]
-    assert subprocess.run(command, check=True, capture_output=True, timeout=100).stdout
+    assert subprocess.run(command, check=True, capture_output=True, timeout=HANG_S).stdout
     done = into_closed_pipe(command, 100)
     assert (done.returncode, done.stderr) == (1, "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-RUN_LIMIT_S = 300
+RUN_LIMIT_S = 900
 
 pytestmark = pytest.mark.timeout(2 * RUN_LIMIT_S)
 

@@ -17,6 +17,7 @@ from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.fit import fit_samples
 from aqua_simulator.timing.iteration import from_kernels
 from aqua_simulator.timing.profiles import read_folder
+from harness.bounds import HANG_S
 from harness.profile_tables import (
     GPU,
     MODEL,
@@ -31,7 +32,7 @@ PNG = b"\x89PNG"
 def aqua_sim(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command and check how it ended."""
     command = [str(Path(sys.executable).with_name("aqua-sim")), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == code, done.stderr or done.stdout
     return done
 

@@ -13,6 +13,7 @@ import torch
 
 from aqualib.consumer import Aqua
 from aqualib.tensor import AquaTensor, Location
+from harness.bounds import HANG_S
 from harness.consumers import await_rest, consuming, grant
 from harness.lender_process import LenderProcess
 from harness.producers import SLAB, lending, socket_dir, until
@@ -223,4 +224,4 @@ def start_python(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 def run_python(program: str, *arguments: str) -> None:
     process = start_python(program, *arguments)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)

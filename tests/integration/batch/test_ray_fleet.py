@@ -30,7 +30,6 @@ from harness.counting_engine import CountingEngine
 from harness.ray_nodes import RayNodes, ray_nodes
 
 pytestmark = [
-    pytest.mark.timeout(300),
     # Ray leaves sockets and files to the end of the process, and warns of its own future.
     pytest.mark.filterwarnings("ignore"),
 ]

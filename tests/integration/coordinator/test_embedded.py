@@ -15,6 +15,7 @@ import pytest
 from aqua_coordinator.embedded import EmbeddedValkey, Fsync
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
+from harness.bounds import HANG_S
 from harness.store_servers import (
     kill_store,
     running_store,
@@ -23,14 +24,10 @@ from harness.store_servers import (
     slow_disk,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
-BOUND_S = 20.0
-
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for a condition, in bounded time."""
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         while not holds():  # noqa: ASYNC110 - a process has no event to wait for
             await asyncio.sleep(0.01)
 
@@ -43,7 +40,9 @@ async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> No
         store.start()
         try:
             for round_number in range(3):
-                pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+                pipeline = Pipeline(
+                    open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4)
+                )
                 pipeline.start()
                 try:
                     sets = [pipeline.command("SET", f"{round_number}-{n}", "x") for n in range(100)]
@@ -62,7 +61,7 @@ async def test_what_was_answered_survives_sigkill_while_the_disk_is_slow(
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(slow_disk(tmp_path)))
     with running_store() as store:
-        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4))
         pipeline.start()
         try:
             count, (began_s, _) = 0, await pipeline.command("TIME")
@@ -91,7 +90,7 @@ async def test_a_kept_server_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_store() as store:
         store.keep()
         try:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(HANG_S):
                 await done.wait()
         finally:
             await store.unkeep()
@@ -131,7 +130,7 @@ def test_the_lock_waits_for_a_predecessor_that_is_still_on_its_way_out() -> None
         with pytest.raises(ConfigError, match="another coordinator uses"):
             second.start()
         server.terminate()
-        patient = EmbeddedValkey(directory / "d", start_timeout_s=BOUND_S)
+        patient = EmbeddedValkey(directory / "d", start_timeout_s=HANG_S)
         patient.start()
         patient.stop()
         first._lock_fd = -1
@@ -189,7 +188,7 @@ async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: s
         store = EmbeddedValkey(directory / "d", binary=wrapper)
         store.start()
         assert store.pid is not None
-        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=5, max_connections=4))
+        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4))
         pipeline.start()
         ledger = Ledger(pipeline)
         try:
@@ -204,7 +203,7 @@ async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: s
             assert (await ledger.summary()).books_id == opened.books_id
             unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
             resource.prlimit(store.pid, resource.RLIMIT_FSIZE, unlimited)
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(HANG_S):
                 while True:
                     try:
                         assert await ledger.probe() == opened

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.request_limits import RequestLimits
 from harness.asgi import client_of
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-
-pytestmark = pytest.mark.timeout(60)
 
 HOT_PATHS = {
     "/v1/producers/{producer_id}",

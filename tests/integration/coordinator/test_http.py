@@ -28,8 +28,6 @@ from harness.asgi import client_of
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def as_json(body: BaseModel) -> dict[str, Any]:
     """What a member sends."""

@@ -23,8 +23,6 @@ from aqua_protocol.leases import LeaseView, Pairing, PlacementPlan
 from harness.ledger_room import ATTACH_WINDOW_S, LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 async def consumer(room: LedgerRoom) -> PaperConsumer:

@@ -35,8 +35,6 @@ from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import short_directory
 
-pytestmark = pytest.mark.timeout(300)
-
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

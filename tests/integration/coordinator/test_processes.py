@@ -23,11 +23,11 @@ import pytest
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.leases import LeaseGrant
+from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import running_store, short_directory
 
-BOUND_S = 30.0
 # Members of these tests do not send heartbeats.
 PATIENT: Final[dict[str, Any]] = {
     "AQUA_SILENT_MEMBER_S": "3600",
@@ -37,7 +37,7 @@ PATIENT: Final[dict[str, Any]] = {
 
 def until(holds: Callable[[], bool], what: str) -> None:
     """Wait for a condition, in bounded time."""
-    give_up_s = time.monotonic() + BOUND_S
+    give_up_s = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < give_up_s, what
         time.sleep(0.01)
@@ -66,7 +66,7 @@ def join(url: str, producer: PaperProducer) -> None:
 
 async def audit(store_url: str) -> tuple[list[str], int, int]:
     """Rules that the books break, and bytes that they have leased by producer and by lease."""
-    pipeline = Pipeline(open_pool(store_url, connect_timeout_s=5, max_connections=4))
+    pipeline = Pipeline(open_pool(store_url, connect_timeout_s=HANG_S, max_connections=4))
     pipeline.start()
     ledger = Ledger(pipeline)
     try:
@@ -107,7 +107,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(BOUND_S)
+            thread.join(HANG_S)
             assert not thread.is_alive(), "the load hangs"
         assert self.faults.empty(), self.faults.get()
 
@@ -118,7 +118,7 @@ class Load:
 
     def _run(self, thread: int) -> None:
         addresses = itertools.cycle(self._urls)
-        with httpx.Client(timeout=5, trust_env=False) as client:
+        with httpx.Client(timeout=HANG_S, trust_env=False) as client:
             for number in itertools.count():
                 if self._stop.is_set():
                     return
@@ -143,7 +143,7 @@ class Load:
         body: dict[str, object],
         headers: dict[str, str],
     ) -> bytes | None:
-        give_up_s = time.monotonic() + BOUND_S
+        give_up_s = time.monotonic() + HANG_S
         while time.monotonic() < give_up_s:
             try:
                 answer = client.post(f"{next(addresses)}/v1/{path}", json=body, headers=headers)
@@ -157,7 +157,7 @@ class Load:
                 break
             self.retries += 1
             self._stop.wait(0.02)
-        self.faults.put(f"{path}: no success within {BOUND_S} s")
+        self.faults.put(f"{path}: no success within {HANG_S} s")
         return None
 
 
@@ -176,8 +176,8 @@ async def test_killed_under_load_it_comes_back_with_books_that_agree(victim: str
                     store = [psutil.Process(pid) for pid in coordinator._children()]
                     if victim == "coordinator":
                         os.kill(coordinator.process.pid, signal.SIGKILL)
-                        coordinator.process.wait(BOUND_S)
-                        psutil.wait_procs(store, BOUND_S)
+                        coordinator.process.wait(HANG_S)
+                        psutil.wait_procs(store, HANG_S)
                         assert not store[0].is_running(), "the store outlived it"
                         coordinator.kill()
                         coordinator = CoordinatorProcess(directory / "d", port=port, **PATIENT)
@@ -232,7 +232,7 @@ def test_sigterm_stops_it_with_its_store_even_while_events_are_streamed() -> Non
                 lines = stream.iter_lines()
                 assert next(lines).startswith("retry:")
                 coordinator.process.terminate()
-                assert coordinator.process.wait(BOUND_S) == 0
+                assert coordinator.process.wait(HANG_S) == 0
             assert not psutil.pid_exists(store_pid)
         finally:
             coordinator.kill()
@@ -241,7 +241,7 @@ def test_sigterm_stops_it_with_its_store_even_while_events_are_streamed() -> Non
 def test_events_arrive_as_they_happen_and_go_on_where_a_client_left_off() -> None:
     with short_directory() as directory, CoordinatorProcess(directory / "d") as coordinator:
         url = f"{coordinator.url}/v1/events"
-        with httpx.stream("GET", url, trust_env=False, timeout=BOUND_S) as stream:
+        with httpx.stream("GET", url, trust_env=False, timeout=HANG_S) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             lines = stream.iter_lines()
             next(lines)
@@ -251,7 +251,7 @@ def test_events_arrive_as_they_happen_and_go_on_where_a_client_left_off() -> Non
         assert (first["kind"], first["producer_id"]) == ("producer_joined", "producer")
         assert (second["kind"], second["consumer_id"]) == ("consumer_joined", "consumer")
         resume = {"Last-Event-ID": first["event_id"]}
-        with httpx.stream("GET", url, headers=resume, trust_env=False, timeout=BOUND_S) as stream:
+        with httpx.stream("GET", url, headers=resume, trust_env=False, timeout=HANG_S) as stream:
             assert next_event(stream.iter_lines()) == second
         wrong = httpx.get(url, headers={"Last-Event-ID": "soon"}, trust_env=False)
         assert wrong.json()["code"] == "request_invalid"
@@ -282,7 +282,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 

@@ -17,8 +17,6 @@ from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ReclaimReport
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import SLAB, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def measured(reclaim_id: str, **changes: object) -> ReclaimReport:
     """A reclaim of two slabs, of which one is back."""

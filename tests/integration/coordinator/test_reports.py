@@ -16,8 +16,6 @@ from aqua_protocol.members import OfferUpdate
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 async def pair(room: LedgerRoom) -> tuple[PaperProducer, PaperConsumer]:

@@ -13,8 +13,6 @@ from aqua_protocol.leases import EventKind
 from harness.ledger_room import ATTACH_WINDOW_S, SILENT_S, LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
 Pair = tuple[PaperProducer, PaperConsumer]
 
 

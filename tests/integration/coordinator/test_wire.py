@@ -18,12 +18,10 @@ from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.server import Server
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token
+from harness.bounds import HANG_S
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
-pytestmark = pytest.mark.timeout(60)
-
-BOUND_S = 20.0
 RELEASE = "/v1/leases/nothing/release"
 BODY = b'{"epoch":1}'
 
@@ -53,7 +51,7 @@ async def address(service: Service) -> AsyncIterator[tuple[str, int]]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for a condition, in bounded time."""
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         while not holds():  # noqa: ASYNC110 - uvicorn has no event to wait for
             await asyncio.sleep(0)
 
@@ -83,7 +81,7 @@ class Wire:
 
     async def answer(self) -> tuple[int, dict[str, str], Any]:
         """Status, headers and content of the next answer."""
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(HANG_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.split(": ", 1) for line in head[1:] if line)
             content = await self.reader.readexactly(int(headers["content-length"]))
@@ -92,7 +90,7 @@ class Wire:
 
     async def ended(self) -> bool:
         """Whether the other side hangs up, with nothing more to say."""
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(HANG_S):
             return await self.reader.read() == b""
 
     async def close(self) -> None:
@@ -157,7 +155,7 @@ async def test_an_unusual_request_gets_the_same_answer(wire: Wire, sent: bytes) 
 async def test_a_client_that_asks_before_it_sends_is_told_to_go_on(wire: Wire) -> None:
     head, body = request(RELEASE, BODY, "Expect: 100-continue").split(b"\r\n\r\n")
     await wire.send(head + b"\r\n\r\n")
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         assert await wire.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     await wire.send(body)
     assert (await wire.answer())[0] == 404

@@ -17,8 +17,9 @@ import pytest
 
 from aqua_demo.messages import ConsumerSample, Failure, Finish, News
 from aqua_demo.processes import Child, Crew, DemoError
+from harness.bounds import HANG_S
 
-END_LIMIT_S = 20.0
+END_LIMIT_S = HANG_S
 READY = "import sys, time; print('ready', file=sys.stderr, flush=True); time.sleep(600)"
 
 

@@ -18,6 +18,7 @@ from aqua_placer.service import create_app
 from aqua_placer.solvers.solving import Request, place
 from aqua_protocol import UnavailableError
 from aqua_protocol.plan import Plan
+from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess, data_dir
 
 
@@ -116,7 +117,7 @@ async def test_a_body_without_a_length_is_refused(service: httpx.AsyncClient) ->
 async def test_a_full_house_answers_when_to_come_back(service: httpx.AsyncClient) -> None:
     body = {"problem": generate("tpmix-cont", 1024, 0), "time_limit_s": 3}
     answers = await asyncio.gather(
-        *(service.post("/v1/plans", json=body, timeout=60) for _ in range(4))
+        *(service.post("/v1/plans", json=body, timeout=HANG_S) for _ in range(4))
     )
     refused = [answer for answer in answers if answer.status_code == 503]
     assert 1 <= len(refused) <= 2

@@ -34,6 +34,7 @@ from aqualib.tensor import AquaTensor
 from harness.consumers import await_rest, consuming, consuming_late, grant
 from harness.producers import SLAB, lending
 from harness.raw_consumer import WITHIN_S, Mint
+from harness.slices import examples
 
 BLOCK = SLAB // 4
 PRODUCERS = 2
@@ -231,7 +232,7 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
 
 TestConsumer = ConsumerAgainstADict.TestCase
 TestConsumer.settings = settings(
-    max_examples=40,
+    max_examples=examples(10, whole=40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -50,8 +50,10 @@ from aqua_protocol import (
 )
 from aqua_protocol.leases import LeaseView
 from aqua_protocol.members import ProducerReport
+from harness.bounds import HANG_S
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+from harness.slices import examples
 from harness.store_servers import running_store
 
 T = TypeVar("T")
@@ -87,7 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.numbers = iter(range(10**9))
 
     async def _open(self) -> None:
-        pipeline = Pipeline(open_pool(self.url, connect_timeout_s=5.0, max_connections=8))
+        pipeline = Pipeline(open_pool(self.url, connect_timeout_s=HANG_S, max_connections=8))
         pipeline.start()
         self.room = LedgerRoom(pipeline)
         await self.room.lose_books()
@@ -367,13 +369,12 @@ def store() -> Iterator[EmbeddedValkey]:
         yield server
 
 
-@pytest.mark.timeout(300)
 def test_no_history_makes_the_books_disagree_with_the_world(store: EmbeddedValkey) -> None:
     LedgerMachine.url = store.url
     run_state_machine_as_test(
         LedgerMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=examples(25, whole=100),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

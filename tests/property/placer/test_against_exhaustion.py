@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 
 from aqua_placer.budget import Budget
 from aqua_placer.coverage.covering import layer_bound_gb
@@ -16,9 +16,10 @@ from aqua_placer.programs.blocks import solve_blocks
 from aqua_placer.solvers.solving import Request, place
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from harness.placement import best_by_exhaustion, small_problems
+from harness.slices import examples
 
 TOLERANCE_GB = 2e-3
-SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(60, whole=120))
 
 
 def columns(

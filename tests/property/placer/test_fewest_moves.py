@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aqua_placer.budget import Budget
@@ -26,8 +26,9 @@ from aqua_placer.search.exchange import Aim, Layout
 from aqua_placer.search.pursuit import judge_for
 from aqua_placer.solvers.solving import Request, place
 from harness.placement import covered_by_exhaustion, sizes_of, small_problems
+from harness.slices import examples
 
-SLOW = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(60, whole=120))
 GRAIN_GB = 1e-5
 
 
@@ -199,7 +200,7 @@ def test_a_group_moves_alone_into_unused_gpus() -> None:
     assert layout.free().tolist() != [0, 2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, whole=30))
 @given(st.integers(0, 100), st.sampled_from(["tpmix", "tpmix-cont"]), st.booleans())
 def test_the_table_says_what_a_replacement_gains(seed: int, family: str, part: bool) -> None:
     problem = generate(family, 64, seed, occupancy=0.8 if part else 1.0)

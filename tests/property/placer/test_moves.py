@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqua_placer.budget import Budget
@@ -16,8 +16,9 @@ from aqua_placer.replan.replacing import Relocation, relocate
 from aqua_placer.solvers.solving import Request, place
 from aqua_protocol.plan import MoveKind, Plan
 from harness.placement import small_problems
+from harness.slices import examples
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=examples(12, whole=60))
 
 
 def execute(instance: Instance, today: Plan | None, plan: Plan) -> None:
@@ -75,7 +76,7 @@ def test_the_limit_on_moves_holds(seed: int, max_moves: int, in_place: bool) -> 
     execute(later, today, plan)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(2, whole=8))
 @given(
     st.integers(0, 50),
     st.sampled_from(["tpmix", "tpmix-cont", "refmix-cont"]),

@@ -13,6 +13,7 @@ from aqua_protocol import UnauthenticatedError, UnavailableError
 from aqua_protocol.members import MemberAck
 from aqualib import reporter as reporter_module
 from aqualib.reporter import Reporter
+from harness.bounds import HANG_S
 from harness.producers import until
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from aqua_protocol import AquaError
     from aqua_protocol.ids import BooksId, Revision
 
-BOUND_S = 20.0
 NEVER_S = 3600.0
 
 
@@ -45,7 +45,7 @@ class Books:
 
     def deliver(self, report: tuple[int, str | None, str]) -> MemberAck:
         self.reports.append(report)
-        assert self.open_gate.wait(BOUND_S)
+        assert self.open_gate.wait(HANG_S)
         if self.error is not None:
             raise self.error
         return MemberAck(books_id=self.books_id, heartbeat_s=self.heartbeat_s)
@@ -95,13 +95,13 @@ def test_an_answer_is_handled_before_its_books_are_confirmed(
 
     reporter._deliver = watching
     reporter.start()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     assert handled_by_then == list(range(len(handled_by_then)))
 
 
 def test_a_change_is_reported_with_the_state_of_the_moment(books: Books, reporter: Tested) -> None:
     reporter.start()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     books.state = "changed"
     reporter.changed()
     until(lambda: books.reports[-1][2] == "changed", "the change is reported")
@@ -117,7 +117,7 @@ def test_changes_during_a_report_are_coalesced_into_one(books: Books, reporter: 
         books.state = f"state-{number}"
         reporter.changed()
     books.open_gate.set()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     assert len(books.reports) <= 5
     assert books.reports[-1][2] == "state-999"
 
@@ -140,7 +140,7 @@ def test_an_absent_coordinator_is_tried_for_ever_and_blocks_nobody(
     assert reporter.error is books.error
     assert not reporter.flush(0.01)
     books.error = None
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     assert reporter.error is None
 
 
@@ -155,7 +155,7 @@ def test_an_absence_is_logged_once_and_a_new_reason_again(
         seen = len(books.reports)
         until(lambda: len(books.reports) >= seen + 5, "five more attempts")
         books.error = None
-        assert reporter.flush(BOUND_S)
+        assert reporter.flush(HANG_S)
     told = [record.getMessage() for record in caplog.records]
     assert sum("nobody there" in line for line in told) == 1
     assert sum("token withdrawn" in line for line in told) == 1
@@ -181,7 +181,7 @@ def test_no_pause_exceeds_the_heartbeat() -> None:
 
 def test_books_that_were_replaced_are_confirmed_at_once(books: Books, reporter: Tested) -> None:
     reporter.start()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     books.books_id = "books-2"
     reporter.changed()
     until(lambda: books.reports[-1][1] == "books-2", "the new books are confirmed")
@@ -199,7 +199,7 @@ def test_an_answer_that_cannot_be_handled_confirms_nothing(books: Books, reporte
 
 def test_closing_ends_the_thread_and_may_be_repeated(books: Books, reporter: Tested) -> None:
     reporter.start()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     reporter.close()
     reporter.close()
     assert not reporter._thread.is_alive()
@@ -207,7 +207,7 @@ def test_closing_ends_the_thread_and_may_be_repeated(books: Books, reporter: Tes
 
 def test_a_last_report_tells_the_final_state(books: Books, reporter: Tested) -> None:
     reporter.start()
-    assert reporter.flush(BOUND_S)
+    assert reporter.flush(HANG_S)
     books.state = "final"
     reporter.changed()
     reporter.close(last_report=True)

@@ -23,6 +23,7 @@ from aqua_protocol import (
     TransportUnavailableError,
     UnavailableError,
 )
+from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
 
 
@@ -172,6 +173,6 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.stdout.strip() == "[]"

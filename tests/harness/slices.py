@@ -1,0 +1,32 @@
+"""How much of a slow tier a run takes: a seeded slice in `make test`, all of it on request.
+
+Some tests repeat one claim over many examples, victims or seeds. `make test` takes a slice of them,
+the same one every time, so that it stays short and nothing in it depends on luck. The targets for
+whole tiers (`make chaos`, `make property`) set AQUA_TESTS_WHOLE=1; AQUA_TESTS_SEED picks another
+slice, as `.ci/run` does by commit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+Item = TypeVar("Item")
+
+IS_WHOLE: Final = os.environ.get("AQUA_TESTS_WHOLE") == "1"
+SEED: Final = int(os.environ.get("AQUA_TESTS_SEED", "0"))
+
+
+def examples(count: int, *, whole: int) -> int:
+    """Hypothesis examples to draw: `count` in a slice, `whole` in a whole tier."""
+    return whole if IS_WHOLE else count
+
+
+def sliced(items: Sequence[Item], count: int, *, key: str = "") -> list[Item]:
+    """Up to `count` of the items in their order, drawn by the seed and `key`; or all."""
+    if IS_WHOLE or count >= len(items):
+        return list(items)
+    chosen = random.Random(f"{SEED} {key}").sample(range(len(items)), count)
+    return [items[index] for index in sorted(chosen)]
