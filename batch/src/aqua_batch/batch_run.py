@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int64
 
 from aqua_batch.bodies import sampling
 from aqua_batch.completions import Completion, CompletionCollector, result_line
@@ -43,8 +43,6 @@ from aqua_schedulers.blendserve import (
     prepare,
     split_among,
 )
-
-Int64s = NDArray[np.int64]
 
 SAMPLE_PROBABILITY: Final = 0.01
 """Of the paper's evaluation (section 5.1)."""
@@ -124,9 +122,9 @@ class BatchRun:
         self._work_done = 0.0
         self._work_left = 0.0
         self._idle: dict[int, None] = {}
-        self._assigned: dict[int, Int64s] = {}
+        self._assigned: dict[int, Int64[np.ndarray, " part"]] = {}
         self._running: dict[int, int] = {}
-        self._orphans: deque[tuple[Int64s, bool]] = deque()
+        self._orphans: deque[tuple[Int64[np.ndarray, " part"], bool]] = deque()
         self._fruitful: set[int] = set()
         self._deaths = np.zeros(self._prompts.count, np.int8)
 
@@ -150,10 +148,10 @@ class BatchRun:
         self._journal.sync()
         return self._done - before
 
-    def _left(self) -> Int64s:
+    def _left(self) -> Int64[np.ndarray, " part"]:
         return np.flatnonzero(self._is_left).astype(np.int64)
 
-    def _prepare(self, rows: Int64s) -> PreparedPool:
+    def _prepare(self, rows: Int64[np.ndarray, " part"]) -> PreparedPool:
         """Order some rows, with what is known about the lengths of all."""
         lengths = self._lengths(rows)
         part = self._prompts.keep(rows)
@@ -162,19 +160,24 @@ class BatchRun:
         self._work_left = float(self._work[self._is_left].sum())
         return prepared
 
-    def _lengths(self, rows: Int64s) -> LengthEstimate:
+    def _lengths(self, rows: Int64[np.ndarray, " part"]) -> LengthEstimate:
         return self._prompts.pool(self._observed).estimate().take(rows)
 
-    def _sample(self, rows: Int64s, whole: PreparedPool) -> Int64s:
+    def _sample(
+        self, rows: Int64[np.ndarray, " part"], whole: PreparedPool
+    ) -> Int64[np.ndarray, " part"]:
         """Rows to run first, to learn lengths from; none where enough are known."""
         unknown = int((self._prompts.known[rows] == UNKNOWN).sum())
         observed = int((self._observed != UNKNOWN).sum())
         if unknown < LEAST_TO_SAMPLE or observed >= SAMPLE_PROBABILITY * unknown:
             return np.empty(0, np.int64)
         known = self._prompts.known[rows]
-        return rows[choose_sample(whole.tree, known, probability=SAMPLE_PROBABILITY, seed=0)]
+        chosen = choose_sample(whole.tree, known, probability=SAMPLE_PROBABILITY, seed=0)
+        return np.asarray(rows[chosen])
 
-    def _run_part(self, rows: Int64s, prepared: PreparedPool, policy: Policy) -> None:
+    def _run_part(
+        self, rows: Int64[np.ndarray, " part"], prepared: PreparedPool, policy: Policy
+    ) -> None:
         """Run some rows to their end, whatever becomes of the engines meanwhile."""
         nodes = self._fleet.ready_nodes()
         self._idle = dict.fromkeys(nodes)
@@ -235,18 +238,22 @@ class BatchRun:
                 "See the engines' logs for why they die.",
             )
 
-    def _adopt(self) -> Int64s:
+    def _adopt(self) -> Int64[np.ndarray, " part"]:
         """Rows that a lost engine left, for one that is free: its part among the living."""
         rows, is_cut = self._orphans.popleft()
         living = len(self._fleet.ready_nodes())
         if is_cut or living == 1:
             return rows
-        parts = [rows[part] for part in split_among(self._prepare(rows), living) if len(part)]
-        self._orphans.extend((part, True) for part in parts[1:])
-        return parts[0]
+        first, *others = (part for part in split_among(self._prepare(rows), living) if len(part))
+        self._orphans.extend((rows[part], True) for part in others)
+        return np.asarray(rows[first])
 
     def _begin(
-        self, node: int, rows: Int64s, policy: Policy, prepared: PreparedPool | None
+        self,
+        node: int,
+        rows: Int64[np.ndarray, " part"],
+        policy: Policy,
+        prepared: PreparedPool | None,
     ) -> None:
         del self._idle[node]
         self._fruitful.discard(node)
@@ -301,7 +308,11 @@ class _Wishes(Sequence[Mapping[str, Any]]):
     """Sampling fields of some rows, read from the batch file when they are asked for."""
 
     def __init__(
-        self, batch: BatchFile, tokenized: TokenizedBatch, rows: Int64s, parts: Int64s
+        self,
+        batch: BatchFile,
+        tokenized: TokenizedBatch,
+        rows: Int64[np.ndarray, " part"],
+        parts: Int64[np.ndarray, " part"],
     ) -> None:
         self._batch = batch
         self._entries = tokenized.entries

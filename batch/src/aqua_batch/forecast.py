@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32
 
 from aqua_batch.engine import StepEvents
 from aqua_batch.feed import BlendFeed
@@ -47,13 +47,13 @@ class Forecast:
         steps_per_row: Steps that a row stands for.
     """
 
-    admitted: NDArray[np.int32]
+    admitted: Int32[np.ndarray, " requests"]
     makespan_s: float
     optimal_s: float
     step_count: int
     computed_prompt_tokens: int
-    compute_s: NDArray[np.float64]
-    memory_s: NDArray[np.float64]
+    compute_s: Float64[np.ndarray, " rows"]
+    memory_s: Float64[np.ndarray, " rows"]
     steps_per_row: int
 
 

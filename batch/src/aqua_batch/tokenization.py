@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32, Int64
 
 from aqua_batch.bodies import Problem, known_length, output_limit
 from aqua_batch.records import BatchFile, Entry, Rejection, RejectionCode
@@ -28,9 +28,6 @@ from aqua_schedulers.blendserve import (
     RequestPool,
     prepare,
 )
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 NO_LIMIT = 2**31 - 1
 
@@ -46,10 +43,10 @@ class Prompts:
         limit: Most output tokens of each row.
     """
 
-    tokens: Int32s
-    offsets: Int64s
-    known: Int32s
-    limit: Int32s
+    tokens: Int32[np.ndarray, " tokens"]
+    offsets: Int64[np.ndarray, " rows+1"]
+    known: Int32[np.ndarray, " rows"]
+    limit: Int32[np.ndarray, " rows"]
 
     @property
     def count(self) -> int:
@@ -61,7 +58,7 @@ class Prompts:
         prompt: list[int] = self.tokens[self.offsets[row] : self.offsets[row + 1]].tolist()
         return prompt
 
-    def keep(self, rows: Int64s) -> Prompts:
+    def keep(self, rows: Int64[np.ndarray, " kept"]) -> Prompts:
         """Only these rows, in this order."""
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -71,11 +68,11 @@ class Prompts:
             tokens[offsets[place] : offsets[place + 1]] = self.tokens[start:end]
         return Prompts(tokens, offsets, self.known[rows], self.limit[rows])
 
-    def unsampled(self) -> Int32s:
+    def unsampled(self) -> Int32[np.ndarray, " rows"]:
         """No lengths known from elsewhere."""
         return np.full(self.count, UNKNOWN, np.int32)
 
-    def pool(self, sampled: Int32s) -> RequestPool:
+    def pool(self, sampled: Int32[np.ndarray, " rows"]) -> RequestPool:
         """The pool, with lengths that were observed."""
         tree = PrefixTree.from_tokens(self.tokens, self.offsets)
         return RequestPool(tree, self.known, sampled, self.limit)
@@ -94,14 +91,14 @@ class TokenizedBatch:
 
     entries: list[Entry]
     prompts: Prompts
-    owner: Int32s
+    owner: Int32[np.ndarray, " rows"]
     rejections: list[Rejection]
 
-    def first_rows(self) -> Int64s:
+    def first_rows(self) -> Int64[np.ndarray, " entries"]:
         """First row of each entry."""
         return np.searchsorted(self.owner, np.arange(len(self.entries))).astype(np.int64)
 
-    def lengths(self, total_tokens: Mapping[str, int]) -> Int32s:
+    def lengths(self, total_tokens: Mapping[str, int]) -> Int32[np.ndarray, " rows"]:
         """Observed output lengths by row, UNKNOWN elsewhere.
 
         Args:
@@ -112,7 +109,7 @@ class TokenizedBatch:
             total = total_tokens.get(entry.custom_id, 0)
             if total > 0:
                 by_entry[index] = max(1, round(total / entry.part_count))
-        return by_entry[self.owner]
+        return np.asarray(by_entry[self.owner])
 
 
 def tokenize(

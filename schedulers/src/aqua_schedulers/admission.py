@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32
 
-Requests = NDArray[np.int32]
+Requests = Int32[np.ndarray, " requests"]
 """Indices into the pool that the policy was built for."""
 
 

@@ -13,36 +13,32 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
 LONGEST_ADMISSION: Final = 4096
 """Requests that one step may admit; a bound for the buffer, far above any step's need."""
 
 
-def fcfs_order(request_count: int) -> Int32s:
+def fcfs_order(request_count: int) -> Int32[np.ndarray, " requests"]:
     """As they came."""
     return np.arange(request_count, dtype=np.int32)
 
 
-def dfs_order(tree: PrefixTree) -> Int32s:
+def dfs_order(tree: PrefixTree) -> Int32[np.ndarray, " requests"]:
     """Depth-first: the upper bound of prefix sharing."""
     return tree.depth_first()
 
 
-def random_order(request_count: int, *, seed: int) -> Int32s:
+def random_order(request_count: int, *, seed: int) -> Int32[np.ndarray, " requests"]:
     """Shuffled."""
     return np.random.default_rng(seed).permutation(request_count).astype(np.int32)
 
 
-def balanced_order(density: Floats) -> Int32s:
+def balanced_order(density: Float64[np.ndarray, " requests"]) -> Int32[np.ndarray, " requests"]:
     """Every stretch of the order holds the same mix of densities.
 
     Requests sorted by density are dealt by the golden ratio: a low-discrepancy sequence, where a
@@ -69,7 +65,12 @@ class OrderedAdmission:
     """
 
     def __init__(
-        self, order: Int32s, reserved_tokens: Int64s, fresh_tokens: Int64s, *, token_budget: int
+        self,
+        order: Int32[np.ndarray, " requests"],
+        reserved_tokens: Int64[np.ndarray, " requests"],
+        fresh_tokens: Int64[np.ndarray, " requests"],
+        *,
+        token_budget: int,
     ) -> None:
         self._order = order.astype(np.int32)
         self._reserved = reserved_tokens.astype(np.int64)
@@ -113,13 +114,13 @@ class OrderedAdmission:
 
 @compiled
 def _in_order(
-    order: Int32s,
-    reserved: Int64s,
-    fresh: Int64s,
+    order: Int32[np.ndarray, " requests"],
+    reserved: Int64[np.ndarray, " requests"],
+    fresh: Int64[np.ndarray, " requests"],
     place: int,
     room: int,
     wanted: int,
-    out: Int32s,
+    out: Int32[np.ndarray, " max_admitted"],
 ) -> int:
     count = 0
     while place + count < len(order) and count < len(out) and wanted > 0:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aqua_schedulers.linked_list import Links, append, empty_lists, prepend, remove
 
 
 def items(links: Links, sentinel: int) -> list[int]:
     """The items of one list, and that they say the same backwards."""
-    found, backwards = [], []
-    item = links[sentinel]["after"]  # type: ignore[index] # a structured array
+    found, backwards = _walk(links, sentinel, "after"), _walk(links, sentinel, "before")
+    assert backwards == found[::-1]
+    return found
+
+
+def _walk(links: Any, sentinel: int, side: str) -> list[int]:  # noqa: ANN401 - a structured array
+    found: list[int] = []
+    item = links[sentinel][side]
     while item != sentinel:
         found.append(int(item))
-        item = links[item]["after"]  # type: ignore[index]
-    item = links[sentinel]["before"]  # type: ignore[index]
-    while item != sentinel:
-        backwards.append(int(item))
-        item = links[item]["before"]  # type: ignore[index]
-    assert backwards == found[::-1]
+        item = links[item][side]
     return found
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from jaxtyping import Int64
 
 from aqua_protocol.decoders import DECODERS
 from aqua_protocol.hardware import GPUS
 from aqua_schedulers.cfs import PagingTier, PolicyName
 from aqua_simulator.papers.aqua import (
     BurstExperiment,
-    Ints,
     cached_prefix_run,
     outcomes,
     piecewise_bytes_per_s,
@@ -25,7 +25,9 @@ from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.iteration import IterationTime
 
 
-def chats(count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
+def chats(
+    count: int, generator: np.random.Generator
+) -> tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]:
     return generator.integers(100, 500, count), generator.integers(20, 300, count)
 
 

@@ -14,14 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int64
 
 from aqua_protocol.decoders import DecoderModel
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GpuModel
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +56,21 @@ class ResourceCost:
             decode_s_per_kv_token=model.kv_bytes_per_token / gpu.hbm_bytes_per_s,
         )
 
-    def compute_s(self, prompt_tokens: Ints | float, output_tokens: Floats | float) -> Floats:
+    def compute_s(
+        self,
+        prompt_tokens: Int64[np.ndarray, " requests"] | float,
+        output_tokens: Float64[np.ndarray, " requests"] | float,
+    ) -> Float64[np.ndarray, " requests"]:
         """Comp(r), nothing shared; works element by element."""
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
         linear = self.linear_s_per_token * (prompt + output_tokens)
         return np.asarray(linear + self.prefill_s_per_square_token * prompt * prompt)
 
-    def memory_s(self, prompt_tokens: Ints | float, output_tokens: Floats | float) -> Floats:
+    def memory_s(
+        self,
+        prompt_tokens: Int64[np.ndarray, " requests"] | float,
+        output_tokens: Float64[np.ndarray, " requests"] | float,
+    ) -> Float64[np.ndarray, " requests"]:
         """Mem(r); works element by element.
 
         The paper drops the `d/2` of the sum 1..d; we keep it, so that one output token reads
@@ -77,7 +82,11 @@ class ResourceCost:
             self.decode_s_per_kv_token * (prompt * output + output * (output + 1) / 2)
         )
 
-    def density(self, prompt_tokens: Ints | float, output_tokens: Floats | float) -> Floats:
+    def density(
+        self,
+        prompt_tokens: Int64[np.ndarray, " requests"] | float,
+        output_tokens: Float64[np.ndarray, " requests"] | float,
+    ) -> Float64[np.ndarray, " requests"]:
         """rho(r) = Comp(r) / Mem(r); above 1 a request is compute-bound."""
         return np.asarray(
             self.compute_s(prompt_tokens, output_tokens)

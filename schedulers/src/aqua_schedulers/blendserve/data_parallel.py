@@ -10,16 +10,13 @@ Source: BlendServe section 6.1, "Data parallelism".
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.preparation import PreparedPool
 
-Int32s = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
-
-def split_among(prepared: PreparedPool, engine_count: int) -> list[Int32s]:
+def split_among(prepared: PreparedPool, engine_count: int) -> list[Int32[np.ndarray, " part"]]:
     """Requests of each engine, in the order in which the pool holds them.
 
     Returns:
@@ -48,7 +45,11 @@ def split_among(prepared: PreparedPool, engine_count: int) -> list[Int32s]:
 
 
 def _cuts(
-    compute: Floats, memory: Floats, share: float, least_left: int, most_right: int
+    compute: Float64[np.ndarray, " places"],
+    memory: Float64[np.ndarray, " places"],
+    share: float,
+    least_left: int,
+    most_right: int,
 ) -> tuple[int, int]:
     """Places (l, r) such that [0, l) and [r, n) together hold `share` of both resources.
 
@@ -68,7 +69,7 @@ def _cuts(
     return low, _right_for(memory, share * memory[-1] - memory[low], low, most_right)
 
 
-def _right_for(memory: Floats, wanted: float, least: int, most: int) -> int:
+def _right_for(memory: Float64[np.ndarray, " places"], wanted: float, least: int, most: int) -> int:
     """First place of a right stretch that holds about `wanted` memory seconds."""
     place = int(np.searchsorted(memory, memory[-1] - wanted))
     return min(most, max(least, place))

@@ -18,13 +18,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.blendserve.lengths import LengthEstimate
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 FIRST_LOOK: Final = 64
 """Finished requests before the first look."""
@@ -55,7 +51,11 @@ class LengthLearner:
         self._finished = 0
         self._next_look = FIRST_LOOK
 
-    def observe(self, requests: Int32s, output_tokens: Int64s) -> bool:
+    def observe(
+        self,
+        requests: Int32[np.ndarray, " finished"],
+        output_tokens: Int64[np.ndarray, " finished"],
+    ) -> bool:
         """Book finished requests; True when it is time to look.
 
         Args:
@@ -74,8 +74,12 @@ class LengthLearner:
         return True
 
     def corrected(
-        self, mean: Floats, square: Floats, running: Int32s, generated: Int64s
-    ) -> tuple[Floats, Floats] | None:
+        self,
+        mean: Float64[np.ndarray, " requests"],
+        square: Float64[np.ndarray, " requests"],
+        running: Int32[np.ndarray, " running"],
+        generated: Int64[np.ndarray, " running"],
+    ) -> tuple[Float64[np.ndarray, " requests"], Float64[np.ndarray, " requests"]] | None:
         """New moments of all requests, or None while the old ones will do.
 
         Exact lengths stay as they are.

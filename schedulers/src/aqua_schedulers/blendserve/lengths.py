@@ -19,15 +19,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float64, Int32, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.tree import ROOT, PrefixTree
 from aqua_schedulers.compiled import compiled
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 UNKNOWN: Final = -1
 """In an array of lengths: nobody knows this one."""
@@ -48,12 +44,12 @@ class LengthEstimate:
             observes about one of a group holds for the others.
     """
 
-    mean: Floats
-    square: Floats
-    exact: NDArray[np.bool_]
-    group: Int32s
+    mean: Float64[np.ndarray, " requests"]
+    square: Float64[np.ndarray, " requests"]
+    exact: Bool[np.ndarray, " requests"]
+    group: Int32[np.ndarray, " requests"]
 
-    def take(self, requests: Int64s) -> LengthEstimate:
+    def take(self, requests: Int64[np.ndarray, " taken"]) -> LengthEstimate:
         """The estimates of some requests, as a pool of their own."""
         return LengthEstimate(
             self.mean[requests], self.square[requests], self.exact[requests], self.group[requests]
@@ -61,8 +57,8 @@ class LengthEstimate:
 
 
 def choose_sample(
-    tree: PrefixTree, known_tokens: Int32s, *, probability: float, seed: int
-) -> Int32s:
+    tree: PrefixTree, known_tokens: Int32[np.ndarray, " requests"], *, probability: float, seed: int
+) -> Int32[np.ndarray, " sampled"]:
     """Requests whose length is worth finding out before the run, in ascending order.
 
     Requests of known length are never chosen. At least one is chosen where any is unknown.
@@ -87,10 +83,10 @@ def choose_sample(
 
 def estimate_lengths(
     tree: PrefixTree,
-    known_tokens: Int32s,
-    sampled_tokens: Int32s,
+    known_tokens: Int32[np.ndarray, " requests"],
+    sampled_tokens: Int32[np.ndarray, " requests"],
     *,
-    limit_tokens: Int32s | None = None,
+    limit_tokens: Int32[np.ndarray, " requests"] | None = None,
 ) -> LengthEstimate:
     """Estimate every request's output length.
 
@@ -126,7 +122,9 @@ def estimate_lengths(
 
 
 @compiled
-def _nearest_sampled(parent: Int32s, number: Floats, inner_count: int) -> Int32s:
+def _nearest_sampled(
+    parent: Int32[np.ndarray, " nodes"], number: Float64[np.ndarray, " nodes"], inner_count: int
+) -> Int32[np.ndarray, " requests"]:
     """The lowest ancestor of each request that holds a sample; the root where none does."""
     holder = np.zeros(inner_count, np.int32)
     for node in range(1, inner_count):

@@ -20,16 +20,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 SPLIT_SHARE: Final = 0.01
 """Threshold t of Algorithm 2 as a share of all tokens; the paper leaves it open."""
@@ -52,9 +48,9 @@ class TreeResources:
         node_density: rho of each subtree, the path above counted once, shape (num_nodes,).
     """
 
-    fresh_compute_s: Floats
-    leaf_memory_s: Floats
-    node_density: Floats
+    fresh_compute_s: Float64[np.ndarray, " nodes"]
+    leaf_memory_s: Float64[np.ndarray, " requests"]
+    node_density: Float64[np.ndarray, " nodes"]
 
     @property
     def compute_s(self) -> float:
@@ -83,9 +79,9 @@ class BlendOrder:
         root_density: rho of the whole pool.
     """
 
-    requests: Int32s
-    unit_of: Int32s
-    unit_density: Floats
+    requests: Int32[np.ndarray, " requests"]
+    unit_of: Int32[np.ndarray, " requests"]
+    unit_density: Float64[np.ndarray, " units"]
     root_density: float
 
 
@@ -105,10 +101,12 @@ def weigh(tree: PrefixTree, lengths: LengthEstimate, cost: ResourceCost) -> Tree
     return TreeResources(fresh, memory, density)
 
 
-def expected_memory_s(prompt: Int64s, lengths: LengthEstimate, cost: ResourceCost) -> Floats:
+def expected_memory_s(
+    prompt: Int64[np.ndarray, " requests"], lengths: LengthEstimate, cost: ResourceCost
+) -> Float64[np.ndarray, " requests"]:
     """E[Mem(r)], with the second moment of the length."""
     mean = lengths.mean
-    return cost.decode_s_per_kv_token * (prompt * mean + (lengths.square + mean) / 2)
+    return np.asarray(cost.decode_s_per_kv_token * (prompt * mean + (lengths.square + mean) / 2))
 
 
 def blend_order(
@@ -141,13 +139,17 @@ def blend_order(
     )
 
 
-def _first_seen(labels: Int32s) -> Int64s:
+def _first_seen(labels: Int32[np.ndarray, " requests"]) -> Int64[np.ndarray, " requests"]:
     """Replace each label by the place where it is seen first."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     return np.asarray(first[inverse], dtype=np.int64)
 
 
-def charged(tree: PrefixTree, values: Floats, requests: Int32s) -> Floats:
+def charged(
+    tree: PrefixTree,
+    values: Float64[np.ndarray, " nodes"],
+    requests: Int32[np.ndarray, " requests"],
+) -> Float64[np.ndarray, " requests"]:
     """What each place of an order adds: its leaf's value and those of nodes not seen before it.
 
     With `edge_tokens` as values: the prompt tokens that a request computes anew when everything
@@ -166,7 +168,11 @@ def charged(tree: PrefixTree, values: Floats, requests: Int32s) -> Floats:
 
 @compiled
 def _charge_first(
-    parent: Int32s, values: Floats, requests: Int32s, inner_count: int, charge: Floats
+    parent: Int32[np.ndarray, " nodes"],
+    values: Float64[np.ndarray, " nodes"],
+    requests: Int32[np.ndarray, " requests"],
+    inner_count: int,
+    charge: Float64[np.ndarray, " requests"],
 ) -> None:
     seen = np.zeros(inner_count, np.bool_)
     for place in range(len(requests)):
@@ -178,7 +184,12 @@ def _charge_first(
 
 
 @compiled
-def _split(parent: Int32s, end: Int64s, children: Int64s, threshold: float) -> Int32s:
+def _split(
+    parent: Int32[np.ndarray, " nodes"],
+    end: Int64[np.ndarray, " nodes"],
+    children: Int64[np.ndarray, " nodes"],
+    threshold: float,
+) -> Int32[np.ndarray, " nodes"]:
     """Algorithm 2: the unit that each node belongs to, named by the unit's top node; -1 above."""
     allowed = np.empty(len(parent))
     unit = np.full(len(parent), -1, np.int32)
@@ -195,8 +206,11 @@ def _split(parent: Int32s, end: Int64s, children: Int64s, threshold: float) -> I
 
 @compiled
 def _merge(
-    compute: Floats, memory: Floats, small_share: float, like: float
-) -> tuple[Int32s, Floats]:
+    compute: Float64[np.ndarray, " units"],
+    memory: Float64[np.ndarray, " units"],
+    small_share: float,
+    like: float,
+) -> tuple[Int32[np.ndarray, " units"], Float64[np.ndarray, " units"]]:
     """Join neighbours; returns the merged unit of each unit, and densities made falling."""
     small = small_share * (compute.sum() + memory.sum())
     merged = np.empty(len(compute), np.int32)

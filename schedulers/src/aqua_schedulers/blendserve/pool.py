@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.lengths import (
@@ -14,8 +14,6 @@ from aqua_schedulers.blendserve.lengths import (
     estimate_lengths,
 )
 from aqua_schedulers.blendserve.tree import PrefixTree
-
-Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +28,9 @@ class RequestPool:
     """
 
     tree: PrefixTree
-    known_tokens: Int32s
-    sampled_tokens: Int32s
-    limit_tokens: Int32s | None = None
+    known_tokens: Int32[np.ndarray, " requests"]
+    sampled_tokens: Int32[np.ndarray, " requests"]
+    limit_tokens: Int32[np.ndarray, " requests"] | None = None
 
     def __post_init__(self) -> None:
         count = self.tree.request_count

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int64
 
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.foresight import ForesightBlend
@@ -26,9 +26,6 @@ from aqua_schedulers.blendserve.order import (
 from aqua_schedulers.blendserve.paper import PaperBlend
 from aqua_schedulers.blendserve.pool import RequestPool
 from aqua_schedulers.blendserve.tree import PrefixTree
-
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MAX_STEP_TOKENS = 2048
 """Tokens per step where nobody says otherwise: vLLM's offline default is of this size."""
@@ -60,8 +57,8 @@ class PreparedPool:
     lengths: LengthEstimate
     resources: TreeResources
     order: BlendOrder
-    fresh_tokens: Int64s
-    compute_s: Floats
+    fresh_tokens: Int64[np.ndarray, " requests"]
+    compute_s: Float64[np.ndarray, " requests"]
 
     @property
     def tree(self) -> PrefixTree:
@@ -69,9 +66,10 @@ class PreparedPool:
         return self.pool.tree
 
     @property
-    def reserved_tokens(self) -> Int64s:
+    def reserved_tokens(self) -> Int64[np.ndarray, " requests"]:
         """KV tokens of each request at its expected peak."""
-        return self.tree.prompt_tokens + np.ceil(self.lengths.mean).astype(np.int64)
+        peak = self.tree.prompt_tokens + np.ceil(self.lengths.mean).astype(np.int64)
+        return np.asarray(peak)
 
     @property
     def optimal_s(self) -> float:

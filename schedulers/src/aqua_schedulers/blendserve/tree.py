@@ -20,14 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.compiled import compiled
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 ROOT = 0
 """The empty prefix. It has no tokens and no parent (-1)."""
@@ -43,8 +39,8 @@ class PrefixTree:
         inner_count: Nodes that are not leaves; request r is the leaf `inner_count + r`.
     """
 
-    parent: Int32s
-    edge_tokens: Int64s
+    parent: Int32[np.ndarray, " nodes"]
+    edge_tokens: Int64[np.ndarray, " nodes"]
     inner_count: int
 
     @property
@@ -53,17 +49,17 @@ class PrefixTree:
         return len(self.parent) - self.inner_count
 
     @cached_property
-    def end_tokens(self) -> Int64s:
+    def end_tokens(self) -> Int64[np.ndarray, " nodes"]:
         """Tokens from the root to the end of each node, shape (num_nodes,)."""
         return _depths(self.parent, self.edge_tokens)
 
     @property
-    def prompt_tokens(self) -> Int64s:
+    def prompt_tokens(self) -> Int64[np.ndarray, " requests"]:
         """Prompt length of each request, shape (num_requests,)."""
         return self.end_tokens[self.inner_count :]
 
     @cached_property
-    def child_count(self) -> Int64s:
+    def child_count(self) -> Int64[np.ndarray, " nodes"]:
         """Children of each node, shape (num_nodes,)."""
         return np.bincount(self.parent[1:], minlength=len(self.parent)).astype(np.int64)
 
@@ -78,19 +74,21 @@ class PrefixTree:
         total = int(self.prompt_tokens.sum())
         return 1.0 - self.distinct_tokens / total if total else 0.0
 
-    def subtree_sums(self, values: Floats) -> Floats:
+    def subtree_sums(self, values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, " nodes"]:
         """Sum of `values` (one per node) over the subtree of each node."""
         sums = np.array(values, dtype=np.float64)
         _sum_up(self.parent, sums)
         return sums
 
-    def path_sums(self, values: Floats) -> Floats:
+    def path_sums(self, values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, " nodes"]:
         """Sum of `values` (one per node) from the root to each node, itself included."""
         sums = np.array(values, dtype=np.float64)
         _sum_down(self.parent, sums)
         return sums
 
-    def depth_first(self, key: Floats | None = None) -> Int32s:
+    def depth_first(
+        self, key: Float64[np.ndarray, " nodes"] | None = None
+    ) -> Int32[np.ndarray, " requests"]:
         """Requests in depth-first order, siblings by ascending `key` (one per node).
 
         Without a key siblings keep their numbers: inner nodes as they were found, then leaves.
@@ -103,7 +101,9 @@ class PrefixTree:
         )
 
     @classmethod
-    def from_tokens(cls, tokens: Int32s, offsets: Int64s) -> PrefixTree:
+    def from_tokens(
+        cls, tokens: Int32[np.ndarray, " tokens"], offsets: Int64[np.ndarray, " requests+1"]
+    ) -> PrefixTree:
         """Build the tree of prompts given as token ids.
 
         Args:
@@ -128,7 +128,12 @@ class PrefixTree:
         )
 
     @classmethod
-    def from_segments(cls, parent: Int64s, tokens: Int64s, end: Int64s) -> PrefixTree:
+    def from_segments(
+        cls,
+        parent: Int64[np.ndarray, " segments"],
+        tokens: Int64[np.ndarray, " segments"],
+        end: Int64[np.ndarray, " requests"],
+    ) -> PrefixTree:
         """Build the tree of prompts that are already known as paths of segments.
 
         Args:
@@ -155,7 +160,9 @@ class PrefixTree:
 
 
 @compiled
-def _depths(parent: Int32s, edges: Int64s) -> Int64s:
+def _depths(
+    parent: Int32[np.ndarray, " nodes"], edges: Int64[np.ndarray, " nodes"]
+) -> Int64[np.ndarray, " nodes"]:
     depth = edges.copy()
     for node in range(1, len(depth)):
         depth[node] += depth[parent[node]]
@@ -163,19 +170,24 @@ def _depths(parent: Int32s, edges: Int64s) -> Int64s:
 
 
 @compiled
-def _sum_up(parent: Int32s, values: Floats) -> None:
+def _sum_up(parent: Int32[np.ndarray, " nodes"], values: Float64[np.ndarray, " nodes"]) -> None:
     for node in range(len(values) - 1, 0, -1):
         values[parent[node]] += values[node]
 
 
 @compiled
-def _sum_down(parent: Int32s, values: Floats) -> None:
+def _sum_down(parent: Int32[np.ndarray, " nodes"], values: Float64[np.ndarray, " nodes"]) -> None:
     for node in range(1, len(values)):
         values[node] += values[parent[node]]
 
 
 @compiled
-def _emit(parent: Int32s, order: Int64s, leaf_count: Int64s, inner_count: int) -> Int32s:
+def _emit(
+    parent: Int32[np.ndarray, " nodes"],
+    order: Int64[np.ndarray, " nodes"],
+    leaf_count: Int64[np.ndarray, " nodes"],
+    inner_count: int,
+) -> Int32[np.ndarray, " requests"]:
     """Place the leaves of each subtree in one run, siblings in the sequence of `order`.
 
     `order` names all nodes; only the relative order of siblings matters. Two sweeps: by sibling
@@ -198,7 +210,7 @@ def _emit(parent: Int32s, order: Int64s, leaf_count: Int64s, inner_count: int) -
 
 
 @compiled
-def _match(tokens: Int32s, one: int, other: int, limit: int) -> int:
+def _match(tokens: Int32[np.ndarray, " tokens"], one: int, other: int, limit: int) -> int:
     """Equal tokens from positions `one` and `other` on, at most `limit`."""
     same = 0
     while same < limit and tokens[one + same] == tokens[other + same]:
@@ -207,7 +219,11 @@ def _match(tokens: Int32s, one: int, other: int, limit: int) -> int:
 
 
 @compiled
-def _build(tokens: Int32s, offsets: Int64s) -> tuple[Int32s, Int64s, Int32s, int]:
+def _build(
+    tokens: Int32[np.ndarray, " tokens"], offsets: Int64[np.ndarray, " requests+1"]
+) -> tuple[
+    Int32[np.ndarray, " nodes"], Int64[np.ndarray, " nodes"], Int32[np.ndarray, " nodes"], int
+]:
     """Inner nodes (parents first), and the inner node above each request."""
     request_count = len(offsets) - 1
     # A group splits into at least two parts, so there are fewer inner nodes than requests.

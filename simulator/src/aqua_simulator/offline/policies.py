@@ -12,6 +12,7 @@ from math import ceil
 from typing import Final
 
 import numpy as np
+from jaxtyping import Int32, Int64
 
 from aqua_schedulers import baselines
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
@@ -22,7 +23,7 @@ from aqua_schedulers.blendserve.pool import RequestPool
 from aqua_schedulers.blendserve.preparation import BlendMode, prepare
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
-from aqua_simulator.offline.workload import Ints, OfflineWorkload
+from aqua_simulator.offline.workload import OfflineWorkload
 
 DENSE_BATCH_TOKENS: Final = 2048
 """Token budget of the baselines' steps: NanoFlow's dense batch for an 8B model on an A100."""
@@ -176,7 +177,9 @@ def _blended(
     return DenseSteps(policy, int(settings.dense_tokens * costs.linear_s_per_token / hidden))
 
 
-def _fresh(tree: PrefixTree, order: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Ints:
+def _fresh(
+    tree: PrefixTree, order: Int32[np.ndarray, " requests"]
+) -> Int64[np.ndarray, " requests"]:
     """Prompt tokens that each request computes anew when all before it are cached, by request."""
     fresh = np.empty(tree.request_count, np.int64)
     fresh[order] = charged(tree, tree.edge_tokens.astype(np.float64), order).astype(np.int64)

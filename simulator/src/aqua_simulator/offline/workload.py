@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Int64
 
 from aqua_protocol.errors import ConfigError
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +32,12 @@ class OfflineWorkload:
         source: Index into `source_names` of each request, shape (num_requests,).
     """
 
-    node_parent: Ints
-    node_tokens: Ints
-    leaf: Ints
-    output_tokens: Ints
-    known_output: NDArray[np.bool_]
-    source: Ints
+    node_parent: Int64[np.ndarray, " nodes"]
+    node_tokens: Int64[np.ndarray, " nodes"]
+    leaf: Int64[np.ndarray, " requests"]
+    output_tokens: Int64[np.ndarray, " requests"]
+    known_output: Bool[np.ndarray, " requests"]
+    source: Int64[np.ndarray, " requests"]
     source_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -60,7 +58,7 @@ class OfflineWorkload:
         return len(self.leaf)
 
     @cached_property
-    def node_depth_tokens(self) -> Ints:
+    def node_depth_tokens(self) -> Int64[np.ndarray, " nodes"]:
         """Tokens from the root to the end of each node, shape (num_nodes,)."""
         depth = np.array(self.node_tokens, dtype=np.int64)
         for node in range(len(depth)):
@@ -70,9 +68,9 @@ class OfflineWorkload:
         return depth
 
     @cached_property
-    def prompt_tokens(self) -> Ints:
+    def prompt_tokens(self) -> Int64[np.ndarray, " requests"]:
         """Prompt length of each request, shape (num_requests,)."""
-        prompts: Ints = self.node_depth_tokens[self.leaf]
+        prompts: Int64[np.ndarray, " requests"] = self.node_depth_tokens[self.leaf]
         return prompts
 
     @property

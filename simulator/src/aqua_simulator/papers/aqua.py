@@ -27,7 +27,7 @@ from math import sqrt
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int64
 
 from aqua_protocol.decoders import DecoderModel, decoder_named
 from aqua_protocol.hardware import GpuModel, gpu_named
@@ -38,8 +38,6 @@ from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import IterationTime, from_data_sheet
 from aqua_simulator.workloads.sources import Quantiles, log_normal
-
-Ints = NDArray[np.int64]
 
 STABLE_WAIT_S: Final = 1.0
 """Section 4.1 gives interactive use a second; long prompts take longer without any queue."""
@@ -70,7 +68,9 @@ class Lengths:
     output: Quantiles
     origin: str
 
-    def draw(self, count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
+    def draw(
+        self, count: int, generator: np.random.Generator
+    ) -> tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]:
         """Lengths of `count` requests."""
         prompts = self.prompt.at(generator.random(count))
         outputs = self.output.at(generator.random(count))
@@ -99,7 +99,9 @@ class BurstExperiment:
     model: DecoderModel
     gpu: GpuModel
     width: int
-    lengths: Callable[[int, np.random.Generator], tuple[Ints, Ints]]
+    lengths: Callable[
+        [int, np.random.Generator], tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]
+    ]
     kv_tokens: int
     dram_bytes_per_s: float
     peer_bytes_per_s: float
@@ -269,7 +271,9 @@ def burst_of(
     model: str,
     gpu: str,
     width: int,
-    lengths: Callable[[int, np.random.Generator], tuple[Ints, Ints]],
+    lengths: Callable[
+        [int, np.random.Generator], tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]
+    ],
     *,
     memory_share: float,
     dram_bytes_per_s: float,

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int
 
 from aqua_protocol.decoders import DECODERS, DecoderModel
 from aqua_simulator.timing.fit import Fit, joined
 from aqua_simulator.timing.iteration import KERNEL_OPERATORS, LINEAR_OPERATORS
 from aqua_simulator.timing.profiles import Samples
-
-Floats = NDArray[np.float64]
 
 PROFILED_MODELS: Final[dict[str, DecoderModel]] = {
     "Llama-2-7b-hf": DECODERS["Llama-2-7B"],
@@ -58,7 +56,7 @@ class Score:
     row_count: int
 
 
-def mape(predicted: Floats, measured: Floats) -> float:
+def mape(predicted: Float64[np.ndarray, " rows"], measured: Float64[np.ndarray, " rows"]) -> float:
     """Mean absolute percentage error, in percent."""
     return float(np.mean(np.abs(predicted / measured - 1.0)) * 100.0)
 
@@ -102,9 +100,9 @@ def overall(scores: Iterable[Score], level: str) -> float:
 class _LinearRows:
     """Seconds of one layer's linear operators, by tokens."""
 
-    tokens: Floats
-    measured: Floats
-    predicted: Floats
+    tokens: Float64[np.ndarray, " rows"]
+    measured: Float64[np.ndarray, " rows"]
+    predicted: Float64[np.ndarray, " rows"]
 
     def nearest(self, tokens: float) -> int | None:
         """The row whose token count is within a quarter, or None."""
@@ -173,8 +171,8 @@ def _pair(
     name: str,
     rows: _LinearRows,
     attention: Samples,
-    chosen: NDArray[np.intp],
-    step_tokens: Floats,
+    chosen: Int[np.ndarray, " rows"],
+    step_tokens: Float64[np.ndarray, " rows"],
 ) -> Score | None:
     """Score linear operators and attention of the same steps together, per layer."""
     pairs = [(int(index), rows.nearest(float(step_tokens[index]))) for index in chosen]

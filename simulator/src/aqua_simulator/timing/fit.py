@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float64
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.timing.interpolation import NEIGHBOURS, Curve, Surface
 from aqua_simulator.timing.profiles import CURVES, VARIABLES, Samples, work
-
-Floats = NDArray[np.float64]
 
 FORMAT: Final = 1
 """Version of the file; raised when an older reader would misread it."""
@@ -47,7 +45,9 @@ class Fitted:
     row_count: int
     shape: Curve | Surface
 
-    def __call__(self, variables: Floats) -> Floats:
+    def __call__(
+        self, variables: Float64[np.ndarray, "rows variables"]
+    ) -> Float64[np.ndarray, " rows"]:
         """Seconds for each row of `variables`, shape (num_rows, num_variables) -> (num_rows,)."""
         if isinstance(self.shape, Curve):
             return self.shape(variables[:, 0])
@@ -78,7 +78,12 @@ class Fit:
     def __contains__(self, key: str) -> bool:
         return key in self.functions
 
-    def was_fitted_on(self, key: str, variables: Floats, seconds: Floats) -> NDArray[np.bool_]:
+    def was_fitted_on(
+        self,
+        key: str,
+        variables: Float64[np.ndarray, "rows variables"],
+        seconds: Float64[np.ndarray, " rows"],
+    ) -> Bool[np.ndarray, " rows"]:
         """Which of these measured rows the function was fitted on, shape (num_rows,)."""
         rows = self.seen.get(key, frozenset())
         return np.array(
@@ -148,7 +153,7 @@ class Fit:
 _REFIT: Final = "Make one with `aqua-sim fit DIR -o FILE`."
 
 
-def _fingerprint(point: Floats, seconds: float) -> tuple[float, ...]:
+def _fingerprint(point: Float64[np.ndarray, " variables"], seconds: float) -> tuple[float, ...]:
     return (*point.tolist(), float(f"{seconds:.9g}"))
 
 

@@ -20,12 +20,11 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.compiled import compiled
-
-Floats = NDArray[np.float64]
 
 NEIGHBOURS: Final = 20
 """Rows that a local regression looks at; 16 to 32 differ by less than half a point of error."""
@@ -43,17 +42,19 @@ class Curve:
         seconds: Time at each point, shape (num_points,).
     """
 
-    points: Floats
-    seconds: Floats
+    points: Float64[np.ndarray, " points"]
+    seconds: Float64[np.ndarray, " points"]
 
     @classmethod
-    def fit(cls, points: Floats, seconds: Floats) -> Curve:
+    def fit(
+        cls, points: Float64[np.ndarray, " points"], seconds: Float64[np.ndarray, " points"]
+    ) -> Curve:
         """Average rows at equal points."""
         unique, index = np.unique(points, return_inverse=True)
         sums = np.bincount(index, weights=seconds, minlength=len(unique))
         return cls(unique, sums / np.bincount(index, minlength=len(unique)))
 
-    def __call__(self, point: ArrayLike) -> Floats:
+    def __call__(self, point: ArrayLike) -> Float64[np.ndarray, " ..."]:
         """Seconds at each point, same shape."""
         at = np.asarray(point, dtype=np.float64)
         inside = np.interp(at, self.points, self.seconds)
@@ -74,7 +75,9 @@ class Curve:
         return cls(np.asarray(data["points"], float), np.asarray(data["seconds"], float))
 
 
-def non_negative_fit(work: Floats, seconds: Floats) -> Floats:
+def non_negative_fit(
+    work: Float64[np.ndarray, "rows terms"], seconds: Float64[np.ndarray, " points"]
+) -> Float64[np.ndarray, " terms"]:
     """Coefficients >= 0 that minimise the squared relative error of `work @ c`.
 
     Args:
@@ -97,7 +100,9 @@ def non_negative_fit(work: Floats, seconds: Floats) -> Floats:
 
 
 @compiled
-def _first_unknown(matrix: Floats, right: Floats) -> float:
+def _first_unknown(
+    matrix: Float64[np.ndarray, "size size"], right: Float64[np.ndarray, " size"]
+) -> float:
     """The first unknown of a symmetric positive definite system, by elimination from the last.
 
     Numba's own solver wants scipy; at five unknowns the elimination is all there is to it.
@@ -112,7 +117,11 @@ def _first_unknown(matrix: Floats, right: Floats) -> float:
 
 
 @compiled
-def _regress(rows: Floats, residual: Floats, query: Floats) -> float:
+def _regress(
+    rows: Float64[np.ndarray, "rows variables"],
+    residual: Float64[np.ndarray, " rows"],
+    query: Float64[np.ndarray, " variables"],
+) -> float:
     """Local linear regression of `residual` at `query`; tricube weights over the nearest rows."""
     count, size = rows.shape
     near = min(NEIGHBOURS, count - 1)
@@ -153,13 +162,18 @@ class Surface:
         residual: Logarithm of measured over baseline, shape (num_rows,).
     """
 
-    coefficients: Floats
-    rows: Floats
-    residual: Floats
+    coefficients: Float64[np.ndarray, " terms"]
+    rows: Float64[np.ndarray, "rows variables"]
+    residual: Float64[np.ndarray, " rows"]
     _memory: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def fit(cls, variables: Floats, work: Floats, seconds: Floats) -> Surface:
+    def fit(
+        cls,
+        variables: Float64[np.ndarray, "rows variables"],
+        work: Float64[np.ndarray, "rows terms"],
+        seconds: Float64[np.ndarray, " rows"],
+    ) -> Surface:
         """Fit to measured rows; needs more rows than a regression has neighbours.
 
         Raises:
@@ -177,7 +191,11 @@ class Surface:
         rounded = np.asarray(np.round(residual, 9), dtype=np.float64)
         return cls(coefficients, rows, rounded)
 
-    def __call__(self, variables: Floats, work: Floats) -> Floats:
+    def __call__(
+        self,
+        variables: Float64[np.ndarray, "rows variables"],
+        work: Float64[np.ndarray, "rows terms"],
+    ) -> Float64[np.ndarray, " ..."]:
         """Seconds for each row of `variables` and its `work`.
 
         Correction beyond the measured range is that of the range's edge.
@@ -188,7 +206,7 @@ class Surface:
         return np.asarray((work @ self.coefficients) * np.exp(bend), dtype=np.float64)
 
     @cached_property
-    def _range(self) -> tuple[Floats, Floats]:
+    def _range(self) -> tuple[Float64[np.ndarray, " variables"], Float64[np.ndarray, " variables"]]:
         return self.rows.min(axis=0), self.rows.max(axis=0)
 
     def _at(self, query: tuple[float, ...]) -> float:

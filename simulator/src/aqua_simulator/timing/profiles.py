@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64
 
 from aqua_protocol.errors import ConfigError
 
-Floats = NDArray[np.float64]
 Row = dict[str, str]
 
 MS: Final = 1e-3
@@ -50,8 +49,8 @@ class Samples:
 
     key: str
     kind: str
-    variables: Floats
-    seconds: Floats
+    variables: Float64[np.ndarray, "rows variables"]
+    seconds: Float64[np.ndarray, " rows"]
     file: str
 
 
@@ -69,7 +68,9 @@ CURVES: Final = frozenset({"tokens", "bytes", "sequences"})
 """Kinds of one variable; the others are surfaces."""
 
 
-def work(kind: str, variables: Floats) -> Floats:
+def work(
+    kind: str, variables: Float64[np.ndarray, "rows variables"]
+) -> Float64[np.ndarray, "rows terms"]:
     """Work terms of a surface's baseline: a call, then what scales with floats and with bytes.
 
     Returns:
@@ -77,7 +78,7 @@ def work(kind: str, variables: Floats) -> Floats:
     """
     v = variables.T
     one = np.ones(len(variables))
-    terms: dict[str, Callable[[], tuple[Floats, ...]]] = {
+    terms: dict[str, Callable[[], tuple[Float64[np.ndarray, " rows"], ...]]] = {
         "gemm": lambda: (one, v[0] * v[1] * v[2], v[0] * v[1], v[0] * v[2], v[1] * v[2]),
         "prefill_attention": lambda: (
             one,

@@ -14,19 +14,19 @@ The same seed gives the same times, bit by bit.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64
 
 from aqua_protocol.errors import ConfigError
 
-Floats = NDArray[np.float64]
 
-
-def poisson(count: int, *, rate_per_s: float, seed: int) -> Floats:
+def poisson(count: int, *, rate_per_s: float, seed: int) -> Float64[np.ndarray, " count"]:
     """Exponential gaps."""
     return gamma(count, rate_per_s=rate_per_s, variation=1.0, seed=seed)
 
 
-def gamma(count: int, *, rate_per_s: float, variation: float, seed: int) -> Floats:
+def gamma(
+    count: int, *, rate_per_s: float, variation: float, seed: int
+) -> Float64[np.ndarray, " count"]:
     """Gamma-distributed gaps with that coefficient of variation.
 
     Raises:
@@ -39,7 +39,9 @@ def gamma(count: int, *, rate_per_s: float, variation: float, seed: int) -> Floa
     return np.cumsum(gaps)
 
 
-def on_off(count: int, *, rate_per_s: float, on_s: float, off_s: float, seed: int) -> Floats:
+def on_off(
+    count: int, *, rate_per_s: float, on_s: float, off_s: float, seed: int
+) -> Float64[np.ndarray, " count"]:
     """Poisson at `rate_per_s` for `on_s` seconds, silence for `off_s`, and again.
 
     Raises:
@@ -54,7 +56,7 @@ def on_off(count: int, *, rate_per_s: float, on_s: float, off_s: float, seed: in
 
 def burst(
     count: int, *, rate_per_s: float, factor: float, start_s: float, length_s: float, seed: int
-) -> Floats:
+) -> Float64[np.ndarray, " count"]:
     """Poisson at `rate_per_s`, times `factor` for `length_s` from `start_s` on.
 
     Raises:

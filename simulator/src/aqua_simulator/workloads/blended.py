@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.offline.cost import StepCost
@@ -46,11 +46,11 @@ def draw(
 ) -> OfflineWorkload:
     """A workload of so many requests of each source."""
     generator = np.random.default_rng(seed)
-    parents: list[NDArray[np.int64]] = []
-    tokens: list[NDArray[np.int64]] = []
-    leaves: list[NDArray[np.int64]] = []
-    outputs: list[NDArray[np.int64]] = []
-    origins: list[NDArray[np.int64]] = []
+    parents: list[Int64[np.ndarray, " _"]] = []
+    tokens: list[Int64[np.ndarray, " _"]] = []
+    leaves: list[Int64[np.ndarray, " _"]] = []
+    outputs: list[Int64[np.ndarray, " _"]] = []
+    origins: list[Int64[np.ndarray, " _"]] = []
     node_count = 0
     for number, (source, count) in enumerate(counts):
         prompts, output = source.lengths(count, generator)

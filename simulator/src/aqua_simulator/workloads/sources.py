@@ -17,9 +17,7 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
+from jaxtyping import Float64, Int64
 
 
 class Fidelity(StrEnum):
@@ -37,7 +35,7 @@ class Quantiles:
     levels: tuple[float, ...]
     values: tuple[float, ...]
 
-    def at(self, level: NDArray[np.float64]) -> NDArray[np.float64]:
+    def at(self, level: Float64[np.ndarray, " ..."]) -> Float64[np.ndarray, " ..."]:
         """Values at levels in 0..1."""
         return np.asarray(np.exp(np.interp(level, self.levels, np.log(self.values))))
 
@@ -50,7 +48,7 @@ def log_normal(mean: float, sigma: float, *, low: float, high: float) -> Quantil
     return Quantiles(tuple(levels.tolist()), tuple(values.tolist()))
 
 
-def _normal_quantiles(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+def _normal_quantiles(levels: Float64[np.ndarray, " ..."]) -> Float64[np.ndarray, " ..."]:
     """Standard normal quantiles by bisection of the distribution function; no scipy needed."""
     low, high = np.full(levels.shape, -8.0), np.full(levels.shape, 8.0)
     for _ in range(44):
@@ -60,7 +58,7 @@ def _normal_quantiles(levels: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((low + high) / 2)
 
 
-def _normal_levels(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def _normal_levels(scores: Float64[np.ndarray, " ..."]) -> Float64[np.ndarray, " ..."]:
     """Standard normal distribution function.
 
     Source: Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
@@ -100,7 +98,9 @@ class Source:
     group_tokens: Quantiles | None = None
     known_output: bool = False
 
-    def lengths(self, count: int, generator: np.random.Generator) -> tuple[Ints, Ints]:
+    def lengths(
+        self, count: int, generator: np.random.Generator
+    ) -> tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]:
         """Draw prompt and output lengths of `count` requests, each at least 1.
 
         Stratified: one draw from each of `count` equally likely slices. A blend holds a few hundred
@@ -115,15 +115,15 @@ class Source:
         outputs = self.output.at(_normal_levels(joined))
         return _whole(prompts), _whole(outputs)
 
-    def group_lengths(self) -> Ints:
+    def group_lengths(self) -> Int64[np.ndarray, " groups"]:
         """Prefix length of every group; the same in every draw, as the benchmark's shots are."""
         if self.group_tokens is None:
             return np.empty(0, dtype=np.int64)
         return _whole(self.group_tokens.at((np.arange(self.group_count) + 0.5) / self.group_count))
 
 
-def _whole(values: NDArray[np.float64]) -> Ints:
-    return np.maximum(1, np.rint(values)).astype(np.int64)
+def _whole(values: Float64[np.ndarray, " ..."]) -> Int64[np.ndarray, " ..."]:
+    return np.asarray(np.maximum(1, np.rint(values)), dtype=np.int64)
 
 
 _LEVELS: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)

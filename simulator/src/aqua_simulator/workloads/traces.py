@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.profiles import rows_of
 
-Floats = NDArray[np.float64]
-
 MOONCAKE_CHUNK_TOKENS: Final = 512
 """Tokens behind one of Mooncake's hash ids."""
 
 
-def read_trace(path: Path, *, times_s: Floats | None = None) -> list[Arrival]:
+def read_trace(
+    path: Path, *, times_s: Float64[np.ndarray, " count"] | None = None
+) -> list[Arrival]:
     """Read a trace; with `times_s` its own times are replaced, row by row.
 
     Args:
