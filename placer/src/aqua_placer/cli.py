@@ -3,13 +3,12 @@
 Imports numpy, HiGHS and the rest inside commands, so that `--help` answers at once. What a script
 may read goes to standard output (`--json`), what a person watches (progress, errors with their
 remedy) to standard error. Ctrl-C during a solve ends it with the best plan so far and its bound; a
-second one stops at once. Exit codes: 0 done, 1 a check failed or a target was missed, 2 the input
-or a setting is wrong, 3 a service or solver is not available.
+second one stops at once. Errors, exit codes and files are those of all commands (`aqua_cli`); exit
+code 1 says that a check failed or a target was missed.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -18,22 +17,32 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from aqua_cli import (
+    CoordinatorToken,
+    CoordinatorUrl,
+    ExitCode,
+    Json,
+    Output,
+    print_json,
+    progress,
+    say,
+)
+from aqua_cli import main as run
+from aqua_cli.options import DEFAULT_COORDINATOR_URL
+
 if TYPE_CHECKING:
     from aqua_placer.budget import Budget, Progress
     from aqua_placer.problem.instance import Instance
-    from aqua_placer.solvers.solving import Request
+    from aqua_placer.problem.request import Request
     from aqua_protocol.plan import Plan
 
 app = typer.Typer(
     name="aqua-place",
     help="Put memory producers next to the consumers that need them, with a proven bound.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 Choice = TypeVar("Choice", bound=StrEnum)
-
-EXIT_MISSED, EXIT_WRONG, EXIT_UNAVAILABLE = 1, 2, 3
 
 ProblemFile = Annotated[Path, typer.Argument(help="Problem: YAML or JSON, .gz or not.")]
 PlanFile = Annotated[Path, typer.Argument(help="Plan, as written by --output.")]
@@ -43,8 +52,6 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same plan."
 MatchingOption = Annotated[
     str, typer.Option("--matching", help="stable, best-fit, exact or links.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")]
 
 
 @app.command()
@@ -64,7 +71,7 @@ def solve(  # noqa: PLR0917 - a command has as many arguments as options
     as_json: Json = False,
 ) -> None:
     """Place models on servers and match producers to consumers."""
-    from aqua_placer.solvers.solving import place
+    from aqua_placer.solve.placement import place
 
     del threads  # one is the promise: the same seed gives the same plan
     instance = _problem(file, profile or [])
@@ -88,8 +95,8 @@ def replan(  # noqa: PLR0917 - as above
     as_json: Json = False,
 ) -> None:
     """Reach the target again with few migrations, as steps that can be executed in order."""
-    from aqua_placer.plans.files import read_plan
-    from aqua_placer.replan.replacing import Relocation, relocate
+    from aqua_placer.plan.files import read_plan
+    from aqua_placer.relocate.relocation import Relocation, relocate
 
     instance = _problem(file, [])
     today = None if current is None else read_plan(current)
@@ -103,11 +110,11 @@ def replan(  # noqa: PLR0917 - as above
             goal = f"{move.to_server} {move.to_gpus}" if move.to_server else "-"
             typer.echo(f"{move.step:5d} {move.kind:6s} {move.group}: {source} -> {goal}")
     if not result.reached:
-        _say(
+        say(
             f"The target (within {epsilon:g}) is not reached with {plan.migrations} migrations; "
             "raise --max-moves or --epsilon."
         )
-        raise typer.Exit(EXIT_MISSED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
@@ -120,14 +127,14 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say in words why a consumer has this producer or none, and what would fix it."""
-    from aqua_placer.plans.explaining import Explainer
+    from aqua_placer.plan.explanation import Explainer
 
     plan = _plan_for(file, plan_file)
     explainer = Explainer(_problem(file, []), plan)
     names = groups or [entry.group for entry in plan.unmatched[:20]]
     told = [explainer.explain(name) for name in names]
     if as_json:
-        _print_json(
+        print_json(
             {
                 "summary": explainer.summary(),
                 "groups": [
@@ -158,24 +165,24 @@ def render(
     count: Annotated[int, typer.Option(min=1, help="Servers to draw, up to 48.")] = 48,
 ) -> None:
     """Draw servers as columns, producers above, consumers below, matches joined."""
-    from aqua_placer.plans.explaining import Explainer
-    from aqua_placer.plans.rendering import render as draw
+    from aqua_placer.plan.explanation import Explainer
+    from aqua_placer.plan.picture import render as draw
 
     plan = _plan_for(file, plan_file)
     explainer = Explainer(_problem(file, []), plan)
     drawn = draw(explainer, output, first=first, count=count)
-    _say(f"{output}: {drawn} of {explainer.instance.servers.count} servers")
+    say(f"{output}: {drawn} of {explainer.instance.servers.count} servers")
 
 
 @app.command()
 def check(file: ProblemFile, plan_file: PlanFile, as_json: Json = False) -> None:
     """Verify a plan independently of the solvers."""
-    from aqua_placer.plans.checking import check_plan
-    from aqua_placer.plans.files import read_plan
+    from aqua_placer.plan.files import read_plan
+    from aqua_placer.plan.verification import check_plan
 
     verdicts = check_plan(_problem(file, []), read_plan(plan_file))
     if as_json:
-        _print_json(
+        print_json(
             {
                 "passed": verdicts.passed,
                 "problems": verdicts.problems,
@@ -188,7 +195,7 @@ def check(file: ProblemFile, plan_file: PlanFile, as_json: Json = False) -> None
             typer.echo(problem)
         typer.echo("passed" if verdicts.passed else f"{len(verdicts.problems)} problems")
     if not verdicts.passed:
-        raise typer.Exit(EXIT_MISSED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
@@ -202,15 +209,16 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Solve a folder of problems, or seeded families, and tabulate gap, coverage and CPU time."""
-    from aqua_placer.benching import as_table, measure, sources
+    from aqua_placer.benchmark import as_table, measure, sources
 
-    rows = []
-    with _bar(quiet=as_json) as advance:
-        for label, make in sources(folder, family or [], gpus or [128, 1024], seeds):
+    rows: list[dict[str, Any]] = []
+    problems = list(sources(folder, family or [], gpus or [128, 1024], seeds))
+    with progress("Solving", total=len(problems), quiet=as_json) as shown:
+        for label, make in problems:
+            shown.update(done=len(rows), note=label)
             rows.append(measure(label, make(), _objective(objective), time_limit))
-            advance(label)
     if as_json:
-        _print_json({"objective": objective, "rows": rows})
+        print_json({"objective": objective, "rows": rows})
     else:
         typer.echo(as_table(rows))
 
@@ -246,24 +254,20 @@ def serve(
 @app.command()
 def push(
     plan_file: PlanFile,
-    url: Annotated[
-        str, typer.Option(envvar="AQUA_COORDINATOR_URL", help="The coordinator.")
-    ] = "http://127.0.0.1:7700",
-    token: Annotated[
-        str | None, typer.Option(envvar="AQUA_TOKEN", help="A token of role operator.")
-    ] = None,
+    url: CoordinatorUrl = DEFAULT_COORDINATOR_URL,
+    token: CoordinatorToken = None,
     as_json: Json = False,
 ) -> None:
     """Send a plan's matches to the coordinator, which obeys them."""
-    from aqua_placer.plans.files import read_plan
-    from aqua_placer.plans.pushing import push as send
+    from aqua_placer.plan.files import read_plan
+    from aqua_placer.plan.pairings import push as send
 
     plan = read_plan(plan_file)
     count = send(plan, url, token)
     if as_json:
-        _print_json({"pairings": count, "plan_hash": plan.plan_hash, "url": url})
+        print_json({"pairings": count, "plan_hash": plan.plan_hash, "url": url})
     else:
-        _say(f"{url}: {count} pairings of plan {plan.plan_hash[:12]}")
+        say(f"{url}: {count} pairings of plan {plan.plan_hash[:12]}")
 
 
 def _choice(kind: type[Choice], value: str, option: str) -> Choice:
@@ -285,8 +289,7 @@ def _objective(value: str) -> Any:  # noqa: ANN401 - an Objective; its module lo
 
 
 def _request(objective: str, seed: int, solver: str, backend: str, matching: str) -> Request:
-    from aqua_placer.programs.milp import Backend
-    from aqua_placer.solvers.solving import Request, Solver
+    from aqua_placer.problem.request import Backend, Request, Solver
     from aqua_protocol.plan import MatchingMode
 
     return Request(
@@ -299,12 +302,8 @@ def _request(objective: str, seed: int, solver: str, backend: str, matching: str
 
 
 def _problem(file: Path, profiles: list[Path]) -> Instance:
-    from aqua_placer.problem.reading import (
-        instance_from,
-        models_of_profiles,
-        read_document,
-        read_problem,
-    )
+    from aqua_placer.problem.document import read_document
+    from aqua_placer.problem.parser import instance_from, models_of_profiles, read_problem
 
     if not profiles:
         return read_problem(file)
@@ -318,8 +317,8 @@ def _problem(file: Path, profiles: list[Path]) -> Instance:
 def _plan_for(file: Path, plan_file: Path) -> Plan:
     """The plan, if it was made for this problem."""
     from aqua_placer.errors import PlanInvalidError
-    from aqua_placer.plans.files import read_plan
-    from aqua_placer.problem.reading import read_problem
+    from aqua_placer.plan.files import read_plan
+    from aqua_placer.problem.parser import read_problem
 
     plan, instance = read_plan(plan_file), read_problem(file)
     if plan.problem_hash != instance.digest:
@@ -347,46 +346,26 @@ def _budget(limit_s: float, *, quiet: bool) -> Iterator[Budget]:
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        with _live(quiet=quiet) as show:
+        with progress("starting", quiet=quiet) as shown:
+
+            def show(now: Progress) -> None:
+                gap = "" if now.gap is None else f"  gap {now.gap:.2%}"
+                value = "" if now.value is None else f"{now.value:.1f} GB"
+                bound = "" if now.bound is None else f"  bound {now.bound:.1f} GB"
+                shown.update(title=now.stage, note=f"{value}{bound}{gap}")
+
             yield Budget(limit_s, listener=show, interrupt=interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def _live(*, quiet: bool) -> Iterator[Any]:
-    """A line with stage, value, bound and gap, on a terminal; silence elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-
-        def show(progress: Progress) -> None:
-            gap = "" if progress.gap is None else f"  gap {progress.gap:.2%}"
-            value = "" if progress.value is None else f"  {progress.value:.1f} GB"
-            bound = "" if progress.bound is None else f"  bound {progress.bound:.1f} GB"
-            status.update(f"{progress.stage}{value}{bound}{gap}  {progress.elapsed_s:.1f} s")
-
-        yield show
-
-
-@contextmanager
-def _bar(*, quiet: bool) -> Iterator[Any]:
-    """A line per finished measurement on a terminal."""
-    show = not quiet and sys.stderr.isatty()
-    yield (lambda label: _say(f"done: {label}") if show else None)
-
-
 def _deliver(plan: Plan, output: Path | None, *, as_json: bool) -> None:
-    from aqua_placer.plans.files import write_plan
+    from aqua_placer.plan.files import write_plan
 
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        typer.echo(plan.model_dump_json())
+        print_json(plan)
         return
     share = plan.coverage_gb / plan.demand_gb if plan.demand_gb else 1.0
     typer.echo(f"objective    {plan.objective}: {plan.value:g} GB, bound {plan.bound:g} GB")
@@ -395,35 +374,10 @@ def _deliver(plan: Plan, output: Path | None, *, as_json: bool) -> None:
     typer.echo(f"balance      {plan.max_abs_mem_gb:g} GB and {plan.max_abs_cnt} models at most")
     typer.echo(f"matches      {len(plan.matches)} shards, {len(plan.unmatched)} groups unmatched")
     if plan.moves:
-        least = plan.migrations_bound
-        proven = f" (at least {least} are needed)" if least else ""
-        if least == plan.migrations:
-            proven = " (proven fewest)"
-        typer.echo(f"migrations   {plan.migrations} shards{proven}, {len(plan.moves)} steps")
+        typer.echo(f"migrations   {plan.migrations} shards, {len(plan.moves)} steps")
     typer.echo(f"seconds      {plan.solve_seconds:.3f} ({plan.cpu_seconds:.3f} CPU), {plan.solver}")
 
 
-def _print_json(content: object) -> None:
-    import json
-
-    typer.echo(json.dumps(content))
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
 def main() -> None:
-    """Entry point: typed errors become a line, a remedy and an exit code."""
-    from aqua_protocol.errors import AquaError
-
-    try:
-        app()
-    except AquaError as error:
-        if "--json" in sys.argv:
-            typer.echo(error.to_body().model_dump_json())
-        _say(f"aqua-place: {error.message} [{error.code}]")
-        if error.remedy:
-            _say(f"  {error.remedy}")
-        unavailable = 501
-        sys.exit(EXIT_UNAVAILABLE if error.http_status >= unavailable else EXIT_WRONG)
+    """The console script."""
+    run(app, "aqua-place")

@@ -24,12 +24,12 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from aqua_placer.budget import Budget
-from aqua_placer.plans.checking import check_plan
-from aqua_placer.plans.files import plan_from
-from aqua_placer.problem.reading import instance_from
-from aqua_placer.replan.replacing import Relocation, relocate
-from aqua_placer.solvers.solving import Request as SolveRequest
-from aqua_placer.solvers.solving import place
+from aqua_placer.plan.files import plan_from
+from aqua_placer.plan.verification import check_plan
+from aqua_placer.problem.parser import instance_from
+from aqua_placer.problem.request import Request as SolveRequest
+from aqua_placer.relocate.relocation import Relocation, relocate
+from aqua_placer.solve.placement import place
 from aqua_protocol import AquaError, RequestInvalidError, UnauthenticatedError, UnavailableError
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from aqua_protocol.wire import Wire
@@ -76,7 +76,7 @@ class CheckAnswer(Wire):
     blocking_pairs: int
 
 
-class Health(Wire):
+class Liveness(Wire):
     """Liveness."""
 
     status: str
@@ -85,7 +85,7 @@ class Health(Wire):
 def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes close over the token
     """The service; `token` is what callers must bear, None for open."""
     app = FastAPI(title="Aqua placer", version="1")
-    seats = asyncio.Semaphore(MAX_CONCURRENT)
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     def authorised(authorization: Annotated[str, Header()] = "") -> None:
         expected = f"Bearer {token}"
@@ -96,11 +96,11 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
 
     async def solving(request: Request, limit_s: float, work: Any) -> Any:  # noqa: ANN401 - as given
         """Run `work(budget)` in a thread; interrupt it when the client goes away."""
-        if seats.locked():
+        if slots.locked():
             raise UnavailableError(
                 f"{MAX_CONCURRENT} solves are running", remedy="Retry.", retry_after_s=1.0
             )
-        async with seats:
+        async with slots:
             budget = Budget(limit_s, interrupt=threading.Event())
             job = asyncio.ensure_future(run_in_threadpool(work, budget))
             try:
@@ -172,9 +172,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
 
     @app.get("/healthz")
     @app.get("/readyz")
-    def health() -> Health:
+    def liveness() -> Liveness:
         """Always well while it answers: there is nothing else it needs."""
-        return Health(status="ok")
+        return Liveness(status="ok")
 
     return app
 

@@ -8,11 +8,11 @@ import pytest
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError, SolverUnavailableError
-from aqua_placer.plans.checking import check_plan
+from aqua_placer.plan.verification import check_plan
 from aqua_placer.problem.families import generate
-from aqua_placer.problem.reading import instance_from
-from aqua_placer.programs.milp import Backend
-from aqua_placer.solvers.solving import Request, Solver, place
+from aqua_placer.problem.parser import instance_from
+from aqua_placer.problem.request import Backend, Request, Solver
+from aqua_placer.solve.placement import place
 from aqua_protocol.plan import Objective, Plan
 
 SOLVERS = [

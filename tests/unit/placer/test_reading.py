@@ -13,10 +13,11 @@ import yaml
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError, ProblemInfeasibleError, ProblemInvalidError
-from aqua_placer.plans.checking import check_plan
+from aqua_placer.plan.verification import check_plan
 from aqua_placer.problem.families import generate
-from aqua_placer.problem.reading import instance_from, read_problem
-from aqua_placer.solvers.solving import Request, place
+from aqua_placer.problem.parser import instance_from, read_problem
+from aqua_placer.problem.request import Request
+from aqua_placer.solve.placement import place
 from aqua_protocol import ConfigError
 
 COLUMNS: dict[str, Any] = {
@@ -175,4 +176,63 @@ def test_no_groups_at_all_is_a_valid_problem() -> None:
     instance = instance_from(empty)
     plan = place(instance, Request(), Budget(10))
     assert (plan.value, plan.proven, plan.assignments) == (0, True, [])
+    assert check_plan(instance, plan).passed
+
+
+@pytest.mark.parametrize(
+    ("document", "says", "remedy"),
+    [
+        (
+            {**MODELS, "models": [{"name": "a", "need_gb": 1}, {"name": "a", "need_gb": 2}]},
+            "'a'",
+            "`replicas",
+        ),
+        (changed(COLUMNS, "groups.name.1", "a"), "'a'", "`groups.name`"),
+        (changed(MODELS, "models.0.tensor_parallel", 2), "tensor_parallel", "keys here are"),
+        (changed(MODELS, "models.0.replica", 2), "models[0] (llama).replica", "'replicas'"),
+        (changed(COLUMNS, "groups.size", [1, 2]), "groups.size", "columns of `groups`"),
+        (changed(COLUMNS, "server", []), "server", "Write 'servers'"),
+    ],
+)
+def test_a_remedy_names_the_fix_in_the_form_of_the_file(
+    document: dict[str, Any], says: str, remedy: str
+) -> None:
+    with pytest.raises(ProblemInvalidError) as caught:
+        instance_from(document)
+    assert says in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("base", [COLUMNS, MODELS])
+def test_descriptive_keys_are_allowed_and_mean_nothing(base: dict[str, Any]) -> None:
+    noted = {**base, "family": "tpmix", "seed": 3, "comment": "from the nightly run"}
+    noted["servers"] = [{**entry, "comment": "rented"} for entry in base["servers"]]
+    assert instance_from(noted).digest == instance_from(base).digest
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "value"),
+    [
+        (COLUMNS, "groups.weight", [1.0, 5e-324]),
+        (COLUMNS, "groups.weight", [1.0, 1e300]),
+        (COLUMNS, "groups.weight", [1.0, float("inf")]),
+        (COLUMNS, "groups.r_gb", [1.0, 1e12]),
+        (COLUMNS, "servers.0.hbm_gb", 5e-324),
+        (COLUMNS, "servers.0.hbm_gb", float("inf")),
+        (COLUMNS, "servers.0.links", [[float("inf")] * 4] * 4),
+        (MODELS, "models.0.need_gb", float("inf")),
+        (MODELS, "models.0.weight", 1e-300),
+    ],
+)
+def test_absurd_magnitudes_are_refused(base: dict[str, Any], path: str, value: Any) -> None:  # noqa: ANN401 - JSON
+    with pytest.raises(ProblemInvalidError):
+        instance_from(changed(base, path, value))
+
+
+@pytest.mark.parametrize("size", [2e-219, -5e-324, 1e-9, -1e-9])
+def test_a_size_below_the_grain_is_nothing(size: float) -> None:
+    instance = instance_from(changed(COLUMNS, "groups.r_gb", [size, -5.0]))
+    assert instance.r_gb[0, 0] == 0
+    plan = place(instance, Request(), Budget(10))
+    assert plan.coverage_gb == 0
     assert check_plan(instance, plan).passed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aqua_placer.problem.reading import instance_from
+from aqua_placer.problem.parser import instance_from
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.measure.kv_cache import cache_of, parse_metrics, token_bytes
 from aqua_profiler.report.files import read_profile, write_profile

@@ -38,12 +38,10 @@ if TYPE_CHECKING:
 
 RECENT_STEPS: Final = 200
 """Steps that the peak is taken over: several images, so that the decoder at the end of each one,
-which needs the most, is always among them. Doubled, what one large image needed stays unlent for
-twice as long."""
+which needs the most, is always among them."""
 
 DEFAULT_HEADROOM_BYTES: Final = 512 * MIB
-"""Kept above the recent peak on a GPU: fragmentation, and workspaces that libraries allocate; by
-judgement. Doubled, so much less is lent, and steps somewhat larger than any recent one succeed."""
+"""Kept above the recent peak on a GPU: fragmentation, and workspaces that libraries allocate."""
 
 
 class MemoryLimit(Protocol):

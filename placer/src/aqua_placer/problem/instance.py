@@ -18,8 +18,7 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-
-from aqua_placer.problem.columns import Bools, Floats, Ints
+from jaxtyping import Bool, Float64, Int64
 
 MAX_TYPES: Final = 16
 """Kinds of models up to which even a handful of groups counts as typed."""
@@ -40,20 +39,21 @@ class Servers:
     """
 
     class_names: tuple[str, ...]
-    counts: Ints
-    gpus: Ints
-    hbm_gb: Floats
-    links: tuple[Floats | None, ...]
+    counts: Int64[np.ndarray, " types"]
+    gpus: Int64[np.ndarray, " classes"]
+    hbm_gb: Float64[np.ndarray, " classes"]
+    links: tuple[Float64[np.ndarray, "gpus gpus"] | None, ...]
 
     @cached_property
-    def class_of(self) -> Ints:
+    def class_of(self) -> Int64[np.ndarray, " servers"]:
         """Class of each server, shape (num_servers,)."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
-    def capacity(self) -> Ints:
+    def capacity(self) -> Int64[np.ndarray, " servers"]:
         """GPUs of each server, shape (num_servers,)."""
-        return self.gpus[self.class_of]
+        gpus: Int64[np.ndarray, " servers"] = self.gpus[self.class_of]
+        return gpus
 
     @property
     def count(self) -> int:
@@ -80,12 +80,12 @@ class Types:
     `sign` is +1 for producers, -1 for consumers, 0 for neither, per server class.
     """
 
-    tp: Ints
-    r_gb: Floats
-    weight: Floats
-    counts: Ints
-    of_group: Ints
-    sign: Floats
+    tp: Int64[np.ndarray, " types"]
+    r_gb: Float64[np.ndarray, "groups classes"]
+    weight: Float64[np.ndarray, " groups"]
+    counts: Int64[np.ndarray, " types"]
+    of_group: Int64[np.ndarray, " groups"]
+    sign: Float64[np.ndarray, "types classes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +105,14 @@ class Instance:
     name: str
     servers: Servers
     names: Sequence[str]
-    tp: Ints
-    r_gb: Floats
-    weight: Floats
-    current: Ints
-    allowed: Mapping[int, Bools] = field(default_factory=dict)
+    tp: Int64[np.ndarray, " types"]
+    r_gb: Float64[np.ndarray, "groups classes"]
+    weight: Float64[np.ndarray, " groups"]
+    current: Int64[np.ndarray, " groups"]
+    allowed: Mapping[int, Bool[np.ndarray, " servers"]] = field(default_factory=dict)
     apart: tuple[tuple[int, ...], ...] = ()
     digest: str = ""
-    cnt_per_shard: Floats | None = None
+    cnt_per_shard: Float64[np.ndarray, "groups classes"] | None = None
 
     @property
     def num_groups(self) -> int:
@@ -135,7 +135,7 @@ class Instance:
         return bool(self.allowed) or bool(self.apart)
 
     @cached_property
-    def sign(self) -> Floats:
+    def sign(self) -> Float64[np.ndarray, "groups classes"]:
         """+1 producer, -1 consumer, 0 neither, per server class, (num_groups, num_classes).
 
         A fraction for blocks of producers and consumers; times their shards it is whole.
@@ -172,21 +172,21 @@ class Instance:
         divisor = int(np.gcd.reduce(grains, axis=None)) if grains.size else 0
         return max(divisor, 1) * GRAIN_GB
 
-    def mem_gb(self, placement: Ints) -> Floats:
+    def mem_gb(self, placement: Int64[np.ndarray, " groups"]) -> Float64[np.ndarray, " servers"]:
         """Signed memory of each server under `placement` (server per group)."""
         r_here = self.r_gb[np.arange(self.num_groups), self.servers.class_of[placement]]
-        mem: Floats = np.bincount(
+        mem: Float64[np.ndarray, " rows"] = np.bincount(
             placement, weights=self.tp * r_here, minlength=self.servers.count
         ).astype(np.float64)
         return mem
 
-    def cnt(self, placement: Ints) -> Ints:
+    def cnt(self, placement: Int64[np.ndarray, " groups"]) -> Int64[np.ndarray, " servers"]:
         """Producer shards minus consumer shards of each server."""
         sign_here = self.sign[np.arange(self.num_groups), self.servers.class_of[placement]]
         counts = np.bincount(placement, weights=self.tp * sign_here, minlength=self.servers.count)
         return np.rint(counts).astype(np.int64)
 
 
-def sign_of(r_gb: Floats) -> Ints:
+def sign_of(r_gb: Float64[np.ndarray, "groups classes"]) -> Int64[np.ndarray, "groups classes"]:
     """+1, -1 or 0: below half a grain a size is nothing."""
     return (r_gb > GRAIN_GB / 2).astype(np.int64) - (r_gb < -GRAIN_GB / 2).astype(np.int64)

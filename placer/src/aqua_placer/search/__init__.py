@@ -1,5 +1,7 @@
-"""Placements that are good, found without a program: what is proven is proven elsewhere.
+"""Placements that are good, found without a proof: `bounds` says how good they could be.
 
-- `packing`, `dealing`: whether groups fit, and a first placement from how many go where.
-- `exchange`, `pursuit`: pairs of servers swap groups for balance, and for coverage.
+- `feasibility`, `construction`, `units`: whether groups fit, and first placements.
+- `whole_servers`: from a fractional solution to one.
+- `layout`, `balance`, `coverage`: pairs of servers exchange groups, for either level.
+- `repair`: pins and sets kept apart.
 """

@@ -24,7 +24,7 @@ Source: Aqua section 9.1, the long-prompt workload, which modifies FlexGen; we s
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -34,12 +34,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import aqualib
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.engines.transformers.offload_plan import (
-    LayerShape,
-    OffloadPlan,
-    plan_offload,
-    require_one_limit,
-)
+from aqualib.engines.transformers.offload_plan import LayerShape, OffloadPlan, plan_offload
 from aqualib.engines.transformers.storage import LayerStorage
 
 if TYPE_CHECKING:
@@ -64,12 +59,12 @@ class CacheStatistics:
         stall_s: Time that the model waited for a layer, in seconds.
     """
 
-    resident_bytes: int = 0
-    peak_resident_bytes: int = 0
-    stored_bytes: int = 0
-    paged_out_bytes: int = 0
-    paged_in_bytes: int = 0
-    stall_s: float = 0.0
+    resident_bytes: int
+    peak_resident_bytes: int
+    stored_bytes: int
+    paged_out_bytes: int
+    paged_in_bytes: int
+    stall_s: float
 
 
 class AquaCache(Cache):
@@ -98,7 +93,10 @@ class AquaCache(Cache):
         aqua: Aqua | None = None,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
     ) -> None:
-        require_one_limit(budget_bytes, resident_layers)
+        if (budget_bytes is None) == (resident_layers is None):
+            raise ConfigError(
+                "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
+            )
         for name, count in (("max_tokens", max_tokens), ("block_tokens", block_tokens)):
             if count < 1:
                 raise ConfigError(f"{name} is {count}", remedy="Pass a positive number.")
@@ -138,27 +136,16 @@ class AquaCache(Cache):
         """What the cache holds and has moved."""
         storage = self._storage
         if storage is None:
-            return CacheStatistics()
-        held = CacheStatistics(storage.nbytes, storage.peak_bytes)
+            return CacheStatistics(0, 0, 0, 0, 0, 0.0)
         stream = storage.stream
-        if stream is None:
-            return held
-        return replace(
-            held,
-            stored_bytes=stream.stored_bytes,
-            paged_out_bytes=stream.paged_out_bytes,
-            paged_in_bytes=stream.paged_in_bytes,
-            stall_s=stream.stall_s,
+        return CacheStatistics(
+            resident_bytes=storage.nbytes,
+            peak_resident_bytes=storage.peak_bytes,
+            stored_bytes=stream.stored_bytes if stream is not None else 0,
+            paged_out_bytes=stream.paged_out_bytes if stream is not None else 0,
+            paged_in_bytes=stream.paged_in_bytes if stream is not None else 0,
+            stall_s=stream.stall_s if stream is not None else 0.0,
         )
-
-    def synchronize(self) -> None:
-        """Wait for the copies under way; until the next `update`, `statistics` stand still.
-
-        Raises:
-            AquaError: A copy failed.
-        """
-        if self._storage is not None and self._storage.stream is not None:
-            self._storage.stream.synchronize()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder sequences for beam search. Blocks in the store are shared, not copied."""

@@ -1,20 +1,20 @@
-"""The offloaded layers of a cache: their lengths, their buffers, and the thread that fills these.
+"""Streams the layers that do not stay: their books, their buffers, and the lane that fills them.
 
-An offloaded layer lives in three pieces. Its full *blocks* are in the block store, wherever that
+A offloaded layer lives in three pieces. Its full *blocks* are in the block store, wherever that
 keeps them at the moment (a peer's memory or the host's). Its *tail*, the last unfinished block, is
 on the device, so that a decoded token moves nothing: blocks are paged out once, when they are full,
 and never again, since a full block cannot change. While attention reads the layer, all of it is
 also in one of the *buffers*, in the very place and order that attention wants it; pages are copied
 straight to that place, without a staging copy.
 
-Copies run on one background thread in the order they were asked for. That order is what makes the
-rest simple: a page-out of a layer precedes the next page-in of the same layer, and a buffer is
-filled again only after what was read out of it. Only the copy thread touches a layer's slot table;
-the caller's thread reads it after `synchronize`.
+Copies run on one background thread, the *lane*, in the order they were asked for. That order is
+what makes the rest simple: a page-out of a layer precedes the next page-in of the same layer, and a
+buffer is filled again only after what was read out of it. Only the lane touches a layer's slot
+table; the caller's thread reads it after `drain`.
 
 On GPUs attention runs behind the caller's thread. The caller records an event at the moment from
-which a buffer is free or full, and the copy thread waits for that event before it touches the
-buffer. The other direction needs none: a transfer is complete when its wait returns.
+which a buffer is free or full, and the lane waits for that event before it touches the buffer. The
+other direction needs none: a transfer is complete when its wait returns.
 
 Not thread-safe: one model, one thread.
 """
@@ -32,8 +32,6 @@ import torch
 from aqualib.engines.transformers.offload_plan import STREAM_BUFFERS, LayerShape, OffloadPlan
 
 if TYPE_CHECKING:
-    from jaxtyping import Int64, Shaped
-
     from aqualib.blocks import BlockStore
 
 NO_SLOT: Final = -1
@@ -57,7 +55,7 @@ class LayerStream:
         self._shape = shape
         self._plan = plan
         self._device = like.device
-        self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aqua-cache-copy")
+        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aqua-cache-lane")
         self._buffers = [new_buffer(shape, like) for _ in range(STREAM_BUFFERS)]
         tail_shape = (2, shape.batch, shape.heads, shape.block_tokens, shape.head_dim)
         self._tails = {layer: like.new_empty(tail_shape) for layer in plan.offloaded}
@@ -91,7 +89,7 @@ class LayerStream:
 
     # --- One visit of a layer ----------------------------------------------------------
 
-    def enter(self, layer: int) -> Shaped[torch.Tensor, "2 batch heads max_tokens head_dim"]:
+    def enter(self, layer: int) -> torch.Tensor:
         """All of `layer` in a buffer, shape (2, batch, heads, max_tokens, head_dim).
 
         The first `length(layer)` tokens are valid; the caller may append behind them. The buffer
@@ -122,7 +120,7 @@ class LayerStream:
         if last > first:
             ready = mark(self._device)
             self._page_outs.append(
-                self._copies.submit(self._page_out, layer, buffer, first, last, ready)
+                self._lane.submit(self._page_out, layer, buffer, first, last, ready)
             )
         # Tokens of the tail that were there before need no second copy.
         since = last * size if last > first else self._lengths[layer]
@@ -141,9 +139,9 @@ class LayerStream:
 
     # --- Changes to what is stored -----------------------------------------------------
 
-    def reorder(self, beams: Int64[torch.Tensor, " batch"]) -> None:
+    def reorder(self, beams: torch.Tensor) -> None:
         """Sequence `i` becomes what sequence `beams[i]` was; blocks are shared, not copied."""
-        self.synchronize()
+        self.drain()
         on_host = beams.cpu()
         for layer, table in self._slots.items():
             by_sequence = table.view(2, self._shape.batch, self._shape.heads, -1)
@@ -156,12 +154,12 @@ class LayerStream:
 
     def crop(self, layer: int, length: int) -> None:
         """Forget all but the first `length` tokens of `layer`."""
-        self.synchronize()
+        self.drain()
         size, table = self._shape.block_tokens, self._slots[layer]
         last = length // size
         if length % size and last < self._lengths[layer] // size:
             # The last block is unfinished again.
-            self._copies.submit(self._page_in_tail, layer, last, mark(self._device)).result()
+            self._lane.submit(self._page_in_tail, layer, last, mark(self._device)).result()
         self._free(table[:, last:], keep=table[:, :last])
         table[:, last:] = NO_SLOT
         self._lengths[layer] = length
@@ -176,8 +174,8 @@ class LayerStream:
         for layer in self._plan.offloaded:
             self.crop(layer, 0)
 
-    def synchronize(self) -> None:
-        """Wait for every copy that was asked for; the slot tables are the caller's afterwards.
+    def drain(self) -> None:
+        """Wait for every copy that was asked for; afterwards the books are the caller's.
 
         Raises:
             AquaError: A copy failed.
@@ -188,8 +186,8 @@ class LayerStream:
             filling.result()
 
     def close(self) -> None:
-        """Give all blocks back and end the copy thread. Harmless when repeated."""
-        self._copies.shutdown(wait=True)
+        """Give all blocks back and end the lane. Harmless when repeated."""
+        self._lane.shutdown(wait=True)
         self._store.close()
 
     # --- Buffers -----------------------------------------------------------------------
@@ -198,7 +196,7 @@ class LayerStream:
         index = next(i for i in range(STREAM_BUFFERS) if i not in self._holder.values())
         self._holder[layer] = index
         free = mark(self._device)
-        self._filling[layer] = self._copies.submit(self._page_in, layer, self._buffers[index], free)
+        self._filling[layer] = self._lane.submit(self._page_in, layer, self._buffers[index], free)
 
     def _let_go(self) -> None:
         assert self._reading is not None
@@ -208,7 +206,7 @@ class LayerStream:
     def _paged_tokens(self, layer: int) -> int:
         return self._lengths[layer] // self._shape.block_tokens * self._shape.block_tokens
 
-    # --- On the copy thread -------------------------------------------------------------
+    # --- On the lane -------------------------------------------------------------------
 
     def _page_out(
         self, layer: int, buffer: torch.Tensor, first: int, last: int, ready: Callable[[], None]
@@ -240,27 +238,23 @@ class LayerStream:
         """Give blocks back to the store, but those that other sequences still refer to."""
         unused = np.setdiff1d(slots.numpy(), np.append(keep.numpy(), NO_SLOT))
         if len(unused):
-            self._copies.submit(self._store.free, torch.from_numpy(unused)).result()
+            self._lane.submit(self._store.free, torch.from_numpy(unused)).result()
 
     def _rows(
         self, buffer: torch.Tensor, first: int, last: int
-    ) -> tuple[Shaped[torch.Tensor, "rows elements"], Int64[torch.Tensor, " blocks"]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer as rows of one block each, and the rows of blocks `first` to `last`."""
         starts = torch.arange(self._shape.rows) * self._shape.max_blocks
         index = (starts[:, None] + torch.arange(first, last)).reshape(-1)
         return buffer.view(self._shape.rows * self._shape.max_blocks, -1), index
 
 
-def new_buffer(
-    shape: LayerShape, like: torch.Tensor
-) -> Shaped[torch.Tensor, "2 batch heads max_tokens head_dim"]:
-    """Allocate room for one layer: keys, then values."""
+def new_buffer(shape: LayerShape, like: torch.Tensor) -> torch.Tensor:
+    """Room for one layer, shape (2, batch, heads, max_tokens, head_dim): keys, then values."""
     return like.new_empty((2, shape.batch, shape.heads, shape.max_tokens, shape.head_dim))
 
 
-def reorder_sequences(
-    layer: torch.Tensor, beams: Int64[torch.Tensor, " batch"], length: int
-) -> None:
+def reorder_sequences(layer: torch.Tensor, beams: torch.Tensor, length: int) -> None:
     """Reorder a layer's sequences in place, one head at a time to bound the memory it takes."""
     beams = beams.to(layer.device)
     for states in layer[..., :length, :]:

@@ -24,8 +24,7 @@ from typing import Final
 from aqua_protocol import ConfigError, format_bytes
 
 STREAM_BUFFERS: Final = 2
-"""Layer-sized buffers: one that attention reads, one that fills. With four, two more layers would
-have to be offloaded, and the link, which is the bottleneck, moves no more."""
+"""One that attention reads, one that fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +80,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Which layers stay on the device and which do not, and what that costs there.
-
-    Attributes:
-        resident: Layers that never move.
-        offloaded: Layers that are paged through the buffers, in the order of the model.
-        resident_bytes: Device memory of it all: resident layers, buffers, tails, scratch.
-    """
+    """A division of the layers, and what it costs on the device."""
 
     resident: tuple[int, ...]
     offloaded: tuple[int, ...]
@@ -118,7 +111,10 @@ def plan_offload(
         ConfigError: Not exactly one limit, or one too small to stream at all; the message says
             how much is needed.
     """
-    require_one_limit(budget_bytes, resident_layers)
+    if (budget_bytes is None) == (resident_layers is None):
+        raise ConfigError(
+            "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
+        )
     full = _resident_bytes(layer_count, 0, shape)
     least = _resident_bytes(STREAM_BUFFERS, layer_count, shape)
     if resident_layers is not None:
@@ -149,18 +145,6 @@ def plan_offload(
     resident = tuple(layer for layer in range(layer_count) if layer not in set(offloaded))
     buffers = resident_count if not offloaded else resident_count + STREAM_BUFFERS
     return OffloadPlan(resident, offloaded, _resident_bytes(buffers, offloaded_count, shape))
-
-
-def require_one_limit(budget_bytes: int | None, resident_layers: int | None) -> None:
-    """Refuse two limits, or none.
-
-    Raises:
-        ConfigError: Not exactly one is given.
-    """
-    if (budget_bytes is None) == (resident_layers is None):
-        raise ConfigError(
-            "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
-        )
 
 
 def _resident_bytes(buffers: int, tails: int, shape: LayerShape) -> int:

@@ -21,8 +21,6 @@ from aqualib.engines.transformers.layer_stream import LayerStream, new_buffer, r
 from aqualib.engines.transformers.offload_plan import LayerShape, OffloadPlan
 
 if TYPE_CHECKING:
-    from jaxtyping import Int64, Shaped
-
     from aqualib.blocks import BlockStore
 
 NewStore: TypeAlias = "Callable[[int, int], BlockStore]"
@@ -68,15 +66,13 @@ class LayerStorage:
         return self.stream.length(layer)
 
     def append(
-        self,
-        layer: int,
-        keys: Shaped[torch.Tensor, "batch heads new_tokens head_dim"],
-        values: Shaped[torch.Tensor, "batch heads new_tokens head_dim"],
-    ) -> tuple[
-        Shaped[torch.Tensor, "batch heads tokens head_dim"],
-        Shaped[torch.Tensor, "batch heads tokens head_dim"],
-    ]:
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens and return all keys and values of `layer`, valid until the next call.
+
+        Args:
+            keys: Shape (batch, heads, new tokens, head_dim).
+            values: Same shape.
 
         Raises:
             ConfigError: They do not fit the cache; nothing was appended.
@@ -98,7 +94,7 @@ class LayerStorage:
             self.stream.prefetch_after(layer)
         return buffer[0, :, :, :after], buffer[1, :, :, :after]
 
-    def reorder(self, beams: Int64[torch.Tensor, " batch"]) -> None:
+    def reorder(self, beams: torch.Tensor) -> None:
         """Sequence `i` becomes what sequence `beams[i]` was."""
         self.peak_bytes = max(self.peak_bytes, self.nbytes + self.shape.scratch_bytes)
         for layer, buffer in self._resident.items():

@@ -1,0 +1,258 @@
+"""The bound on coverage that knows lockstep, weights, and what servers can be made of.
+
+A *block* is a consumer group of t shards with t producer shards: 2t GPUs of one server, worth
+`weight x t x min(need, weakest spare)`. Blocks whose weakest producer has at least s GB take their
+shards from the producers that have as much, so a program over (consumer, weakest producer) with one
+row a level of spare says all there is to say about who lends to whom. What blocks and the groups
+beside them make of a server is a *composition*; there are a few hundred whatever the sizes in GB
+are, and they say what a sum of GPUs cannot: on servers of three GPUs one block fits, not one and a
+half.
+
+The program merges neighbours in size. Its duals are then prices for all the sizes there are, and
+Lagrange's bound holds at any prices: those of the producers, those of the servers, and for each
+consumer the best that it could make of them. So the bound holds for every placement, and merging
+costs tightness alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from aqua_placer.bounds.linear_program import LinearModel, solve
+from aqua_placer.bounds.market import Items, Market, items_of
+from aqua_placer.budget import Budget
+from aqua_placer.problem.instance import Instance
+
+TRACE: Final = 1e-9
+"""Blocks: what is less is noise of the solver."""
+
+MAX_LEVELS: Final = 60
+MAX_KINDS: Final = 90
+"""Sizes of producers, and kinds of consumers, that the program tells apart; beyond, neighbours in
+size are merged. Twice as many of both take four times as long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Multipliers of the program's rows.
+
+    Attributes:
+        size_gb, shard: Sizes of producers summed over variants, rising, and prices of a shard.
+        place: What the place of a block costs beyond its producers, by (shards, variant).
+        constant: What all servers and all groups are worth at these prices.
+    """
+
+    size_gb: Float64[np.ndarray, " levels"]
+    shard: Float64[np.ndarray, " levels"]
+    place: dict[tuple[int, int], float]
+    constant: float
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """What the program says.
+
+    Attributes:
+        bound_gb: No placement covers more; infinite when out of time.
+        order: Consumer groups to serve, those with the best producers first.
+    """
+
+    bound_gb: float
+    order: Int64[np.ndarray, " served"]
+
+
+def solve_blocks(instance: Instance, budget: Budget) -> Blocks:
+    """The bound on what every placement covers, and which blocks nearly reach it."""
+    whole = Market.of(instance, None, None)
+    nobody = np.zeros(0, dtype=np.int64)
+    if not len(whole.lenders.count) or not len(whole.borrowers.count):
+        return Blocks(0.0, nobody)
+    market = Market.of(instance, MAX_LEVELS, MAX_KINDS)
+    found = _solve(market, budget)
+    if found is None:
+        return Blocks(np.inf, nobody)
+    prices, used = found
+    return Blocks(bound_at(prices, whole), _order(market, used))
+
+
+@dataclass(frozen=True, eq=False)
+class Used:
+    """Blocks of the optimum: kind of consumer, spare of the weakest producer, how many."""
+
+    kind: Int64[np.ndarray, " blocks"]
+    spare_gb: Float64[np.ndarray, " blocks"]
+    times: Float64[np.ndarray, " blocks"]
+
+
+def _solve(market: Market, budget: Budget) -> tuple[Prices, Used] | None:
+    """Duals and optimum of the program over merged kinds; None when out of time.
+
+    Columns: a consumer with its weakest producer, by variant; shards of a producer used on a
+    variant; what a level of spare leaves to the next; compositions.
+    """
+    lenders, borrowers, items = market.lenders, market.borrowers, items_of(market)
+    servers = market.instance.servers
+    variants = lenders.size_gb.shape[1]
+    if items is None:
+        lower, upper = np.full(variants, -np.inf), np.zeros(variants)
+        np.add.at(upper, market.variant, servers.counts * servers.gpus)
+    else:
+        lower = np.concatenate([np.full(len(servers.counts), -np.inf), items.available])
+        upper = np.concatenate([servers.counts, items.available])
+    sides = len(borrowers.count) + len(lenders.count)
+    first_place = sides + len(lenders.count) * variants
+    rows = first_place + len(lower)
+    columns = [_columns(market, items, variant, rows) for variant in range(variants)]
+    parts, costs = [own.dense for own in columns], [own.cost for own in columns]
+    if items is not None:
+        made = np.zeros((len(items.space.rows), rows))
+        made[np.arange(len(made)), first_place + items.space.kind] = 1.0
+        made[:, first_place + len(servers.counts) :] = items.space.rows
+        parts.append(made)
+        costs.append(np.zeros(len(made)))
+    balanced = np.zeros(first_place - sides)
+    model = LinearModel.of(
+        np.concatenate(parts),
+        np.concatenate(costs),
+        np.concatenate([np.full(sides, -np.inf), balanced, lower]),
+        np.concatenate([borrowers.count, lenders.count, balanced, upper]),
+    )
+    answer = solve(model, budget)
+    if answer.row_duals is None or answer.x is None:
+        return None
+    times, first = [], 0
+    for own in columns:
+        times.append(answer.x[first : first + len(own.kind)])
+        first += len(own.cost)
+    used = Used(
+        np.concatenate([own.kind for own in columns]),
+        np.concatenate([own.spare_gb for own in columns]),
+        np.concatenate(times),
+    )
+    shard = -answer.row_duals[len(borrowers.count) : sides]
+    return _as_prices(market, items, shard, -answer.row_duals[first_place:]), used
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns of one variant, each as a row of `dense`; the first ones are blocks."""
+
+    dense: Float64[np.ndarray, "columns rows"]
+    cost: Float64[np.ndarray, " columns"]
+    kind: Int64[np.ndarray, " blocks"]
+    spare_gb: Float64[np.ndarray, " blocks"]
+
+
+def _columns(market: Market, items: Items | None, variant: int, rows: int) -> Columns:
+    """The columns of one variant, and their costs.
+
+    Rows: consumers, producers, levels of spare by variant, then GPUs by variant or, where
+    compositions are listed, servers by class and items.
+    """
+    lenders, borrowers = market.lenders, market.borrowers
+    kinds, levels = len(borrowers.count), len(lenders.count)
+    first_place = kinds + levels + levels * lenders.size_gb.shape[1]
+    falling = np.argsort(-lenders.size_gb[:, variant], kind="stable")
+    spare, at = lenders.size_gb[falling, variant], kinds + levels + variant * levels
+    kind, level = np.divmod(np.arange(kinds * levels), levels)
+    covered = np.minimum(borrowers.size_gb[kind, variant], spare[level])
+    kind, level, covered = kind[covered > 0], level[covered > 0], covered[covered > 0]
+    size, pairs = borrowers.tp[kind], np.arange(len(kind))
+    block = np.zeros((len(kind), rows))
+    block[pairs, kind] = 1.0
+    block[pairs, at + level] = size
+    if items is None:
+        block[:, first_place + variant] = 2 * size
+    else:
+        first_item = first_place + len(market.instance.servers.counts)
+        for shards in market.sizes:
+            here = pairs[size == shards]
+            block[here, first_item + items.blocks.index((shards, variant))] = -1.0
+            stay = len(items.blocks) + items.alone.index((-1, shards))
+            block[here, first_item + stay] = 1.0
+            block[here, rows - 1] = shards
+    used, left, step = np.zeros((levels, rows)), np.zeros((levels, rows)), np.arange(levels)
+    used[step, kinds + falling] = 1.0
+    used[step, at + step] = left[step[:-1], at + step[:-1] + 1] = -1.0
+    left[step, at + step] = 1.0
+    worth = borrowers.weight[kind] * size * covered
+    cost = np.concatenate([-worth, np.zeros(2 * levels)])
+    return Columns(np.concatenate([block, used, left]), cost, kind, spare[level])
+
+
+def _order(market: Market, used: Used) -> Int64[np.ndarray, " served"]:
+    """Consumer groups by the producers of their blocks; the neediest of a kind get the best."""
+    need = -market.instance.r_gb.min(axis=1)
+    found: list[tuple[float, float, int]] = []
+    for kind in np.unique(used.kind[used.times > TRACE]).tolist():
+        own = np.nonzero((used.kind == kind) & (used.times > TRACE))[0]
+        own = own[np.argsort(-used.spare_gb[own], kind="stable")]
+        upto = np.cumsum(used.times[own])
+        members = np.nonzero(market.borrowers.of_group == kind)[0]
+        members = members[np.argsort(-need[members], kind="stable")][: round(float(upto[-1]))]
+        at = np.minimum(np.searchsorted(upto, np.arange(len(members)) + 0.5), len(own) - 1)
+        spare = used.spare_gb[own][at].tolist()
+        found += [
+            (-gb, -float(need[group]), group)
+            for gb, group in zip(spare, members.tolist(), strict=True)
+        ]
+    return np.array([group for _, _, group in sorted(found)], dtype=np.int64)
+
+
+def _as_prices(
+    market: Market,
+    items: Items | None,
+    shard: Float64[np.ndarray, " levels"],
+    place: Float64[np.ndarray, " places"],
+) -> Prices:
+    """Prices that bound, whatever the duals: servers cost so much that no composition gains."""
+    sizes = market.lenders.size_gb.sum(axis=1)
+    order = np.argsort(sizes, kind="stable")
+    shard = np.maximum(shard[order], 0.0)
+    servers = market.instance.servers
+    if items is None:
+        gpu = np.maximum(place, 0.0)
+        costs = {(t, v): 2 * t * float(gpu[v]) for t in market.sizes for v in range(len(gpu))}
+        total = float(gpu[market.variant] @ (servers.counts * servers.gpus))
+        return Prices(sizes[order], shard, costs, total)
+    item = place[len(servers.counts) :]
+    server = np.zeros(len(servers.counts))
+    np.maximum.at(server, items.space.kind, -(items.space.rows @ item))
+    alone = item[len(items.blocks) :]
+    costs = {
+        (t, v): float(t * item[-1] + alone[items.alone.index((-1, t))] - item[index])
+        for index, (t, v) in enumerate(items.blocks)
+    }
+    return Prices(
+        sizes[order], shard, costs, float(server @ servers.counts + item @ items.available)
+    )
+
+
+def bound_at(prices: Prices, market: Market) -> float:
+    """Lagrange's bound: what no placement exceeds, at these prices.
+
+    Of producers that have more than is needed the cheapest is taken; of the others what is needed
+    plays no part.
+    """
+    lenders, borrowers = market.lenders, market.borrowers
+    price = np.interp(lenders.size_gb.sum(axis=1), prices.size_gb, prices.shard)
+    best = np.zeros(len(borrowers.count))
+    shapes = np.unique(np.stack([borrowers.tp, borrowers.weight]), axis=1).T
+    for variant in range(lenders.size_gb.shape[1]):
+        rising = np.argsort(lenders.size_gb[:, variant], kind="stable")
+        spare = lenders.size_gb[rising, variant]
+        # The cheapest shard that has at least as much to spare.
+        cheapest = np.append(np.minimum.accumulate(price[rising][::-1])[::-1], np.inf)
+        for size, weight in shapes:
+            here = np.nonzero((borrowers.tp == size) & (borrowers.weight == weight))[0]
+            need = borrowers.size_gb[here, variant]
+            weaker = np.append(-np.inf, np.maximum.accumulate(weight * spare - cheapest[:-1]))
+            at = np.searchsorted(spare, need, side="left")
+            most = np.maximum(weight * need - cheapest[at], weaker[at])
+            gain = size * most - prices.place[int(size), variant]
+            best[here] = np.maximum(best[here], np.where(need > 0, gain, 0.0))
+    return prices.constant + float(lenders.count @ price) + float(borrowers.count @ best)

@@ -1,0 +1,4 @@
+"""Plans: assembled from servers, written, verified, explained, drawn, handed to the coordinator.
+
+Only `assembly` knows what solvers return; `verification` trusts none of them.
+"""

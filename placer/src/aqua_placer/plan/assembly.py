@@ -1,0 +1,149 @@
+"""From servers to a plan: GPU indices, matches in words, and the numbers that are told.
+
+Solvers decide servers; what comes after is made here, once for all of them. No plan claims a bound
+that its own value contradicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+
+from aqua_placer.bounds.layer_cake import layer_bound_gb
+from aqua_placer.budget import relative_gap
+from aqua_placer.plan.reasons import match_reason, unmatched_reason
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.request import Request
+from aqua_placer.value.balance import BalanceMode, level_gb, worst
+from aqua_placer.value.coverage import demand_gb
+from aqua_placer.value.matching import ServerMatch
+from aqua_protocol.plan import Assignment, Match, Move, Objective, Plan, Unmatched
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A placement and the bounds proven on the way; None where the solver has none."""
+
+    placement: Int64[np.ndarray, " groups"]
+    balance_bound: float
+    signed_bound: float | None = None
+    coverage_bound_gb: float | None = None
+
+
+def assign_gpus(
+    instance: Instance,
+    placement: Int64[np.ndarray, " groups"],
+    kept: dict[int, list[int]] | None = None,
+) -> list[list[int]]:
+    """GPU indices of every group's shards; groups in `kept` stay on theirs."""
+    kept = kept or {}
+    taken: dict[int, set[int]] = {}
+    for group, own in kept.items():
+        taken.setdefault(int(placement[group]), set()).update(own)
+    following = [0] * instance.servers.count
+    gpus: list[list[int]] = []
+    for group, (server, shards) in enumerate(
+        zip(placement.tolist(), instance.tp.tolist(), strict=True)
+    ):
+        if group in kept:
+            gpus.append(kept[group])
+            continue
+        busy = taken.get(server, ())
+        dealt: list[int] = []
+        at = following[server]
+        while len(dealt) < shards:
+            if at not in busy:
+                dealt.append(at)
+            at += 1
+        following[server] = at
+        gpus.append(dealt)
+    return gpus
+
+
+def plan_of(
+    instance: Instance,
+    request: Request,
+    found: Found,
+    gpus: Sequence[list[int]],
+    matches: Sequence[ServerMatch],
+    spent: tuple[float, float],
+    *,
+    moves: Sequence[Move] = (),
+    migrations: int = 0,
+) -> Plan:
+    """The plan in words and numbers; `spent` is (wall, CPU) seconds of solving."""
+    covered = sum(match.covered_gb for match in matches)
+    bound_gb = found.coverage_bound_gb
+    bound_gb = max(layer_bound_gb(instance) if bound_gb is None else bound_gb, covered)
+    cnt, mem, level, signed = 0, 0.0, 0.0, 0.0
+    if instance.num_groups:
+        cnt, mem = worst(instance, found.placement, BalanceMode.ABS)
+        level = level_gb(instance, found.placement, BalanceMode.ABS)
+        signed = level_gb(instance, found.placement, BalanceMode.SIGNED)
+    value, bound = {
+        Objective.COVERAGE: (covered, bound_gb),
+        Objective.ABS: (level, min(found.balance_bound, level)),
+        Objective.SIGNED: (signed, min(found.signed_bound or signed, signed))
+        if found.signed_bound is not None
+        else (signed, signed),
+    }[request.objective]
+    gap = relative_gap(value, bound)
+    names = [instance.servers.name(server) for server in range(instance.servers.count)]
+    plan = Plan(
+        problem=instance.name,
+        problem_hash=instance.digest,
+        objective=request.objective,
+        value=value,
+        bound=bound,
+        gap=gap,
+        proven=abs(value - bound) <= max(2 * GRAIN_GB, 1e-7 * abs(value)),
+        coverage_gb=covered,
+        coverage_bound_gb=bound_gb,
+        demand_gb=demand_gb(instance),
+        max_abs_mem_gb=mem,
+        max_abs_cnt=cnt,
+        balance=level,
+        balance_bound=min(found.balance_bound, level),
+        hbm_gb=instance.hbm_gb,
+        matching=request.matching,
+        solver=request.label,
+        seed=request.seed,
+        solve_seconds=spent[0],
+        cpu_seconds=spent[1],
+        assignments=[
+            Assignment(group=name, server=names[server], server_index=server, gpus=own)
+            for name, server, own in zip(
+                instance.names, found.placement.tolist(), gpus, strict=True
+            )
+        ],
+        matches=[
+            Match(
+                consumer=instance.names[served.consumer.group],
+                consumer_shard=shard,
+                producer=instance.names[producer.group],
+                producer_shard=producer.shard,
+                server=names[match.server],
+                covered_gb=served.covered_gb,
+                reason=match_reason(served, producer, request.matching),
+            )
+            for match in matches
+            for served in match.served_groups
+            for shard, producer in enumerate(served.producers)
+        ],
+        unmatched=[
+            Unmatched(
+                group=instance.names[consumer.group],
+                server=names[match.server],
+                need_gb=consumer.gb,
+                reason=unmatched_reason(match, consumer),
+            )
+            for match in matches
+            for consumer in match.unserved
+        ],
+        migrations=migrations,
+        moves=list(moves),
+    )
+    return plan.model_copy(update={"plan_hash": plan.compute_hash()})

@@ -1,0 +1,389 @@
+"""Exchanges that raise the demand covered, under thresholds on memory and count.
+
+The same neighbourhood as `exchange` (disjoint pairs of servers, up to two groups for up to two),
+but each exchange is costd by the exact coverage of both servers, computed for all exchanges of a
+round at once. Servers within the thresholds cost what they fail to cover; beyond, every GB and
+every shard of excess costs more than it could cover.
+
+Pairs may get slightly worse early on (threshold accepting) so that the search leaves the plateaus
+that equal sizes make; the best layout seen is what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from aqua_placer.bounds.thresholds import Thresholds
+from aqua_placer.budget import Budget
+from aqua_placer.problem.instance import GRAIN_GB
+from aqua_placer.search.balance import excess, excess_count
+from aqua_placer.search.layout import Effort, Layout, subsets
+from aqua_placer.value.prefixes import covered_gb
+from aqua_placer.value.roster import Roster, at_most_gb, roster
+
+MAX_ROWS: Final = 60_000
+"""Exchanges costd at once: some 50 MB of columns."""
+
+ALL_EVERY: Final = 4
+"""Every fourth round pairs all servers; the others only those that lose coverage."""
+
+EXCESS_PRICE: Final = 3.0
+"""GB of coverage that a GB beyond the memory threshold costs: above any gain from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServerCost:
+    """Prices a server's content, in GB of coverage; lower is better."""
+
+    aim: Thresholds
+    rosters: tuple[Roster, ...]
+    wants_coverage: bool = True
+    excess_price: float = EXCESS_PRICE
+
+    def price(
+        self,
+        rows: Int64[np.ndarray, "rows width"],
+        kind: Int64[np.ndarray, " rows"],
+        mem: Float64[np.ndarray, " rows"],
+        cnt: Int64[np.ndarray, " rows"],
+    ) -> Float64[np.ndarray, " rows"]:
+        """Price of contents `rows` (group index per slot) on servers of class `kind`."""
+        if not self.wants_coverage:
+            return self.penalty(mem, cnt)
+        price: Float64[np.ndarray, " rows"] = self.penalty(mem, cnt)
+        price -= self._by_class(covered_gb, rows, kind)
+        return price
+
+    def at_most_gb(
+        self, rows: Int64[np.ndarray, "rows width"], kind: Int64[np.ndarray, " rows"]
+    ) -> Float64[np.ndarray, " rows"]:
+        """No less than what the contents are credited for, at a fraction of the time."""
+        if not self.wants_coverage:
+            return np.zeros(len(rows))
+        return self._by_class(at_most_gb, rows, kind)
+
+    def _by_class(
+        self,
+        measure: Callable[[Roster, Int64[np.ndarray, "*any"]], Float64[np.ndarray, "*any"]],
+        rows: Int64[np.ndarray, "rows width"],
+        kind: Int64[np.ndarray, " rows"],
+    ) -> Float64[np.ndarray, " rows"]:
+        result = np.zeros(len(rows))
+        for index, table in enumerate(self.rosters):
+            here = slice(None) if len(self.rosters) == 1 else kind == index
+            result[here] = measure(table, rows[here])
+        return result
+
+    def penalty(
+        self, mem: Float64[np.ndarray, " rows"], cnt: Int64[np.ndarray, " rows"]
+    ) -> Float64[np.ndarray, " rows"]:
+        """What exceeding the thresholds costs."""
+        over_cnt = excess_count(cnt, self.aim) * self.aim.hbm_gb
+        return self.excess_price * (excess(mem, self.aim) + over_cnt)
+
+
+def cost_for(layout: Layout, aim: Thresholds) -> ServerCost:
+    """A cost of this layout's groups."""
+    instance = layout.instance
+    return ServerCost(
+        aim=aim,
+        rosters=tuple(
+            roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
+            for kind, gpus in enumerate(instance.servers.gpus.tolist())
+        ),
+    )
+
+
+def improve_coverage(
+    layout: Layout,
+    cost: ServerCost,
+    rng: np.random.Generator,
+    budget: Budget,
+    effort: Effort,
+    *,
+    target_gb: float,
+) -> float:
+    """Exchange until `target_gb` is covered within the thresholds, or nothing more is found.
+
+    Args:
+        effort: Its tolerance is in GB, and falls to 0 over the rounds.
+
+    Returns:
+        The total price of the layout that remains: minus the coverage when within thresholds.
+    """
+    rounds = effort.rounds
+    table = subsets(layout.window(effort.order), effort.order)
+    chunk = max(1, MAX_ROWS // len(table))
+    prices = cost.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
+    best, best_slots, idle = float(prices.sum()), layout.slots.copy(), 0
+    scarce = scarcer_side(layout)
+    for index in range(rounds):
+        if budget.expired() or idle > effort.patience or best <= -target_gb + GRAIN_GB:
+            break
+        tolerance = effort.tolerance * max(0.0, 1 - index / (0.7 * rounds))
+        layout.shuffle(rng, effort.order)
+        loss = scarce[layout.slots, layout.class_of[:, None]].sum(axis=1) + prices
+        a, b = draw_pairs(loss, rng, everyone=index % ALL_EVERY == 0)
+        for at in range(0, len(a), chunk):
+            part = slice(at, at + chunk)
+            _exchange(layout, cost, prices, a[part], b[part], table, rng, tolerance)
+        total = float(prices.sum())
+        idle += 1
+        if total < best - max(1e-9, 1e-6 * abs(best)):
+            idle = 0
+        if total < best:
+            best, best_slots = total, layout.slots.copy()
+    layout.slots = best_slots
+    return best
+
+
+def scarcer_side(layout: Layout) -> Float64[np.ndarray, "groups_and_none classes"]:
+    """GB that each group could contribute on the side that runs out first, (groups + 1, classes).
+
+    Where spare memory is scarce a server loses what its producers lend to nobody; where demand is,
+    what its consumers are denied.
+    """
+    weight = np.append(layout.instance.weight, 0.0)[:, None]
+    spare: Float64[np.ndarray, "groups_and_none classes"] = np.maximum(layout.mem, 0.0)
+    need: Float64[np.ndarray, "rows width"] = np.maximum(-layout.mem, 0.0) * weight
+    return spare if spare.sum() <= need.sum() else need
+
+
+def draw_pairs(
+    loss: Float64[np.ndarray, " servers"], rng: np.random.Generator, *, everyone: bool
+) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
+    """Disjoint pairs: any with any, or the servers that lose with any other."""
+    shuffled = rng.permutation(len(loss))
+    half = len(loss) // 2
+    if everyone:
+        return shuffled[:half], shuffled[half : 2 * half]
+    losing = loss[shuffled] > GRAIN_GB
+    ordered = np.concatenate([shuffled[losing], shuffled[~losing]])
+    first = ordered[: min(max(int(losing.sum()), 8), half)]
+    rest = rng.permutation(ordered[len(first) :])
+    return first, rest[: len(first)]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanges:
+    """Exchanges worth making, at most one per pair, as contents after the exchange.
+
+    `pair` indexes the pairs that were asked about; `price_a` and `price_b` are the new prices.
+    """
+
+    pair: Int64[np.ndarray, " offers"]
+    rows_a: Int64[np.ndarray, "offers width"]
+    rows_b: Int64[np.ndarray, "offers width"]
+    price_a: Float64[np.ndarray, " offers"]
+    price_b: Float64[np.ndarray, " offers"]
+
+    def only(self, index: int) -> Exchanges:
+        """One of them."""
+        one = slice(index, index + 1)
+        return Exchanges(
+            self.pair[one],
+            self.rows_a[one],
+            self.rows_b[one],
+            self.price_a[one],
+            self.price_b[one],
+        )
+
+
+def _exchange(
+    layout: Layout,
+    cost: ServerCost,
+    prices: Float64[np.ndarray, " servers"],
+    a: Int64[np.ndarray, " pairs"],
+    b: Int64[np.ndarray, " pairs"],
+    table: Int64[np.ndarray, "sets order"],
+    rng: np.random.Generator,
+    tolerance: float,
+) -> None:
+    exchanges = best_exchanges(layout, cost, prices, (a, b), table, rng, tolerance=tolerance)
+    if exchanges is not None:
+        make(layout, prices, a[exchanges.pair], b[exchanges.pair], exchanges)
+
+
+def make(
+    layout: Layout,
+    prices: Float64[np.ndarray, " servers"],
+    a: Int64[np.ndarray, " pairs"],
+    b: Int64[np.ndarray, " pairs"],
+    exchanges: Exchanges,
+) -> None:
+    """Make the exchanges: all of them, `a` and `b` being their servers."""
+    width = layout.slots.shape[1]
+    layout.slots[a] = packed(exchanges.rows_a, width)
+    layout.slots[b] = packed(exchanges.rows_b, width)
+    prices[a] = exchanges.price_a
+    prices[b] = exchanges.price_b
+
+
+def best_exchanges(
+    layout: Layout,
+    cost: ServerCost,
+    prices: Float64[np.ndarray, " servers"],
+    pairs: tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]],
+    table: Int64[np.ndarray, "sets order"],
+    rng: np.random.Generator,
+    *,
+    tolerance: float,
+    migration: MigrationCost | None = None,
+) -> Exchanges | None:
+    """The best exchange of each disjoint pair, if that gets worse by less than `tolerance`.
+
+    Args:
+        migration: What migrations cost on top, for re-placement.
+    """
+    a, b = pairs
+    held_a, held_b = layout.slots[a], layout.slots[b]
+    pad = np.full((len(a), 1), -1, dtype=np.int64)
+    window = layout.window(table.shape[1])
+    sets_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
+    sets_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
+    cells = _candidates(layout, a, b, sets_a, sets_b, table)
+    if len(cells[0]) > MAX_ROWS:
+        keep = np.sort(rng.choice(len(cells[0]), MAX_ROWS, replace=False))
+        cells = (cells[0][keep], cells[1][keep], cells[2][keep])
+    pair, i, j = cells
+    if not len(pair):
+        return None
+    rows_a = _after(held_a, pair, table[i], sets_b[pair, j], window)
+    rows_b = _after(held_b, pair, table[j], sets_a[pair, i], window)
+    kind_a, kind_b = layout.class_of[a[pair]], layout.class_of[b[pair]]
+    mem_a = layout.mem[rows_a, kind_a[:, None]].sum(axis=1)
+    mem_b = layout.mem[rows_b, kind_b[:, None]].sum(axis=1)
+    cnt_a = layout.cnt[rows_a, kind_a[:, None]].sum(axis=1)
+    cnt_b = layout.cnt[rows_b, kind_b[:, None]].sum(axis=1)
+    now = prices[a] + prices[b]
+    extra = np.zeros(len(pair))
+    if migration is not None:
+        extra = migration.of(rows_a, a[pair]) + migration.of(rows_b, b[pair])
+        extra -= (migration.of(held_a, a) + migration.of(held_b, b))[pair]
+    # Most exchanges lose even if both servers covered all that they could, or the second one did:
+    # exact coverage takes many times as long as a bound.
+    owed = cost.penalty(mem_a, cnt_a) + cost.penalty(mem_b, cnt_b) + extra
+    most_b = cost.at_most_gb(rows_b, kind_b)
+    limit = now[pair] + tolerance + most_b - owed
+    keep = np.nonzero(cost.at_most_gb(rows_a, kind_a) > -limit)[0]
+    price_a = cost.price(rows_a[keep], kind_a[keep], mem_a[keep], cnt_a[keep])
+    covered_a = cost.penalty(mem_a[keep], cnt_a[keep]) - price_a
+    left = covered_a > -limit[keep]
+    keep, price_a = keep[left], price_a[left]
+    if not len(keep):
+        return None
+    price_b = cost.price(rows_b[keep], kind_b[keep], mem_b[keep], cnt_b[keep])
+    total = price_a + price_b + extra[keep]
+    pair = pair[keep]
+    # Equal exchanges are common; a random order among them keeps the search moving.
+    order = np.lexsort((rng.random(len(total)), np.round(total, 6), pair))
+    first = order[np.r_[True, pair[order][1:] != pair[order][:-1]]]
+    chosen = first[total[first] < now[pair[first]] + tolerance - 1e-9]
+    if not len(chosen):
+        return None
+    return Exchanges(
+        pair[chosen], rows_a[keep[chosen]], rows_b[keep[chosen]], price_a[chosen], price_b[chosen]
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MigrationCost:
+    """The price of migrations: GB of coverage per shard that is not where it was.
+
+    `home` has the server of each group today, -1 for none, and one entry more for empty slots.
+    """
+
+    home: Int64[np.ndarray, " groups_and_none"]
+    size: Int64[np.ndarray, " groups_and_none"]
+    gb_per_shard: float
+
+    def of(
+        self, rows: Int64[np.ndarray, "rows width"], server: Int64[np.ndarray, " rows"]
+    ) -> Float64[np.ndarray, " rows"]:
+        """MigrationCost of contents `rows` on the given servers."""
+        return self.shards(rows, server).astype(np.float64) * self.gb_per_shard
+
+    def shards(
+        self, rows: Int64[np.ndarray, "rows width"], server: Int64[np.ndarray, " rows"]
+    ) -> Int64[np.ndarray, " rows"]:
+        """Shards in `rows` that came from another server."""
+        home = self.home[rows]
+        away: Int64[np.ndarray, " rows"] = (
+            self.size[rows] * ((home >= 0) & (home != server[:, None]))
+        ).sum(axis=1)
+        return away
+
+
+def _candidates(
+    layout: Layout,
+    a: Int64[np.ndarray, " pairs"],
+    b: Int64[np.ndarray, " pairs"],
+    sets_a: Int64[np.ndarray, "pairs sets order"],
+    sets_b: Int64[np.ndarray, "pairs sets order"],
+    table: Int64[np.ndarray, "sets order"],
+) -> tuple[
+    Int64[np.ndarray, " candidates"],
+    Int64[np.ndarray, " candidates"],
+    Int64[np.ndarray, " candidates"],
+]:
+    """Exchanges (pair, set of a, set of b) that fit, use distinct slots and change something."""
+    size_a, size_b = layout.size[sets_a].sum(axis=2), layout.size[sets_b].sum(axis=2)
+    capacity = layout.instance.servers.capacity
+    free_a = capacity[a] - layout.size[layout.slots[a]].sum(axis=1)
+    free_b = capacity[b] - layout.size[layout.slots[b]].sum(axis=1)
+    real = table < layout.window(table.shape[1])
+    whole_a: Bool[np.ndarray, "pairs sets"] = np.all((sets_a >= 0) == real, axis=2)
+    whole_b: Bool[np.ndarray, "pairs sets"] = np.all((sets_b >= 0) == real, axis=2)
+    grow = size_b[:, None, :] - size_a[:, :, None]
+    fits: Bool[np.ndarray, "pairs sets sets"] = (
+        (grow <= free_a[:, None, None])
+        & (-grow <= free_b[:, None, None])
+        & whole_a.reshape(*sets_a.shape[:2], 1)
+        & whole_b.reshape(sets_b.shape[0], 1, -1)
+    )
+    if layout.frozen is not None:
+        fits &= ~np.any(layout.frozen[sets_a], axis=2).reshape(*sets_a.shape[:2], 1)
+        fits &= ~np.any(layout.frozen[sets_b], axis=2).reshape(len(sets_b), 1, -1)
+    gone_a = layout.mem[sets_a].sum(axis=2)
+    gone_b = layout.mem[sets_b].sum(axis=2)
+    same: Bool[np.ndarray, "pairs sets sets"] = np.all(
+        np.abs(gone_a[:, :, None] - gone_b[:, None, :]) < GRAIN_GB, axis=3
+    )
+    few = real.sum(axis=1) <= 1
+    single = np.logical_and.outer(few, few)
+    # Like for like changes nothing (of one weight); equal sums of unlike groups may.
+    if np.ptp(layout.instance.weight) == 0:
+        fits &= ~(same & single & (grow == 0))
+    pair, i, j = np.nonzero(fits)
+    return pair, i, j
+
+
+def _after(
+    held: Int64[np.ndarray, "rows width"],
+    pair: Int64[np.ndarray, " offers"],
+    gone: Int64[np.ndarray, "rows order"],
+    arriving: Int64[np.ndarray, "rows order"],
+    window: int,
+) -> Int64[np.ndarray, "candidates width"]:
+    """Contents after the exchange, wider than a server's slots by the arrivals.
+
+    Args:
+        gone: Slots that are emptied; `window` stands for none.
+    """
+    width = held.shape[1]
+    rows = np.concatenate([held[pair], np.full((len(pair), 1), -1)], axis=1)
+    gone = np.where(gone == window, width, gone)
+    rows[np.arange(len(pair))[:, None], gone] = -1
+    rows[:, -1] = -1
+    return np.concatenate([rows[:, :-1], arriving], axis=1)
+
+
+def packed(rows: Int64[np.ndarray, "rows width"], width: int) -> Int64[np.ndarray, "rows width"]:
+    """Groups first, empty slots cut off down to `width`."""
+    order = np.argsort(rows < 0, axis=1, kind="stable")
+    return np.take_along_axis(rows, order, axis=1)[:, :width]

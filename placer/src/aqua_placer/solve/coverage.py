@@ -1,0 +1,265 @@
+"""The coverage strategy, the default: cover the most demand first, then balance.
+
+1. The min-max optimum tells how well balanced a placement can be at all, and is the first
+   incumbent; the layer cake bounds what can be covered.
+2. Few types: the program over contents bounds coverage exactly. The smallest thresholds (H x C + M)
+   at which contents still cover everything coverable are found by bisection; mostly these are the
+   min-max thresholds themselves, because the best coverage is rarely at odds with the paper's
+   objective, but most placements that are optimal by the paper's objective cover far less. Whole
+   servers at those thresholds follow by the duals.
+3. Many sizes, or contents too many to list: consumers with their producers as units, placed whole;
+   then exchanges of single groups, first towards coverage where units fell short of it, then
+   towards balance for as long as coverage holds.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from aqua_placer.bounds.blocks import solve_blocks
+from aqua_placer.bounds.layer_cake import layer_bound_gb
+from aqua_placer.bounds.lockstep import lockstep_bound_gb
+from aqua_placer.bounds.thresholds import Fraction, Thresholds, fractional_servers
+from aqua_placer.budget import Budget
+from aqua_placer.errors import ProblemInfeasibleError
+from aqua_placer.problem.contents import ContentSpace, content_space, has_few_types
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.search.construction import assign_contents
+from aqua_placer.search.coverage import cost_for, improve_coverage
+from aqua_placer.search.layout import WINDOW, Effort, Layout
+from aqua_placer.search.units import form_units, of_units
+from aqua_placer.search.whole_servers import contents_by_server, whole_servers
+from aqua_placer.solve.incumbent import COVERAGE_TOLERANCE, CoverageIncumbent
+from aqua_placer.solve.minmax import LARGE_CLUSTER, solve_minmax
+from aqua_placer.value.balance import BalanceMode, worst
+from aqua_placer.value.coverage import content_worth_gb
+
+COARSE_QUANTUM_GB: Final = 1.0
+"""Where all sizes differ there is no grid; memory within this of the optimum is as good."""
+
+MAX_WIDENINGS: Final = 2
+"""Quanta by which the memory threshold may grow when whole servers fall short of the bound."""
+
+TINY_CLUSTER: Final = 40
+MAX_TINY_CONTENTS: Final = 1_500
+"""Servers and contents up to which the whole cluster is one integer program."""
+
+UNIT_ROUNDS: Final = 60
+"""Rounds of exchanging whole units; where they are too coarse for the bound, more do not help."""
+
+SINGLE_ROUNDS: Final = 40
+
+PAIR_ROUNDS: Final = 2_400
+"""Servers x rounds of two-group exchanges per start: half a second."""
+
+ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), (0.75, 2, 8.0), (0.75, 2, 8.0), (2.5, 2, 8.0))
+"""How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
+servers may get worse, start after start: what the last groups need to change places is found beyond
+the balance, and the balance is regained after."""
+
+EVENING_ROUNDS: Final = 640
+"""Servers x rounds of two-group exchanges per step towards balance."""
+
+EVENING_STEP: Final = 0.6
+"""Share of the memory beyond the optimum's that a step leaves, at first."""
+
+MAX_FAILURES: Final = 2
+MAX_STEPS: Final = 12
+"""Steps towards balance: the later ones bring a few GB each, and cost as much as the first."""
+
+EVENING_PRICE: Final = 1.0
+"""GB of coverage for a GB beyond the threshold: the usual price gives up too much."""
+
+
+def solve_coverage(instance: Instance, budget: Budget, seed: int) -> CoverageIncumbent:
+    """Maximise coverage, then balance; always returns a placement.
+
+    Raises:
+        ProblemInfeasibleError: The groups cannot be divided over the servers.
+    """
+    even = solve_minmax(instance, BalanceMode.ABS, budget, seed)
+    best = CoverageIncumbent(
+        instance, budget, layer_bound_gb(instance), even, even.found, goal=even.value
+    )
+    best.offer(even.found, "balance")
+    if best.done or budget.expired():
+        return best
+    if has_few_types(instance):
+        space = content_space(instance.servers, instance.types, full=instance.is_full)
+        assert space is not None, "counted by has_few_types"
+        _by_contents(best, space, seed)
+    if best.covered_gb < best.enough_gb or not has_few_types(instance):
+        _by_units(best, np.random.default_rng(seed), seed)
+    return best
+
+
+def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> None:
+    """Few types: the bound by contents, and whole servers at the least thresholds that reach it."""
+    instance, budget = best.instance, best.budget
+    worth, is_exact = content_worth_gb(space)
+    everything: Bool[np.ndarray, " contents"] = np.ones(len(space.rows), dtype=bool)
+    _, fraction = fractional_servers(space, everything, budget, worth)
+    if fraction is None:
+        return
+    most = fraction.most
+    if is_exact:
+        best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
+    if is_exact and len(space.rows) <= MAX_TINY_CONTENTS and instance.servers.count <= TINY_CLUSTER:
+        # What whole servers cover at all, so that thresholds are not widened in vain.
+        whole = _offer_whole(best, space, fraction, worth, most, seed)
+        best.bound_gb = min(best.bound_gb, whole + GRAIN_GB)
+    goal = min(most, best.bound_gb) * (1 - COVERAGE_TOLERANCE)
+    found = _least_thresholds(best, space, worth, goal)
+    for widening in range(MAX_WIDENINGS + 1):
+        if found is None or budget.expired():
+            return
+        level, fraction = found
+        best.goal = level.level_gb
+        _offer_whole(best, space, fraction, worth, goal, seed)
+        if best.covered_gb >= goal and best.value <= best.goal + GRAIN_GB:
+            return
+        if widening == MAX_WIDENINGS:
+            return
+        # Whole servers need more room than fractional ones: one quantum at a time.
+        level = replace(level, mem_gb=level.mem_gb + instance.quantum_gb)
+        _, wider = fractional_servers(space, level.admit(space), budget, worth)
+        found = None if wider is None else (level, wider)
+
+
+def _offer_whole(
+    best: CoverageIncumbent,
+    space: ContentSpace,
+    fraction: Fraction,
+    worth: Float64[np.ndarray, " contents"],
+    enough_gb: float,
+    seed: int,
+) -> float:
+    """Round, and offer what comes of it; returns the bound on what whole servers cover."""
+    whole = whole_servers(space, fraction, best.budget, worth=worth, enough=enough_gb, seed=seed)
+    if whole.servers_of is not None:
+        rows = contents_by_server(space, whole.servers_of)
+        best.offer(assign_contents(best.instance, space.types, rows), "whole")
+    return whole.bound
+
+
+def _least_thresholds(
+    best: CoverageIncumbent,
+    space: ContentSpace,
+    worth: Float64[np.ndarray, " contents"],
+    goal: float,
+) -> tuple[Thresholds, Fraction] | None:
+    """The thresholds of least H x C + M at which contents still reach the goal."""
+    instance, budget = best.instance, best.budget
+    least_cnt, least_mem = worst(instance, best.balance.found, BalanceMode.ABS)
+    step = max(instance.quantum_gb, COARSE_QUANTUM_GB)
+    cnt_key, most_mem = np.abs(space.cnt), float(np.abs(space.mem_gb).max())
+    chosen: tuple[Thresholds, Fraction] | None = None
+    for cnt in np.unique(cnt_key[cnt_key >= least_cnt]).astype(int).tolist():
+        level = Thresholds(cnt, least_mem, BalanceMode.ABS, instance.hbm_gb)
+        room = most_mem - least_mem if chosen is None else chosen[0].level_gb - level.level_gb
+        if budget.expired() or (chosen is not None and room <= GRAIN_GB):
+            break
+        low, high = -1, int(np.ceil(room / step)) + (chosen is None)
+        width, probe = 1, 0
+        while low + 1 < high and not budget.expired():
+            trial = replace(level, mem_gb=least_mem + probe * step)
+            _, found = fractional_servers(space, trial.admit(space), budget, worth)
+            if found is None or worth @ found.servers_of < goal:
+                low, probe = probe, min(probe + width, high - 1)
+                width *= 3
+            else:
+                high, width, chosen = probe, 1, (trial, found)
+                probe = (low + high) // 2
+    return chosen
+
+
+def _by_units(best: CoverageIncumbent, rng: np.random.Generator, seed: int) -> None:
+    """Improve in coverage, then in balance, without listing contents."""
+    instance, budget = best.instance, best.budget
+    if best.covered_gb < best.enough_gb:
+        _place_units(best, None, seed)
+    if best.covered_gb < best.enough_gb:
+        best.bound_gb = min(best.bound_gb, lockstep_bound_gb(instance) + GRAIN_GB)
+    if best.covered_gb < best.enough_gb and not budget.expired():
+        blocks = solve_blocks(instance, budget)
+        best.bound_gb = min(best.bound_gb, blocks.bound_gb + GRAIN_GB)
+        if best.covered_gb < best.enough_gb:
+            _place_units(best, blocks.order, seed)
+    if best.covered_gb < best.enough_gb:
+        _search(best, rng)
+    if instance.servers.count <= LARGE_CLUSTER:
+        _even_out(best, rng)
+
+
+def _place_units(
+    best: CoverageIncumbent, order: Int64[np.ndarray, " served"] | None, seed: int
+) -> None:
+    """Consumers with their producers, placed as a whole; those of `order` are served first."""
+    unit_of = form_units(best.instance, order)
+    with suppress(ProblemInfeasibleError):  # Groups fit where their units need not.
+        units = solve_minmax(
+            of_units(best.instance, unit_of),
+            BalanceMode.ABS,
+            best.budget,
+            seed,
+            rounds=UNIT_ROUNDS,
+            by_contents=False,
+        )
+        best.offer(units.found[unit_of], "units")
+
+
+def _search(best: CoverageIncumbent, rng: np.random.Generator) -> None:
+    """Exchanges towards coverage: at the balance of the best, then with more room."""
+    instance, budget = best.instance, best.budget
+    servers = instance.servers.count
+    small = servers <= LARGE_CLUSTER and instance.servers.gpus.max() <= WINDOW
+    pair_rounds = min(200, PAIR_ROUNDS // servers) if small else 0
+    for more_mem, more_cnt, tolerance_gb in ROOMS if small else ROOMS[:1]:
+        cnt, mem = worst(instance, best.placement, BalanceMode.ABS)
+        room = mem + more_mem * instance.hbm_gb
+        aim = Thresholds(cnt + more_cnt, room, BalanceMode.ABS, instance.hbm_gb)
+        layout = Layout(instance, best.placement)
+        cost = cost_for(layout, aim)
+        for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds)):
+            if best.most_gb >= best.enough_gb or budget.expired():
+                return
+            effort = Effort(rounds, order, 40, tolerance_gb)
+            improve_coverage(layout, cost, rng, budget, effort, target_gb=best.enough_gb)
+            best.offer(layout.placement(), "coverage")
+
+
+def _even_out(best: CoverageIncumbent, rng: np.random.Generator) -> None:
+    """Exchanges towards balance: ask for a little less each time, for as long as coverage holds."""
+    instance, budget = best.instance, best.budget
+    even_cnt, even_mem = worst(instance, best.balance.found, BalanceMode.ABS)
+    even_mem += COARSE_QUANTUM_GB
+    small = instance.servers.gpus.max() <= WINDOW
+    pair_rounds = max(5, min(80, EVENING_ROUNDS // instance.servers.count)) if small else 0
+    step, failures = EVENING_STEP, 0
+    for _ in range(MAX_STEPS):
+        cnt, mem = worst(instance, best.placement, BalanceMode.ABS)
+        level = Thresholds(cnt, mem, BalanceMode.ABS, instance.hbm_gb)
+        even = Thresholds(even_cnt, even_mem, BalanceMode.ABS, instance.hbm_gb)
+        if failures == MAX_FAILURES or budget.expired() or level.level_gb <= even.level_gb:
+            return
+        if cnt > even_cnt and failures % 2 == 0:
+            aim = replace(level, cnt=max(cnt - 2, even_cnt), mem_gb=max(mem, even_mem))
+        else:
+            aim = replace(level, mem_gb=even_mem + max(mem - even_mem, 0.0) * step)
+        layout = Layout(instance, best.placement)
+        cost = replace(cost_for(layout, aim), excess_price=EVENING_PRICE)
+        taken = False
+        for order, rounds in ((1, SINGLE_ROUNDS // 4), (2, pair_rounds)):
+            effort = Effort(rounds, order, 20, 0.2)
+            improve_coverage(layout, cost, rng, budget, effort, target_gb=best.bound_gb)
+            taken = best.offer(layout.placement(), "balance")
+            if taken:
+                break
+        if not taken:
+            failures += 1
+            step = step**0.5

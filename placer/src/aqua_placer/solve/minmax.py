@@ -1,0 +1,144 @@
+"""The min-max strategy: the objectives `abs` and `signed`.
+
+1. Bound from counts: the least count that servers can be filled with, and the mean memory.
+2. A first placement, and exchanges towards that bound. On most instances it is met, which proves
+   both.
+3. Otherwise, with few types, the bound by contents, then whole servers at exactly that level.
+
+Every step leaves the best placement so far in the incumbent, so an interrupt at any point returns
+it with the bound known by then.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from jaxtyping import Int64
+
+from aqua_placer.bounds.thresholds import (
+    Thresholds,
+    class_space,
+    counting_bound,
+    least_thresholds,
+)
+from aqua_placer.budget import Budget
+from aqua_placer.problem.contents import content_space, has_few_types
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.search.balance import improve_balance
+from aqua_placer.search.construction import assign_contents, first_placement, spread_evenly
+from aqua_placer.search.feasibility import any_placement
+from aqua_placer.search.layout import WINDOW, Effort, Layout
+from aqua_placer.search.whole_servers import contents_by_server, whole_servers
+from aqua_placer.solve.incumbent import BalanceIncumbent
+from aqua_placer.value.balance import BalanceMode
+
+GOOD_GAP: Final = 0.002
+"""Relative gap that all-distinct sizes aim at: a ninth of what a profile can tell. Half of it takes
+twice as many rounds."""
+
+NEARLY: Final = 0.004
+"""Relative gap at which exchanges of two groups are no longer worth their time."""
+
+ROUNDS: Final = 200
+"""Rounds of exchanges of single groups, at most; of two groups twice as many."""
+
+PATIENCE: Final = 120
+PATIENCE_BEFORE_CONTENTS: Final = 30
+"""Rounds of exchanges of two groups without progress. Where contents can be listed they may soon
+prove that the aim cannot be reached."""
+
+LARGE_CLUSTER: Final = 600
+"""Servers above which contents come before exchanges, and only those that exceed look for a
+partner."""
+
+
+def solve_minmax(
+    instance: Instance,
+    mode: BalanceMode,
+    budget: Budget,
+    seed: int,
+    *,
+    rounds: int = ROUNDS,
+    by_contents: bool = True,
+) -> BalanceIncumbent:
+    """Minimise the paper's objective; the incumbent always holds a placement at the end.
+
+    Args:
+        rounds: Rounds of exchanges per stage, at most.
+        by_contents: Whether to list contents where there are few enough; seconds for the many
+            sizes of units, whose balance exchanges improve anyway.
+
+    Raises:
+        ProblemInfeasibleError: The groups cannot be divided over the servers.
+    """
+    best = BalanceIncumbent(instance, mode, budget)
+    rng = np.random.default_rng(seed)
+    space = class_space(instance)
+    cnt, mem = counting_bound(instance, space, mode, budget)
+    best.raise_bound(instance.hbm_gb * cnt + mem, "bound")
+    few = by_contents and has_few_types(instance)
+    slack = 0.0 if instance.repeats_sizes else GOOD_GAP * abs(best.bound)
+    aim = Thresholds(cnt, mem + slack, mode, instance.hbm_gb)
+    if few and instance.servers.count > LARGE_CLUSTER:
+        # The fractional vertex decides nearly all servers; exchanges would start from none.
+        aim, few = _by_contents(best, seed) or aim, False
+        if best.is_met:
+            return best
+    start = first_placement(instance, space, aim, budget)
+    if start is not None:
+        best.offer(start, "construction")
+        _exchange(best, start, aim, rng, (rounds, PATIENCE_BEFORE_CONTENTS if few else PATIENCE))
+    if few and best.value > best.bound + slack + GRAIN_GB:
+        reachable = _by_contents(best, seed)
+        if reachable is not None and not best.is_met and best.placement is not None:
+            _exchange(best, best.placement, reachable, rng, (rounds, PATIENCE))
+    if best.placement is None:
+        # No strategy placed everything (out of time, awkward sizes): any placement that fits.
+        even = spread_evenly(instance)
+        best.offer(any_placement(instance, budget) if even is None else even, "feasibility")
+    return best
+
+
+def _exchange(
+    best: BalanceIncumbent,
+    start: Int64[np.ndarray, " groups"],
+    aim: Thresholds,
+    rng: np.random.Generator,
+    limits: tuple[int, int],
+) -> None:
+    """Exchanges of single groups, then of up to two; `limits` are rounds and patience."""
+    instance, budget = best.instance, best.budget
+    rounds, patience = limits
+    layout = Layout(instance, start)
+    improve_balance(layout, aim, rng, budget, Effort(rounds, 1))
+    value = best.offer(layout.placement(), "exchange")
+    near = best.bound + NEARLY * abs(best.bound) + GRAIN_GB
+    if value <= aim.level_gb + GRAIN_GB or (value <= near and not instance.repeats_sizes):
+        return
+    # Racks have so many groups that single ones, in ever other windows, find more per second.
+    order = 1 if layout.slots.shape[1] > WINDOW else 2
+    large = instance.servers.count > LARGE_CLUSTER
+    effort = Effort(2 * rounds, order, patience, 2.0)
+    improve_balance(layout, aim, rng, budget, effort, only_bad=large)
+    best.offer(layout.placement(), "exchange")
+
+
+def _by_contents(best: BalanceIncumbent, seed: int) -> Thresholds | None:
+    """Few types: the bound by contents, and whole servers at that level; the level, if known."""
+    instance, budget = best.instance, best.budget
+    space = content_space(instance.servers, instance.types, full=instance.is_full)
+    found = None
+    if space is not None:
+        found = least_thresholds(space, instance.hbm_gb, best.mode, budget)
+    if space is None or found is None:
+        return None
+    level, fraction = found
+    if not budget.expired():
+        best.raise_bound(level.level_gb, "contents")
+    if not best.is_met:
+        chosen = whole_servers(space, fraction, budget, seed=seed).servers_of
+        if chosen is not None:
+            rows = contents_by_server(space, chosen)
+            best.offer(assign_contents(instance, space.types, rows), "whole")
+    return level

@@ -1,0 +1,358 @@
+"""Within a server: which producer shards serve which consumer group.
+
+All modes give a consumer group one distinct producer shard per shard, or nothing.
+
+`stable` (default) and `exact` choose by the program over prefixes (`prefixes`), which covers the
+most. `exact` leaves it there. `stable` then lets single shards choose again among themselves:
+consumers prefer the most spare, producers the largest need (of consumers that weigh no less), and
+with preferences aligned like that Gale-Shapley is sort-and-zip; unequal weights start from the
+program's choice and let blocking pairs have their way. `blocking_pairs` proves it: no
+consumer and producer would both rather have each other. Producers of a group of several shards are
+bound to it, because the group runs in lockstep and loses on all shards when one leaves.
+
+`best-fit` satisfies the most consumers in full: the smallest producer that suffices, smallest
+needs first; what is left is zipped. `links` ranks pairs by min(need, spare) x bandwidth, for
+servers whose GPUs are not all joined alike; ranked by one common value, it is stable as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.value.prefixes import chosen_groups
+from aqua_placer.value.roster import roster
+from aqua_protocol.plan import MatchingMode
+
+
+class ProducerShard(NamedTuple):
+    """A producer shard on a GPU."""
+
+    group: int
+    shard: int
+    gpu: int
+    gb: float
+
+
+class ConsumerGroup(NamedTuple):
+    """A consumer group on its GPUs; `gb` is the need per shard."""
+
+    group: int
+    gpus: tuple[int, ...]
+    gb: float
+    weight: float
+
+    @property
+    def shards(self) -> int:
+        """Producers it needs at once."""
+        return len(self.gpus)
+
+
+class ServedGroup(NamedTuple):
+    """A consumer group and its producers, shard by shard."""
+
+    consumer: ConsumerGroup
+    producers: tuple[ProducerShard, ...]
+
+    @property
+    def covered_gb(self) -> float:
+        """Per shard: lockstep waits for the weakest."""
+        return min(self.consumer.gb, *(producer.gb for producer in self.producers))
+
+
+class ServerMatch(NamedTuple):
+    """The matching of one server."""
+
+    server: int
+    served_groups: tuple[ServedGroup, ...]
+    unserved: tuple[ConsumerGroup, ...]
+    idle: tuple[ProducerShard, ...]
+
+    @property
+    def covered_gb(self) -> float:
+        """Weighted demand that is covered."""
+        return sum(
+            served.consumer.weight * served.consumer.shards * served.covered_gb
+            for served in self.served_groups
+        )
+
+
+class BlockingPair(NamedTuple):
+    """A consumer and a producer shard that would both rather have each other."""
+
+    server: int
+    consumer: ConsumerGroup
+    producer: ProducerShard
+
+
+def match_servers(
+    instance: Instance,
+    slots: Int64[np.ndarray, "servers width"],
+    gpus: Sequence[Sequence[int]],
+    mode: MatchingMode,
+) -> list[ServerMatch]:
+    """Match every server.
+
+    Args:
+        slots: Groups per server, -1 for none, (num_servers, width).
+        gpus: GPU indices of each group's shards.
+    """
+    class_of = instance.servers.class_of
+    chosen = _chosen(instance, slots)
+    result = []
+    for server, (producers, consumers) in enumerate(_sides(instance, slots, gpus)):
+        links = instance.servers.links[int(class_of[server])]
+        if mode is MatchingMode.BEST_FIT:
+            served_groups = _best_fit(consumers, producers)
+        elif mode is MatchingMode.LINKS:
+            served_groups = _by_links(consumers, producers, links)
+        else:
+            served_groups = _blocks(consumers, producers, chosen[server])
+            if mode is MatchingMode.STABLE:
+                served_groups = _settle_singles(consumers, producers, served_groups)
+        served = {served.consumer.group for served in served_groups}
+        used = {(producer.group, producer.shard) for s in served_groups for producer in s.producers}
+        result.append(
+            ServerMatch(
+                server=server,
+                served_groups=tuple(served_groups),
+                unserved=tuple(b for b in consumers if b.group not in served),
+                idle=tuple(x for x in producers if (x.group, x.shard) not in used),
+            )
+        )
+    return result
+
+
+def _sides(
+    instance: Instance, slots: Int64[np.ndarray, "servers width"], gpus: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[ProducerShard], list[ConsumerGroup]]]:
+    """Per server its producer shards, those of most spare first, and its consumers.
+
+    Made for all servers at once, from columns: 65,536 GPUs have as many of both.
+    """
+    server, slot = np.nonzero(slots >= 0)
+    group = slots[server, slot]
+    gb = instance.r_gb[group, instance.servers.class_of[server]]
+    edges = np.arange(len(slots) + 1)
+    giving = np.nonzero(gb > GRAIN_GB / 2)[0]
+    giving = giving[np.lexsort((group[giving], -gb[giving], server[giving]))]
+    count = instance.tp[group[giving]]
+    own = group[giving].tolist()
+    shard = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    producers = list(
+        map(
+            ProducerShard,
+            np.repeat(group[giving], count).tolist(),
+            shard.tolist(),
+            chain.from_iterable(map(gpus.__getitem__, own)),
+            np.repeat(gb[giving], count).tolist(),
+        )
+    )
+    needing = np.nonzero(gb < -GRAIN_GB / 2)[0]
+    needy = group[needing]
+    consumers = list(
+        map(
+            ConsumerGroup,
+            needy.tolist(),
+            map(tuple, map(gpus.__getitem__, needy.tolist())),
+            (-gb[needing]).tolist(),
+            instance.weight[needy].tolist(),
+        )
+    )
+    lent = np.searchsorted(np.repeat(server[giving], count), edges).tolist()
+    borrowed = np.searchsorted(server[needing], edges).tolist()
+    for own_lent, own_borrowed in zip(pairwise(lent), pairwise(borrowed), strict=True):
+        yield producers[slice(*own_lent)], consumers[slice(*own_borrowed)]
+
+
+def _chosen(instance: Instance, slots: Int64[np.ndarray, "servers width"]) -> list[list[int]]:
+    """Per server, the consumer groups of the best state, in the order of their blocks."""
+    result: list[list[int]] = [[] for _ in range(len(slots))]
+    for kind, gpus in enumerate(instance.servers.gpus.tolist()):
+        here = np.nonzero(instance.servers.class_of == kind)[0]
+        table = roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
+        for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
+            result[server] = groups
+    return result
+
+
+def _blocks(
+    consumers: Sequence[ConsumerGroup], producers: Sequence[ProducerShard], chosen: Sequence[int]
+) -> list[ServedGroup]:
+    by_group = {consumer.group: consumer for consumer in consumers}
+    served_groups, at = [], 0
+    for group in chosen:
+        consumer = by_group[group]
+        served_groups.append(ServedGroup(consumer, tuple(producers[at : at + consumer.shards])))
+        at += consumer.shards
+    return served_groups
+
+
+def _settle_singles(
+    consumers: Sequence[ConsumerGroup],
+    producers: Sequence[ProducerShard],
+    served_groups: Sequence[ServedGroup],
+) -> list[ServedGroup]:
+    """Bound groups keep their producers; single shards change places until no pair blocks.
+
+    Consumers of one weight are simply zipped by need with what is left. Unequal weights start from
+    the program's blocks, because zipping by need could cost a heavy consumer more than a light one
+    gains. A pair that blocks then takes what it wants: its consumer needs more and weighs no less
+    than the one it pushes out, so (min is supermodular) nothing is lost, and the sum of need x
+    spare over matches grows with every step, so it ends.
+    """
+    bound, admitted, free = [], [], []
+    at = 0
+    for served in served_groups:
+        if len(served.producers) > 1:
+            bound.append(served)
+        else:
+            admitted.append(served.consumer)
+            free.append(producers[at])
+        at += len(served.producers)
+    free += producers[at:]
+    chosen = {consumer.group for consumer in admitted}
+    rest = [b for b in consumers if b.shards == 1 and b.group not in chosen]
+    rest.sort(key=lambda b: (-b.weight, -b.gb, b.group))
+    if len({consumer.weight for consumer in admitted + rest}) <= 1:
+        # Of sets that cover as much the program takes any; the neediest would not stand for it.
+        admitted = sorted(admitted + rest, key=lambda b: (-b.gb, b.group))
+        return bound + [ServedGroup(b, (x,)) for b, x in zip(admitted, free, strict=False)]
+    # Positions in `free` are by falling spare; whoever comes after its end has no producer.
+    seated = {(s.producers[0].group, s.producers[0].shard): s.consumer for s in served_groups}
+    seats: list[ConsumerGroup | None] = [seated.get((x.group, x.shard)) for x in free]
+    seats += rest
+    moved = True
+    while moved:
+        moved = False
+        for late in range(len(seats)):
+            for early in range(min(late, len(free))):
+                wanting, rival = seats[late], seats[early]
+                gains = late >= len(free) or free[early].gb > free[late].gb + GRAIN_GB
+                if wanting is None or not gains:
+                    continue
+                if rival is None or (
+                    rival.weight <= wanting.weight and rival.gb < wanting.gb - GRAIN_GB
+                ):
+                    seats[early], seats[late] = wanting, rival
+                    moved = True
+    return bound + [
+        ServedGroup(b, (x,)) for b, x in zip(seats, free, strict=False) if b is not None
+    ]
+
+
+def _best_fit(
+    consumers: Sequence[ConsumerGroup], producers: Sequence[ProducerShard]
+) -> list[ServedGroup]:
+    free = sorted(producers, key=lambda producer: (producer.gb, producer.group, producer.shard))
+    served_groups: list[ServedGroup] = []
+    waiting = []
+    for consumer in sorted(consumers, key=lambda b: (b.gb * b.shards, b.gb, b.group)):
+        enough = [producer for producer in free if producer.gb >= consumer.gb - GRAIN_GB]
+        if len(enough) >= consumer.shards:
+            taken = enough[: consumer.shards]
+            free = [producer for producer in free if producer not in taken]
+            served_groups.append(ServedGroup(consumer, tuple(taken)))
+        else:
+            waiting.append(consumer)
+    free.sort(key=lambda producer: (-producer.gb, producer.group, producer.shard))
+    for consumer in sorted(waiting, key=lambda b: (-b.gb, b.group)):
+        if len(free) >= consumer.shards:
+            served_groups.append(ServedGroup(consumer, tuple(free[: consumer.shards])))
+            free = free[consumer.shards :]
+    return served_groups
+
+
+def _by_links(
+    consumers: Sequence[ConsumerGroup],
+    producers: Sequence[ProducerShard],
+    links: Float64[np.ndarray, "gpus gpus"] | None,
+) -> list[ServedGroup]:
+    """Groups of several shards first (they need many at once), then pairs by common value."""
+
+    def worth(consumer: ConsumerGroup, gpu: int, producer: ProducerShard) -> float:
+        speed = 1.0 if links is None else float(links[gpu, producer.gpu])
+        return consumer.weight * min(consumer.gb, producer.gb) * speed
+
+    free = list(producers)
+    served_groups: list[ServedGroup] = []
+    groups = [b for b in consumers if b.shards > 1]
+    for consumer in sorted(groups, key=lambda b: (-b.weight * b.gb * b.shards, b.group)):
+        if len(free) < consumer.shards:
+            continue
+        taken = []
+        for gpu in consumer.gpus:
+            best = max(free, key=lambda x: (worth(consumer, gpu, x), -x.group, -x.shard))
+            if worth(consumer, gpu, best) <= 0:
+                break
+            taken.append(best)
+            free.remove(best)
+        if len(taken) == consumer.shards:
+            served_groups.append(ServedGroup(consumer, tuple(taken)))
+        else:
+            free += taken
+    pairs = sorted(
+        (
+            (
+                -worth(consumer, consumer.gpus[0], producer),
+                consumer.group,
+                producer.group,
+                producer.shard,
+            )
+            for consumer in consumers
+            if consumer.shards == 1
+            for producer in free
+        ),
+    )
+    by_group = {consumer.group: consumer for consumer in consumers}
+    idle = {(producer.group, producer.shard): producer for producer in free}
+    served: set[int] = set()
+    for value, group, owner, shard in pairs:
+        if value < 0 and group not in served and (owner, shard) in idle:
+            served_groups.append(ServedGroup(by_group[group], (idle.pop((owner, shard)),)))
+            served.add(group)
+    return served_groups
+
+
+def blocking_pairs(match: ServerMatch) -> list[BlockingPair]:
+    """Every pair that would both rather have each other; empty for a stable matching.
+
+    A single-shard consumer gains by a producer with more spare than its own, as far as it needs
+    it. A producer gains by a consumer that needs more and weighs no less. Producers bound to a
+    lockstep group do not leave it; a lockstep group gains by enough idle producers.
+    """
+    found = []
+    serving: dict[tuple[int, int], ConsumerGroup] = {}
+    has: dict[int, float] = {}
+    for served in match.served_groups:
+        for producer in served.producers:
+            serving[producer.group, producer.shard] = served.consumer
+        has[served.consumer.group] = min(producer.gb for producer in served.producers)
+    everyone = [served.consumer for served in match.served_groups] + list(match.unserved)
+    producers = [producer for s in match.served_groups for producer in s.producers] + list(
+        match.idle
+    )
+    for consumer in everyone:
+        if consumer.shards > 1:
+            if consumer.group not in has and len(match.idle) >= consumer.shards:
+                found.append(BlockingPair(match.server, consumer, match.idle[0]))
+            continue
+        for producer in producers:
+            rival = serving.get((producer.group, producer.shard))
+            wants = producer.gb > has.get(consumer.group, 0.0) + GRAIN_GB
+            if rival is None:
+                accepts = True
+            else:
+                accepts = (
+                    rival.shards == 1
+                    and rival.weight <= consumer.weight
+                    and rival.gb < consumer.gb - GRAIN_GB
+                )
+            if wants and accepts:
+                found.append(BlockingPair(match.server, consumer, producer))
+    return found
