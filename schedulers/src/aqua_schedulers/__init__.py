@@ -1,6 +1,6 @@
-"""Pure scheduling policies: no torch, no engine, no clock, no I/O.
+"""Scheduling policies without torch, engine, clock or I/O: views in, decisions out.
 
-`cfs` says, turn by turn, who holds memory in an engine that serves people. For offline batches,
+`cfs` says, slice by slice, which requests hold memory in an engine that serves people. For offline batches,
 `admission` is what a policy and a runtime say to each other, `blendserve` blends compute-bound and
 memory-bound requests, and `baselines` are the orders it is measured against. The simulator, the
 batch tool and the engine adapters run the very same objects.

@@ -10,7 +10,7 @@ bytes and seconds add up over them.
     aqua:kv_failures_total                  transfers that failed; their blocks are computed again
     aqua:kv_drained_bytes_total             moved away from peers, because they wanted their memory
     aqua:kv_reclaim_seconds_total           from their demand until the last slab was given back
-    aqua:forced_preemptions_total           requests put out at the end of a slice
+    aqua:forced_preemptions_total           requests preempted at the end of a slice
     aqua:restored_tokens_total              of preempted requests, loaded instead of computed
     aqua:prefix_queried_tokens_total, aqua:prefix_hit_tokens_total     the tier's hit rate
     aqua:unsaved_blocks_total               dropped for want of room in the store
@@ -35,7 +35,7 @@ COUNTERS: Final = {
     "kv_failures": "Transfers that failed; their blocks are computed again.",
     "kv_drained_bytes": "KV bytes moved away from peers.",
     "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",
-    "forced_preemptions": "Requests put out at the end of a slice.",
+    "forced_preemptions": "Requests preempted at the end of a slice.",
     "restored_tokens": "Tokens of preempted requests that were loaded instead of computed.",
     "prefix_queried_tokens": "Prompt tokens looked up in the prefix tier.",
     "prefix_hit_tokens": "Prompt tokens loaded from the prefix tier.",

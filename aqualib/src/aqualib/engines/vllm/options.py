@@ -76,13 +76,13 @@ class AquaOptions(BaseModel):
         default=POLICY_DEFAULTS.stint_tokens,
         ge=1,
         le=1 << 20,
-        description="For first-token: output before a request may first be put out.",
+        description="For first-token: output before a request may first be preempted.",
     )
     patience_turns: int = Field(
         default=POLICY_DEFAULTS.patience_turns,
         ge=1,
         le=1 << 20,
-        description="Slices outside after which a request goes before all others.",
+        description="Slices of waiting after which a request goes before all others.",
     )
     fcfs_on_host: bool = Field(
         default=POLICY_DEFAULTS.fcfs_on_host,
