@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from aqua_client import Call
     from aqua_coordinator.store.pipeline import Answer, Argument
-    from aqua_coordinator.store.scripts import ScriptName
 
 
 class Side(StrEnum):
@@ -193,7 +192,7 @@ def watch_coordinator(ledger: Ledger) -> None:
     script = Pipeline.script
 
     @functools.wraps(script)
-    def stepping(pipeline: Pipeline, name: ScriptName, *arguments: Argument) -> Future[Answer]:
+    def stepping(pipeline: Pipeline, name: str, *arguments: Argument) -> Future[Answer]:
         step = f"script:{name}"
         number = ledger.begin(step)
         future = script(pipeline, name, *arguments)

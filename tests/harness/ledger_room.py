@@ -31,9 +31,11 @@ class LedgerRoom:
     Attributes:
         ledger: What is tested.
         pipeline: Below it, for plain commands.
+        url: The server's.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, url: str, pipeline: Pipeline) -> None:
+        self.url = url
         self.pipeline = pipeline
         self.ledger = Ledger(pipeline)
         self._keys = itertools.count()
@@ -163,7 +165,7 @@ async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
     """Fresh books on the server at `url`, checked at the end."""
     pipeline = Pipeline(open_pool(url, connect_timeout_s=HANG_S, max_connections=8))
     pipeline.start()
-    room = LedgerRoom(pipeline)
+    room = LedgerRoom(url, pipeline)
     try:
         await room.lose_books()
         await pipeline.command("FUNCTION", "FLUSH")

@@ -34,7 +34,7 @@ from aqua_coordinator.sweeper import sweep_forever
 from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError
 
 MAX_REDIS_CONNECTIONS: Final = 8
-"""Two lanes, the event watcher, and some to spare while lost ones are being replaced."""
+"""The pipeline, the event watcher, and some to spare while lost ones are being replaced."""
 
 STORE_RETRY_S: Final = 0.1
 """Between attempts to open the books: an embedded store is back in about that time."""

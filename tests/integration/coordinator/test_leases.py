@@ -284,7 +284,7 @@ async def test_leases_are_listed_by_producer_and_grant_page_by_page(
     grants = [(await room.grant(consumer)).lease for _ in range(12)]
     grants.sort(key=lambda lease: (lease.producer_id, lease.epoch))
     listed: list[str] = []
-    cursor: tuple[str, str] | None = None
+    cursor: str | None = None
     for _ in range(8):
         page, cursor = await room.ledger.leases(cursor=cursor, limit=2)
         listed += [lease.lease_id for lease in page]

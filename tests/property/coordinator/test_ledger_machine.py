@@ -91,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
     async def _open(self) -> None:
         pipeline = Pipeline(open_pool(self.url, connect_timeout_s=HANG_S, max_connections=8))
         pipeline.start()
-        self.room = LedgerRoom(pipeline)
+        self.room = LedgerRoom(self.url, pipeline)
         await self.room.lose_books()
 
     def run(self, work: Awaitable[T]) -> T:

@@ -9,15 +9,17 @@ from importlib import resources
 import pytest
 
 from aqua_coordinator.store.keys import KEYS, PERMANENT
+from aqua_coordinator.store.lua_step import STEPS
 from aqua_coordinator.store.scripts import (
     LIBRARY_PREFIX,
     PARTS,
     RIGHTFUL_STATES,
-    ScriptName,
+    SCRIPTS,
     assemble,
     load_library,
     lua_transitions,
 )
+from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.lease import LEASE, LeaseEvent, LeaseState
 
 LUA = resources.files("aqua_coordinator.store") / "lua"
@@ -43,19 +45,46 @@ def test_the_library_carries_the_whole_table() -> None:
     }
 
 
-@pytest.mark.parametrize("name", list(ScriptName))
-def test_a_script_says_what_it_takes_and_gives(name: ScriptName) -> None:
-    header = []
-    for line in (LUA / f"{name}.lua").read_text().splitlines():
-        if not line.startswith("--"):
-            break
-        header.append(line)
-    text = "\n".join(header)
-    assert "-- KEYS[1]" in text
-    assert "-- Result" in text
-    used = set(re.findall(r"ARGV\[(\d)\]", (LUA / f"{name}.lua").read_text()))
-    documented = set(re.findall(r"-- ARGV\[(\d)", text))
-    assert used <= documented
+def header_and_body(name: str) -> tuple[str, str]:
+    """The comment that opens a script, and its code without comments."""
+    lines = (LUA / f"{name}.lua").read_text().splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("--"))
+    code = [re.sub(r"--.*", "", line) for line in lines[end:]]
+    return "\n".join(lines[:end]), "\n".join(code)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_header_names_what_the_typed_function_passes(name: str) -> None:
+    header, body = header_and_body(name)
+    arguments = re.findall(r"^-- ARGV\[(\d)\]  (\w+)", header, re.MULTILINE)
+    parameters = list(STEPS[name].parameters)[1:]
+    assert arguments == [(str(number), word) for number, word in enumerate(parameters, start=1)]
+    assert {number for number, _ in arguments} >= set(re.findall(r"ARGV\[(\d)\]", body))
+    assert "-- KEYS[1]  the books\n" in header
+    assert "-- Result   {'ok'" in header
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_header_names_the_shared_functions_that_the_script_calls(name: str) -> None:
+    header, body = header_and_body(name)
+    shared = {
+        function
+        for part in (LUA / "lib").iterdir()
+        for function in re.findall(r"^local function (\w+)", part.read_text(), re.MULTILINE)
+    }
+    listed = re.search(r"^-- Calls    (.+(?:\n--          .+)*)", header, re.MULTILINE)
+    calls = re.findall(r"\w+", listed[1]) if listed else []
+    own = set(re.findall(r"local function (\w+)", body))
+    assert set(calls) == shared & set(re.findall(r"\b(\w+)\(", body)) - own
+    assert len(set(calls)) == len(calls)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_header_names_the_refusals_of_the_script(name: str) -> None:
+    header, body = header_and_body(name)
+    listed = re.search(r"^-- Refuses  (.+)", header, re.MULTILINE)
+    codes = set(re.findall(r"\w+", listed[1])) if listed else set()
+    assert set(re.findall(r"refuse\('(\w+)'", body)) <= codes <= ERRORS_BY_CODE.keys()
 
 
 def test_the_library_is_complete() -> None:
@@ -66,21 +95,21 @@ def test_the_library_is_complete() -> None:
 
 
 def test_a_library_of_another_text_has_another_name() -> None:
-    one, other = (assemble({ScriptName.READ_BOOKS: f"return {n}"}) for n in (1, 2))
+    one, other = (assemble({"read_books": f"return {n}"}) for n in (1, 2))
     assert one.name != other.name
     assert one.name.startswith(LIBRARY_PREFIX)
-    assert one.function(ScriptName.READ_BOOKS) != other.function(ScriptName.READ_BOOKS)
+    assert one.function("read_books") != other.function("read_books")
 
 
 def test_scripts_that_only_read_say_so_to_redis() -> None:
-    for name in ScriptName:
+    for name in SCRIPTS:
         reads = name.startswith(("read_", "audit_"))
         assert ("-- @flags no-writes\n" in (LUA / f"{name}.lua").read_text()) == reads
 
 
 def test_every_lua_file_is_a_script_or_a_part() -> None:
     files = {file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name != "lib"}
-    assert files == set(ScriptName)
+    assert files == set(SCRIPTS) == STEPS.keys()
     assert {file.name.removesuffix(".lua") for file in (LUA / "lib").iterdir()} == set(PARTS)
 
 
@@ -98,7 +127,7 @@ def test_a_name_that_does_not_exist_is_noticed_when_the_script_is_put_together(
     line: str, fault: type[Exception]
 ) -> None:
     with pytest.raises(fault):
-        assemble({ScriptName.READ_BOOKS: f"return {line}"})
+        assemble({"read_books": f"return {line}"})
 
 
 def test_rightful_states_are_those_that_can_be_renewed() -> None:

@@ -74,13 +74,13 @@ async def list_leases(
     `next_cursor` is null.
     """
     views, position = await services.ledger.leases(
-        cursor=None if cursor is None else _position(cursor),
+        cursor=cursor,
         limit=limit,
         state=state,
         producer_id=producer_id or "",
         consumer_id=consumer_id or "",
     )
-    return LeasePage(leases=views, next_cursor=None if position is None else "@".join(position))
+    return LeasePage(leases=views, next_cursor=position)
 
 
 @router.get("/{lease_id}")
@@ -120,8 +120,3 @@ async def revoke_lease(
     """End the right to a lease, as an operator."""
     caller.require(Role.OPERATOR)
     return await services.ledger.revoke_lease(lease_id, epoch=body.epoch)
-
-
-def _position(cursor: str) -> tuple[str, str]:
-    producer_id, _, epoch = cursor.partition("@")
-    return producer_id, epoch

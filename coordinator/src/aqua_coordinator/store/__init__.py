@@ -2,13 +2,14 @@
 
 - `keys`, `scripts`: names, and the Lua files under `lua/`, one for each atomic step.
 - `connection`, `pipeline`: how commands get to Redis.
-- `ledger`, `rows`: every step as a typed call.
+- `ledger`, `lua_step`, `rows`: every step as a typed call.
 """
 
 from __future__ import annotations
 
 from aqua_coordinator.store.connection import open_pool
-from aqua_coordinator.store.ledger import Ledger, Opened
+from aqua_coordinator.store.ledger import Ledger
 from aqua_coordinator.store.pipeline import Pipeline
+from aqua_coordinator.store.rows import Opened
 
 __all__ = ["Ledger", "Opened", "Pipeline", "open_pool"]

@@ -1,35 +1,28 @@
-"""The books: every transition as a typed call.
+"""The ledger: every transition of the books as a typed call.
 
-Each method is one script, hence one atomic step; the script's header says what it refuses. Time is
-Redis time, so several coordinators over one Redis agree. When the books are gone (an empty Redis
-after a loss), the next call opens new ones and goes on: producers and consumers report within a
-heartbeat and fill them again, and until a producer has confirmed them nothing of it is granted.
+Each Lua step is one atomic transition; the header of its script says what it refuses, as a typed
+error of `aqua_protocol`. Time is Redis time, so several coordinators over one Redis agree. When the
+books are gone (an empty Redis after a loss), the next call opens new ones and goes on: producers
+and consumers report within a heartbeat and fill them again, and until a producer has confirmed
+them nothing of it is granted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from aqua_coordinator.store import rows
 from aqua_coordinator.store.keys import KEYS
+from aqua_coordinator.store.lua_step import lua_step
 from aqua_coordinator.store.pipeline import Argument, Pipeline
-from aqua_coordinator.store.scripts import ScriptName
-from aqua_protocol import (
-    ConfigError,
-    LeaseState,
-    StoreUnavailableError,
-    UnknownResourceError,
-)
+from aqua_protocol import ConfigError, LeaseState, StoreUnavailableError, UnknownResourceError
 from aqua_protocol.leases import (
     Event,
     LeaseRequest,
     LeaseView,
-    Pairing,
     PlacementPlan,
     ReclaimRequest,
     ReclaimView,
@@ -43,25 +36,19 @@ from aqua_protocol.members import (
 )
 from aqua_protocol.profile import ModelProfile
 
+RowT = TypeVar("RowT")
+
 MIN_REDIS_VERSION: Final = (7, 0)
 """First with libraries of functions, whose flags make a refused write refuse the whole script."""
 PROBE_TTL_MS: Final = 10_000
+"""Life of the key that a probe writes. Any length does: the next probe overwrites it."""
 SECRET_BYTES: Final = 32
+"""As long as the SHA-256 of the signatures; more would add nothing."""
 MAX_CACHED_SECRETS: Final = 4
+"""Books whose secret is remembered. One is in use; a few, while a loss is being noticed."""
 SWEEP_BATCH: Final = 256
-"""Leases handled in one script of the sweep: about 5 ms of Redis time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The books that are open now."""
-
-    books_id: str
-    secret: bytes
-
-
-LeaseCursor: TypeAlias = tuple[str, str]
-"""A producer, and the grant epoch of the last lease of it that has been listed."""
+"""Leases handled in one script of the sweep, about 5 ms of Redis time; doubled, a sweep of many
+keeps other callers waiting for 10 ms."""
 
 
 class Ledger:
@@ -71,7 +58,7 @@ class Ledger:
         self._pipeline = pipeline
         self._secrets: dict[str, bytes] = {}
 
-    async def open(self) -> Opened:
+    async def open(self) -> rows.Opened:
         """Check the Redis version and open the books, making them if Redis has none.
 
         Raises:
@@ -88,7 +75,7 @@ class Ledger:
         await self._pipeline.forget_other_libraries()
         return await self._create()
 
-    async def probe(self) -> Opened:
+    async def probe(self) -> rows.Opened:
         """Make sure that Redis answers and takes writes.
 
         Raises:
@@ -107,205 +94,140 @@ class Ledger:
         Raises:
             StoreUnavailableError: These books were lost a moment ago.
         """
-        known = self._secrets.get(books_id)
-        if known is None:
+        if books_id not in self._secrets:
             await self._create()
-            known = self._secrets.get(books_id)
-        if known is None:
+        if books_id not in self._secrets:
             raise StoreUnavailableError("the books were lost during the call", retry_after_s=0.1)
-        return known
+        return self._secrets[books_id]
 
     # --- Members ---------------------------------------------------------------------
 
+    @lua_step("report_producer.lua", rows.producer_booked)
     async def report_producer(self, report: ProducerReport) -> rows.ProducerBooked:
         """Book a producer's full state."""
-        text = report.model_dump_json(exclude_none=True)
-        answer = await self._run(ScriptName.REPORT_PRODUCER, text, _fingerprint(text))
-        return rows.producer_booked(answer)
 
+    @lua_step("report_consumer.lua", rows.consumer_booked)
     async def report_consumer(self, report: ConsumerReport) -> rows.ConsumerBooked:
         """Book a consumer's full state and renew what it names."""
-        text = report.model_dump_json(exclude_none=True)
-        answer = await self._run(ScriptName.REPORT_CONSUMER, text, _fingerprint(text))
-        return rows.consumer_booked(answer)
 
+    @lua_step("update_offer.lua", rows.offer_view)
     async def update_offer(self, producer_id: str, update: OfferUpdate) -> OfferView:
         """Change an offer between two reports."""
-        answer = await self._run(
-            ScriptName.UPDATE_OFFER,
-            producer_id,
-            update.incarnation,
-            update.revision,
-            update.offered_bytes,
-        )
-        return rows.offer_view(answer)
 
+    @lua_step("remove_producer.lua", rows.nothing)
     async def remove_producer(self, producer_id: str, incarnation: str) -> None:
-        """Let a producer go that has nothing lent."""
-        await self._run(ScriptName.REMOVE_PRODUCER, producer_id, incarnation)
+        """Remove a producer that has nothing lent."""
 
+    @lua_step("remove_consumer.lua", rows.nothing)
     async def remove_consumer(self, consumer_id: str, incarnation: str) -> None:
-        """Let a consumer go; its rights end."""
-        await self._run(ScriptName.REMOVE_CONSUMER, consumer_id, incarnation)
+        """Remove a consumer and end its rights."""
 
     # --- Leases ----------------------------------------------------------------------
 
+    @lua_step("grant_lease.lua", rows.grant)
     async def grant_lease(
         self, request: LeaseRequest, *, idempotency_key: str, attach_window_s: float
     ) -> rows.Grant:
-        """Book bytes of one producer."""
-        least = request.bytes if request.min_bytes is None else request.min_bytes
-        ttl_us = round(request.ttl_s * rows.MICROSECONDS)
-        answer = await self._run(
-            ScriptName.GRANT_LEASE,
-            idempotency_key,
-            f"{request.consumer_id} {request.bytes} {least} {ttl_us}",
-            request.consumer_id,
-            request.bytes,
-            least,
-            ttl_us,
-            round(attach_window_s * rows.MICROSECONDS),
-        )
-        return rows.grant(answer[1].decode(), answer[2].decode())
+        """Book bytes of one producer under a new lease."""
 
+    @lua_step("renew_lease.lua", rows.lease_view)
     async def renew_lease(
         self, lease_id: str, *, epoch: int, ttl_s: float, as_consumer: str | None
     ) -> LeaseView:
         """Start the time to live anew."""
-        ttl_us = round(ttl_s * rows.MICROSECONDS)
-        answer = await self._run(ScriptName.RENEW_LEASE, lease_id, epoch, ttl_us, as_consumer or "")
-        return rows.lease_view(answer[1])
 
+    @lua_step("release_lease.lua", rows.lease_view)
     async def release_lease(
         self, lease_id: str, *, epoch: int, as_consumer: str | None
     ) -> LeaseView:
         """Give up the right; harmless when repeated."""
-        answer = await self._run(ScriptName.RELEASE_LEASE, lease_id, epoch, as_consumer or "")
-        return rows.lease_view(answer[1])
 
+    @lua_step("revoke_lease.lua", rows.lease_view)
     async def revoke_lease(self, lease_id: str, *, epoch: int) -> LeaseView:
         """End the right on an operator's word."""
-        answer = await self._run(ScriptName.REVOKE_LEASE, lease_id, epoch)
-        return rows.lease_view(answer[1])
 
     # --- Operators -------------------------------------------------------------------
 
+    @lua_step("open_reclaim.lua", rows.reclaim_view)
     async def open_reclaim(self, request: ReclaimRequest, *, idempotency_key: str) -> ReclaimView:
         """Ask a producer to take memory back."""
-        answer = await self._run(
-            ScriptName.OPEN_RECLAIM,
-            idempotency_key,
-            f"{request.producer_id} {request.bytes} {request.deadline_s!r}",
-            request.producer_id,
-            request.bytes,
-            repr(request.deadline_s),
-        )
-        return await self.reclaim(answer[1].decode())
 
+    @lua_step("put_placements.lua", rows.nothing)
     async def put_placements(self, plan: PlacementPlan) -> None:
         """Replace the placer's plan."""
-        arguments: list[Argument] = [plan.plan_hash]
-        for pairing in plan.pairings:
-            arguments += [pairing.consumer_id, " ".join(pairing.producers), pairing.reason]
-        await self._run(ScriptName.PUT_PLACEMENTS, *arguments)
 
+    @lua_step("read_placements.lua", rows.placements)
     async def placements(self) -> PlacementPlan:
         """The plan in force."""
-        _, plan_hash, pairings, reasons = await self._run(ScriptName.READ_PLACEMENTS)
-        reason_of = {
-            name.decode(): reason.decode()
-            for name, reason in zip(reasons[::2], reasons[1::2], strict=True)
-        }
-        return PlacementPlan(
-            plan_hash=plan_hash.decode(),
-            pairings=[
-                Pairing(
-                    consumer_id=name.decode(),
-                    producers=producers.decode().split(),
-                    reason=reason_of.get(name.decode(), ""),
-                )
-                for name, producers in sorted(zip(pairings[::2], pairings[1::2], strict=True))
-            ],
-        )
 
     async def put_profile(self, profile: ModelProfile) -> None:
         """Keep a model's profile, instead of any before."""
-        await self._run(ScriptName.PUT_PROFILE, profile.model, profile.model_dump_json())
+        # With nulls, which tell what was not measured.
+        await self._put_profile(profile.model, profile.model_dump_json())
 
+    @lua_step("put_profile.lua", rows.nothing)
+    async def _put_profile(self, model: str, profile: str) -> None: ...
+
+    @lua_step("read_profiles.lua", rows.profiles)
     async def profiles(self, model: str = "") -> list[ModelProfile]:
         """Profiles by model; of one model, if it is named."""
-        _, found = await self._run(ScriptName.READ_PROFILES, model)
-        profiles = [ModelProfile.model_validate_json(text) for text in found]
-        return sorted(profiles, key=lambda profile: profile.model)
 
     # --- Reading ---------------------------------------------------------------------
 
+    @lua_step("read_books.lua", rows.summary)
     async def summary(self) -> rows.BooksSummary:
         """Counts and names of the books as a whole."""
-        return rows.summary(await self._run(ScriptName.READ_BOOKS))
 
-    async def producers(self, *, cursor: str = "", limit: int = 100) -> list[rows.ProducerRow]:
-        """Producers by name, after `cursor`."""
-        answer = await self._run(ScriptName.READ_PRODUCERS, cursor, limit, "")
-        return [rows.producer_row(row) for row in answer[1]]
+    @lua_step("read_producers.lua", rows.producer_rows)
+    async def producers(
+        self, *, cursor: str = "", limit: int = 100, producer_id: str = ""
+    ) -> list[rows.ProducerRow]:
+        """Producers by name, after `cursor`; or only this one."""
 
     async def producer(self, producer_id: str) -> rows.ProducerRow:
         """One producer."""
-        answer = await self._run(ScriptName.READ_PRODUCERS, "", 1, producer_id)
-        row: Sequence[Any] = _only(answer[1], "producer", producer_id)
-        return rows.producer_row(row)
+        found = await self.producers(producer_id=producer_id)
+        return _only(found, "producer", producer_id)
 
-    async def consumers(self, *, cursor: str = "", limit: int = 100) -> list[ConsumerView]:
-        """Consumers by name, after `cursor`."""
-        answer = await self._run(ScriptName.READ_CONSUMERS, cursor, limit, "")
-        return [rows.consumer_view(row) for row in answer[1]]
+    @lua_step("read_consumers.lua", rows.consumer_views)
+    async def consumers(
+        self, *, cursor: str = "", limit: int = 100, consumer_id: str = ""
+    ) -> list[ConsumerView]:
+        """Consumers by name, after `cursor`; or only this one."""
 
     async def consumer(self, consumer_id: str) -> ConsumerView:
         """One consumer."""
-        answer = await self._run(ScriptName.READ_CONSUMERS, "", 1, consumer_id)
-        return rows.consumer_view(_only(answer[1], "consumer", consumer_id))
+        found = await self.consumers(consumer_id=consumer_id)
+        return _only(found, "consumer", consumer_id)
 
+    @lua_step("read_leases.lua", rows.lease_page)
     async def leases(
         self,
         *,
-        cursor: LeaseCursor | None = None,
+        cursor: str | None = None,
         limit: int = 100,
+        lease_id: str = "",
         state: LeaseState | None = None,
         producer_id: str = "",
         consumer_id: str = "",
-    ) -> tuple[list[LeaseView], LeaseCursor | None]:
+    ) -> tuple[list[LeaseView], str | None]:
         """Booked leases by producer and grant, and the cursor to go on from (None at the end)."""
-        answer = await self._run(
-            ScriptName.READ_LEASES,
-            *(cursor or ("", "")),
-            limit,
-            "",
-            state or "",
-            producer_id,
-            consumer_id,
-        )
-        _, at_producer, at_epoch, found = answer
-        position = (at_producer.decode(), at_epoch.decode()) if at_producer else None
-        return [rows.lease_view(row) for row in found], position
 
     async def lease(self, lease_id: str) -> LeaseView:
         """One lease, also for a while after its end."""
-        answer = await self._run(ScriptName.READ_LEASES, "", "", 1, lease_id, "", "", "")
-        return rows.lease_view(_only(answer[3], "lease", lease_id))
+        found, _ = await self.leases(lease_id=lease_id)
+        return _only(found, "lease", lease_id)
 
+    @lua_step("read_reclaims.lua", rows.reclaim_page)
     async def reclaims(
-        self, *, cursor: int | None = None, limit: int = 100
+        self, *, cursor: int | None = None, limit: int = 100, reclaim_id: str = ""
     ) -> tuple[list[ReclaimView], int | None]:
         """Reclaims in the order they were opened, and the cursor to go on from."""
-        answer = await self._run(
-            ScriptName.READ_RECLAIMS, "" if cursor is None else cursor, limit, ""
-        )
-        return [rows.reclaim_view(row) for row in answer[2]], _position(answer[1])
 
     async def reclaim(self, reclaim_id: str) -> ReclaimView:
         """One reclaim, also for a while after its end."""
-        answer = await self._run(ScriptName.READ_RECLAIMS, "", 1, reclaim_id)
-        return rows.reclaim_view(_only(answer[2], "reclaim", reclaim_id))
+        found, _ = await self.reclaims(reclaim_id=reclaim_id)
+        return _only(found, "reclaim", reclaim_id)
 
     async def events(self, *, after: str, limit: int = 256) -> list[Event]:
         """Events after a position, oldest first; `0` is before the first."""
@@ -323,61 +245,68 @@ class Ledger:
 
     async def sweep(self, *, silent_s: float) -> int:
         """One round of expiry, for any number of coordinators at once; counts what it ended."""
-        ended = await self._repeat(ScriptName.EXPIRE_LEASES)
-        ended += await self._repeat(
-            ScriptName.LOSE_SILENT_MEMBERS, round(silent_s * rows.MICROSECONDS)
-        )
-        await self._repeat(ScriptName.FORGET_RECLAIMS)
+
+        async def lose_silent_members(limit: int) -> int:
+            return await self._lose_silent_members(silent_s, limit)
+
+        ended = await _until_done(self._expire_leases) + await _until_done(lose_silent_members)
+        await _until_done(self._forget_reclaims)
         return ended
 
+    @lua_step("expire_leases.lua", rows.count)
+    async def _expire_leases(self, limit: int) -> int: ...
+
+    @lua_step("lose_silent_members.lua", rows.count)
+    async def _lose_silent_members(self, silent_s: float, limit: int) -> int: ...
+
+    @lua_step("forget_reclaims.lua", rows.count)
+    async def _forget_reclaims(self, limit: int) -> int: ...
+
+    @lua_step("audit_books.lua", rows.faults)
     async def audit(self) -> list[str]:
         """Rules that the books break, as sentences; empty when all is well."""
-        answer = await self._run(ScriptName.AUDIT_BOOKS)
-        return [fault.decode() for fault in answer[1]]
 
-    async def _repeat(self, name: ScriptName, *arguments: Argument) -> int:
-        total = 0
-        while True:
-            answer = await self._run(name, *arguments, SWEEP_BATCH)
-            count = int(answer[1])
-            total += count
-            if count < SWEEP_BATCH:
-                return total
-            await asyncio.sleep(0)
+    async def run(self, script: str, *arguments: Argument) -> Sequence[Any]:
+        """Run a script over the books, which are opened anew if they are gone.
 
-    async def _run(self, name: ScriptName, *arguments: Argument) -> Sequence[Any]:
-        answer: Sequence[Any] = await self._pipeline.script(name, *arguments)
-        if answer[0] == b"ok":
-            return answer
+        Raises:
+            AquaError: The script refuses.
+            UnavailableError: Redis does not answer, or takes no writes.
+        """
+        answer: Sequence[Any] = await self._pipeline.script(script, *arguments)
         if answer[0] == b"no_books":
             await self._create()
-            answer = await self._pipeline.script(name, *arguments)
-            if answer[0] == b"ok":
-                return answer
-        raise rows.refusal(answer)
+            answer = await self._pipeline.script(script, *arguments)
+        if answer[0] != b"ok":
+            raise rows.refusal(answer)
+        return answer
 
-    async def _create(self) -> Opened:
+    @lua_step("create_books.lua", rows.opened)
+    async def _create_books(self, books_id: str, secret: str) -> rows.Opened: ...
+
+    async def _create(self) -> rows.Opened:
         name, secret = f"books-{secrets.token_hex(8)}", secrets.token_hex(SECRET_BYTES)
-        answer = await self._pipeline.script(ScriptName.CREATE_BOOKS, name, secret)
-        opened = Opened(answer[1].decode(), bytes.fromhex(answer[2].decode()))
+        opened = await self._create_books(name, secret)
         self._secrets[opened.books_id] = opened.secret
         while len(self._secrets) > MAX_CACHED_SECRETS:
             self._secrets.pop(next(iter(self._secrets)))
         return opened
 
 
-def _only(found: Sequence[Sequence[Any]], noun: str, name: str) -> Sequence[Any]:
+async def _until_done(step: Callable[[int], Awaitable[int]]) -> int:
+    """Repeat a step of the sweep until it finds less than it may handle; counts what it handled."""
+    total = handled = await step(SWEEP_BATCH)
+    while handled == SWEEP_BATCH:
+        await asyncio.sleep(0)
+        handled = await step(SWEEP_BATCH)
+        total += handled
+    return total
+
+
+def _only(found: Sequence[RowT], noun: str, name: str) -> RowT:
     if not found:
         raise UnknownResourceError(f"there is no {noun} {name}", noun=noun, name=name)
     return found[0]
-
-
-def _position(raw: bytes) -> int | None:
-    return int(float(raw)) if raw else None
-
-
-def _fingerprint(text: str) -> str:
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _version_in(info: str) -> tuple[int, ...]:

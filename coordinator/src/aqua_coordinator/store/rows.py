@@ -13,14 +13,31 @@ from typing import Any, Final
 from aqua_protocol import BooksRebuildingError, TransportKind
 from aqua_protocol.errors import ERRORS_BY_CODE, AquaError
 from aqua_protocol.lease import LEASE, LeaseState
-from aqua_protocol.leases import Event, EventKind, LeaseView, ReclaimOrigin, ReclaimView
+from aqua_protocol.leases import (
+    Event,
+    EventKind,
+    LeaseView,
+    Pairing,
+    PlacementPlan,
+    ReclaimOrigin,
+    ReclaimView,
+)
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
+from aqua_protocol.profile import ModelProfile
 
 MICROSECONDS: Final = 1e6
 _COUNTS: Final = ("_bytes", "epoch", "revision")
 """Ends of the names of details that are numbers; an id may consist of digits and is none."""
 REBUILDING_RETRY_S: Final = 1.0
 """A heartbeat by default: then members have confirmed the books."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The books that are open now."""
+
+    books_id: str
+    secret: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +122,36 @@ def refusal(answer: Sequence[Any]) -> AquaError:
     return error
 
 
-def lease_view(row: Sequence[Any]) -> LeaseView:
-    """Of a `lease_row`."""
+def nothing(_: Sequence[Any]) -> None:
+    """Of a step that says no more than that it is done."""
+
+
+def count(answer: Sequence[Any]) -> int:
+    """Of a step of the sweep: how many it handled."""
+    return int(answer[1])
+
+
+def faults(answer: Sequence[Any]) -> list[str]:
+    """Of an `audit_books` answer."""
+    return [_text(fault) for fault in answer[1]]
+
+
+def opened(answer: Sequence[Any]) -> Opened:
+    """Of a `create_books` answer."""
+    return Opened(_text(answer[1]), bytes.fromhex(_text(answer[2])))
+
+
+def lease_view(answer: Sequence[Any]) -> LeaseView:
+    """Of a step that answers with one `lease_row`."""
+    return _lease(answer[1])
+
+
+def lease_page(answer: Sequence[Any]) -> tuple[list[LeaseView], str | None]:
+    """Of a `read_leases` answer."""
+    return [_lease(row) for row in answer[1]], _text(answer[2]) or None
+
+
+def _lease(row: Sequence[Any]) -> LeaseView:
     return LeaseView(
         lease_id=_text(row[0]),
         epoch=row[1],
@@ -118,9 +163,9 @@ def lease_view(row: Sequence[Any]) -> LeaseView:
     )
 
 
-def grant(books_id: str, answer: str) -> Grant:
+def grant(answer: Sequence[Any]) -> Grant:
     """Of a `grant_lease` answer."""
-    fields = answer.split("\n", 10)
+    fields = _text(answer[2]).split("\n", 10)
     return Grant(
         lease=LeaseView(
             lease_id=fields[0],
@@ -131,7 +176,7 @@ def grant(books_id: str, answer: str) -> Grant:
             bytes=int(fields[5]),
             expires_in_s=int(fields[6]) / MICROSECONDS,
         ),
-        books_id=books_id,
+        books_id=_text(answer[1]),
         incarnation=fields[3],
         not_after_s=int(fields[7]) / MICROSECONDS,
         transport=TransportKind(fields[8]),
@@ -166,8 +211,12 @@ def consumer_booked(answer: Sequence[Any]) -> ConsumerBooked:
     return ConsumerBooked(_text(books_id), available, [_notice(row) for row in ended])
 
 
-def producer_row(row: Sequence[Any]) -> ProducerRow:
-    """Of a `read_producers` row."""
+def producer_rows(answer: Sequence[Any]) -> list[ProducerRow]:
+    """Of a `read_producers` answer."""
+    return [_producer(row) for row in answer[1]]
+
+
+def _producer(row: Sequence[Any]) -> ProducerRow:
     (name, silent_us, node, domain, gpu_uuid, model, endpoint, transport) = row[:8]
     slab, offered, leased, grantable, queue_length = row[8:]
     return ProducerRow(
@@ -215,8 +264,12 @@ def offer_view(answer: Sequence[Any]) -> OfferView:
     )
 
 
-def consumer_view(row: Sequence[Any]) -> ConsumerView:
-    """Of a `read_consumers` row."""
+def consumer_views(answer: Sequence[Any]) -> list[ConsumerView]:
+    """Of a `read_consumers` answer."""
+    return [_consumer(row) for row in answer[1]]
+
+
+def _consumer(row: Sequence[Any]) -> ConsumerView:
     name, silent_us, leased, node, domain, gpu_uuid, model, wanted, spilled = row
     return ConsumerView(
         consumer_id=_text(name),
@@ -231,8 +284,17 @@ def consumer_view(row: Sequence[Any]) -> ConsumerView:
     )
 
 
-def reclaim_view(row: Sequence[Any]) -> ReclaimView:
-    """Of a `read_reclaims` row."""
+def reclaim_view(answer: Sequence[Any]) -> ReclaimView:
+    """Of a step that answers with one `reclaim_row`."""
+    return _reclaim(answer[1])
+
+
+def reclaim_page(answer: Sequence[Any]) -> tuple[list[ReclaimView], int | None]:
+    """Of a `read_reclaims` answer."""
+    return [_reclaim(row) for row in answer[1]], int(float(answer[2])) if answer[2] else None
+
+
+def _reclaim(row: Sequence[Any]) -> ReclaimView:
     (name, producer_id, origin, requested, returned) = row[:5]
     deadline, done, escalated, first_slab_ms, total_ms = row[5:]
     return ReclaimView(
@@ -247,6 +309,29 @@ def reclaim_view(row: Sequence[Any]) -> ReclaimView:
         first_slab_ms=float(first_slab_ms) if first_slab_ms else None,
         total_ms=float(total_ms) if total_ms else None,
     )
+
+
+def placements(answer: Sequence[Any]) -> PlacementPlan:
+    """Of a `read_placements` answer."""
+    _, plan_hash, pairings, reasons = answer
+    reason_of = dict(zip(reasons[::2], reasons[1::2], strict=True))
+    return PlacementPlan(
+        plan_hash=_text(plan_hash),
+        pairings=[
+            Pairing(
+                consumer_id=_text(name),
+                producers=_text(producers).split(),
+                reason=_text(reason_of.get(name)),
+            )
+            for name, producers in sorted(zip(pairings[::2], pairings[1::2], strict=True))
+        ],
+    )
+
+
+def profiles(answer: Sequence[Any]) -> list[ModelProfile]:
+    """Of a `read_profiles` answer, by model."""
+    found = (ModelProfile.model_validate_json(text) for text in answer[1])
+    return sorted(found, key=lambda profile: profile.model)
 
 
 def summary(answer: Sequence[Any]) -> BooksSummary:

@@ -69,7 +69,7 @@ RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, Leas
 
 PARTS: Final = (
     *("answer", "books", "writes", "lists", "lease", "member", "reclaim", "matching", "fencing"),
-    *("removal", "register"),
+    *("idempotency", "removal", "register"),
 )
 """What scripts share, in an order in which each part finds what it uses."""
 
@@ -80,40 +80,11 @@ _NAME: Final = re.compile(r"\b(KEY|STATE|EVENT|KIND|CONST)\.(\w+)")
 _FLAGS: Final = re.compile(r"^-- @flags (.+)$", re.MULTILINE)
 
 
-class ScriptName(StrEnum):
-    """The scripts, by the name of their file."""
-
-    CREATE_BOOKS = "create_books"
-    REPORT_PRODUCER = "report_producer"
-    REPORT_CONSUMER = "report_consumer"
-    UPDATE_OFFER = "update_offer"
-    GRANT_LEASE = "grant_lease"
-    RENEW_LEASE = "renew_lease"
-    RELEASE_LEASE = "release_lease"
-    REVOKE_LEASE = "revoke_lease"
-    EXPIRE_LEASES = "expire_leases"
-    LOSE_SILENT_MEMBERS = "lose_silent_members"
-    FORGET_RECLAIMS = "forget_reclaims"
-    OPEN_RECLAIM = "open_reclaim"
-    PUT_PLACEMENTS = "put_placements"
-    REMOVE_PRODUCER = "remove_producer"
-    REMOVE_CONSUMER = "remove_consumer"
-    READ_BOOKS = "read_books"
-    READ_PRODUCERS = "read_producers"
-    READ_CONSUMERS = "read_consumers"
-    READ_LEASES = "read_leases"
-    READ_RECLAIMS = "read_reclaims"
-    READ_PLACEMENTS = "read_placements"
-    PUT_PROFILE = "put_profile"
-    READ_PROFILES = "read_profiles"
-    AUDIT_BOOKS = "audit_books"
-    RUN_SEVERAL = "run_several"
-
-
-SMALL_SCRIPTS: Final = frozenset(
-    {ScriptName.GRANT_LEASE, ScriptName.RENEW_LEASE, ScriptName.RELEASE_LEASE}
+LUA: Final = resources.files("aqua_coordinator.store") / "lua"
+SCRIPTS: Final = tuple(
+    sorted(file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name.endswith(".lua"))
 )
-"""What members call all the time; `run_several` takes these."""
+"""The scripts, by the name of their file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +99,7 @@ class Library:
     name: str
     source: str
 
-    def function(self, script: ScriptName) -> str:
+    def function(self, script: str) -> str:
         """What `FCALL` calls; unique on a server, as Redis wants it."""
         return f"{self.name}_{script}"
 
@@ -136,16 +107,15 @@ class Library:
 @cache
 def load_library() -> Library:
     """Put the library together from the package's files."""
-    return assemble({name: _read(f"{name}.lua") for name in ScriptName})
+    return assemble({name: _read(f"{name}.lua") for name in SCRIPTS})
 
 
-def assemble(scripts: Mapping[ScriptName, str]) -> Library:
+def assemble(scripts: Mapping[str, str]) -> Library:
     """The library of these scripts: shared parts, one function for each, names filled in."""
     parts = [_read(f"lib/{part}.lua") for part in PARTS]
     text = "\n".join([*parts, *(_function(name, body) for name, body in scripts.items())])
     text = text.replace("LEASE_TRANSITIONS", lua_transitions())
     text = text.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
-    text = text.replace("SMALL_SCRIPTS", _lua_set(SMALL_SCRIPTS))
     text = text.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
     text = _NAME.sub(_fill_in, text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
@@ -153,7 +123,7 @@ def assemble(scripts: Mapping[ScriptName, str]) -> Library:
     return Library(name, f"#!lua name={name}\n{text.replace('LIBRARY_NAME', name)}")
 
 
-def _function(name: ScriptName, body: str) -> str:
+def _function(name: str, body: str) -> str:
     flags = _FLAGS.search(body)
     quoted = ", ".join(f"'{flag}'" for flag in flags[1].split()) if flags else ""
     return f"register('{name}', {{{quoted}}}, function(KEYS, ARGV)\n{body}\nend)"
@@ -185,4 +155,4 @@ def _fill_in(match: re.Match[str]) -> str:
 
 
 def _read(path: str) -> str:
-    return resources.files("aqua_coordinator.store").joinpath("lua", path).read_text("utf-8")
+    return LUA.joinpath(path).read_text("utf-8")

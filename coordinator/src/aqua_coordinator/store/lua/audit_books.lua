@@ -1,6 +1,7 @@
 -- Check every rule that the books must keep; nothing is changed.
 --
 -- KEYS[1]  the books
+-- Calls    lease_of, offer_of
 -- Result   {'ok', faults}: sentences, none when the books agree with themselves
 --
 -- For tests, benchmarks and operators in doubt: it reads everything, and Redis waits meanwhile.

@@ -1,8 +1,9 @@
 -- Open the books in an empty Redis, or read whose they are.
 --
 -- KEYS[1]  the books
--- ARGV[1]  name of the new books
--- ARGV[2]  secret for capability tokens, hexadecimal
+-- ARGV[1]  books_id: name of the new books
+-- ARGV[2]  secret: for capability tokens, hexadecimal
+-- Calls    integer, redis_time_us
 -- Result   {'ok', books_id, secret, created (1 or 0)}
 --
 -- The first epoch is the Redis time in microseconds, so epochs grow across a loss of the books.

@@ -1,8 +1,9 @@
 -- One step of the sweep: the clock goes on, and leases past their deadline expire.
 --
 -- KEYS[1]  the books
--- ARGV[1]  how many leases at most
--- Result   {'ok', expired}
+-- ARGV[1]  limit: how many leases at most
+-- Calls    integer, lease_of, step, save
+-- Result   {'ok', expired}: how many
 
 redis.call('HSET', KEYS[1], 'swept_us', integer(now_us))
 local overdue = redis.call('ZRANGEBYSCORE', KEY.deadlines, '-inf', integer(clock_us),

@@ -1,8 +1,9 @@
 -- One step of the sweep: the listing lets go of reclaims whose records have expired.
 --
 -- KEYS[1]  the books
--- ARGV[1]  how many at most
--- Result   {'ok', forgotten}
+-- ARGV[1]  limit: how many at most
+-- Calls    integer
+-- Result   {'ok', forgotten}: how many
 
 local horizon = integer(now_us - CONST.ended_retention_ms * 1000)
 local names = redis.call('ZRANGEBYSCORE', KEY.ended_reclaims, '-inf', horizon,

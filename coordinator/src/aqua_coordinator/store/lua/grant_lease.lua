@@ -1,13 +1,11 @@
 -- Book bytes of one producer for one consumer.
 --
 -- KEYS[1]  the books
--- ARGV[1]  idempotency key
--- ARGV[2]  fingerprint of the request
--- ARGV[3]  consumer_id
--- ARGV[4]  bytes wanted
--- ARGV[5]  the least that will do
--- ARGV[6]  time to live, in microseconds
--- ARGV[7]  time allowed for attaching, in microseconds
+-- ARGV[1]  request: a LeaseRequest as JSON, without nulls
+-- ARGV[2]  idempotency_key
+-- ARGV[3]  attach_window_s, in microseconds
+-- Calls    first_answer, refuse, pairing_of, fitting, largest, integer, offer_of, next_epoch,
+--          open_lease, list_lease, book, set_deadline, save, keep_answer
 -- Result   {'ok', books_id, answer}: answer is these, by line feeds (an endpoint may hold some)
 --            lease_id, epoch, producer_id, incarnation, consumer_id, bytes, expires_in_us,
 --            not_after_us (Redis time), transport, slab_bytes, endpoint
@@ -16,18 +14,17 @@
 -- A repeated key is answered with the words of the first time; a refusal is not kept, since a
 -- retry may find memory.
 
-local consumer_id = ARGV[3]
-local bytes, least = tonumber(ARGV[4]), tonumber(ARGV[5])
-
-local idempotency_key = KEY.idempotency .. 'lease:' .. ARGV[1]
-local first = redis.call('GET', idempotency_key)
-if first then
-  local cut = string.find(first, '\n', 1, true)
-  if string.sub(first, 1, cut - 1) ~= ARGV[2] then
-    return refuse('idempotency_conflict', 'this key came with a different request before')
-  end
-  return {'ok', books_id, string.sub(first, cut + 1)}
+local idempotency_key = KEY.idempotency .. 'lease:' .. ARGV[2]
+local first, conflict = first_answer(idempotency_key, ARGV[1])
+if conflict then
+  return conflict
+elseif first then
+  return {'ok', books_id, first}
 end
+
+local request = cjson.decode(ARGV[1])
+local consumer_id, bytes = request.consumer_id, request.bytes
+local least = request.min_bytes or bytes
 
 local domain = redis.call('HGET', KEY.consumer .. consumer_id, 'domain')
 if not domain then
@@ -49,8 +46,8 @@ if not producer_id then
   end
   producer_id = roomiest
 end
-if size_of(KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
-    or size_of(KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
+if redis.call('ZCARD', KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
+    or redis.call('ZCARD', KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
   return refuse('capacity_exhausted', 'a member holds as many leases as a report can carry',
     'producer_id', producer_id, 'consumer_id', consumer_id)
 end
@@ -64,11 +61,11 @@ local granted_epoch = next_epoch()
 local lease = open_lease({
   lease_id = 'lease-' .. integer(granted_epoch), state = CONST.initial_state,
   epoch = granted_epoch, granted_epoch = granted_epoch, producer_id = producer_id,
-  consumer_id = consumer_id, ttl_us = tonumber(ARGV[6]),
+  consumer_id = consumer_id, ttl_us = math.floor(request.ttl_s * 1000000 + 0.5),
 })
 list_lease(lease)
 book(lease, whole)
-local attach_us = tonumber(ARGV[7])
+local attach_us = tonumber(ARGV[3])
 set_deadline(lease, clock_us + attach_us)
 save(lease)
 
@@ -77,5 +74,5 @@ local answer = table.concat({
   integer(whole), integer(attach_us), integer(now_us + attach_us), offer.transport,
   integer(offer.slab_bytes), offer.endpoint,
 }, '\n')
-redis.call('SET', idempotency_key, ARGV[2] .. '\n' .. answer, 'PX', CONST.idempotency_ttl_ms)
+keep_answer(idempotency_key, ARGV[1], answer)
 return {'ok', books_id, answer}

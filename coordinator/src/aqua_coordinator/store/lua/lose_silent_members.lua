@@ -1,8 +1,9 @@
 -- One step of the sweep: members that have said nothing for too long leave the books.
 --
 -- KEYS[1]  the books
--- ARGV[1]  silence allowed, in microseconds of the books' clock
--- ARGV[2]  how many leases and members at most
+-- ARGV[1]  silent_s: silence allowed, in microseconds of the books' clock
+-- ARGV[2]  limit: how many leases and members at most
+-- Calls    integer, lease_of, step, save, settle, forget_producer, offer_of, forget_consumer
 -- Result   {'ok', steps}: leases and members handled; as many as allowed means there may be more
 --
 -- A lost producer's leases are LOST with it. A lost consumer's leases live on until they expire:

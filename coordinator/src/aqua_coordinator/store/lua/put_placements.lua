@@ -1,17 +1,19 @@
 -- Replace the placer's plan as a whole.
 --
 -- KEYS[1]  the books
--- ARGV[1]  plan_hash
--- ARGV[2...]  consumer_id, its producers (best first, separated by spaces), the reason; repeated
--- Result   {'ok', pairings}
+-- ARGV[1]  plan: a PlacementPlan as JSON
+-- Calls    emit
+-- Result   {'ok', pairings}: how many
 
+local plan = cjson.decode(ARGV[1])
 redis.call('DEL', KEY.placements, KEY.placement_reasons)
-for index = 2, #ARGV, 3 do
-  redis.call('HSET', KEY.placements, ARGV[index], ARGV[index + 1])
-  if ARGV[index + 2] ~= '' then
-    redis.call('HSET', KEY.placement_reasons, ARGV[index], ARGV[index + 2])
+for _, pairing in ipairs(plan.pairings) do
+  redis.call('HSET', KEY.placements, pairing.consumer_id, table.concat(pairing.producers, ' '))
+  if pairing.reason ~= '' then
+    redis.call('HSET', KEY.placement_reasons, pairing.consumer_id, pairing.reason)
   end
 end
-redis.call('HSET', KEYS[1], 'plan_hash', ARGV[1], 'planned', #ARGV > 1 and '1' or '0')
+redis.call('HSET', KEYS[1], 'plan_hash', plan.plan_hash,
+  'planned', #plan.pairings > 0 and '1' or '0')
 emit(KIND.placement_changed)
-return {'ok', (#ARGV - 1) / 3}
+return {'ok', #plan.pairings}

@@ -2,7 +2,8 @@
 --
 -- KEYS[1]  the books
 -- ARGV[1]  model
--- ARGV[2]  the profile, JSON
+-- ARGV[2]  profile: a ModelProfile as JSON
+-- Calls    refuse
 -- Result   {'ok'}
 -- Refuses  capacity_exhausted
 

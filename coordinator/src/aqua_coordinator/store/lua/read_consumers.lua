@@ -1,9 +1,9 @@
 -- A page of consumers in the order of their names, or one consumer.
 --
 -- KEYS[1]  the books
--- ARGV[1]  go on after this name; '' from the start
--- ARGV[2]  how many at most
--- ARGV[3]  only this one, or ''
+-- ARGV[1]  cursor: go on after this name; '' from the start
+-- ARGV[2]  limit: how many at most
+-- ARGV[3]  consumer_id: only this one, or ''
 -- Result   {'ok', rows}
 --            row {consumer_id, silent_us, leased_bytes, node, domain, gpu_uuid, model,
 --                 wanted_bytes, spilled_bytes}

@@ -2,32 +2,34 @@
 -- booked or ended.
 --
 -- KEYS[1]  the books
--- ARGV[1]  go on with this producer, '' from the start
--- ARGV[2]  and after this epoch
--- ARGV[3]  how many at most
--- ARGV[4]  only this one, or ''
--- ARGV[5]  only in this state, or ''
--- ARGV[6]  only of this producer, or ''
--- ARGV[7]  only of this consumer, or ''
--- Result   {'ok', producer_id, epoch, rows}: where to go on, '' at the end; see lease_row
+-- ARGV[1]  cursor: `producer@epoch` to go on with this producer after this epoch; '' to start
+-- ARGV[2]  limit: how many at most
+-- ARGV[3]  lease_id: only this one, or ''
+-- ARGV[4]  state: only in this, or ''
+-- ARGV[5]  producer_id: only of this one, or ''
+-- ARGV[6]  consumer_id: only of this one, or ''
+-- Calls    lease_of, lease_row
+-- Result   {'ok', rows, cursor}: see lease_row; where to go on, '' at the end
 --
 -- A filter may leave a page short, or empty, with more to come: the scan is bounded, not the page.
 -- @flags no-writes
 
-local rows, limit, scanned = {}, tonumber(ARGV[3]), 0
-if ARGV[4] ~= '' then
-  local lease = lease_of(ARGV[4])
-  return {'ok', '', '', lease and {lease_row(lease)} or {}}
+local rows, limit, scanned = {}, tonumber(ARGV[2]), 0
+if ARGV[3] ~= '' then
+  local lease = lease_of(ARGV[3])
+  return {'ok', lease and {lease_row(lease)} or {}, ''}
 end
 
 local function wanted(lease)
-  return (ARGV[5] == '' or lease.state == ARGV[5])
-    and (ARGV[7] == '' or lease.consumer_id == ARGV[7])
+  return (ARGV[4] == '' or lease.state == ARGV[4])
+    and (ARGV[6] == '' or lease.consumer_id == ARGV[6])
 end
 
-local producer_id, after = ARGV[1], '(' .. ARGV[2]
-if producer_id == '' then
-  producer_id = ARGV[6] ~= '' and ARGV[6]
+local producer_id, after = string.match(ARGV[1], '^(.+)@(.+)$')
+if producer_id then
+  after = '(' .. after
+else
+  producer_id = ARGV[5] ~= '' and ARGV[5]
     or redis.call('ZRANGEBYLEX', KEY.producers, '-', '+', 'LIMIT', 0, 1)[1]
   after = '-inf'
 end
@@ -41,17 +43,17 @@ while producer_id do
     end
     scanned = scanned + 1
     if #rows == limit or scanned == CONST.max_scan then
-      return {'ok', producer_id, names[index + 1], rows}
+      return {'ok', rows, producer_id .. '@' .. names[index + 1]}
     end
   end
   scanned = scanned + 1
-  if ARGV[6] ~= '' then
+  if ARGV[5] ~= '' then
     break
   end
   if scanned >= CONST.max_scan then
-    return {'ok', producer_id, '+inf', rows}
+    return {'ok', rows, producer_id .. '@+inf'}
   end
   producer_id = redis.call('ZRANGEBYLEX', KEY.producers, '(' .. producer_id, '+', 'LIMIT', 0, 1)[1]
   after = '-inf'
 end
-return {'ok', '', '', rows}
+return {'ok', rows, ''}

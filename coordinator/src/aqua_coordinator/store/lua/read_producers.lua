@@ -1,9 +1,9 @@
 -- A page of producers in the order of their names, or one producer.
 --
 -- KEYS[1]  the books
--- ARGV[1]  go on after this name; '' from the start
--- ARGV[2]  how many at most
--- ARGV[3]  only this one, or ''
+-- ARGV[1]  cursor: go on after this name; '' from the start
+-- ARGV[2]  limit: how many at most
+-- ARGV[3]  producer_id: only this one, or ''
 -- Result   {'ok', rows}
 --            row {producer_id, silent_us, node, domain, gpu_uuid, model, endpoint, transport,
 --                 slab_bytes, offered_bytes, leased_bytes, grantable, queue_length}

@@ -1,29 +1,20 @@
 -- A page of reclaims in the order they were opened, or one reclaim.
 --
 -- KEYS[1]  the books
--- ARGV[1]  go on after this position; '' from the start
--- ARGV[2]  how many at most
--- ARGV[3]  only this one, or ''
--- Result   {'ok', next, rows}
---            row {reclaim_id, producer_id, origin, requested_bytes, returned_bytes, deadline_s,
---                 done, escalated, first_slab_ms, total_ms}
+-- ARGV[1]  cursor: go on after this position; '' from the start
+-- ARGV[2]  limit: how many at most
+-- ARGV[3]  reclaim_id: only this one, or ''
+-- Calls    reclaim_row
+-- Result   {'ok', rows, next}: see reclaim_row; where to go on, '' at the end
 -- @flags no-writes
-
-local function row_of(reclaim_id)
-  local row = redis.call('HMGET', KEY.reclaim .. reclaim_id, 'producer_id', 'origin',
-    'requested_bytes', 'returned_bytes', 'deadline_s', 'done', 'escalated', 'first_slab_ms',
-    'total_ms')
-  table.insert(row, 1, reclaim_id)
-  return row[2] and row
-end
 
 local rows = {}
 if ARGV[3] ~= '' then
-  return {'ok', '', {row_of(ARGV[3]) or nil}}
+  return {'ok', {reclaim_row(ARGV[3])}, ''}
 end
 local names = redis.call('ZRANGEBYSCORE', KEY.reclaims, ARGV[1] == '' and '-inf' or '(' .. ARGV[1],
   '+inf', 'WITHSCORES', 'LIMIT', 0, tonumber(ARGV[2]))
 for index = 1, #names, 2 do
-  rows[#rows + 1] = row_of(names[index]) or nil
+  rows[#rows + 1] = reclaim_row(names[index])
 end
-return {'ok', #names == 2 * tonumber(ARGV[2]) and names[#names] or '', rows}
+return {'ok', rows, #names == 2 * tonumber(ARGV[2]) and names[#names] or ''}

@@ -3,7 +3,8 @@
 -- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
--- ARGV[3]  consumer that the caller's token is bound to, or ''
+-- ARGV[3]  as_consumer: whom the caller's token is bound to, or ''
+-- Calls    lease_of, why_not_act, step, save, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch
 

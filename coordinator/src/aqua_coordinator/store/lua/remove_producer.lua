@@ -3,6 +3,7 @@
 -- KEYS[1]  the books
 -- ARGV[1]  producer_id
 -- ARGV[2]  incarnation
+-- Calls    member_of, refuse, lease_of, step, save, settle, forget_producer
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision, invalid_transition
 

@@ -3,8 +3,9 @@
 -- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
--- ARGV[3]  time to live, in microseconds
--- ARGV[4]  consumer that the caller's token is bound to, or ''
+-- ARGV[3]  ttl_s, in microseconds
+-- ARGV[4]  as_consumer: whom the caller's token is bound to, or ''
+-- Calls    lease_of, why_not_act, refuse, step, write_lease, set_deadline, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch, lease_lost, invalid_transition
 

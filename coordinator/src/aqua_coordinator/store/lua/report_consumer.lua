@@ -1,8 +1,9 @@
 -- Book a consumer's full state; every lease it names is renewed.
 --
 -- KEYS[1]  the books
--- ARGV[1]  ConsumerReport as JSON, without nulls
--- ARGV[2]  fingerprint of the report
+-- ARGV[1]  report: a ConsumerReport as JSON, without nulls
+-- Calls    member_of, why_stale, lease_of, refuse, integer, retire, emit, step, set_deadline,
+--          largest, pairing_of
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
 -- Refuses  stale_revision, protocol_violation
@@ -12,11 +13,12 @@
 -- is called ended only when the consumer has named it for a while.
 
 local report = cjson.decode(ARGV[1])
+local fingerprint = redis.sha1hex(ARGV[1])
 local consumer_id = report.consumer_id
 local key = KEY.consumer .. consumer_id
 local known = member_of(key)
 
-local refusal = why_stale(known, consumer_id, report.incarnation, report.revision, ARGV[2])
+local refusal = why_stale(known, consumer_id, report.incarnation, report.revision, fingerprint)
 if refusal then
   return refusal
 end
@@ -30,7 +32,8 @@ end
 
 local reborn = known.incarnation and known.incarnation ~= report.incarnation
 redis.call('HSET', key,
-  'incarnation', report.incarnation, 'revision', integer(report.revision), 'fingerprint', ARGV[2],
+  'incarnation', report.incarnation, 'revision', integer(report.revision),
+  'fingerprint', fingerprint,
   'retired', reborn and retire(known) or known.retired,
   'node', report.node, 'domain', report.domain, 'gpu_uuid', report.gpu_uuid,
   'model', report.model or '', 'wanted_bytes', integer(report.wanted_bytes),

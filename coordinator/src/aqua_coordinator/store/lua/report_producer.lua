@@ -1,8 +1,9 @@
 -- Book a producer's full state: registration, heartbeat and every change of its leases.
 --
 -- KEYS[1]  the books
--- ARGV[1]  ProducerReport as JSON, without nulls
--- ARGV[2]  fingerprint of the report
+-- ARGV[1]  report: a ProducerReport as JSON, without nulls
+-- Calls    member_of, why_stale, refuse, lease_of, integer, step, save, offer_of, retire, emit,
+--          open_lease, set_deadline, book, write_list, next_epoch, close_reclaim
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' wishes, not yet taken up
@@ -16,12 +17,13 @@
 -- nobody has attached to yet go, newest first; what is held always fits, the schema sees to it.
 
 local report = cjson.decode(ARGV[1])
+local fingerprint = redis.sha1hex(ARGV[1])
 local producer_id = report.producer_id
 local key = KEY.producer .. producer_id
 local known = member_of(key)
 
 -- Everything is checked before anything is written.
-local refusal = why_stale(known, producer_id, report.incarnation, report.revision, ARGV[2])
+local refusal = why_stale(known, producer_id, report.incarnation, report.revision, fingerprint)
 if refusal then
   return refusal
 end
@@ -76,7 +78,7 @@ redis.call('HSET', key,
   'domain', report.domain, 'grantable', grantable and '1' or '0',
   'slab_bytes', integer(report.slab_bytes), 'endpoint', report.endpoint,
   'transport', report.transport, 'incarnation', report.incarnation,
-  'revision', integer(report.revision), 'fingerprint', ARGV[2],
+  'revision', integer(report.revision), 'fingerprint', fingerprint,
   'retired', reborn and retire(known) or known.retired,
   'node', report.node, 'gpu_uuid', report.gpu_uuid, 'model', report.model or '',
   'queue_length', report.load and integer(report.load.queue_length) or '')

@@ -3,6 +3,7 @@
 -- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
+-- Calls    lease_of, why_not_act, step, refuse, save, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, stale_epoch, invalid_transition
 

@@ -2,17 +2,16 @@
 --
 -- KEYS[1]  the books
 -- ARGV[1]  producer_id
--- ARGV[2]  incarnation
--- ARGV[3]  revision
--- ARGV[4]  offered_bytes
+-- ARGV[2]  update: an OfferUpdate as JSON
+-- Calls    member_of, integer, refuse, why_stale, offer_of, lease_of, emit, step, save
 -- Result   {'ok', producer_id, domain, offered_bytes, leased_bytes, grantable (1 or 0)}
 -- Refuses  unknown_resource, stale_revision, request_invalid
 
-local producer_id, incarnation = ARGV[1], ARGV[2]
-local revision, offered = tonumber(ARGV[3]), tonumber(ARGV[4])
+local producer_id, update = ARGV[1], cjson.decode(ARGV[2])
+local incarnation, revision, offered = update.incarnation, update.revision, update.offered_bytes
 local key = KEY.producer .. producer_id
 local known = member_of(key)
-local fingerprint = 'offer ' .. ARGV[4]
+local fingerprint = 'offer ' .. integer(offered)
 if not known.incarnation then
   return refuse('unknown_resource', 'there is no producer ' .. producer_id,
     'producer_id', producer_id)

@@ -4,40 +4,22 @@
 
 local MAX_WORDS = 1000
 
--- What has changed of a list, and by how many members it has grown.
-local function changes_of(key)
-  local changes = unwritten[key]
-  if not changes then
-    changes = {scores = {}, growth = 0}
-    unwritten[key] = changes
-  end
-  return changes
-end
-
 local function enlist(key, member, score)
-  local changes = changes_of(key)
-  changes.scores[member] = score
-  changes.growth = changes.growth + 1
+  unwritten[key] = unwritten[key] or {}
+  unwritten[key][member] = score
 end
 
 local function strike(key, member)
-  local changes = changes_of(key)
-  changes.scores[member] = false
-  changes.growth = changes.growth - 1
+  enlist(key, member, false)
 end
 
 -- The number that a member is listed under, or nil.
 local function score_of(key, member)
-  local score = unwritten[key] and unwritten[key].scores[member]
+  local score = unwritten[key] and unwritten[key][member]
   if score == nil then
     score = redis.call('ZSCORE', key, member)
   end
   return score and tonumber(score)
-end
-
--- How many a list has, if members were new when they were enlisted, and there when struck.
-local function size_of(key)
-  return redis.call('ZCARD', key) + (unwritten[key] and unwritten[key].growth or 0)
 end
 
 local function write_list(key)
@@ -45,7 +27,7 @@ local function write_list(key)
     return
   end
   local added, struck = {}, {}
-  for member, score in pairs(unwritten[key].scores) do
+  for member, score in pairs(unwritten[key]) do
     if score then
       added[#added + 1] = integer(score)
       added[#added + 1] = member

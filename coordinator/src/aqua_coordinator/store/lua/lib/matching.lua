@@ -1,4 +1,5 @@
 -- Which producer lends: the placer's pairing if there is one, else best fit inside the domain.
+-- Reads the lists in Redis, so it comes before a call's own changes to offers.
 
 -- The producers of a pairing, best first; nil when the placer has said nothing.
 local function pairing_of(consumer_id)
@@ -13,30 +14,15 @@ local function pairing_of(consumer_id)
   return producers
 end
 
--- Commands are about to read the domain's list of free bytes.
-local function refresh_free(domain)
-  for producer_id, offer in pairs(offers) do
-    if offer.changed then
-      list_offer(producer_id, offer)
-    end
-  end
-  write_list(KEY.free .. domain)
-end
-
-local function free_of(domain, producer_id)
-  return score_of(KEY.free .. domain, producer_id) or 0
-end
-
 -- The producer with the most free bytes, and these: what a lease could get at most.
 local function largest(domain, pairing)
-  refresh_free(domain)
   if not pairing then
     local top = redis.call('ZREVRANGE', KEY.free .. domain, 0, 0, 'WITHSCORES')
     return top[1], tonumber(top[2] or 0)
   end
   local best, most = nil, 0
   for _, producer_id in ipairs(pairing) do
-    local free = free_of(domain, producer_id)
+    local free = tonumber(redis.call('ZSCORE', KEY.free .. domain, producer_id) or 0)
     if free > most then
       best, most = producer_id, free
     end
@@ -46,13 +32,12 @@ end
 
 -- The first of the pairing, or the tightest of the domain, that has `bytes` free; else nil.
 local function fitting(domain, pairing, bytes)
-  refresh_free(domain)
   if not pairing then
     return redis.call('ZRANGEBYSCORE', KEY.free .. domain, integer(bytes), '+inf',
       'LIMIT', 0, 1)[1]
   end
   for _, producer_id in ipairs(pairing) do
-    if free_of(domain, producer_id) >= bytes then
+    if tonumber(redis.call('ZSCORE', KEY.free .. domain, producer_id) or 0) >= bytes then
       return producer_id
     end
   end

@@ -1,11 +1,7 @@
 -- Makes functions of Redis of the scripts.
 --
 -- Every script but the one that opens the books finds them open, and one that may write finds their
--- clock going on. Small scripts also run several in one call: they share the reading of the books
--- and producers, and the writing of lists. They are still one atomic step each, in their order.
-
-local SMALL = SMALL_SCRIPTS
-local small = {}
+-- clock going on.
 
 local function register(name, flags, script)
   local reads_only = flags[1] == 'no-writes'
@@ -23,9 +19,7 @@ local function register(name, flags, script)
     settle()
     return answer
   end
-  if SMALL[name] then
-    small[name] = script
-  elseif name == 'create_books' then
+  if name == 'create_books' then
     callback = script
   end
   redis.register_function({

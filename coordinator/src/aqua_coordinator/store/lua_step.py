@@ -1,0 +1,97 @@
+"""Lua steps: one typed Python function for each script, whose signature is the contract.
+
+    @lua_step("renew_lease.lua", rows.lease)
+    async def renew_lease(self, lease_id: str, *, epoch: int, ttl_s: float) -> LeaseView:
+        '''Start the time to live anew.'''
+
+The parameters are the script's ARGV, in their order and under their names; its header says the
+same, with what it answers and which shared functions it calls
+(`tests/unit/coordinator/test_scripts.py` compares).
+
+What a parameter is declared as says how it travels: a float is a time in seconds and travels as
+microseconds, a wire model as JSON without nulls, None as '', strings and whole numbers as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, get_type_hints
+
+from pydantic import BaseModel
+
+from aqua_coordinator.store.pipeline import Argument
+from aqua_coordinator.store.rows import MICROSECONDS
+
+
+class ScriptRunner(Protocol):
+    """What steps are methods of."""
+
+    async def run(self, script: str, *arguments: Argument) -> Sequence[Any]:
+        """The answer of a script, `{'ok', ...}`; a refusal is raised."""
+
+
+AnswerT = TypeVar("AnswerT")
+RunnerT = TypeVar("RunnerT", bound=ScriptRunner)
+P = ParamSpec("P")
+
+STEPS: Final[dict[str, inspect.Signature]] = {}
+"""The declared signature of each step, by the name of its script."""
+
+
+def lua_step(
+    file: str, read: Callable[[Sequence[Any]], AnswerT]
+) -> Callable[
+    [Callable[Concatenate[RunnerT, P], Awaitable[AnswerT]]],
+    Callable[Concatenate[RunnerT, P], Coroutine[Any, Any, AnswerT]],
+]:
+    """Make a method without a body call the script in `file`.
+
+    Args:
+        file: In `lua/`.
+        read: What the script's answer means.
+    """
+    script = file.removesuffix(".lua")
+
+    def decorate(
+        declared: Callable[Concatenate[RunnerT, P], Awaitable[AnswerT]],
+    ) -> Callable[Concatenate[RunnerT, P], Coroutine[Any, Any, AnswerT]]:
+        STEPS[script] = inspect.signature(declared)
+        hints = get_type_hints(declared)
+        parameters = list(STEPS[script].parameters.values())[1:]
+        encoders = [(parameter.name, _encoder(hints[parameter.name])) for parameter in parameters]
+        names = [name for name, _ in encoders]
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+        @functools.wraps(declared)
+        async def step(self: RunnerT, /, *args: P.args, **named: P.kwargs) -> AnswerT:
+            given: dict[str, Any] = {**defaults, **named}
+            given.update(zip(names, args, strict=False))
+            words = [encode(given[name]) if encode else given[name] for name, encode in encoders]
+            return read(await self.run(script, *words))
+
+        return step
+
+    return decorate
+
+
+def _encoder(declared: object) -> Callable[[Any], Argument] | None:
+    """How a parameter travels; None: as it is."""
+    if declared is float:
+        return _microseconds
+    if isinstance(declared, type) and issubclass(declared, BaseModel):
+        return _json
+    return None if declared in {str, int} else _or_empty
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * MICROSECONDS)
+
+
+def _json(document: BaseModel) -> str:
+    return document.model_dump_json(exclude_none=True)
+
+
+def _or_empty(value: Argument | None) -> Argument:
+    return "" if value is None else value
