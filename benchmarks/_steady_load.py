@@ -13,8 +13,9 @@ from pathlib import Path
 
 from aqua_profiler.load.endpoint import Endpoint
 from aqua_profiler.load.lengths import read_lengths
+from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.open_loop import OpenLoopTrial
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 WORDS_OF_A_PROBE = 20
 

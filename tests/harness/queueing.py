@@ -18,11 +18,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from aqua_profiler.load.arrivals import ArrivalProcess
 from aqua_profiler.load.lengths import LengthDistribution
+from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 from aqua_profiler.search.rate_search import SearchResult, next_trial
 
 TICK_S: Final = 0.05

@@ -24,10 +24,11 @@ from typing import Any, Final, Protocol
 from aqua_profiler.errors import EndpointError, EndpointRefusedError, EndpointStalledError
 from aqua_profiler.estimate.rate import Estimate, estimate_rate
 from aqua_profiler.load.endpoint import Completion, Endpoint, ShedError
+from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
 from aqua_profiler.measure.open_loop import OpenLoopTrial, TrialProgress
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import Trial, UnloadedLatency
+from aqua_profiler.objective import UnloadedLatency
 from aqua_profiler.report.profile import Findings, compose, spare_bytes
 from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 
-from aqua_profiler.load.arrivals import ArrivalProcess
-from aqua_profiler.measure.recorder import TrialRecorder, effective_count
+from aqua_profiler.load.trial import ArrivalProcess, Trial
+from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 UNLOADED = UnloadedLatency(ttft_s=0.1, residence_s=0.5, tbt_s=0.01)
 OBJECTIVE = LatencyObjective()
@@ -114,21 +112,25 @@ def test_a_moment_of_slow_tokens_does_not_end_a_run_and_two_seconds_do() -> None
     assert watch.should_stop(at_s + 3.1, 10.0) is StopReason.SLOW_TOKENS
 
 
-def test_a_server_that_still_fills_is_not_steady() -> None:
-    watch = _watch(enough_requests=50, least_s=20.0)
+def test_a_trial_is_not_steady_before_requests_have_come_and_gone_three_times() -> None:
+    watch = _watch(enough_requests=50, least_s=5.0)
+    # Ten requests a second, and each stays for four seconds.
     events = [(0.1 * number, 0, number) for number in range(300)]
-    # Each stays a little longer than the one before: more and more are in the system.
-    events += [(0.1 * number + 0.05 + 0.04 * number, 1, number) for number in range(300)]
+    events += [(0.1 * number + 4.0, 1, number) for number in range(300)]
+    ended_s = None
     for at_s, kind, number in sorted(events):
-        if at_s > 29.0:
-            break
         if kind == 0:
             watch.scheduled(at_s, 10)
             watch.sent(number, at_s)
             watch.token(number, at_s + 0.01)
         else:
+            watch.token(number, at_s)
             watch.finish(number, at_s)
-        assert watch.should_stop(at_s, 10.0) is not StopReason.ENOUGH
+        if watch.should_stop(at_s, 10.0) is StopReason.ENOUGH:
+            ended_s = at_s
+            break
+    assert ended_s is not None
+    assert 12.0 <= ended_s < 12.5
 
 
 def test_requests_turned_away_end_a_run() -> None:
@@ -137,14 +139,6 @@ def test_requests_turned_away_end_a_run() -> None:
         watch.scheduled(0.1 * number, 1)
         watch.turn_away(number, 0.1 * number)
     assert watch.should_stop(1.0, 10.0) is StopReason.SHED
-
-
-def test_correlated_values_are_worth_fewer() -> None:
-    generator = random.Random(1)
-    alone = np.array([generator.gauss(0, 1) for _ in range(900)])
-    walk = np.cumsum(alone)
-    assert effective_count(alone) > 300
-    assert effective_count(walk) < 60
 
 
 def test_arrivals_have_the_rate_and_the_scatter_of_poisson() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from aqua_profiler.estimate.token_times import TrialGaps, token_time_rate
 from aqua_profiler.load.lengths import lengths_of
+from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.gap_histogram import GapHistogram, gap_histograms
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 from harness.queueing import Server, drive
 
 OBJECTIVE = LatencyObjective()

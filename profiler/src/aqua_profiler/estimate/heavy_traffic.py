@@ -5,14 +5,13 @@ capacity and leaps there. The capacity C is measured where requests queued (`mea
 far below it the objective holds follows from the heavy-traffic law of queues: with Poisson arrivals
 the wait W exceeds t with probability
 
-    P(W > t) = P(wait) exp(-2 v C (1 - rho) t / (1 + d)),   rho = rate / C,
+    P(W > t) = rho^(sqrt(2 (c + 1)) - 1) exp(-2 C (1 - rho) t / (1 + d)),   rho = rate / C,
 
-d the measured dispersion of first tokens, P(wait) as in Sakasegawa's formula for as many servers as
-requests run at once, v a factor around 1 for all that this leaves out. Every steady trial near the
-capacity is evidence about C and v, on either side of it: requests that do not queue where they
-should refute a capacity as well as those that do where they should not. A posterior over a grid of
-both gives the rate at which the objective's quantile is met, with an error that contains everything
-not known.
+d the measured dispersion of first tokens, and the first factor, that a request waits at all, as in
+Sakasegawa's formula for as many servers c as requests run at once. Every steady trial near the
+capacity is evidence about it, on either side: requests that do not queue where they should refute a
+capacity as well as those that do where they should not. A posterior over a grid of capacities gives
+the rate at which the objective's quantile is met, with an error that contains what is not known.
 
 Pure.
 
@@ -27,24 +26,40 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from jaxtyping import Float64
+from scipy.optimize.elementwise import find_root
+from scipy.special import rel_entr
 
-from aqua_profiler.measure.compliance import is_measured
-from aqua_profiler.measure.recorder import DISPERSION_STARTS, SPREAD_WINDOWS
+from aqua_profiler.measure.backlog import COUNT_WINDOWS, STARTS_PER_WINDOW
 from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 LEAST_STARTS: Final = 12
-PRIOR_DISPERSION: Final = 0.5
-PRIOR_WINDOWS: Final = 4.0
-LEAST_DISPERSION: Final = 0.02
-FILL_UNCERTAINTY: Final = 0.25
-"""Of a residence, in seconds of backlog: requests that filled an empty server leave in rhythm."""
+"""First tokens of a backlog that counts, and a quarter of those that make a ramp's dispensable.
+With twice as many, ramps on small engines bracket nothing."""
 
-FACTOR_SD: Final = 0.4
-"""Of ln v: the law is within a factor of 1.5 for all queues tried, two times out of three."""
+PRIOR_DISPERSION: Final = 0.5
+"""Variance over mean of counts of first tokens, before any is measured: slots that serve one
+request after the other have 0.2 to 0.8. Doubled, rates are found a percent lower."""
+
+PRIOR_WINDOWS: Final = 4.0
+"""Windows of counts that the prior dispersion is worth. A search measures dozens."""
+
+LEAST_DISPERSION: Final = 0.02
+"""Variance over mean that is never gone below: a server of constant times still has an error."""
+
+FILL_UNCERTAINTY: Final = 0.25
+"""Of a residence, in seconds of backlog: requests that filled an empty server leave in rhythm, so
+that much of the time is not known to be the server's. Without it 1 of 110 searches took a guess
+from a ramp for a capacity; twice as much costs another backlog."""
 
 SATURATED_SHARE: Final = 0.97
-"""Requests beyond the limit that are expected above the capacity in a trial of finite length."""
+"""Requests beyond the limit that are expected above the capacity in a trial of finite length: the
+first do not wait yet. The share of misses allowed makes no difference."""
+
+NEAREST_LOAD: Final = 1e-3
+"""Least distance |1 - rho| from the capacity of which a queue's memory is computed: a bound on a
+division, far below anything measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,19 @@ class Capacity:
     error: float
     dispersion: float
     running: float
+
+    def late_share(
+        self,
+        load: Float64[np.ndarray, " rates"],
+        per_s: Float64[np.ndarray, " rates"],
+        limit_s: float,
+    ) -> Float64[np.ndarray, " rates"]:
+        """P(W > limit) at a load (rho) of a server of capacity `per_s`; 1 above the capacity."""
+        load = np.minimum(load, 1.0)
+        waits = load ** (math.sqrt(2 * (self.running + 1)) - 1)
+        decay = 2 * per_s * (1 - load) / (1 + self.dispersion)
+        shares: Float64[np.ndarray, " rates"] = waits * np.exp(-decay * limit_s)
+        return shares
 
 
 def capacity_of(trials: Sequence[TrialSummary]) -> Capacity | None:
@@ -81,10 +109,10 @@ def capacity_of(trials: Sequence[TrialSummary]) -> Capacity | None:
     starts = sum(backlog.starts for backlog, _ in found)
     seconds = sum(backlog.seconds for backlog, _ in found)
     dispersion = _pooled(
-        (backlog.dispersion, backlog.starts / DISPERSION_STARTS) for backlog, _ in found
+        (backlog.dispersion, backlog.starts / STARTS_PER_WINDOW) for backlog, _ in found
     )
     spread = _pooled(
-        (backlog.spread, min(SPREAD_WINDOWS, backlog.starts / DISPERSION_STARTS))
+        (backlog.spread, min(COUNT_WINDOWS, backlog.starts / STARTS_PER_WINDOW))
         for backlog, _ in found
     )
     per_s = starts / seconds
@@ -97,12 +125,9 @@ def capacity_of(trials: Sequence[TrialSummary]) -> Capacity | None:
 
 def _pooled(found: Iterable[tuple[float | None, float]]) -> float:
     """A dispersion from several, by their windows, and from what queues usually have."""
-    windows, weighted = PRIOR_WINDOWS, PRIOR_WINDOWS * PRIOR_DISPERSION
-    for value, weight in found:
-        if value is not None:
-            windows += weight
-            weighted += weight * value
-    return max(LEAST_DISPERSION, weighted / windows)
+    told = [(value, weight) for value, weight in found if value is not None]
+    values, weights = zip((PRIOR_DISPERSION, PRIOR_WINDOWS), *told, strict=True)
+    return max(LEAST_DISPERSION, float(np.average(values, weights=weights)))
 
 
 def queue_rate(
@@ -123,53 +148,34 @@ def queue_rate(
         spread: Of the machine's speed between trials, as a standard deviation of its logarithm: a
             trial closer to the capacity than that says nothing about it.
     """
-    deviations = np.linspace(-3.2, 3.2, 65)
-    rates = capacity.per_s * np.exp(deviations * capacity.error)[:, None]
-    factors = np.exp(np.linspace(-2.5, 2.5, 41) * FACTOR_SD)[None, :]
-    log_weight = -0.5 * deviations[:, None] ** 2 - 0.5 * (np.log(factors) / FACTOR_SD) ** 2
+    deviations = np.linspace(-3.2, 3.2, 65)  # Standard errors; what is beyond has no weight.
+    per_s = capacity.per_s * np.exp(deviations * capacity.error)
+    log_weight = -0.5 * deviations**2
     limit_s = objective.ttft_s - unloaded.ttft_s
     for trial in trials:
-        if not is_measured(trial):
+        if not trial.is_measured:
             continue
-        load = trial.rate_per_s / rates
-        expected = _over_share(load, rates, factors, limit_s, capacity)
-        expected = np.clip(expected, 0.5 / max(trial.window, 1), SATURATED_SHARE)
+        load = trial.rate_per_s / per_s
+        expected = np.clip(
+            capacity.late_share(load, per_s, limit_s), 0.5 / trial.window, SATURATED_SHARE
+        )
         # A queue forgets, or above the capacity becomes endless, within about (1 + d) / (1 - rho)^2
         # requests: what is shorter says little.
-        distance = np.maximum(np.abs(1 - load) - spread, 1e-3)
-        memory = (1 + capacity.dispersion) / np.square(distance)
-        worth = np.minimum(trial.effective_count, trial.window / memory)
-        log_weight = log_weight - worth * _divergence(trial.over_share, expected)
+        distance = np.maximum(np.abs(1 - load) - spread, NEAREST_LOAD)
+        independent = np.minimum(
+            trial.window, trial.window * distance**2 / (1 + capacity.dispersion)
+        )
+        seen = trial.over_share
+        log_weight -= independent * (
+            rel_entr(seen, expected) + rel_entr(1 - seen, 1 - expected)  # Kullback and Leibler's
+        )
     weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
     wanted = 1 - objective.ttft_quantile
-    low, high = np.zeros_like(weight), np.ones_like(weight)
-    for _ in range(30):
-        middle = (low + high) / 2
-        over_limit = _over_share(middle, rates, factors, limit_s, capacity) > wanted
-        low, high = np.where(over_limit, low, middle), np.where(over_limit, middle, high)
-    sustained = low * rates
-    mean = float((weight * sustained).sum())
-    deviation = math.sqrt(float((weight * (sustained - mean) ** 2).sum()))
-    return mean, deviation / mean
-
-
-def _divergence(seen: float, expected: Grid) -> Grid:
-    """Kullback and Leibler's, of two shares: 0 where a trial is just as expected."""
-    seen = min(max(seen, 1e-9), 1 - 1e-9)
-    divergence: Grid = seen * np.log(seen / expected) + (1 - seen) * np.log(
-        (1 - seen) / (1 - expected)
+    # P(W > limit) rises from 0 to 1 with the load, whatever the capacity.
+    found = find_root(
+        lambda load, c: capacity.late_share(load, c, limit_s) - wanted, (0.0, 1.0), args=(per_s,)
     )
-    return divergence
-
-
-Grid = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-
-
-def _over_share(load: Grid, rates: Grid, factors: Grid, limit_s: float, capacity: Capacity) -> Grid:
-    """P(W > limit) at a load (rho); 1 above the capacity."""
-    load = np.minimum(load, 1.0)
-    waits = load ** (math.sqrt(2 * (capacity.running + 1)) - 1)
-    decay = 2 * factors * rates * (1 - load) / (1 + capacity.dispersion)
-    shares: Grid = waits * np.exp(-decay * limit_s)
-    return shares
+    sustained = found.x * per_s
+    mean = float(np.average(sustained, weights=weight))
+    deviation = math.sqrt(float(np.average((sustained - mean) ** 2, weights=weight)))
+    return mean, deviation / mean

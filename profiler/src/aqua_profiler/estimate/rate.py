@@ -1,14 +1,14 @@
-"""From all trials so far to the sustained rate and its uncertainty.
+"""Where a profile's rate is decided: from all trials so far to the sustained rate and its error.
 
-Two kinds of server meet two kinds of limit.
+Three limits are looked for, and the lowest holds.
 
-**Queues.** Requests wait because the server admits no more (`heavy_traffic`).
+- **A queue's** (`heavy_traffic`): requests wait because the server admits no more.
+- **Token times'** (`token_times`): tokens slow down as requests add up.
+- **A bracket**: between the highest rate that met the objective and the lowest that violated it for
+  a reason that neither of the two explains yet.
 
-**Curves.** Latency rises smoothly with the rate and crosses the limit without a queue: longer
-batches, slower tokens (`token_times`), and for all other reasons `latency_curve`.
-
-The sustained rate is the lower of the two. Where trials show that the machine's own speed changes
-(`speed_drift`), it is the rate of the median speed, with the error of that.
+Where trials show that the machine's own speed changes (`speed_drift`), the rate is that of the
+median speed, with the error of that.
 
 Source: Aqua section 4.1. Ours: one estimate from all trials; the paper bisects and then steps by
 0.5 requests/s.
@@ -22,27 +22,51 @@ from dataclasses import dataclass
 from typing import Final
 
 from aqua_profiler.estimate.heavy_traffic import LEAST_STARTS, Capacity, capacity_of, queue_rate
-from aqua_profiler.estimate.latency_curve import crossing, points_of
 from aqua_profiler.estimate.speed_drift import Drift, drift_of, rescaled
-from aqua_profiler.estimate.token_times import UNTOLD_ERROR, TrialGaps, token_time_rate
-from aqua_profiler.measure.compliance import has_clearly_slow_tokens, is_measured, meets, why_not
-from aqua_profiler.measure.summary import StopReason, TrialSummary
+from aqua_profiler.estimate.token_times import UNKNOWN_ERROR, TrialGaps, token_time_rate
+from aqua_profiler.measure.summary import Limit, StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 TOLERANCE: Final = 0.05
-"""Confidence is the probability that the truth is within that share of the answer."""
+"""Confidence is the probability that the truth is within that share of the answer. It is part of
+the profile's format; doubled, it would say less of the same rate."""
 
-CONTRADICTED: Final = 1.05
 NEAR_RATIO: Final = 0.4
-"""Trials whose rates are within that distance, in logarithms, are compared in speed."""
+"""Trials whose rates are within that distance, in logarithms, are compared in speed. At twice that,
+differences of load are taken for those of speed."""
 
 SPEED_ELASTICITY: Final = 1.5
 """Of the rate that token times allow: fewer requests meet in a faster server, each of them faster.
 5% of speed moved it by 6 to 8% in profiles of a real engine."""
 
+LEAST_BRACKET_ERROR: Final = 0.1
+"""Relative error of a bracket, however narrow: its ends are single trials, which fall on either
+side of a limit by chance. Doubled, no rate known from a bracket would make a complete profile."""
 
-Option = tuple[float, float, str]
-"""A rate, its relative error, and the limit it is of."""
+
+CONTRADICTED: Final = 1.15
+"""Of a rate at which a trial violated the limit of token times. What all trials together say beyond
+that is wrong if two did: by chance one fails so far below a limit, but seldom two. At 1.05, servers
+whose tokens hardly slow down contradict themselves."""
+
+CUT_OFF: Final = frozenset({StopReason.SLOW_TOKENS, StopReason.SHED, StopReason.OVERLOAD})
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """A rate that one limit allows.
+
+    Attributes:
+        rate_per_s: The estimate.
+        error: Relative standard error.
+        limit: Of TTFT or of TBT.
+        is_queue: Requests wait there; else latency rises smoothly.
+    """
+
+    rate_per_s: float
+    error: float
+    limit: Limit
+    is_queue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +77,7 @@ class Estimate:
         rate_per_s: The estimate, or None when nothing bounds it yet.
         error: Relative standard error.
         limited_by: `ttft` or `tbt`, None when nothing does.
-        queueing: The limit is a queue's; else a curve's.
+        queueing: The limit is a queue's; else latency rises smoothly.
         capacity: If requests have queued.
         ok_per_s: Highest rate that met the objective, 0 for none.
         violated_per_s: Lowest rate that did not for another reason than a queue; inf for none.
@@ -63,7 +87,7 @@ class Estimate:
 
     rate_per_s: float | None
     error: float
-    limited_by: str | None
+    limited_by: Limit | None
     queueing: bool
     capacity: Capacity | None
     ok_per_s: float
@@ -81,147 +105,120 @@ class Estimate:
 def estimate_rate(
     objective: LatencyObjective, unloaded: UnloadedLatency, trials: Sequence[TrialSummary]
 ) -> Estimate:
-    """The sustained rate, from everything measured so far."""
+    """The sustained rate, from everything measured so far: the lowest of the limits found."""
     capacity = capacity_of(trials)
     queue = None
     if capacity is not None and unloaded.ttft_s < objective.ttft_s:
-        queue = _queue(objective, unloaded, trials, capacity)
-    steady = [trial for trial in trials if is_measured(trial)]
-    ok = max((trial.rate_per_s for trial in steady if meets(objective, trial)), default=0.0)
-    tokens = _tokens(objective, trials, math.inf if queue is None else queue[0])
-    curve, violated = _curve(objective, trials, ok, queue)
-    if tokens is not None and curve is not None and curve[2] == "tbt":
-        if _contradicts(objective, trials, tokens[0], curve[0]):
-            tokens = None
-        else:
-            curve = None
-    options = [option for option in (queue, tokens, curve) if option is not None]
-    if not options:
-        return Estimate(
-            None, 1.0, None, queueing=False, capacity=capacity, ok_per_s=ok, violated_per_s=violated
-        )
-    rate, error, reason = min(options)
-    near = _drift(trials, rate)
+        queue = _queue_limit(objective, unloaded, trials, capacity)
+    tokens = _token_limit(objective, trials, math.inf if queue is None else queue.rate_per_s)
+    ok = max(
+        (trial.rate_per_s for trial in trials if trial.is_measured and trial.meets(objective)),
+        default=0.0,
+    )
+    violations = _violations(objective, trials, queue)
+    bracket = _between(ok, *violations[0]) if violations else None
+    if tokens is not None and bracket is not None and bracket.limit == "tbt":
+        contradicted = [at for at, _ in violations if CONTRADICTED * at < tokens.rate_per_s]
+        tokens, bracket = (None, bracket) if len(contradicted) > 1 else (tokens, None)
+    limits = [limit for limit in (queue, tokens, bracket) if limit is not None]
+    lowest = min(limits, key=lambda limit: limit.rate_per_s, default=None)
+    drift = None if lowest is None else _drift(trials, lowest.rate_per_s)
     return Estimate(
-        rate,
-        error,
-        reason,
-        queueing=(rate, error, reason) == queue,
+        rate_per_s=None if lowest is None else lowest.rate_per_s,
+        error=1.0 if lowest is None else lowest.error,
+        limited_by=None if lowest is None else lowest.limit,
+        queueing=lowest is not None and lowest.is_queue,
         capacity=capacity,
         ok_per_s=ok,
-        violated_per_s=violated,
-        drift=0.0 if near is None else near.spread,
+        violated_per_s=violations[0][0] if violations else math.inf,
+        drift=0.0 if drift is None else drift.spread,
     )
 
 
-def _contradicts(
-    objective: LatencyObjective, trials: Sequence[TrialSummary], rate: float, curve: float
-) -> bool:
-    """Whether single trials know better than what all of them say of the server.
-
-    They do where one failed far below its rate, by more than chance. On a machine that changes its
-    speed some do, in its slow minutes.
-    """
-    failed = min(
-        (trial.rate_per_s for trial in trials if has_clearly_slow_tokens(objective, trial)),
-        default=math.inf,
-    )
-    return CONTRADICTED * max(failed, curve) < rate and _drift(trials, rate) is None
-
-
-def _queue(
+def _queue_limit(
     objective: LatencyObjective,
     unloaded: UnloadedLatency,
     trials: Sequence[TrialSummary],
     capacity: Capacity,
-) -> Option:
-    """The limit that waiting sets."""
+) -> RateLimit:
     rate, error = queue_rate(objective, unloaded, trials, capacity)
     if drift := _drift(trials, rate):
         rate, error = queue_rate(objective, unloaded, trials, capacity, spread=drift.spread)
         error = math.hypot(error, drift.error)
-    return rate, error, "ttft"
+    return RateLimit(rate, error, "ttft", is_queue=True)
 
 
-def _tokens(
+def _token_limit(
     objective: LatencyObjective, trials: Sequence[TrialSummary], ceiling: float
-) -> Option | None:
-    """The limit that token times set, if gaps beyond theirs have been seen.
+) -> RateLimit | None:
+    """The limit of token times, if long gaps have been seen.
 
     Args:
         ceiling: The rate at which a queue's limit holds.
     """
     told = [trial for trial in trials if trial.paces and trial.gaps_per_request > 0]
-    steady = [trial for trial in told if is_measured(trial)] or told
+    steady = [trial for trial in told if trial.is_measured] or told
     finished = sum(trial.finished for trial in steady)
     if not finished:
         return None
-    gaps = sum(trial.gaps_per_request * trial.finished for trial in steady) / finished
-    paced = [TrialGaps(trial.rate_per_s, not is_measured(trial), trial.paces) for trial in told]
+    per_request = sum(trial.gaps_per_request * trial.finished for trial in steady) / finished
+    gaps = [TrialGaps(trial.rate_per_s, not trial.is_measured, trial.paces) for trial in told]
     allowed = 1 - objective.tbt_quantile
-    found = token_time_rate(paced, gaps, allowed, ceiling_per_s=ceiling)
+    found = token_time_rate(gaps, per_request, allowed, ceiling_per_s=ceiling)
+    drift_error = 0.0
+    if found is not None and (drift := _drift(trials, found[0])):
+        slowness = iter(drift.slowness)
+        gaps = [
+            rescaled(entry, next(slowness)) if is_comparable(trial, found[0]) else entry
+            for trial, entry in zip(told, gaps, strict=True)
+        ]
+        found = token_time_rate(gaps, per_request, allowed, ceiling_per_s=ceiling)
+        drift_error = SPEED_ELASTICITY * drift.error
     if found is None:
         return None
-    if drift := _drift(trials, found[0]):
-        slowness = iter(drift.slowness)
-        paced = [
-            rescaled(entry, next(slowness)) if _is_near(trial, found[0]) else entry
-            for trial, entry in zip(told, paced, strict=True)
-        ]
-        found = token_time_rate(paced, gaps, allowed, ceiling_per_s=ceiling)
-        if found is None:
-            return None
-        found = (found[0], math.hypot(found[1], SPEED_ELASTICITY * drift.error))
-    rate, error = found
+    rate, error = found[0], math.hypot(found[1], drift_error)
     if rate < objective.min_rate_per_s:  # Too slow even for one request at a time.
-        return objective.min_rate_per_s, max(error, UNTOLD_ERROR), "tbt"
-    return rate, error, "tbt"
+        rate, error = objective.min_rate_per_s, max(error, UNKNOWN_ERROR)
+    return RateLimit(rate, error, "tbt")
 
 
 def _drift(trials: Sequence[TrialSummary], rate: float) -> Drift | None:
     """Of the endpoint's speed between trials near a rate."""
-    return drift_of([trial.paces for trial in trials if _is_near(trial, rate)])
+    return drift_of([trial.paces for trial in trials if is_comparable(trial, rate)])
 
 
-def _is_near(trial: TrialSummary, rate: float) -> bool:
-    """Its paces compare with those of other trials near that rate."""
+def is_comparable(trial: TrialSummary, rate: float) -> bool:
+    """Whether its gaps compare with those of other trials near that rate."""
     told = bool(trial.paces) and trial.gaps_per_request > 0 and not trial.ramp
     return told and abs(math.log(trial.rate_per_s / rate)) < NEAR_RATIO
 
 
-def _curve(
-    objective: LatencyObjective, trials: Sequence[TrialSummary], ok: float, queue: Option | None
-) -> tuple[Option | None, float]:
-    """The crossing of a smooth limit, and the lowest rate that violated one."""
-    violations = [
-        (trial, reason)
+def _violations(
+    objective: LatencyObjective, trials: Sequence[TrialSummary], queue: RateLimit | None
+) -> list[tuple[float, Limit]]:
+    """Rates that violated the objective for another reason than a queue, and which limit.
+
+    The lowest comes first; ramps, which tell less than steady trials, come last.
+    """
+    told = [
+        (trial.ramp, trial.rate_per_s, limit)
         for trial in trials
-        if (reason := why_not(objective, trial)) is not None
-        and (
-            is_measured(trial)
-            or trial.stop in {StopReason.SLOW_TOKENS, StopReason.SHED, StopReason.OVERLOAD}
-        )
-        and not _is_queues(trial, reason, queue)
+        if (limit := trial.violated(objective)) is not None
+        and (trial.is_measured or trial.stop in CUT_OFF)
+        and not (limit == "ttft" and queue is not None and _is_of_queue(trial, queue))
     ]
-    if not violations:
-        return None, math.inf
-    worst, reason = min(violations, key=lambda pair: (pair[0].ramp, pair[0].rate_per_s))
-    points = points_of(objective, trials, reason)
-    fitted = crossing(points, worst.rate_per_s)
-    if fitted is not None:
-        rate, error = fitted
-        return (rate, error, reason), worst.rate_per_s
-    # Nothing measured above the limit yet, or nothing below: somewhere between.
-    below = max((point.rate for point in points if point.log_ratio < 0), default=ok)
-    rate = (min(below, worst.rate_per_s) + worst.rate_per_s) / 2
-    return (rate, max(0.3 * (worst.rate_per_s - below) / rate, 0.1), reason), worst.rate_per_s
+    return [(rate, limit) for _, rate, limit in sorted(told)]
 
 
-def _is_queues(trial: TrialSummary, reason: str, queue: Option | None) -> bool:
+def _is_of_queue(trial: TrialSummary, queue: RateLimit) -> bool:
     """A late first token near or above the capacity is the queue's doing."""
-    if reason != "ttft" or queue is None:
-        return False
-    rate, error, _ = queue
-    return trial.rate_per_s > rate * (1 - 2 * error) or any(
+    return trial.rate_per_s > queue.rate_per_s * (1 - 2 * queue.error) or any(
         backlog.starts >= LEAST_STARTS for backlog in trial.backlogs
     )
+
+
+def _between(ok: float, violated: float, limit: Limit) -> RateLimit:
+    """The middle of a bracket, with the standard deviation of an even distribution over it."""
+    low = min(ok, violated)
+    rate = (low + violated) / 2
+    return RateLimit(rate, max((violated - low) / math.sqrt(12) / rate, LEAST_BRACKET_ERROR), limit)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from aqua_profiler.errors import EndpointError, EndpointStalledError
-from aqua_profiler.load.arrivals import ArrivalProcess
 from aqua_profiler.load.endpoint import Endpoint, ShedError
+from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 TICK_S: Final = 0.05
 LEAD_S: Final = 0.02

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from aqua_profiler.measure.gap_histogram import GapHistogram
+from aqua_profiler.objective import LatencyObjective
+
+Limit = Literal["ttft", "tbt"]
+"""Which limit of the objective."""
 
 
 class StopReason(StrEnum):
@@ -31,7 +35,7 @@ class Backlog:
         dispersion: Variance over mean of the counts of first tokens in short windows, about as long
             as a queue lasts; None if it was short.
         spread: The same in the long run: what the mean's own error follows from. Smaller where
-            decks of lengths even out what neighbours differ in.
+            stratified lengths even out what neighbours differ in.
     """
 
     starts: int
@@ -56,10 +60,7 @@ class TrialSummary:
         ttft_s: The objective's quantile of TTFT.
         ttft_p99_s: For people.
         over_share: Share of requests beyond the limit of TTFT.
-        effective_count: Independent requests that the window is worth.
-        ttft_error: Relative standard error of `ttft_s`.
         tbt_s: The objective's quantile of TBT, None without two tokens anywhere.
-        tbt_error: Relative standard error of `tbt_s`.
         gaps: Gaps between tokens.
         residence_s: Mean time from first to last token.
         running: Requests between first and last token, on average.
@@ -68,7 +69,7 @@ class TrialSummary:
         tokens_peak: Most tokens of context that requests in the system would hold together.
         kv_usage: Highest share of the KV cache in use that the engine reported, if it did.
         gaps_per_request: Of those answered to the end, on average.
-        paces: How fast tokens came, by requests in the system; one after the other.
+        paces: How fast tokens came, by requests in the system; one part after the other.
     """
 
     rate_per_s: float
@@ -82,10 +83,7 @@ class TrialSummary:
     ttft_s: float
     ttft_p99_s: float
     over_share: float
-    effective_count: float
-    ttft_error: float
     tbt_s: float | None
-    tbt_error: float
     gaps: int
     residence_s: float
     running: float
@@ -95,6 +93,26 @@ class TrialSummary:
     kv_usage: float | None = None
     gaps_per_request: float = 0.0
     paces: tuple[GapHistogram, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """It lasted long enough in a steady state for its quantiles to count."""
+        lasted = self.stop in {StopReason.ENOUGH, StopReason.TIME}
+        return lasted and not self.ramp and self.window > 0
+
+    def violated(self, objective: LatencyObjective) -> Limit | None:
+        """Which limit it exceeded, if any."""
+        if self.stop in {StopReason.OVERLOAD, StopReason.SHED, StopReason.BACKLOG}:
+            return "ttft"
+        if self.stop is StopReason.SLOW_TOKENS:
+            return "tbt"
+        if self.tbt_s is not None and self.tbt_s > objective.tbt_s:
+            return "tbt"
+        return "ttft" if self.ttft_s > objective.ttft_s else None
+
+    def meets(self, objective: LatencyObjective) -> bool:
+        """Whether it met the objective, for as long as it lasted."""
+        return self.violated(objective) is None
 
     def as_json(self) -> dict[str, Any]:
         """For the journal."""

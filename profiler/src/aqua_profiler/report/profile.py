@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.estimate.rate import Estimate, estimate_rate
-from aqua_profiler.measure.compliance import is_measured, meets
 from aqua_profiler.measure.kv_cache import KvCache
 from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.objective import LatencyObjective
@@ -212,7 +211,7 @@ def _nearest(
     objective: LatencyObjective, known: Estimate | None, trials: Sequence[TrialSummary]
 ) -> TrialSummary | None:
     """The steady trial at the highest rate that met the objective, not above the estimate."""
-    steady = [trial for trial in trials if is_measured(trial) and meets(objective, trial)]
+    steady = [trial for trial in trials if trial.is_measured and trial.meets(objective)]
     if known is None or known.rate_per_s is None or not steady:
         return None
     return max(steady, key=lambda trial: trial.rate_per_s)

@@ -7,9 +7,8 @@ clock. It goes
    the rate for the price of about one trial (the paper bisects within 1 to 10 requests/s);
 2. where requests queued, slightly above the capacity, until the capacity is known well enough; then
    to the rate that follows, to see the objective met in the steady state;
-3. where latency rises without a queue: halving the bracket by interpolation; then a little below
-   the estimate, to see the objective met, above it, to see it violated, and by the paper's linear
-   steps to both sides.
+3. where latency rises without a queue: up from below; then a little below the estimate, to see the
+   objective met, above it, to see it violated, and by the paper's linear steps to both sides.
 
 Whatever contradicts the estimate moves it: all trials count in `estimate.rate`, at every decision.
 
@@ -20,63 +19,116 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from aqua_profiler.estimate.rate import Estimate, estimate_rate
-from aqua_profiler.measure.compliance import is_measured, meets
+from aqua_profiler.estimate.rate import Estimate, estimate_rate, is_comparable
+from aqua_profiler.estimate.speed_drift import LEAST_TRIALS
+from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective, Trial, UnloadedLatency
+from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+
+# --- Ramps ------------------------------------------------------------------------------
 
 RAMP_SHARE: Final = 0.05
-"""Of the budget for one doubling: a ramp of six leaves two thirds."""
+"""Of the budget, for one doubling of a ramp: one of six leaves two thirds. At 0.1 ramps eat short
+budgets."""
 
 LEAST_DOUBLING_S: Final = 2.0
+"""Seconds of a doubling, where a short budget does not take less. Twice as slow ramps send more
+requests for the same bracket; twice as fast ones are past the limit before it shows."""
+
 RAMP_BACKLOG: Final = 40
-FIRST_BACKLOG: Final = 60.0
-"""Of first tokens, per request/s of the capacity; within the bounds below."""
+"""First tokens of a backlog that end a ramp: enough for a first capacity, to a third."""
+
+# --- Queues -----------------------------------------------------------------------------
+
+BACKLOG_S: Final = 60.0
+"""Seconds of the capacity's first tokens in the first backlog, within the next two bounds."""
 
 LEAST_BACKLOG: Final = 100
+"""First tokens of a backlog. With 200 slow servers need most of their requests for one."""
+
 USUAL_BACKLOG: Final = 240
+"""First tokens of the first backlog at the most. Twice as many seldom change what comes next."""
+
 MOST_BACKLOG: Final = 1200
-STEADY_REQUESTS: Final = 150
-MOST_RUNS: Final = 24
+"""First tokens of any later backlog at the most: a bound on one trial."""
+
+OVERLOAD: Final = (1.08, 0.17, 1.5)
+"""Of the capacity, the load at which requests queue: 8% above it, and up to 17% more, at 1.5 times
+its relative error. Twice as far above, the wait outgrows patience before the backlog is long."""
+
+# --- Steady states ----------------------------------------------------------------------
 
 STEADY_BELOW: Final = 0.96
 """A steady trial is made at that share of the estimate. At the estimate itself half of all trials
 would fail by definition; a little below, a failure says that the estimate is wrong."""
 
 STEADY_FROM: Final = 0.88
-EXCEEDED_AT: Final = 1.15
-"""Of the estimate: where a curve's limit has to be seen exceeded, or looked for in vain twice,
-before the search is content. From below, a rate that is too low looks like any other."""
+"""Share of the estimate from which a steady trial confirms it. Farther below it would meet the
+objective whatever the estimate's error is."""
 
+STEADY_REQUESTS: Final = 150
+"""Requests of a trial that confirms a rate that a queue allows."""
+
+LEAST_WINDOW: Final = 20
+"""Requests of a steady trial, without its warm-up, that can confirm a rate: a median of fewer is
+chance."""
+
+EXCEEDED_AT: Final = 1.15
+"""Of the estimate: where a limit of tokens has to be seen exceeded, or looked for in vain twice,
+before the search is content. From below, a rate that is too low looks like any other: without this
+5 of 52 searches were beyond 5% instead of 2."""
+
+EXCEEDED_FROM: Final = 1.1
 EXCEEDED_BY: Final = 1.18
 EXCEEDING_TRIES: Final = 2
-LEAST_WINDOW: Final = 20
-"""Requests of a steady trial, without its warm-up, that can confirm a rate."""
+"""Trials between these shares of the estimate that may meet the objective by chance before it is
+taken as exceeded. Each costs a trial."""
 
-LEAST_PRECISION: Final = 0.1
-"""A rate that is less certain makes a partial profile."""
-
-RUN_S: Final = 30.0
-"""Of requests: as many as come in that time, within bounds."""
-
-MOST_REQUESTS: Final = 1500
 RELATIVE_STEP: Final = 0.04
-TRIES_AT_THE_LEAST: Final = 3
-LONE_SHARE: Final = 0.35
-"""Of the rate at which lone requests follow each other: what a search tries at the least."""
-CURVE_PRECISION: Final = 1.5
-"""A crossing of curves is exact enough at so many times the precision: its error contains
-the scatter of whole trials already."""
+"""Of the rate, the largest linear step: section 4.1 steps by 0.5 of up to 10 requests/s."""
 
+# --- How long ---------------------------------------------------------------------------
+
+TRIAL_S: Final = 30.0
+"""Of requests: a trial of token times has as many as come in that time, within the next two. With
+60 the requests are spent in half as many trials, which say less of how the machine changes."""
+
+LEAST_TRIAL_REQUESTS: Final = 100
+MOST_TRIAL_REQUESTS: Final = 1500
+"""Requests of a trial of token times: for a p99 of gaps, and a bound on one trial."""
+
+GLANCE_REQUESTS: Final = 40
+"""Of a trial while next to nothing is known, with an error of `HARDLY_KNOWN` and more."""
+
+HARDLY_KNOWN: Final = 0.5
+"""Relative error. Halved, the first trials take longer and the search ends where it did."""
+
+MOST_TRIALS: Final = 24
+"""Of a search: three times the usual number; a bound."""
 
 REQUESTS_PER_RATE: Final = 170.0
 """Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
 0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
 
 LEAST_REQUESTS: Final = 400
+"""That any search may send, however low the rate."""
+
+# --- When it is known -------------------------------------------------------------------
+
+TOKEN_PRECISION: Final = 1.5
+"""A limit of token times is exact enough at so many times the precision: its error contains the
+straight line's already. At 1 searches spend all their requests for the same rates."""
+
+LEAST_PRECISION: Final = 0.1
+"""A rate whose relative error is larger makes a partial profile, and is approached from below."""
+
+LOWEST_SHARE: Final = 0.35
+LOWEST_TRIES: Final = 3
+"""Trials below 1.5 times that share of the rate at which lone requests follow each other, after
+which a search that saw none meet the objective gives up."""
 
 DRIFT_SHARE: Final = 0.6
 """Of the budget, for a search on a machine that changes its speed: there more requests in a row say
@@ -84,13 +136,6 @@ nothing more, but trials in other minutes do. What is left is for bursts."""
 
 DRIFT_STEP: Final = 0.08
 """Of the rate: how far from it such trials are made, below and above in turn."""
-
-HARDLY_KNOWN: Final = 0.5
-FAR_BELOW: Final = 0.6
-"""Of a limit. Where next to nothing is known and a trial stayed below that, the rate is doubled."""
-
-GLANCE_REQUESTS: Final = 40
-"""Of a trial while next to nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +176,19 @@ def next_trial(
         seed: Of the search; every trial gets its own from it.
     """
     known = estimate_rate(objective, unloaded, trials)
-    planner = _Planner(
-        objective, unloaded, trials, known, left_s, budget_s, seed * 1_000 + len(trials)
-    )
+    trial_seed = seed * 1_000 + len(trials)
+    search = _Search(objective, unloaded, trials, known, left_s, budget_s, trial_seed)
     if not trials:
-        return planner.ramp()
-    if len(trials) >= MOST_RUNS:
-        return planner.verdict("as many trials as a search may make")
-    if left_s < planner.shortest_s:
-        return planner.verdict("the budget is spent")
-    return planner.next()
+        return search.ramp()
+    if len(trials) >= MOST_TRIALS:
+        return search.end("as many trials as a search may make")
+    if left_s < 2.0 + 3 * unloaded.residence_s:  # A trial that could still say something.
+        return search.end("the budget is spent")
+    return search.next()
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class _Search:
     objective: LatencyObjective
     unloaded: UnloadedLatency
     trials: Sequence[TrialSummary]
@@ -154,26 +198,22 @@ class _Planner:
     seed: int
 
     @property
-    def shortest_s(self) -> float:
-        """A trial that could still say something, with its drain."""
-        return 2.0 + 3 * self.unloaded.residence_s
+    def _rate(self) -> float:
+        """The estimate, where there is one."""
+        assert self.known.rate_per_s is not None, self.known
+        return self.known.rate_per_s
 
     @property
     def _lone_per_s(self) -> float:
         """Requests, one at a time."""
         return 1 / max(self.unloaded.residence_s, 1e-3)
 
-    @property
-    def sent(self) -> int:
-        """Requests so far."""
-        return sum(trial.sent for trial in self.trials)
-
     def ramp(self) -> Trial:
         """From a rate that a server which takes one request at a time just sustains."""
         objective, budget_s = self.objective, self.budget_s
-        start = 0.7 * self._lone_per_s
+        start = max(0.7 * self._lone_per_s, objective.min_rate_per_s)
         return Trial(
-            rate_per_s=min(max(start, objective.min_rate_per_s), objective.max_rate_per_s),
+            rate_per_s=min(start, objective.max_rate_per_s),
             seed=self.seed,
             doubling_s=max(
                 min(LEAST_DOUBLING_S, 0.5 * RAMP_SHARE * budget_s),
@@ -188,194 +228,154 @@ class _Planner:
 
     def next(self) -> Trial | SearchResult:
         """After the ramp."""
-        known, objective = self.known, self.objective
-        if known.rate_per_s is None:
+        known = self.known
+        if known.rate_per_s is None or known.rate_per_s >= self.objective.max_rate_per_s:
             return self._towards_the_cap()
-        if known.rate_per_s >= objective.max_rate_per_s:
-            return self._towards_the_cap()
-        if self._is_spent():
-            return self.verdict(
-                "as precise as a machine that changes its speed allows"
-                if known.drift
-                else "as precise as so many requests allow"
-            )
-        return self._queue() if known.queueing else self._curve()
+        spent = self._requests_left <= (LEAST_WINDOW if self._is_confirmed() else -0.1 * self._sent)
+        if spent and known.drift:
+            return self.end("as precise as a machine that changes its speed allows")
+        if spent:
+            return self.end("as precise as so many requests allow")
+        return self._next_of_queue() if known.queueing else self._next_of_tokens()
 
     def _towards_the_cap(self) -> Trial | SearchResult:
-        cap = self.objective.max_rate_per_s
-        if self.known.ok_per_s >= cap:
-            return self.verdict("the highest rate allowed meets the objective", at_cap=True)
-        highest = max(trial.rate_per_s for trial in self.trials)
-        if any(trial.rate_per_s >= cap and is_measured(trial) for trial in self.trials):
-            return self._steady(max(self.known.ok_per_s * 1.2, 0.8 * cap))
-        return self._steady(min(cap, max(highest, 2 * self.known.ok_per_s)))
-
-    def _is_spent(self) -> bool:
-        return self._allowed <= (LEAST_WINDOW if self._is_confirmed() else -0.1 * self.sent)
+        cap, ok = self.objective.max_rate_per_s, self.known.ok_per_s
+        if ok >= cap:
+            return self.end("the highest rate allowed meets the objective", at_cap=True)
+        if any(trial.rate_per_s >= cap and trial.is_measured for trial in self.trials):
+            return self._steady(max(ok * 1.2, 0.8 * cap))
+        return self._steady(max(2 * ok, *(trial.rate_per_s for trial in self.trials)))
 
     @property
-    def _allowed(self) -> float:
+    def _sent(self) -> int:
+        return sum(trial.sent for trial in self.trials)
+
+    @property
+    def _requests_left(self) -> float:
         """Requests that may still be sent."""
         if self.known.drift and self.left_s > (1 - DRIFT_SHARE) * self.budget_s:
             return math.inf
-        rate = self.known.rate_per_s or 0.0
-        return max(LEAST_REQUESTS, REQUESTS_PER_RATE * rate) - self.sent
-
-    # --- Queues -------------------------------------------------------------------------
-
-    def _queue(self) -> Trial | SearchResult:
-        known = self.known
-        assert known.rate_per_s is not None, known
-        assert known.capacity is not None, known
-        settled = any(
-            backlog.starts >= LEAST_BACKLOG - 20
-            for trial in self.trials
-            if not trial.ramp
-            for backlog in trial.backlogs
-        )
-        if not settled and not self._overshot():
-            first = min(max(FIRST_BACKLOG * known.capacity.per_s, LEAST_BACKLOG), USUAL_BACKLOG)
-            return self._saturate(round(first))
-        if not self._is_confirmed():
-            return self._steady(STEADY_BELOW * known.rate_per_s)
-        if known.error > self.objective.precision:
-            wanted = known.capacity.dispersion / self.objective.precision**2
-            have = sum(b.starts for trial in self.trials if not trial.ramp for b in trial.backlogs)
-            allowed = self._allowed
-            if known.drift:
-                wanted = math.inf
-            more = min(max(wanted - have, LEAST_BACKLOG), MOST_BACKLOG, max(allowed, LEAST_BACKLOG))
-            return self._saturate(round(more))
-        return self.verdict("known to the precision asked for")
-
-    def _overshot(self) -> bool:
-        """Trials meant to overload did not, twice: the steady ones know better."""
-        capacity = self.known.capacity
-        assert capacity is not None, self.known
-        return sum(not trial.ramp and not trial.backlogs for trial in self.trials) >= 4  # noqa: PLR2004
+        return max(LEAST_REQUESTS, REQUESTS_PER_RATE * self._rate) - self._sent
 
     def _is_confirmed(self) -> bool:
         """A steady trial near the estimate met the objective."""
-        rate = self.known.rate_per_s
-        assert rate is not None, self.known
         return any(
-            is_measured(trial)
-            and meets(self.objective, trial)
-            and trial.rate_per_s >= STEADY_FROM * rate
+            trial.is_measured
+            and trial.meets(self.objective)
+            and trial.rate_per_s >= STEADY_FROM * self._rate
             and trial.window >= LEAST_WINDOW
             for trial in self.trials
         )
 
-    def _saturate(self, starts: int) -> Trial:
+    # --- Queues -------------------------------------------------------------------------
+
+    def _next_of_queue(self) -> Trial | SearchResult:
+        known = self.known
+        assert known.capacity is not None, known
+        backlogs = [b for trial in self.trials if not trial.ramp for b in trial.backlogs]
+        if not any(backlog.starts >= 0.8 * LEAST_BACKLOG for backlog in backlogs):
+            first = min(max(BACKLOG_S * known.capacity.per_s, LEAST_BACKLOG), USUAL_BACKLOG)
+            return self._overload(round(first))
+        if not self._is_confirmed():
+            return self._steady(STEADY_BELOW * self._rate)
+        if known.error <= self.objective.precision:
+            return self.end("known to the precision asked for")
+        wanted = known.capacity.dispersion / self.objective.precision**2
+        more = math.inf if known.drift else wanted - sum(b.starts for b in backlogs)
+        more = min(max(more, LEAST_BACKLOG), MOST_BACKLOG)
+        return self._overload(round(min(more, max(self._requests_left, LEAST_BACKLOG))))
+
+    def _overload(self, starts: int) -> Trial:
+        """So much above the capacity that so many first tokens come from a queue."""
         capacity = self.known.capacity
         assert capacity is not None, self.known
-        excess = 1.08 + min(0.17, 1.5 * capacity.error)
+        least, most_more, errors = OVERLOAD
+        excess = least + min(most_more, errors * capacity.error)
         # Where a trial above the estimate met the objective, the estimate is too low.
         rate = max(capacity.per_s * excess, 1.15 * self.known.ok_per_s)
         # A backlog of so many at that rate waits (excess - 1) times its length in the end.
         length_s = starts / capacity.per_s
-        patience = max(6.0, 2 * (excess - 1) * length_s / self.objective.ttft_s)
-        return self._run(
+        return self._trial(
             rate,
             requests=round(2.5 * starts) + 50,
             backlog=starts,
-            patience=patience,
+            patience=max(6.0, 2 * (excess - 1) * length_s / self.objective.ttft_s),
             most_s=3 * length_s + 4 * self.unloaded.residence_s + 20,
         )
 
-    # --- Curves -------------------------------------------------------------------------
+    # --- Token times --------------------------------------------------------------------
 
-    def _curve(self) -> Trial | SearchResult:
+    def _next_of_tokens(self) -> Trial | SearchResult:
         known, objective = self.known, self.objective
-        assert known.rate_per_s is not None, known
         if known.violated_per_s <= objective.min_rate_per_s * 1.01:
-            return self.verdict("the lowest rate allowed violates the objective")
-        lone = 1.5 * LONE_SHARE * self._lone_per_s
-        in_vain = sum(is_measured(trial) and trial.rate_per_s <= lone for trial in self.trials)
-        if not known.ok_per_s and in_vain >= TRIES_AT_THE_LEAST:
-            return self.verdict("hardly more than one request at a time violates the objective")
-        is_bracketed = self._is_confirmed() and self._is_exceeded()
-        if known.error <= CURVE_PRECISION * objective.precision and is_bracketed:
-            return self.verdict("known to the precision asked for")
+            return self.end("the lowest rate allowed violates the objective")
+        lowest = 1.5 * LOWEST_SHARE * self._lone_per_s
+        in_vain = sum(trial.is_measured and trial.rate_per_s <= lowest for trial in self.trials)
+        if not known.ok_per_s and in_vain >= LOWEST_TRIES:
+            return self.end("hardly more than one request at a time violates the objective")
+        # Of fewer trials near the rate, nothing would be known of how the machine's speed changes.
+        near = sum(is_comparable(trial, self._rate) for trial in self.trials)
+        is_bracketed = self._is_confirmed() and self._is_exceeded() and near >= LEAST_TRIALS
+        if known.error <= TOKEN_PRECISION * objective.precision and is_bracketed:
+            return self.end("known to the precision asked for")
         if known.error > LEAST_PRECISION:
-            return self._measure(self._towards_the_limit())
+            return self._measure(self._from_below())
         return self._measure(self._beside_the_estimate())
 
-    def _beside_the_estimate(self) -> float:
-        """Where a limit is known well: below it until that is seen, then above it, then both."""
-        known = self.known
-        assert known.rate_per_s is not None, known
-        step = min(self.objective.step_per_s, RELATIVE_STEP * known.rate_per_s)
-        if known.drift:
-            step = max(step, DRIFT_STEP * known.rate_per_s)
-        if not self._is_confirmed():
-            # By a little more each time.
-            tries = sum(
-                is_measured(trial) and STEADY_FROM * known.rate_per_s <= trial.rate_per_s
-                for trial in self.trials
-            )
-            rate = STEADY_BELOW * known.rate_per_s - tries * step
-            return max(rate, STEADY_FROM * known.rate_per_s)
-        if not self._is_exceeded():
-            return EXCEEDED_AT * known.rate_per_s
-        # To both sides of the estimate in turn: what is left of the budget goes where it matters.
-        side = 1 if sum(trial.rate_per_s > known.rate_per_s for trial in self.trials) % 2 else -1
-        return known.rate_per_s + side * step
-
-    def _towards_the_limit(self) -> float:
+    def _from_below(self) -> float:
         """Where a limit is hardly known: from below, a trial that is cut off teaches less."""
         known = self.known
-        assert known.rate_per_s is not None, known
-        low, high = known.ok_per_s, known.rate_per_s
+        low, high = known.ok_per_s, self._rate
         if low < known.violated_per_s:
             high = min(high, known.violated_per_s)
         if not low:
             # A server that takes one request at a time keeps up with that much.
-            return max(
-                high * max(0.5, 1 - known.error), 0.35 / max(self.unloaded.residence_s, 1e-3)
-            )
-        if self._is_far_below() and 2 * low < known.violated_per_s:
-            return max(2 * low, math.sqrt(low * high))
+            return max(high * max(0.5, 1 - known.error), LOWEST_SHARE * self._lone_per_s)
         if low < 0.9 * high:
             return math.sqrt(low * high)
-        return (1.04 if self._is_exceeded() else EXCEEDED_AT) * known.rate_per_s
+        return (1 + RELATIVE_STEP if self._is_exceeded() else EXCEEDED_AT) * self._rate
+
+    def _beside_the_estimate(self) -> float:
+        """Where a limit is known well: below it until that is seen, then above it, then both."""
+        rate = self._rate
+        step = min(self.objective.step_per_s, RELATIVE_STEP * rate)
+        if self.known.drift:
+            step = max(step, DRIFT_STEP * rate)
+        if not self._is_confirmed():
+            near = [t for t in self.trials if t.is_measured and t.rate_per_s >= STEADY_FROM * rate]
+            # By a little more each time.
+            return max(STEADY_BELOW * rate - len(near) * step, STEADY_FROM * rate)
+        if not self._is_exceeded():
+            return EXCEEDED_AT * rate
+        # To both sides of the estimate in turn: what is left of the budget goes where it matters.
+        side = 1 if sum(trial.rate_per_s > rate for trial in self.trials) % 2 else -1
+        return rate + side * step
 
     def _is_exceeded(self) -> bool:
         """A trial a little above the estimate violated the objective, or several met it."""
-        rate = self.known.rate_per_s
-        assert rate is not None, self.known
-        near = [
+        above = [
             trial
             for trial in self.trials
-            if not trial.ramp and trial.rate_per_s <= EXCEEDED_BY * rate
+            if not trial.ramp and self._rate < trial.rate_per_s <= EXCEEDED_BY * self._rate
         ]
-        if any(trial.rate_per_s > rate and not meets(self.objective, trial) for trial in near):
+        if any(not trial.meets(self.objective) for trial in above):
             return True
-        return sum(trial.rate_per_s > 1.1 * rate for trial in near) >= EXCEEDING_TRIES
+        far = [trial for trial in above if trial.rate_per_s > EXCEEDED_FROM * self._rate]
+        return len(far) >= EXCEEDING_TRIES
 
-    def _is_far_below(self) -> bool:
-        """Hardly anything is known, but that the highest rate that met the limits did so easily."""
-        objective = self.objective
-        highest = [trial for trial in self.trials if trial.rate_per_s == self.known.ok_per_s]
-        return self.known.error > HARDLY_KNOWN and any(
-            (trial.tbt_s or 0.0) < FAR_BELOW * objective.tbt_s
-            and trial.ttft_s < FAR_BELOW * objective.ttft_s
-            for trial in highest
-        )
-
-    # --- Trials ---------------------------------------------------------------------------
+    # --- Trials -------------------------------------------------------------------------
 
     def _steady(self, rate: float) -> Trial:
-        return self._run(rate, requests=STEADY_REQUESTS, backlog=0, patience=5.0, most_s=240.0)
+        return self._trial(rate, requests=STEADY_REQUESTS, backlog=0, patience=5.0, most_s=240.0)
 
     def _measure(self, rate: float) -> Trial:
         """For quantiles of tokens: as long as a third of what is left allows."""
+        least = LEAST_TRIAL_REQUESTS if self.known.error < HARDLY_KNOWN else GLANCE_REQUESTS
+        requests = max(min(TRIAL_S * rate, MOST_TRIAL_REQUESTS, self._requests_left), least)
         most_s = max(10.0, 0.3 * self.left_s)
-        least = LEAST_REQUESTS / 4 if self.known.error < HARDLY_KNOWN else GLANCE_REQUESTS
-        requests = round(max(min(RUN_S * rate, MOST_REQUESTS, self._allowed), least))
-        return self._run(rate, requests=requests, backlog=0, patience=5.0, most_s=most_s)
+        return self._trial(rate, requests=round(requests), backlog=0, patience=5.0, most_s=most_s)
 
-    def _run(
+    def _trial(
         self, rate: float, *, requests: int, backlog: int, patience: float, most_s: float
     ) -> Trial:
         objective = self.objective
@@ -390,20 +390,14 @@ class _Planner:
             most_s=max(1.0, min(most_s, 0.8 * self.left_s - self.unloaded.residence_s)),
         )
 
-    def verdict(self, reason: str, *, at_cap: bool = False) -> SearchResult:
+    def end(self, reason: str, *, at_cap: bool = False) -> SearchResult:
         """The end, as far as it came."""
         known = self.known
-        near = known.rate_per_s is not None and self._is_confirmed()
-        near = near and known.error <= LEAST_PRECISION
-        complete = at_cap or near
         if at_cap:
-            known = Estimate(
-                self.objective.max_rate_per_s,
-                0.0,
-                None,
-                queueing=False,
-                capacity=None,
-                ok_per_s=known.ok_per_s,
-                violated_per_s=known.violated_per_s,
+            cap = self.objective.max_rate_per_s
+            known = replace(
+                known, rate_per_s=cap, error=0.0, limited_by=None, queueing=False, capacity=None
             )
-        return SearchResult(known, complete, reason, at_cap)
+            return SearchResult(known, complete=True, reason=reason, at_cap=True)
+        is_known = known.rate_per_s is not None and known.error <= LEAST_PRECISION
+        return SearchResult(known, is_known and self._is_confirmed(), reason)
