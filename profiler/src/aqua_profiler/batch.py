@@ -14,47 +14,35 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Final
 
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.load.programs import BatchProgram, ContextProgram
 from aqua_profiler.measure.memory import MemoryMeter
+from aqua_profiler.spec import BatchSpec
 from aqua_protocol.profile import (
-    PRODUCER_THRESHOLD_BYTES,
     ModelProfile,
     ProfileKind,
     ProfileLabel,
-    Provenance,
     label_of,
 )
 
 LEAST_GAIN: Final = 0.05
-LEAST_REPEATS, MOST_REPEATS = 3, 30
+"""Share of throughput that two doublings of the batch must gain to go on, and by which the peak may
+fall short of the best. Doubled, the peak is a batch size sooner and more memory is spare."""
+
+LEAST_REPEATS: Final = 3
+MOST_REPEATS: Final = 30
+"""Batches of a size: for a standard error at the least, and a bound at the most."""
+
 ENOUGH_ERROR: Final = 0.02
+"""Relative standard error of throughput at which a size is known: well below `LEAST_GAIN`. Halved,
+it takes four times as many batches."""
+
 TOLERANCE: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """What to measure.
-
-    Attributes:
-        model: For the profile.
-        budget_s: For everything.
-        largest: Batch size not to exceed.
-        threshold_bytes: From which spare memory makes a producer.
-        hbm_bytes: Of the device, where the meter's total is not it.
-        provenance: What the caller knows.
-    """
-
-    model: str
-    budget_s: float = 600.0
-    largest: int = 1024
-    threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
-    hbm_bytes: int | None = None
-    provenance: Provenance = field(default_factory=Provenance)
+"""Confidence is the probability that the truth is within that share, as of `estimate.rate`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,37 @@
 """`aqua-profile`: run, show, diff, push.
 
-What a script may read goes to standard output (`--json`), what a person watches to standard error.
-Exit codes: 0 done; 1 the profile is partial because the budget was spent; 2 the input or a setting
-is wrong; 3 the endpoint (or the coordinator) failed: with `run`, what was measured before is still
-written and printed, marked partial, and can be resumed.
+Errors, exit codes and files are those of all commands (`aqua_cli`). Exit code 1 says that the
+profile is partial because the budget was spent, or that two profiles differ; 3 that the endpoint
+failed: with `run`, what was measured before is still written and printed, marked partial, and can
+be resumed. Imports numpy, aiohttp and the rest inside commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from aqua_profiler.llm import ProfileListener
-    from aqua_protocol.profile import ModelProfile
+from aqua_cli import (
+    CoordinatorToken,
+    CoordinatorUrl,
+    ExitCode,
+    Json,
+    Output,
+    Plot,
+    print_json,
+    progress,
+    say,
+)
+from aqua_cli import main as run_program
+from aqua_cli.options import DEFAULT_COORDINATOR_URL
 
-EXIT_PARTIAL, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
+if TYPE_CHECKING:
+    from aqua_profiler.errors import EndpointError
+    from aqua_profiler.spec import BatchSpec
+    from aqua_protocol.profile import ModelProfile
 
 app = typer.Typer(
     name="aqua-profile",
@@ -51,11 +61,6 @@ class Format(StrEnum):
     KUBERNETES = "kubernetes"
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the profile here: .json or .yaml.")
-]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or .svg.")]
 Budget = Annotated[float, typer.Option("--budget-s", min=1, max=86_400, help="Seconds in all.")]
 Threshold = Annotated[
     str, typer.Option("--threshold", help="Spare memory from which a model is a producer.")
@@ -124,6 +129,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_profiler.llm import profile_llm
     from aqua_profiler.load.lengths import read_lengths
     from aqua_profiler.objective import LatencyObjective
+    from aqua_profiler.report.progress import ProgressListener
     from aqua_profiler.report.provenance import provenance
     from aqua_profiler.spec import ProfileSpec
     from aqua_protocol import ConfigError, parse_bytes
@@ -137,7 +143,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         raise ProfileInvalidError(f"{model!r} cannot be a model's name", remedy="Give --model.")
     if journal is None and output is not None:
         journal = output.with_name(output.name + ".journal")
-    plan = ProfileSpec(
+    spec = ProfileSpec(
         url=endpoint,
         model=model,
         lengths=workload,
@@ -167,15 +173,10 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         journal=journal,
         provenance=provenance(workload.digest, hardware=hardware),
     )
-    with _watching(budget_s, quiet=as_json) as listener:
-        outcome = profile_llm(plan, listener)
-    _deliver(outcome.profile, output, plot, as_json=as_json)
-    if outcome.error is not None:
-        _say(f"aqua-profile: {outcome.error.message} [{outcome.error.code}]")
-        _say(f"  {outcome.error.remedy}")
-        raise typer.Exit(EXIT_FAILED)
-    if outcome.profile.partial:
-        raise typer.Exit(EXIT_PARTIAL)
+    # The search usually ends before its budget does.
+    with progress("starting", total=budget_s, quiet=as_json) as shown:
+        outcome = profile_llm(spec, ProgressListener(shown, budget_s))
+    _deliver(outcome.profile, outcome.error, output, plot, as_json=as_json)
 
 
 Program = Annotated[str | None, typer.Option(help="module:factory; see docs/profiling.md.")]
@@ -214,31 +215,22 @@ def batch(  # noqa: PLR0917 - as above
 
     if (program is None) == (endpoint is None):
         raise ConfigError("nothing to run", remedy="Give one of --program and --endpoint.")
-    plan = _batch_plan(model, budget_s, largest, threshold, hbm, hardware)
-    work = (
-        load(program, "run")
-        if program is not None
-        else HttpBatchProgram(endpoint or "", body, token)
-    )
+    spec = _batch_spec(model, budget_s, largest, threshold, hbm, hardware)
+    work = HttpBatchProgram(endpoint, body, token) if endpoint else load(program or "", "run")
     meter = UrlMeter(memory_url) if memory_url else meter_for(work, device)
-    quiet = as_json or not sys.stderr.isatty()
     try:
-        profile, error = profile_batch(
-            plan,
-            work,
-            meter,
-            lambda step: None if quiet else _say(f"{step.size}: {step.items_per_s:.2f} items/s"),
-        )
+        with progress("Batches", quiet=as_json) as shown:
+            profile, error = profile_batch(
+                spec,
+                work,
+                meter,
+                lambda found: shown.update(note=f"{found.size}: {found.items_per_s:.2f} items/s"),
+            )
     finally:
         meter.close()
         if isinstance(work, HttpBatchProgram):
             work.close()
-    _deliver(profile, output, plot, as_json=as_json)
-    if error is not None:
-        _say(f"aqua-profile: {error.message} [{error.code}]")
-        raise typer.Exit(EXIT_FAILED)
-    if profile.partial:
-        raise typer.Exit(EXIT_PARTIAL)
+    _deliver(profile, error, output, plot, as_json=as_json)
 
 
 @run.command()
@@ -257,16 +249,16 @@ def context(  # noqa: PLR0917 - as above
     from aqua_profiler.batch import profile_context
     from aqua_profiler.load.programs import load
 
-    plan = _batch_plan(model, 600.0, 1, threshold, hbm, hardware)
-    profile = profile_context(plan, load(program, "read"), long_prompt_tokens, prefix_tokens)
-    _deliver(profile, output, None, as_json=as_json)
+    spec = _batch_spec(model, 600.0, 1, threshold, hbm, hardware)
+    profile = profile_context(spec, load(program, "read"), long_prompt_tokens, prefix_tokens)
+    _deliver(profile, None, output, None, as_json=as_json)
 
 
-def _batch_plan(
+def _batch_spec(
     model: str, budget_s: float, largest: int, threshold: str, hbm: str | None, hardware: str
-) -> Any:  # noqa: ANN401 - a BatchSpec; its module loads pydantic
-    from aqua_profiler.batch import BatchSpec
+) -> BatchSpec:
     from aqua_profiler.report.provenance import provenance
+    from aqua_profiler.spec import BatchSpec
     from aqua_protocol import parse_bytes
 
     return BatchSpec(
@@ -301,9 +293,9 @@ def show(
         typer.echo(placer_input(profiles, servers, gpus, hbm_gb), nl=False)
     for profile in profiles:
         if as_json or form is Format.JSON:
-            typer.echo(profile.model_dump_json())
+            print_json(profile)
         elif form is Format.KUBERNETES:
-            _print_json({"metadata": kubernetes(profile)})
+            print_json({"metadata": kubernetes(profile)})
         elif form is Format.TEXT:
             typer.echo("\n".join(lines_of(profile)))
         if plot is not None:
@@ -322,24 +314,20 @@ def diff(
 
     found = differences(read_profile(old), read_profile(new))
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         for name, entry in found.items():
             ratio = f"  (x {entry['ratio']:.3f})" if "ratio" in entry else ""
             typer.echo(f"{name:28s} {entry['old']} -> {entry['new']}{ratio}")
     if found:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
 def push(
     file: ProfileFile,
-    url: Annotated[
-        str, typer.Option(envvar="AQUA_COORDINATOR_URL", help="The coordinator.")
-    ] = "http://127.0.0.1:7700",
-    token: Annotated[
-        str | None, typer.Option(envvar="AQUA_TOKEN", help="A token of role operator.")
-    ] = None,
+    url: CoordinatorUrl = DEFAULT_COORDINATOR_URL,
+    token: CoordinatorToken = None,
     as_json: Json = False,
 ) -> None:
     """Send a profile to the coordinator, where informers find it."""
@@ -349,9 +337,9 @@ def push(
     profile = read_profile(file)
     send(profile, url, token)
     if as_json:
-        _print_json({"model": profile.model, "label": profile.label.value, "url": url})
+        print_json({"model": profile.model, "label": profile.label.value, "url": url})
     else:
-        _say(f"{url}: the profile of {profile.model}")
+        say(f"{url}: the profile of {profile.model}")
 
 
 def _factors(text: str) -> tuple[float, ...]:
@@ -368,21 +356,15 @@ def _factors(text: str) -> tuple[float, ...]:
     return factors
 
 
-@contextmanager
-def _watching(budget_s: float, *, quiet: bool) -> Iterator[ProfileListener]:
-    """Progress with the time left, on a terminal; silence elsewhere."""
-    from aqua_profiler.report.progress import ProgressBar, SilentListener
-
-    if quiet or not sys.stderr.isatty():
-        yield SilentListener()
-        return
-    with ProgressBar(budget_s) as listener:
-        yield listener
-
-
 def _deliver(
-    profile: ModelProfile, output: Path | None, plot: Path | None, *, as_json: bool
+    profile: ModelProfile,
+    error: EndpointError | None,
+    output: Path | None,
+    plot: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
+    """Write, draw and print a profile; exit with what its being partial means."""
     from aqua_profiler.report.files import write_profile
     from aqua_profiler.report.text import lines_of
 
@@ -391,38 +373,24 @@ def _deliver(
     if plot is not None:
         _draw(profile, plot)
     if as_json:
-        typer.echo(profile.model_dump_json())
+        print_json(profile)
     else:
         typer.echo("\n".join(lines_of(profile)))
+    if error is not None:
+        say(f"aqua-profile: {error.message} [{error.code}]")
+        say(f"  {error.remedy}")
+        raise typer.Exit(ExitCode.UNAVAILABLE)
+    if profile.partial:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _draw(profile: ModelProfile, path: Path) -> None:
     from aqua_profiler.report.plot import draw
 
     draw(profile, path)
-    _say(str(path))
+    say(str(path))
 
 
-def _print_json(content: Any) -> None:  # noqa: ANN401 - JSON
-    import json
-
-    typer.echo(json.dumps(content))
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def main() -> None:
-    """Entry point: typed errors become a line, a remedy and an exit code."""
-    from aqua_protocol.errors import AquaError, ConfigError
-
-    try:
-        app()
-    except AquaError as error:
-        if "--json" in sys.argv:
-            typer.echo(error.to_body().model_dump_json())
-        _say(f"aqua-profile: {error.message} [{error.code}]")
-        if error.remedy:
-            _say(f"  {error.remedy}")
-        sys.exit(EXIT_WRONG if isinstance(error, ConfigError) else EXIT_FAILED)
+def entry() -> None:
+    """Run as the console script `aqua-profile`."""
+    run_program(app, "aqua-profile")

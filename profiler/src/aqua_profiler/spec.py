@@ -1,4 +1,4 @@
-"""What to measure of an LLM endpoint: everything that a caller decides beforehand."""
+"""What to measure: everything that a caller decides beforehand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_BURSTS: Final = (2.0, 1.5, 3.0)
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """What to measure.
+    """What to measure of an LLM endpoint.
 
     Attributes:
         url: Of the endpoint.
@@ -71,3 +71,24 @@ class ProfileSpec:
             "objective": asdict(self.objective),
             "seed": self.seed,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """What to measure of a program that makes batches.
+
+    Attributes:
+        model: For the profile.
+        budget_s: For everything.
+        largest: Batch size not to exceed.
+        threshold_bytes: From which spare memory makes a producer.
+        hbm_bytes: Of the device, where the meter's total is not it.
+        provenance: What the caller knows.
+    """
+
+    model: str
+    budget_s: float = 600.0
+    largest: int = 1024
+    threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
+    hbm_bytes: int | None = None
+    provenance: Provenance = field(default_factory=Provenance)

@@ -13,7 +13,7 @@ from aqua_protocol.profile import ModelProfile, ProfileLabel
 from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
 
-COMMAND = [sys.executable, "-c", "from aqua_profiler.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from aqua_profiler.cli import entry; entry()"]
 
 
 @pytest.mark.parametrize("form", ["text", "json", "placer", "kubernetes"])

@@ -51,5 +51,5 @@ def test_a_partial_profile_is_not_pushed() -> None:
 
 
 def test_nobody_listening_is_said_with_the_address() -> None:
-    with pytest.raises(UnavailableError, match="no coordinator answers"):
+    with pytest.raises(UnavailableError, match="no answer from the coordinator"):
         push(PRODUCER, "http://127.0.0.1:9", None)

@@ -14,11 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from aqua_profiler.errors import EndpointGoneError, EndpointRefusedError
+from aqua_profiler.errors import EndpointRefusedError
+from aqua_profiler.load.answer_stream import SHOWN
+from aqua_profiler.load.http import BlockingHttp
 from aqua_protocol import ConfigError
 
 TIMEOUT_S: Final = 600.0
-PLACE: Final = '"$batch"'
+"""Seconds of one batch: diffusion of a thousand images takes minutes. Doubled, a hung server is
+found out twice as late."""
+
+BAD: Final = 400
+"""HTTP statuses from here on are refusals."""
+
+SIZE_MARK: Final = '"$batch"'
 
 
 class BatchProgram(Protocol):
@@ -76,24 +84,21 @@ class HttpBatchProgram:
     is_remote = True
 
     def __init__(self, url: str, body: str, token: str | None = None) -> None:
-        if PLACE not in body:
+        if SIZE_MARK not in body:
             raise ConfigError(
-                f"the body has no {PLACE}",
+                f"the body has no {SIZE_MARK}",
                 remedy='Write for example {"prompt": "a", "n": "$batch"}.',
             )
         try:
             json.loads(body)
         except ValueError as error:
             raise ConfigError(f"the body is not JSON: {error}", remedy="Mend --body.") from error
-        import httpx
-
         self._url, self._body = url, body
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers)
+        self._http = BlockingHttp(TIMEOUT_S, token)
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        self._http.close()
 
     def run(self, size: int) -> None:
         """Ask for one batch and read all of it.
@@ -102,19 +107,10 @@ class HttpBatchProgram:
             MemoryError: The server ran out of memory; larger batches will too.
             EndpointError: It failed otherwise.
         """
-        import httpx
-
-        try:
-            answer = self._client.post(
-                self._url,
-                content=self._body.replace(PLACE, str(size)),
-                headers={"Content-Type": "application/json"},
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EndpointGoneError(f"{self._url} is gone: {error}") from error
-        if answer.is_success:
+        body = self._body.replace(SIZE_MARK, str(size))
+        status, said = self._http.request("POST", self._url, body)
+        if status < BAD:
             return
-        said = answer.text[:200]
         if "out of memory" in said.lower():
-            raise MemoryError(said)
-        raise EndpointRefusedError(f"{self._url} answered {answer.status_code}: {said!r}")
+            raise MemoryError(said[:SHOWN])
+        raise EndpointRefusedError(f"{self._url} answered {status}: {said[:SHOWN]!r}")

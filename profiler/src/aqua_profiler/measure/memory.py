@@ -7,15 +7,19 @@ rises and falls between two looks stays unseen. torch sees its own allocator exa
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
-from aqua_profiler.errors import MeterUnavailableError
+from aqua_profiler.errors import EndpointError, MeterUnavailableError
+from aqua_profiler.load.http import BlockingHttp
 
 POLL_S: Final = 0.005
+"""Seconds between two looks of NVML, which take 0.1 ms each; twice as many miss shorter peaks."""
+
 URL_TIMEOUT_S: Final = 10.0
+"""Seconds for a server to tell its memory; twice as many only delay the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +141,6 @@ class NvmlMeter:
         self._done.set()
         self._thread.join()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 class ProgramMeter:
     """A program that keeps books of an emulated device itself.
@@ -182,10 +175,8 @@ class UrlMeter:
     name = "url"
 
     def __init__(self, url: str) -> None:
-        import httpx
-
         self._url = url
-        self._client = httpx.Client(timeout=URL_TIMEOUT_S)
+        self._http = BlockingHttp(URL_TIMEOUT_S)
 
     def reset(self) -> None:
         """The server looks at recent batches by itself."""
@@ -196,12 +187,11 @@ class UrlMeter:
         Raises:
             MeterUnavailableError: It does not say it.
         """
-        import httpx
-
         try:
-            said = self._client.get(self._url).raise_for_status().json()
+            _, text = self._http.request("GET", self._url)
+            said = json.loads(text)
             return MemoryUse(int(said["used_bytes"]), int(said["total_bytes"]))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        except (EndpointError, ValueError, KeyError, TypeError) as error:
             raise MeterUnavailableError(
                 f"{self._url} does not tell its memory: {error}",
                 remedy="Answer JSON with used_bytes and total_bytes.",
@@ -209,7 +199,7 @@ class UrlMeter:
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        self._http.close()
 
 
 def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from aqua_cli import write_json, write_text
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_protocol.profile import ModelProfile
 
@@ -39,13 +40,9 @@ def read_profile(path: Path) -> ModelProfile:
 
 def write_profile(profile: ModelProfile, path: Path) -> None:
     """Write a profile; whole or not at all."""
-    content = profile.model_dump(mode="json")
     if path.suffix in {".yaml", ".yml"}:
         import yaml
 
-        text = yaml.safe_dump(content, sort_keys=False)
+        write_text(path, yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False))
     else:
-        text = json.dumps(content, indent=2) + "\n"
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+        write_json(path, profile)

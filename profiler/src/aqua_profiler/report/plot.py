@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aqua_cli.figures import FAINT, GREEN, figure
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.report.text import sentence
 
@@ -19,32 +20,21 @@ def draw(profile: ModelProfile, path: Path) -> None:
 
     Raises:
         ProfileInvalidError: The profile has nothing to draw.
+        ConfigError: It cannot be drawn there.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     steps, runs = profile.added("batches") or [], profile.added("runs") or []
     if not steps and not runs:
         raise ProfileInvalidError(
             f"the profile of {profile.model} has no measurements to draw",
             remedy="Draw the file that aqua-profile run wrote.",
         )
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    try:
+    with figure(path, width=9, height=3.4) as drawing:
+        left, right = drawing.subplots(1, 2)
         if steps:
             _batches(left, right, steps)
         else:
             _rates(left, right, profile, runs)
-        figure.suptitle(sentence(profile), fontsize=10)
-        figure.savefig(path, dpi=140)
-    except ValueError as error:
-        raise ProfileInvalidError(
-            f"cannot draw to {path}: {error}", remedy="Name a .png or .svg file."
-        ) from error
-    finally:
-        plt.close(figure)
+        drawing.suptitle(sentence(profile), fontsize=10)
 
 
 def _rates(left: Axes, right: Axes, profile: ModelProfile, runs: list[dict[str, Any]]) -> None:
@@ -62,14 +52,14 @@ def _rates(left: Axes, right: Axes, profile: ModelProfile, runs: list[dict[str, 
     )
     for name, style in (("ttft_s", "--"), ("tbt_s", ":")):
         if name in objective:
-            left.axhline(objective[name], linestyle=style, color="0.4", linewidth=1)
+            left.axhline(objective[name], linestyle=style, color=FAINT, linewidth=1)
     left.set(xlabel="requests/s", ylabel="seconds", yscale="log")
     used = [run for run in steady if run["kv_usage"] is not None]
     cache = profile.added("kv_cache") or {}
     if used and cache.get("nbytes"):
         free = [(1 - run["kv_usage"]) * cache["nbytes"] / 1e9 for run in used]
         right.plot([run["rate_per_s"] for run in used], free, "o")
-        right.axhline(profile.threshold_bytes / 1e9, linestyle="--", color="0.4", linewidth=1)
+        right.axhline(profile.threshold_bytes / 1e9, linestyle="--", color=FAINT, linewidth=1)
         right.set(ylabel="free KV memory (GB)")
     else:
         right.plot(rates, [run["running"] for run in steady], "o")
@@ -77,8 +67,8 @@ def _rates(left: Axes, right: Axes, profile: ModelProfile, runs: list[dict[str, 
     right.set(xlabel="requests/s")
     for axes in (left, right):
         if profile.stable_rate_per_s:
-            axes.axvline(profile.stable_rate_per_s, color="tab:green", linewidth=1)
-    left.legend(fontsize=8)
+            axes.axvline(profile.stable_rate_per_s, color=GREEN, linewidth=1)
+    left.legend()
 
 
 def _batches(left: Axes, right: Axes, steps: list[dict[str, Any]]) -> None:

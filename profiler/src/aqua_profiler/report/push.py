@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
-import httpx
-from pydantic import ValidationError
-
+from aqua_client import CoordinatorClient
 from aqua_profiler.errors import ProfileInvalidError
-from aqua_protocol import ErrorBody, UnavailableError, error_from_body
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 TIMEOUT_S: Final = 30.0
+"""Seconds that a person waits for a coordinator that may be starting; twice as many try
+patience."""
 
 
 def push(profile: ModelProfile, url: str, token: str | None) -> None:
@@ -30,26 +29,5 @@ def push(profile: ModelProfile, url: str, token: str | None) -> None:
             f"the profile of {profile.model!r} is partial or has no label",
             remedy="Finish it: the same `aqua-profile run` goes on from its journal.",
         )
-    body = profile.model_dump_json(exclude=set(profile.model_extra or {}))
-    headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    try:
-        answer = httpx.put(
-            f"{url.rstrip('/')}/v1/profiles", content=body, headers=headers, timeout=TIMEOUT_S
-        )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnavailableError(
-            f"no coordinator answers at {url}: {error}",
-            remedy="Check --url (AQUA_COORDINATOR_URL) and that the coordinator runs.",
-        ) from error
-    if answer.is_success:
-        return
-    try:
-        refusal = error_from_body(ErrorBody.model_validate_json(answer.content))
-    except ValidationError:
-        raise UnavailableError(
-            f"{url} answered {answer.status_code} without an Aqua error body",
-            remedy="Check that the address is a coordinator's, not a proxy's.",
-        ) from None
-    raise refusal
+    with CoordinatorClient(url, token, timeout_s=TIMEOUT_S) as client:
+        client.put_profile(profile)
