@@ -6,7 +6,8 @@ whose keys and values exceed its budget. Both models have random weights, since 
 memory moving under them, not what they say.
 
 Modules, from the ground up: `text`, `models`, `scale`, `machine` (what runs, how large, on what);
-`messages`, `leash`, `child`, `processes` (how processes speak, and end); `images`, `generation`,
-`producer_program`, `consumer_program`, `coordinator` (what they do); `phases`, `orchestration` (who
-starts, waits and stops); `timeline`, `report`, `plot`, `view` (what is seen); `cli`.
+`messages`, `parent_death`, `child`, `processes` (how processes speak, and end); `images`,
+`generation`, `producer_program`, `consumer_program`, `coordinator` (what they do); `phases`,
+`orchestration` (who starts, waits and stops); `record`, `report`, `plot`, `view` (what is seen);
+`planned`, `profiled` (what profiles and plans say); `cli`.
 """

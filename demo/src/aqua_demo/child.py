@@ -12,12 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
-from aqua_demo import leash
 from aqua_demo.messages import COMMANDS, Command, Failure, Finish, Message, News
+from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
+
+SettingsT = TypeVar("SettingsT", bound=Message)
 
 
 class Parent:
@@ -29,7 +30,7 @@ class Parent:
     """
 
     def __init__(self, parent_pid: int, on_command: Callable[[Command], None]) -> None:
-        leash.put_on(parent_pid)
+        end_with(parent_pid)
         self._on_command = on_command
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -56,12 +57,7 @@ class Parent:
         self._reader.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, AquaError):
             self.tell(Failure(error=error.to_body()))
 
@@ -69,3 +65,20 @@ class Parent:
         for line in sys.stdin:
             self._on_command(COMMANDS.validate_json(line))
         self._on_command(Finish())
+
+
+class Program(Protocol):
+    """What a child runs."""
+
+    def on_command(self, command: Command) -> None:
+        """The parent wants something; on the pipe's thread."""
+
+    def run(self, parent: Parent) -> None:
+        """Work until the end, or until told to finish."""
+
+
+def run_program(make: Callable[[SettingsT], Program], settings: type[SettingsT]) -> None:
+    """Run as `ProcessGroup.start_program` starts it, with the parent's pid and the settings."""
+    program = make(settings.model_validate_json(sys.argv[2]))
+    with Parent(int(sys.argv[1]), program.on_command) as parent:
+        program.run(parent)

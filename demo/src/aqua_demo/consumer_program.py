@@ -7,7 +7,6 @@ the same generation with a plain `DynamicCache`, all on its own device.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,20 +18,20 @@ import torch
 from transformers import DynamicCache
 
 import aqualib
-from aqua_demo.child import Parent
+from aqua_demo.child import Parent, run_program
 from aqua_demo.coordinator import CONSUMER_ID
 from aqua_demo.generation import Generation
 from aqua_demo.messages import (
     Command,
+    ComparedTokens,
     ConsumerResult,
     ConsumerSample,
     CorruptOneByte,
     Finish,
-    Message,
-    Progress,
+    ProgramSettings,
 )
 from aqua_demo.scale import scale_of
-from aqua_protocol import CapacityError, TransportKind, format_bytes
+from aqua_protocol import CapacityError, format_bytes
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
 from aqualib.transports import select
@@ -46,19 +45,13 @@ SIGN_BIT: Final = 0x80
 """Of a little-endian float32. Another exponent could make it infinite, and fail too loudly."""
 
 
-class ConsumerSettings(Message):
+class ConsumerSettings(ProgramSettings):
     """What the consumer program needs to know; the reference has no coordinator.
 
     Attributes:
         answer_lengths: Tokens to generate for each request; None to go on until told to finish.
     """
 
-    scale: str
-    seed: int
-    transport: TransportKind | None
-    device: str | None
-    threads: int
-    spare_images: int | None = None
     answer_lengths: list[int] | None = None
     coordinator_url: str | None = None
     token: str | None = None
@@ -158,7 +151,7 @@ class ConsumerProgram:
     def _refer(self, parent: Parent, generation: Generation) -> ConsumerResult:
         """Generate without interruption, everything on the own device."""
         cache = DynamicCache(config=generation.config)
-        with watching(lambda: parent.tell(Progress(tokens=generation.tokens))):
+        with watching(lambda: parent.tell(ComparedTokens(tokens=generation.tokens))):
             return generation.run(cache, self._answer_lengths())
 
     def _harvest(
@@ -235,12 +228,5 @@ def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
         store.unpin(frame)
 
 
-def main() -> None:
-    """Run until the generation has ended, or the parent is gone."""
-    program = ConsumerProgram(ConsumerSettings.model_validate_json(sys.argv[2]))
-    with Parent(int(sys.argv[1]), program.on_command) as parent:
-        program.run(parent)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(ConsumerProgram, ConsumerSettings)

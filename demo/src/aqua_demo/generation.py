@@ -18,8 +18,8 @@ from transformers import Cache, LogitsProcessor, StoppingCriteria
 
 from aqua_demo.messages import ConsumerResult
 from aqua_demo.models import build_llama
-from aqua_demo.scale import Scale
-from aqua_demo.text import ByteTokenizer, load_prompt
+from aqua_demo.scale import DemoScale
+from aqua_demo.text import PromptTokenizer, load_prompt
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedConfig
@@ -40,7 +40,7 @@ class Generation:
         seed: Of weights and sampling.
     """
 
-    def __init__(self, scale: Scale, device: torch.device, seed: int) -> None:
+    def __init__(self, scale: DemoScale, device: torch.device, seed: int) -> None:
         self._device = device
         self._seed = seed
         self._prompt = load_prompt(scale.prompt_tokens)
@@ -96,9 +96,9 @@ class Generation:
             do_sample=True,
             top_k=0,
             suppress_tokens=[
-                ByteTokenizer.pad_token_id,
-                ByteTokenizer.bos_token_id,
-                ByteTokenizer.eos_token_id,
+                PromptTokenizer.pad_token_id,
+                PromptTokenizer.bos_token_id,
+                PromptTokenizer.eos_token_id,
             ],
             logits_processor=[self._recorder],
             stopping_criteria=[_Ending(self._ending)],

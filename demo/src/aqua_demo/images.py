@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from aqua_demo.models import NoiseSchedule, build_unet
-from aqua_demo.scale import Scale
+from aqua_demo.scale import DemoScale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 
 MAX_WAITING: Final = 10_000
@@ -78,7 +78,7 @@ class ImageService:
     """
 
     def __init__(
-        self, scale: Scale, memory: CountedMemoryLimit, device: torch.device, *, seed: int
+        self, scale: DemoScale, memory: CountedMemoryLimit, device: torch.device, *, seed: int
     ) -> None:
         self._scale = scale
         self._memory = memory

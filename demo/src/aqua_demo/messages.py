@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from aqua_protocol import ErrorBody
+from aqua_protocol import ErrorBody, TransportKind, format_bytes
 
 
 class Message(BaseModel):
@@ -20,12 +20,33 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class ProgramSettings(Message):
+    """What both programs need to know.
+
+    Attributes:
+        spare_images: Room that the image service keeps; None for the scale's own.
+    """
+
+    scale: str
+    seed: int
+    transport: TransportKind | None
+    device: str | None
+    threads: int
+    spare_images: int | None = None
+
+
 class ReclaimMeasure(Message):
     """A finished reclaim, as the producer measured it."""
 
     bytes: int
     first_slab_ms: float
     total_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.bytes)} in {self.total_ms:.0f} ms, the first slab after"
+            f" {self.first_slab_ms:.1f} ms"
+        )
 
 
 class ProducerSample(Message):
@@ -49,18 +70,22 @@ class ConsumerSample(Message):
 
     type: Literal["consumer"] = "consumer"
     at_s: float
-    tokens: int = Field(description="New tokens so far, of all requests.")
-    device_bytes: int = Field(description="Keys and values on the own device.")
-    peer_bytes: int
-    host_bytes: int
-    paged_out_bytes: int
-    paged_in_bytes: int
-    spilled_bytes_peak: int
-    returned_bytes: int = Field(description="Moved from host memory back to a peer so far.")
-    stall_s: float = Field(description="Time that the model waited for its cache so far.")
+    tokens: int = Field(default=0, description="New tokens so far, of all requests.")
+    device_bytes: int = Field(default=0, description="Keys and values on the own device.")
+    peer_bytes: int = 0
+    host_bytes: int = 0
+    paged_out_bytes: int = 0
+    paged_in_bytes: int = 0
+    spilled_bytes_peak: int = 0
+    returned_bytes: int = Field(
+        default=0, description="Moved from host memory back to a peer so far."
+    )
+    stall_s: float = Field(
+        default=0.0, description="Time that the model waited for its cache so far."
+    )
 
 
-class Progress(Message):
+class ComparedTokens(Message):
     """How far the uninterrupted run has come."""
 
     type: Literal["progress"] = "progress"
@@ -125,7 +150,7 @@ class Finish(Message):
 
 
 Report = Annotated[
-    ProducerSample | ConsumerSample | Progress | News | ConsumerResult | Failure,
+    ProducerSample | ConsumerSample | ComparedTokens | News | ConsumerResult | Failure,
     Field(discriminator="type"),
 ]
 Command = Annotated[SetLoad | CorruptOneByte | Finish, Field(discriminator="type")]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aqua_demo.text import ByteTokenizer
+from aqua_demo.text import PromptTokenizer
 
 WEIGHT_DEVIATION: Final = 0.1
 
@@ -41,7 +41,7 @@ def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausa
     """A Llama with random weights; the same seed gives the same weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=ByteTokenizer.vocab_size,
+        vocab_size=PromptTokenizer.vocab_size,
         hidden_size=size.heads * size.head_dim,
         intermediate_size=size.feed_forward,
         num_hidden_layers=size.layers,
@@ -49,9 +49,9 @@ def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausa
         num_key_value_heads=size.heads,
         max_position_embeddings=max_tokens,
         initializer_range=WEIGHT_DEVIATION,
-        pad_token_id=ByteTokenizer.pad_token_id,
-        bos_token_id=ByteTokenizer.bos_token_id,
-        eos_token_id=ByteTokenizer.eos_token_id,
+        pad_token_id=PromptTokenizer.pad_token_id,
+        bos_token_id=PromptTokenizer.bos_token_id,
+        eos_token_id=PromptTokenizer.eos_token_id,
     )
     return cast("LlamaForCausalLM", LlamaForCausalLM(config).eval())
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from aqua_demo.consumer_program import ConsumerSettings
-from aqua_demo.coordinator import Coordinator
-from aqua_demo.machine import Devices, choose_devices, compute_threads
+from aqua_demo.coordinator import DemoCoordinator
+from aqua_demo.machine import choose_devices, compute_threads
 from aqua_demo.messages import (
+    ComparedTokens,
     ConsumerResult,
     ConsumerSample,
     CorruptOneByte,
@@ -27,19 +28,18 @@ from aqua_demo.messages import (
     Finish,
     News,
     ProducerSample,
-    Progress,
     Report,
     SetLoad,
 )
-from aqua_demo.phases import TITLES, Observation, Patience, Phase, goals, next_phase
-from aqua_demo.processes import Child, Crew, DemoError
+from aqua_demo.phases import TITLES, Observation, Patience, StoryPhase, goals, next_phase
+from aqua_demo.planned import Arrangement
+from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_demo.producer_program import ProducerSettings
-from aqua_demo.report import DemoReport, Run, make_report
+from aqua_demo.record import RunRecord
+from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import scale_of
-from aqua_demo.timeline import Timeline
-from aqua_demo.view import View
+from aqua_demo.view import RunView
 from aqua_protocol import TransportKind, error_from_body, format_bytes
-from aqua_protocol.leases import PlacementPlan
 
 STALL_LIMIT_S: Final = 180.0
 """A phase without progress for longer is stuck: on two busy cores each takes 10 to 20 seconds."""
@@ -50,7 +50,7 @@ never empties and memory is never offered again; so after that long fewer images
 
 LEAST_LOAD_FACTOR: Final = 0.125
 
-QUIET: Final = (Phase.HARVEST, Phase.CALM, Phase.AGAIN)
+QUIET: Final = (StoryPhase.HARVEST, StoryPhase.CALM, StoryPhase.AGAIN)
 """Phases that need memory to be on offer."""
 
 LISTEN_S: Final = 0.1
@@ -68,8 +68,7 @@ class Options:
         checksum: Check every block that comes back.
         corrupt_one_byte: Negative control: change a stored byte, which must not go unnoticed.
         logs: Directory for the children's logs.
-        spare_images: Room that the image service keeps, from its profile; None for the scale's own.
-        pairings: Matches that the coordinator is to obey, from a plan.
+        arrangement: What profiles and a plan say, if there are any.
     """
 
     scale: str
@@ -78,8 +77,7 @@ class Options:
     checksum: bool
     corrupt_one_byte: bool
     logs: Path
-    spare_images: int | None = None
-    pairings: PlacementPlan | None = None
+    arrangement: Arrangement | None = None
 
 
 class Story:
@@ -90,26 +88,34 @@ class Story:
         view: Shows it.
     """
 
-    def __init__(self, options: Options, view: View) -> None:
+    def __init__(self, options: Options, view: RunView) -> None:
         self._options = options
-        self._scale = scale_of(options.scale, options.spare_images)
+        spare_images = None if options.arrangement is None else options.arrangement.spare_images
+        self._scale = scale_of(options.scale, spare_images)
+        # The same for all programs; the runs of the LLM differ in nothing but what is added.
+        self._common: dict[str, Any] = {
+            "scale": options.scale,
+            "seed": options.seed,
+            "transport": options.transport,
+            "threads": compute_threads(),
+            "spare_images": spare_images,
+        }
         self._view = view
-        self._timeline = Timeline(time.monotonic())
-        self._phase = Phase.START
+        self._record = RunRecord(time.monotonic())
+        self._phase = StoryPhase.START
         self._entered: ConsumerSample | None = None
         self._reclaims_before = 0
         self._patience = Patience(time.monotonic())
         self._relief_due_s = RELIEF_AFTER_S
         self._quiet_factor = 1.0
         self._compared = 0
-        self._devices = Devices(None, None)
         self._producer: Child | None = None
         self._results: dict[str, ConsumerResult] = {}
 
     @property
-    def timeline(self) -> Timeline:
+    def record(self) -> RunRecord:
         """The record so far."""
-        return self._timeline
+        return self._record
 
     def run(self) -> DemoReport:
         """Tell the story from beginning to end, and judge it.
@@ -118,132 +124,108 @@ class Story:
             AquaError: A process failed, or a phase did not come to its end; the reason is in it.
         """
         # What cannot work is said before anything is started.
-        self._devices = choose_devices(self._options.transport)
+        devices = choose_devices(self._options.transport)
+        common = self._common | {"device": devices.consumer}
         with (
             # Sockets are in a short path: a Unix address holds 107 bytes.
             tempfile.TemporaryDirectory(prefix="aqua-demo-") as scratch,
-            Crew(self._options.logs) as crew,
+            ProcessGroup(self._options.logs) as group,
         ):
-            self._enter(Phase.START)
-            coordinator = Coordinator.start(crew, Path(scratch))
+            self._enter(StoryPhase.START)
+            coordinator = DemoCoordinator.start(group, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
-            if self._options.pairings is not None:
-                coordinator.obey(self._options.pairings)
+            if self._options.arrangement is not None:
+                coordinator.obey(self._options.arrangement.pairings)
                 self._note("coordinator", "obeys the plan: the LLM borrows from the image service")
-            producer = crew.start_program(
+            producer = self._producer = group.start_program(
                 "producer",
                 "producer_program",
                 ProducerSettings(
-                    scale=self._options.scale,
-                    seed=self._options.seed,
-                    transport=self._options.transport,
-                    device=self._devices.producer,
-                    threads=compute_threads(),
-                    spare_images=self._options.spare_images,
+                    **self._common,
+                    device=devices.producer,
                     coordinator_url=coordinator.url,
                     token=coordinator.producer_token,
                     socket=Path(scratch) / "image-service.sock",
                 ),
             )
-            self._until(crew, Phase.PREFILL)
-            consumer = self._start_consumer(
-                crew,
+            self._until(group, StoryPhase.PREFILL)
+            consumer = group.start_program(
                 "consumer",
-                coordinator_url=coordinator.url,
-                token=coordinator.consumer_token,
-                checksum=self._options.checksum,
+                "consumer_program",
+                ConsumerSettings(
+                    **common,
+                    coordinator_url=coordinator.url,
+                    token=coordinator.consumer_token,
+                    checksum=self._options.checksum,
+                ),
             )
-            self._producer = producer
-            self._until(crew, Phase.BURST)
+            self._until(group, StoryPhase.BURST)
             self._set_load(BURST_FACTOR)
             if self._options.corrupt_one_byte:
                 consumer.send(CorruptOneByte())
-            self._until(crew, Phase.CALM)
+            self._until(group, StoryPhase.CALM)
             self._set_load(self._quiet_factor)
-            self._until(crew, Phase.VERIFY)
+            self._until(group, StoryPhase.VERIFY)
             consumer.send(Finish())
-            harvested = self._result(crew, "consumer")
+            harvested = self._result(group, "consumer")
             consumer.finish()
             producer.finish()
             answer_lengths = [len(answer) for answer in harvested.answers]
-            self._start_consumer(crew, "reference", answer_lengths=answer_lengths)
-            compared = self._result(crew, "reference")
-            self._timeline.close(time.monotonic())
-        return make_report(
-            Run(
-                timeline=self._timeline,
-                harvested=harvested,
-                reference=compared,
-                kv_bytes=self._scale.kv_bytes,
-                settings={
-                    "scale": self._options.scale,
-                    "seed": self._options.seed,
-                    "checksum": self._options.checksum,
-                    "prompt_tokens": self._scale.prompt_tokens,
-                },
+            group.start_program(
+                "reference",
+                "consumer_program",
+                ConsumerSettings(**common, answer_lengths=answer_lengths),
             )
-        )
-
-    # --- The children ------------------------------------------------------------------
-
-    def _start_consumer(
-        self,
-        crew: Crew,
-        name: str,
-        **particulars: Any,  # noqa: ANN401 - of `ConsumerSettings`, which checks them
-    ) -> Child:
-        """Start the consumer's program; both runs differ in nothing but these particulars."""
-        return crew.start_program(
-            name,
-            "consumer_program",
-            ConsumerSettings(
-                scale=self._options.scale,
-                seed=self._options.seed,
-                transport=self._options.transport,
-                device=self._devices.consumer,
-                threads=compute_threads(),
-                spare_images=self._options.spare_images,
-                **particulars,
-            ),
+            compared = self._result(group, "reference")
+            self._record.close(time.monotonic())
+        return make_report(
+            self._record,
+            harvested,
+            compared,
+            kv_bytes=self._scale.kv_bytes,
+            scale=self._options.scale,
+            seed=self._options.seed,
+            checksum=self._options.checksum,
+            prompt_tokens=self._scale.prompt_tokens,
         )
 
     # --- Listening ---------------------------------------------------------------------
 
-    def _until(self, crew: Crew, phase: Phase) -> None:
+    def _until(self, group: ProcessGroup, phase: StoryPhase) -> None:
         """Listen until the story has come to `phase`."""
-        self._listen_until(crew, lambda: self._phase is phase)
+        self._listen_until(group, lambda: self._phase is phase)
 
-    def _result(self, crew: Crew, name: str) -> ConsumerResult:
+    def _result(self, group: ProcessGroup, name: str) -> ConsumerResult:
         """Listen until the named child has reported its result."""
-        self._listen_until(crew, lambda: name in self._results)
+        self._listen_until(group, lambda: name in self._results)
         return self._results[name]
 
-    def _listen_until(self, crew: Crew, is_over: Callable[[], bool]) -> None:
+    def _listen_until(self, group: ProcessGroup, is_over: Callable[[], bool]) -> None:
         while not is_over():
             try:
-                heard = crew.heard.get(timeout=LISTEN_S)
+                heard = group.heard.get(timeout=LISTEN_S)
             except queue.Empty:
                 pass
             else:
                 if heard.report is None:
-                    self._require_done(crew, heard.name)
+                    self._require_done(group, heard.name)
                 else:
                     self._take(heard.name, heard.report)
             self._advance()
-            self._view.show(self._timeline, goals(self._phase, self._seen(), self._scale))
-            crew.require_services()
+            self._view.show(self._record, goals(self._phase, self._seen(), self._scale))
+            group.require_services()
             self._require_progress()
 
     def _take(self, name: str, report: Report) -> None:
         match report:
             case ProducerSample():
-                before = self._timeline.producer[-1] if self._timeline.producer else None
-                self._timeline.producer.append(report)
+                before = self._record.producer[-1] if self._record.producer else None
+                self._record.producer.append(report)
                 self._note_producer(before, report)
             case ConsumerSample():
                 if name == "consumer":
-                    self._timeline.consumer.append(report)
-            case Progress(tokens=tokens):
+                    self._record.consumer.append(report)
+            case ComparedTokens(tokens=tokens):
                 self._compared = tokens
             case News(text=text):
                 self._note(name, text)
@@ -258,24 +240,22 @@ class Story:
         if now.offered_bytes >= self._scale.offer_bytes > offered_before:
             self._note("producer", f"offers {format_bytes(now.offered_bytes)}")
         for measure in now.reclaims[reclaims_before:]:
-            self._note(
-                "producer",
-                f"took back {format_bytes(measure.bytes)} in {measure.total_ms:.0f} ms, the first"
-                f" slab after {measure.first_slab_ms:.1f} ms",
-            )
+            self._note("producer", f"took back {measure}")
 
-    def _require_done(self, crew: Crew, name: str) -> None:
+    def _require_done(self, group: ProcessGroup, name: str) -> None:
         """A child's pipe has ended: fine after its result, otherwise a failure."""
-        if name not in self._results and not (name == "producer" and self._phase is Phase.VERIFY):
-            raise crew.died(name)
+        if name not in self._results and not (
+            name == "producer" and self._phase is StoryPhase.VERIFY
+        ):
+            raise group.died(name)
 
     # --- The story ---------------------------------------------------------------------
 
     def _seen(self) -> Observation:
-        timeline = self._timeline
+        record = self._record
         return Observation(
-            producer=timeline.producer[-1] if timeline.producer else None,
-            consumer=timeline.consumer[-1] if timeline.consumer else None,
+            producer=record.producer[-1] if record.producer else None,
+            consumer=record.consumer[-1] if record.consumer else None,
             entered=self._entered,
             reclaims_before=self._reclaims_before,
             compared=self._compared,
@@ -286,15 +266,15 @@ class Story:
         if phase is not self._phase:
             self._enter(phase)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: StoryPhase) -> None:
         self._phase = phase
         now_s = time.monotonic()
         self._patience = Patience(now_s)
         self._relief_due_s = RELIEF_AFTER_S
-        self._entered = self._timeline.consumer[-1] if self._timeline.consumer else None
-        producer = self._timeline.producer[-1] if self._timeline.producer else None
+        self._entered = self._record.consumer[-1] if self._record.consumer else None
+        producer = self._record.producer[-1] if self._record.producer else None
         self._reclaims_before = len(producer.reclaims) if producer is not None else 0
-        self._timeline.enter(phase, now_s)
+        self._record.enter(phase, now_s)
         self._note(phase.value, TITLES[phase])
 
     def _require_progress(self) -> None:
@@ -321,4 +301,4 @@ class Story:
         self._producer.send(SetLoad(factor=factor))
 
     def _note(self, source: str, text: str) -> None:
-        self._view.tell(self._timeline.note(source, text, time.monotonic()))
+        self._view.tell(self._record.note(source, text, time.monotonic()))

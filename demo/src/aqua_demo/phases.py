@@ -13,17 +13,16 @@ arrivals, halve them, let the generation end) is the orchestration's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.scale import Scale
+from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
 
 
-class Phase(StrEnum):
+class StoryPhase(StrEnum):
     """Where the story is."""
 
     START = "start"
@@ -36,20 +35,22 @@ class Phase(StrEnum):
 
 
 TITLES: Final = {
-    Phase.START: "the image service starts and offers idle memory",
-    Phase.PREFILL: "the LLM reads its prompt",
-    Phase.HARVEST: "keys and values live in borrowed memory",
-    Phase.BURST: "twice the images: the memory is taken back",
-    Phase.CALM: "the burst is over: memory is offered again",
-    Phase.AGAIN: "keys and values are back in borrowed memory",
-    Phase.VERIFY: "an uninterrupted run for comparison",
+    StoryPhase.START: "the image service starts and offers idle memory",
+    StoryPhase.PREFILL: "the LLM reads its prompt",
+    StoryPhase.HARVEST: "keys and values live in borrowed memory",
+    StoryPhase.BURST: "twice the images: the memory is taken back",
+    StoryPhase.CALM: "the burst is over: memory is offered again",
+    StoryPhase.AGAIN: "keys and values are back in borrowed memory",
+    StoryPhase.VERIFY: "an uninterrupted run for comparison",
 }
 
-GENERATING: Final = (Phase.HARVEST, Phase.BURST, Phase.CALM, Phase.AGAIN)
+GENERATING: Final = (StoryPhase.HARVEST, StoryPhase.BURST, StoryPhase.CALM, StoryPhase.AGAIN)
 """Phases with new tokens all the way through."""
 
 NEARLY_ALL: Final = 0.9
 """Share of the pages that counts as all: new pages appear in host memory first."""
+
+NOTHING_YET: Final = ConsumerSample(at_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,16 @@ class Observation:
     reclaims_before: int = 0
     compared: int = 0
 
+    @property
+    def latest(self) -> ConsumerSample:
+        """The consumer's sample; zeros before there is one."""
+        return self.consumer or NOTHING_YET
+
+    @property
+    def before(self) -> ConsumerSample:
+        """The consumer's sample when the phase began; zeros where there was none."""
+        return self.entered or NOTHING_YET
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -82,16 +93,52 @@ class Goal:
     is_met: bool
 
 
-def goals(phase: Phase, seen: Observation, scale: Scale) -> list[Goal]:
+def _on_peer(seen: Observation) -> Goal:
+    peer, host = seen.latest.peer_bytes, seen.latest.host_bytes
+    return Goal("all pages with the peer", peer > 0 and peer >= NEARLY_ALL * (peer + host))
+
+
+def _tokens(seen: Observation, wanted: int) -> Goal:
+    made = seen.latest.tokens - seen.before.tokens
+    return Goal(f"{min(made, wanted)}/{wanted} tokens", made >= wanted)
+
+
+def goals(  # noqa: PLR0911 - the table of phases, a row each
+    phase: StoryPhase, seen: Observation, scale: DemoScale
+) -> list[Goal]:
     """What the present phase waits for; it is over when all goals are met."""
-    return _GOALS[phase](seen, scale)
+    latest = seen.latest
+    match phase:
+        case StoryPhase.START:
+            offered = 0 if seen.producer is None else seen.producer.offered_bytes
+            met = offered >= scale.offer_bytes
+            return [Goal(f"{format_bytes(scale.offer_bytes)} offered", met)]
+        case StoryPhase.PREFILL:
+            return [Goal("the first new token", latest.tokens > 0)]
+        case StoryPhase.HARVEST:
+            return [_on_peer(seen), _tokens(seen, scale.harvest_tokens)]
+        case StoryPhase.BURST:
+            reclaims = 0 if seen.producer is None else len(seen.producer.reclaims)
+            return [
+                Goal("a reclaim finished", reclaims > seen.reclaims_before),
+                Goal("pages in host memory", latest.host_bytes > latest.peer_bytes),
+                _tokens(seen, scale.burst_tokens),
+            ]
+        case StoryPhase.CALM:
+            returned = latest.returned_bytes > seen.before.returned_bytes
+            return [Goal("pages returned to the peer", returned), _on_peer(seen)]
+        case StoryPhase.AGAIN:
+            return [_on_peer(seen), _tokens(seen, scale.again_tokens)]
+        case StoryPhase.VERIFY:
+            text = f"the same tokens once more, {seen.compared}/{latest.tokens}"
+            return [Goal(text, is_met=False)]
 
 
-def next_phase(phase: Phase, seen: Observation, scale: Scale) -> Phase:
+def next_phase(phase: StoryPhase, seen: Observation, scale: DemoScale) -> StoryPhase:
     """The phase after this observation: the present one until all its goals are met."""
-    if phase is Phase.VERIFY or not all(goal.is_met for goal in goals(phase, seen, scale)):
+    if phase is StoryPhase.VERIFY or not all(goal.is_met for goal in goals(phase, seen, scale)):
         return phase
-    order = list(Phase)
+    order = list(StoryPhase)
     return order[order.index(phase) + 1]
 
 
@@ -113,72 +160,3 @@ class Patience:
             self._known.update(found)
             self._since_s = now_s
         return now_s - self._since_s
-
-
-def _start(seen: Observation, scale: Scale) -> list[Goal]:
-    offered = seen.producer.offered_bytes if seen.producer is not None else 0
-    wanted = format_bytes(scale.offer_bytes)
-    return [Goal(f"{wanted} offered", offered >= scale.offer_bytes)]
-
-
-def _prefill(seen: Observation, scale: Scale) -> list[Goal]:
-    del scale
-    return [Goal("the first new token", _tokens(seen.consumer) > 0)]
-
-
-def _harvest(seen: Observation, scale: Scale) -> list[Goal]:
-    return [_on_peer(seen), _tokens_since(seen, scale.harvest_tokens)]
-
-
-def _burst(seen: Observation, scale: Scale) -> list[Goal]:
-    reclaims = seen.producer.reclaims if seen.producer is not None else []
-    host = seen.consumer.host_bytes if seen.consumer is not None else 0
-    peer = seen.consumer.peer_bytes if seen.consumer is not None else 0
-    return [
-        Goal("a reclaim finished", len(reclaims) > seen.reclaims_before),
-        Goal("pages in host memory", host > peer),
-        _tokens_since(seen, scale.burst_tokens),
-    ]
-
-
-def _calm(seen: Observation, scale: Scale) -> list[Goal]:
-    del scale
-    returned = seen.consumer.returned_bytes if seen.consumer is not None else 0
-    before = seen.entered.returned_bytes if seen.entered is not None else 0
-    return [Goal("pages returned to the peer", returned > before), _on_peer(seen)]
-
-
-def _again(seen: Observation, scale: Scale) -> list[Goal]:
-    return [_on_peer(seen), _tokens_since(seen, scale.again_tokens)]
-
-
-def _verify(seen: Observation, scale: Scale) -> list[Goal]:
-    del scale
-    text = f"the same tokens once more, {seen.compared}/{_tokens(seen.consumer)}"
-    return [Goal(text, is_met=False)]
-
-
-_GOALS: Final[dict[Phase, Callable[[Observation, Scale], list[Goal]]]] = {
-    Phase.START: _start,
-    Phase.PREFILL: _prefill,
-    Phase.HARVEST: _harvest,
-    Phase.BURST: _burst,
-    Phase.CALM: _calm,
-    Phase.AGAIN: _again,
-    Phase.VERIFY: _verify,
-}
-
-
-def _on_peer(seen: Observation) -> Goal:
-    peer = seen.consumer.peer_bytes if seen.consumer is not None else 0
-    host = seen.consumer.host_bytes if seen.consumer is not None else 0
-    return Goal("all pages with the peer", peer > 0 and peer >= NEARLY_ALL * (peer + host))
-
-
-def _tokens_since(seen: Observation, wanted: int) -> Goal:
-    made = _tokens(seen.consumer) - _tokens(seen.entered)
-    return Goal(f"{min(made, wanted)}/{wanted} tokens", made >= wanted)
-
-
-def _tokens(sample: ConsumerSample | None) -> int:
-    return sample.tokens if sample is not None else 0

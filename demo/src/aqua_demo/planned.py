@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
-from aqua_demo.scale import WEIGHT_BYTES, Scale
+from aqua_demo.scale import WEIGHT_BYTES, DemoScale
 from aqua_protocol import ConfigError, format_bytes
 from aqua_protocol.leases import Pairing, PlacementPlan
 from aqua_protocol.plan import Match, Plan
@@ -38,7 +38,7 @@ class Arrangement:
     pairings: PlacementPlan
 
 
-def read_arrangement(scale: Scale, profiles: list[Path], plan: Path) -> Arrangement:
+def read_arrangement(scale: DemoScale, profiles: list[Path], plan: Path) -> Arrangement:
     """From files to an arrangement.
 
     Raises:
@@ -50,7 +50,7 @@ def read_arrangement(scale: Scale, profiles: list[Path], plan: Path) -> Arrangem
 
 
 def arrange(
-    scale: Scale, profiles: dict[str, ModelProfile], matches: Sequence[Match], plan_hash: str
+    scale: DemoScale, profiles: dict[str, ModelProfile], matches: Sequence[Match], plan_hash: str
 ) -> Arrangement:
     """Check that plan and profiles are about the demo's two programs, and fit.
 
@@ -77,7 +77,7 @@ def arrange(
     spare, needed = producer.spare_bytes or 0, max(consumer.needed_bytes or 0, scale.page_bytes)
     # At least as much room as the profile left, in whole images.
     images = math.ceil((scale.memory_bytes - WEIGHT_BYTES - spare) / scale.image_bytes)
-    offer = scale_offer(scale, max(1, images))
+    offer = replace(scale, spare_images=max(1, images)).offer_bytes
     if offer < needed:
         raise ConfigError(
             f"the image service spares {format_bytes(offer)}, the LLM needs {format_bytes(needed)}",
@@ -92,12 +92,6 @@ def arrange(
             ],
         ),
     )
-
-
-def scale_offer(scale: Scale, images: int) -> int:
-    """What is lent with room for so many images."""
-    spare = scale.memory_bytes - WEIGHT_BYTES - images * scale.image_bytes
-    return max(0, spare) // scale.slab_bytes * scale.slab_bytes
 
 
 def _read(path: Path, kind: type[Document]) -> Document:

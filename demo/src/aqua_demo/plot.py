@@ -7,89 +7,60 @@ below. Ours adds where the consumer's bytes are, and what made the producer act.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from aqua_demo.phases import GENERATING, Phase
-from aqua_demo.timeline import Timeline
+from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
+from aqua_demo.phases import GENERATING, StoryPhase
+from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK: Final = "#1f2933"
-FAINT: Final = "#7b8794"
-DEVICE: Final = "#0b6e99"
-PEER: Final = "#3fb8af"
-HOST: Final = "#f2a541"
-TOKENS: Final = "#5a4fcf"
-QUEUE: Final = "#c0392b"
-IMAGES: Final = "#7b8794"
-
 SHADES: Final = {
-    Phase.START: "#ffffff",
-    Phase.PREFILL: "#f5f7fa",
-    Phase.HARVEST: "#eaf7f5",
-    Phase.BURST: "#fdf1e3",
-    Phase.CALM: "#f5f7fa",
-    Phase.AGAIN: "#eaf7f5",
+    StoryPhase.START: "#ffffff",
+    StoryPhase.PREFILL: "#f5f7fa",
+    StoryPhase.HARVEST: "#eaf7f5",
+    StoryPhase.BURST: "#fdf1e3",
+    StoryPhase.CALM: "#f5f7fa",
+    StoryPhase.AGAIN: "#eaf7f5",
 }
 NAMES: Final = {
-    Phase.START: "start",
-    Phase.PREFILL: "prefill",
-    Phase.HARVEST: "memory\nborrowed",
-    Phase.BURST: "twice the images:\ntaken back",
-    Phase.CALM: "burst\nover",
-    Phase.AGAIN: "borrowed\nagain",
+    StoryPhase.START: "start",
+    StoryPhase.PREFILL: "prefill",
+    StoryPhase.HARVEST: "memory\nborrowed",
+    StoryPhase.BURST: "twice the images:\ntaken back",
+    StoryPhase.CALM: "burst\nover",
+    StoryPhase.AGAIN: "borrowed\nagain",
 }
 
 LEAD_S: Final = 4.0
 """Seconds shown before the first key is stored: loading libraries is not the story."""
 
 
-def draw(timeline: Timeline, path: Path, *, subtitle: str) -> None:
-    """Write the plot as a PNG.
+def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
+    """Write the plot.
 
     Args:
-        timeline: Of a finished run.
-        path: Where to write it.
+        record: Of a finished run.
+        path: Where to write it, a .png or .svg file.
         subtitle: What ran, on what.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # No display, whatever the environment says.
-    from matplotlib import pyplot as plt
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "legend.frameon": False,
-    }
-    layout = ConstrainedLayoutEngine(rect=(0, 0.035, 1, 0.965))  # Room for the last line.
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(
-            3, 1, figsize=(11, 8.2), sharex=True, height_ratios=(3.2, 2, 2), layout=layout
-        )
-        _draw_bytes(axes[0], timeline)
-        _draw_tokens(axes[1], timeline)
-        _draw_producer(axes[2], timeline)
-        for index, axis in enumerate(axes):
-            _shade(axis, timeline, named=index == 0)
-            axis.grid(visible=True, axis="y", color="#e4e7eb", linewidth=0.8)
-            axis.set_axisbelow(True)
-        axes[2].set_xlabel("seconds since the start")
-        axes[2].set_xlim(_begin_s(timeline), _end_s(timeline))
-        _title(figure, subtitle)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+    begin_s = max(0.0, record.consumer[0].at_s - record.started_s - LEAD_S)
+    end_s = record.consumer[-1].at_s - record.started_s
+    with figure(path, width=11, height=8.2) as drawing:
+        # Room for the last line.
+        drawing.set_layout_engine("constrained", rect=(0, 0.035, 1, 0.965))
+        above, middle, below = drawing.subplots(3, 1, sharex=True, height_ratios=(3.2, 2, 2))
+        _draw_bytes(above, record)
+        _draw_tokens(middle, record)
+        _draw_producer(below, record)
+        for axis in (above, middle, below):
+            _shade(axis, record, begin_s, end_s, named=axis is above)
+        below.set_xlabel("seconds since the start")
+        below.set_xlim(begin_s, end_s)
+        _title(drawing, subtitle)
 
 
 def _title(figure: Figure, subtitle: str) -> None:
@@ -103,21 +74,21 @@ def _title(figure: Figure, subtitle: str) -> None:
     figure.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
 
 
-def _draw_bytes(axis: Axes, timeline: Timeline) -> None:
-    samples = timeline.consumer
-    at_s = [sample.at_s - timeline.started_s for sample in samples]
+def _draw_bytes(axis: Axes, record: RunRecord) -> None:
+    samples = record.consumer
+    at_s = [sample.at_s - record.started_s for sample in samples]
     axis.stackplot(
         at_s,
         [sample.device_bytes / MIB for sample in samples],
         [sample.peer_bytes / MIB for sample in samples],
         [sample.host_bytes / MIB for sample in samples],
         labels=["own device (budget)", "borrowed from the image service", "host memory"],
-        colors=[DEVICE, PEER, HOST],
+        colors=[BLUE, TEAL, AMBER],
         linewidth=0,
     )
-    producer = timeline.producer
+    producer = record.producer
     axis.plot(
-        [sample.at_s - timeline.started_s for sample in producer],
+        [sample.at_s - record.started_s for sample in producer],
         [sample.offered_bytes / MIB for sample in producer],
         color=INK,
         linewidth=1.3,
@@ -131,20 +102,18 @@ def _draw_bytes(axis: Axes, timeline: Timeline) -> None:
     )
     # Head room for the names of the phases and the legend.
     axis.set_ylim(0, 1.5 * top / MIB)
-    axis.legend(loc="upper left", ncols=2, fontsize=9, bbox_to_anchor=(0.0, 0.86))
+    axis.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.0, 0.86))
 
 
-def _draw_tokens(axis: Axes, timeline: Timeline) -> None:
-    rates = timeline.token_rates()
-    axis.plot([at for at, _ in rates], [value for _, value in rates], color=TOKENS, linewidth=1.8)
-    axis.fill_between(
-        [at for at, _ in rates], [value for _, value in rates], color=TOKENS, alpha=0.12
-    )
-    for span in timeline.spans:
-        mean = timeline.mean_tokens_per_s(span.phase)
+def _draw_tokens(axis: Axes, record: RunRecord) -> None:
+    at_s, rates = zip(*record.token_rates(), strict=True)
+    axis.plot(at_s, rates, color=VIOLET, linewidth=1.8)
+    axis.fill_between(at_s, rates, color=VIOLET, alpha=0.12)
+    for span in record.spans:
+        mean = record.mean_tokens_per_s(span)
         if span.phase in GENERATING and mean is not None:
             assert span.until_s is not None
-            axis.hlines(mean, span.since_s, span.until_s, color=TOKENS, linestyle=":", linewidth=1)
+            axis.hlines(mean, span.since_s, span.until_s, color=VIOLET, linestyle=":", linewidth=1)
             axis.annotate(
                 f"mean {mean:.1f}",
                 ((span.since_s + span.until_s) / 2, 0),
@@ -152,19 +121,19 @@ def _draw_tokens(axis: Axes, timeline: Timeline) -> None:
                 xytext=(0, 6),
                 ha="center",
                 fontsize=9,
-                color=TOKENS,
+                color=VIOLET,
             )
     axis.set_ylabel("LLM: tokens / s")
-    axis.set_ylim(0, 1.3 * max((value for _, value in rates), default=1.0))
+    axis.set_ylim(0, 1.3 * max(rates))
 
 
-def _draw_producer(axis: Axes, timeline: Timeline) -> None:
-    samples = timeline.producer
-    at_s = [sample.at_s - timeline.started_s for sample in samples]
+def _draw_producer(axis: Axes, record: RunRecord) -> None:
+    samples = record.producer
+    at_s = [sample.at_s - record.started_s for sample in samples]
     queue = axis.plot(
         at_s,
         [sample.queue_length for sample in samples],
-        color=QUEUE,
+        color=RED,
         linewidth=1.5,
         label="requests waiting",
     )
@@ -172,11 +141,12 @@ def _draw_producer(axis: Axes, timeline: Timeline) -> None:
     axis.set_ylim(0, 1.3 * max(5, *(sample.queue_length for sample in samples)))
     right = axis.twinx()
     right.spines["right"].set_visible(True)
-    rates = timeline.image_rates()
+    right.grid(visible=False)  # One grid is enough.
+    rates = record.image_rates()
     served = right.plot(
         [at for at, _ in rates],
         [value for _, value in rates],
-        color=IMAGES,
+        color=FAINT,
         linewidth=1.5,
         label="images / s",
     )
@@ -184,19 +154,18 @@ def _draw_producer(axis: Axes, timeline: Timeline) -> None:
         at_s,
         [sample.arrivals_per_s for sample in samples],
         where="post",
-        color=IMAGES,
+        color=FAINT,
         linewidth=1.0,
         linestyle=(0, (1, 1.5)),
         label="requests / s",
     )
     right.set_ylabel("images / s, requests / s")
     right.set_ylim(0, 1.3 * max([1.0, *(value for _, value in rates)]))
-    axis.legend(handles=[*queue, *served, *asked], loc="upper left", ncols=3, fontsize=9)
+    axis.legend(handles=[*queue, *served, *asked], loc="upper left", ncols=3)
 
 
-def _shade(axis: Axes, timeline: Timeline, *, named: bool) -> None:
-    begin_s, end_s = _begin_s(timeline), _end_s(timeline)
-    for span in timeline.spans:
+def _shade(axis: Axes, record: RunRecord, begin_s: float, end_s: float, *, named: bool) -> None:
+    for span in record.spans:
         if span.phase not in SHADES:
             continue
         since_s = max(begin_s, span.since_s)
@@ -215,13 +184,3 @@ def _shade(axis: Axes, timeline: Timeline, *, named: bool) -> None:
                 fontsize=9,
                 fontweight="bold",
             )
-
-
-def _begin_s(timeline: Timeline) -> float:
-    """A little before the first keys."""
-    return max(0.0, timeline.consumer[0].at_s - timeline.started_s - LEAD_S)
-
-
-def _end_s(timeline: Timeline) -> float:
-    """End of the last phase that has samples."""
-    return timeline.consumer[-1].at_s - timeline.started_s

@@ -1,9 +1,9 @@
 """Starts the demo's processes, listens to them, and leaves none behind.
 
-Every child is leashed to this process (see `leash`) and leads a session of its own: Ctrl-C reaches
-the demo alone, which then stops its children in order, and a child that does not stop is killed
-with everything it has started. Children are started by the main thread, because the kernel ties the
-leash to the thread that forked.
+Every child ends with this process (see `parent_death`) and leads a session of its own: Ctrl-C
+reaches the demo alone, which then stops its children in order, and a child that does not stop is
+killed with everything it has started. Children are started by the main thread, because the kernel
+ties a child to the thread that forked it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from pydantic import ValidationError
@@ -51,7 +50,7 @@ class Heard:
 
 
 class Child:
-    """One process of the demo.
+    """One process of the demo; a service, unless it speaks the demo's language.
 
     Args:
         name: For people, and for its log file.
@@ -72,6 +71,7 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log
+        self.is_service = heard is None
         self._heard = heard
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(  # noqa: S603 - our own programs, without a shell
@@ -95,11 +95,6 @@ class Child:
         """None while it runs; negative when a signal ended it."""
         return self._process.poll()
 
-    @property
-    def speaks(self) -> bool:
-        """Whether it speaks the demo's language."""
-        return self._heard is not None
-
     def wait(self, timeout_s: float) -> int | None:
         """Its exit status; None when it still runs after `timeout_s`."""
         with suppress(subprocess.TimeoutExpired):
@@ -119,11 +114,6 @@ class Child:
         """The last lines that it logged."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM; harmless when it is gone."""
-        if self.exit_status is None:
-            self._process.terminate()
-
     def finish(self, patience_s: float = STOP_WAIT_S) -> None:
         """Ask it to come to its own end, and see to it that it does."""
         self.send(Finish())
@@ -132,7 +122,7 @@ class Child:
 
     def stop(self, patience_s: float = STOP_WAIT_S) -> None:
         """End it, with force after a while, and whatever else is left in its session."""
-        self.ask_to_stop()
+        self._process.terminate()
         self.wait(patience_s)
         with suppress(ProcessLookupError):  # The usual case: it took its own children along.
             os.killpg(self.pid, signal.SIGKILL)
@@ -154,7 +144,7 @@ class Child:
         self._heard.put(Heard(self.name, None))
 
 
-class Crew:
+class ProcessGroup:
     """The children of one run; leaving the context stops them all, the youngest first.
 
     Args:
@@ -189,9 +179,9 @@ class Crew:
     def start_service(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> Child:
-        """Start somebody else's program, on a leash."""
-        leashed = [sys.executable, "-m", "aqua_demo.leash", str(os.getpid()), *command]
-        return self._keep(Child(name, leashed, log=self._log(name), environment=environment))
+        """Start somebody else's program, which ends with this process."""
+        tied = [sys.executable, "-m", "aqua_demo.parent_death", str(os.getpid()), *command]
+        return self._keep(Child(name, tied, log=self._log(name), environment=environment))
 
     def require_services(self) -> None:
         """Refuse to go on without a service that has ended.
@@ -200,7 +190,7 @@ class Crew:
             DemoError: One has; the end of its log is in the message.
         """
         for child in self._children:
-            if not child.speaks and child.exit_status is not None:
+            if child.is_service and child.exit_status is not None:
                 raise self.died(child.name)
 
     def died(self, name: str) -> DemoError:
@@ -215,12 +205,7 @@ class Crew:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The coordinator is the oldest and goes last, so that members can say goodbye to it.
         for child in reversed(self._children):
             child.stop(self._patience_s)

@@ -8,7 +8,6 @@ waits when the answer is no.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -18,19 +17,18 @@ from typing import Final
 import torch
 
 from aqua_client import CoordinatorClient
-from aqua_demo.child import Parent
+from aqua_demo.child import Parent, run_program
 from aqua_demo.coordinator import PRODUCER_ID
 from aqua_demo.images import Arrivals, ImageService
 from aqua_demo.messages import (
     Command,
     Finish,
-    Message,
     ProducerSample,
+    ProgramSettings,
     ReclaimMeasure,
     SetLoad,
 )
-from aqua_demo.scale import Scale, scale_of
-from aqua_protocol import TransportKind
+from aqua_demo.scale import DemoScale, scale_of
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -59,15 +57,9 @@ moment is not a burst."""
 CALM_S: Final = 2.0
 
 
-class ProducerSettings(Message):
+class ProducerSettings(ProgramSettings):
     """What the producer program needs to know."""
 
-    scale: str
-    seed: int
-    transport: TransportKind | None
-    device: str | None
-    threads: int
-    spare_images: int | None = None
     coordinator_url: str
     token: str
     socket: Path
@@ -111,7 +103,7 @@ class ProducerProgram:
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        self._scale: Scale = scale_of(settings.scale, settings.spare_images)
+        self._scale: DemoScale = scale_of(settings.scale, settings.spare_images)
         self._finished = threading.Event()
         self._load_factor = 1.0
 
@@ -224,12 +216,5 @@ def measures(tickets: list[ReclaimTicket]) -> list[ReclaimMeasure]:
     ]
 
 
-def main() -> None:
-    """Run until told to finish, or until the parent is gone."""
-    program = ProducerProgram(ProducerSettings.model_validate_json(sys.argv[2]))
-    with Parent(int(sys.argv[1]), program.on_command) as parent:
-        program.run(parent)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(ProducerProgram, ProducerSettings)

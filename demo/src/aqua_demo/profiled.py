@@ -10,6 +10,7 @@ keys and values are. Both are the code that the demo runs.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 from transformers import DynamicCache
@@ -17,7 +18,7 @@ from transformers import DynamicCache
 from aqua_demo.images import ImageService
 from aqua_demo.machine import compute_threads
 from aqua_demo.models import build_llama
-from aqua_demo.scale import SCALES, Scale
+from aqua_demo.scale import SCALES, DemoScale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 
@@ -33,7 +34,7 @@ class Images:
         total_bytes: Of the device.
     """
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: DemoScale) -> None:
         torch.set_num_threads(compute_threads())
         self._scale = scale
         self._memory = EmulatedMemory(scale.memory_bytes)
@@ -68,7 +69,7 @@ class Llm:
         total_bytes: What keys and values may occupy on its own device.
     """
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: DemoScale) -> None:
         torch.set_num_threads(compute_threads())
         self._model = build_llama(scale.llama, max_tokens=scale.max_tokens, seed=0)
         self.total_bytes = scale.budget_bytes
@@ -83,21 +84,6 @@ class Llm:
         return self.used_bytes
 
 
-def images_full() -> Images:
-    """The image service of `aqua-demo`."""
-    return Images(SCALES["full"])
-
-
-def images_quick() -> Images:
-    """The image service of `aqua-demo --quick`."""
-    return Images(SCALES["quick"])
-
-
-def llm_full() -> Llm:
-    """The LLM of `aqua-demo`."""
-    return Llm(SCALES["full"])
-
-
-def llm_quick() -> Llm:
-    """The LLM of `aqua-demo --quick`."""
-    return Llm(SCALES["quick"])
+# The factories that `--program` names, for `aqua-demo` and `aqua-demo --quick`.
+images_full, images_quick = (partial(Images, SCALES[name]) for name in ("full", "quick"))
+llm_full, llm_quick = (partial(Llm, SCALES[name]) for name in ("full", "quick"))

@@ -8,16 +8,20 @@ and the budget was kept. A claim that fails names its reason, and the demo exits
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from aqua_demo.machine import describe_machine
-from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import GENERATING, TITLES, Phase
-from aqua_demo.timeline import Timeline
+from aqua_demo.messages import (
+    ConsumerResult,
+    Message,
+    ReclaimMeasure,
+)
+from aqua_demo.phases import GENERATING, TITLES, StoryPhase
+from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
 
 PACKAGES: Final = ("aqualib", "aqua-coordinator", "aqua-protocol", "torch", "transformers")
@@ -48,23 +52,6 @@ class Claim(BaseModel):
     text: str
     holds: bool
     reason: str = Field(default="", description="Why not, with figures.")
-
-
-class TimelineReport(BaseModel):
-    """The series behind the plot, as lists of equal length."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    at_s: list[float]
-    tokens: list[int]
-    device_bytes: list[int]
-    peer_bytes: list[int]
-    host_bytes: list[int]
-    producer_at_s: list[float]
-    producer_queue_length: list[int]
-    producer_images: list[int]
-    producer_offered_bytes: list[int]
-    producer_leased_bytes: list[int]
 
 
 class DemoReport(BaseModel):
@@ -99,7 +86,15 @@ class DemoReport(BaseModel):
     machine: str
     remark: str = Field(description="How to read the token rates on this machine.")
     versions: dict[str, str]
-    timeline: TimelineReport
+    timeline: dict[str, list[int | float]] = Field(
+        description="The series behind the plot, lists of equal length for each program."
+    )
+
+    @property
+    def caption(self) -> str:
+        """What ran, on what: the line under the plot."""
+        torch = self.versions["torch"]
+        return f"{self.scale} size, {self.transport}, torch {torch}; {self.machine}. {self.remark}"
 
     @property
     def succeeded(self) -> bool:
@@ -107,26 +102,25 @@ class DemoReport(BaseModel):
         return all(claim.holds for claim in self.claims)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """All that a finished run has left behind.
+def make_report(
+    record: RunRecord,
+    harvested: ConsumerResult,
+    reference: ConsumerResult,
+    *,
+    kv_bytes: int,
+    **settings: Any,  # noqa: ANN401 - of the report, which checks them
+) -> DemoReport:
+    """Judge a run that came to its end.
 
-    Attributes:
+    Args:
+        record: All that was seen.
+        harvested: What came out on borrowed memory.
+        reference: What came out uninterrupted.
         kv_bytes: Keys and values at the end of an answer.
         settings: Copied into the report: scale, seed, checksum, prompt_tokens.
     """
-
-    timeline: Timeline
-    harvested: ConsumerResult
-    reference: ConsumerResult
-    kv_bytes: int
-    settings: dict[str, Any]
-
-
-def make_report(run: Run) -> DemoReport:
-    """Judge a run that came to its end."""
-    timeline, harvested, reference = run.timeline, run.harvested, run.reference
-    consumer, producer = timeline.consumer[-1], timeline.producer[-1]
+    consumer, producer = record.consumer[-1], record.producer[-1]
+    link_bytes_per_s = harvested.link_bytes_per_s
     return DemoReport(
         tokens_identical=harvested.answers == reference.answers,
         logits_identical=harvested.logits_sha256 == reference.logits_sha256,
@@ -135,86 +129,91 @@ def make_report(run: Run) -> DemoReport:
         paged_out_bytes=consumer.paged_out_bytes,
         paged_in_bytes=consumer.paged_in_bytes,
         spilled_bytes_peak=consumer.spilled_bytes_peak,
-        returned_bytes=returned_bytes(timeline),
+        returned_bytes=returned_bytes(record),
         reclaims=producer.reclaims,
         transport=harvested.transport,
-        link_gb_per_s=(
-            None if harvested.link_bytes_per_s is None else harvested.link_bytes_per_s / 1e9
-        ),
+        link_gb_per_s=None if link_bytes_per_s is None else link_bytes_per_s / 1e9,
         budget_bytes=harvested.budget_bytes,
         peak_resident_bytes=harvested.peak_resident_bytes,
-        kv_bytes=run.kv_bytes,
+        kv_bytes=kv_bytes,
         images=producer.images,
-        claims=judge(harvested, reference, consumer, producer, run),
+        claims=judge(record, harvested, reference, kv_bytes),
         phases=[
             PhaseReport(
                 name=span.phase.value,
                 title=TITLES[span.phase],
                 since_s=round(span.since_s, 3),
                 until_s=None if span.until_s is None else round(span.until_s, 3),
-                tokens_per_s=(
-                    timeline.mean_tokens_per_s(span.phase) if span.phase in GENERATING else None
-                ),
+                tokens_per_s=record.mean_tokens_per_s(span) if span.phase in GENERATING else None,
             )
-            for span in timeline.spans
+            for span in record.spans
         ],
         reference_tokens_per_s=reference.tokens_per_s,
         machine=describe_machine(),
         remark=HOST_REMARK if harvested.transport == TransportKind.MEMFD else GPU_REMARK,
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        timeline=_series(timeline),
-        **run.settings,
+        timeline=_series(record),
+        **settings,
     )
 
 
 def judge(
-    harvested: ConsumerResult,
-    reference: ConsumerResult,
-    consumer: ConsumerSample,
-    producer: ProducerSample,
-    run: Run,
+    record: RunRecord, harvested: ConsumerResult, reference: ConsumerResult, kv_bytes: int
 ) -> list[Claim]:
     """The claims, in the order in which a reader asks."""
-    return [
-        _claim(
+    last, reclaims = record.consumer[-1], record.producer[-1].reclaims
+    paged_out, paged_in, spilled, returned, peak, budget = map(
+        format_bytes,
+        (
+            last.paged_out_bytes,
+            last.paged_in_bytes,
+            last.spilled_bytes_peak,
+            returned_bytes(record),
+            harvested.peak_resident_bytes,
+            harvested.budget_bytes,
+        ),
+    )
+    found = [
+        (
             "tokens equal those of an uninterrupted run",
             harvested.answers == reference.answers and harvested.tokens > 0,
             _first_difference(harvested.answers, reference.answers),
         ),
-        _claim(
+        (
             "so do all logits, bit for bit",
             harvested.logits_sha256 == reference.logits_sha256,
             "their digests differ: some byte came back changed",
         ),
-        _claim(
+        (
             "keys and values exceeded the budget, and kept to it",
-            harvested.peak_resident_bytes <= harvested.budget_bytes < run.kv_bytes,
-            f"peak {format_bytes(harvested.peak_resident_bytes)}, budget"
-            f" {format_bytes(harvested.budget_bytes)}",
+            harvested.peak_resident_bytes <= harvested.budget_bytes < kv_bytes,
+            f"peak {peak}, budget {budget}",
         ),
-        _claim(
+        (
             "layers were paged out and in",
-            consumer.paged_out_bytes > 0 and consumer.paged_in_bytes > consumer.paged_out_bytes,
-            f"{format_bytes(consumer.paged_out_bytes)} out,"
-            f" {format_bytes(consumer.paged_in_bytes)} in",
+            0 < last.paged_out_bytes < last.paged_in_bytes,
+            f"{paged_out} out, {paged_in} in",
         ),
-        _claim(
+        (
             "memory was taken back mid-generation",
-            bool(producer.reclaims) and consumer.spilled_bytes_peak > 0,
-            f"{len(producer.reclaims)} reclaims,"
-            f" {format_bytes(consumer.spilled_bytes_peak)} spilled",
+            bool(reclaims) and last.spilled_bytes_peak > 0,
+            f"{len(reclaims)} reclaims, {spilled} spilled",
         ),
-        _claim(
+        (
             "and was lent again",
-            returned_bytes(run.timeline) > 0 and consumer.peer_bytes > 0,
-            f"{format_bytes(returned_bytes(run.timeline))} returned to borrowed memory",
+            returned_bytes(record) > 0 and last.peer_bytes > 0,
+            f"{returned} returned to borrowed memory",
         ),
-        _claim("the image service served all the while", producer.images > 0, "no image finished"),
+        (
+            "the image service served all the while",
+            record.producer[-1].images > 0,
+            "no image finished",
+        ),
     ]
-
-
-def _claim(text: str, holds: bool, reason: str) -> Claim:  # noqa: FBT001 - the second of three columns
-    return Claim(text=text, holds=holds, reason="" if holds else reason)
+    return [
+        Claim(text=text, holds=holds, reason="" if holds else reason)
+        for text, holds, reason in found
+    ]
 
 
 def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
@@ -226,26 +225,25 @@ def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
     return f"the answers have {lengths[0]} tokens, and had {lengths[1]} uninterrupted"
 
 
-def returned_bytes(timeline: Timeline) -> int:
+def returned_bytes(record: RunRecord) -> int:
     """What went from host memory back to borrowed memory after the burst had begun."""
-    began_s = next((s.since_s for s in timeline.spans if s.phase is Phase.BURST), 0.0)
-    before = [s for s in timeline.consumer if s.at_s - timeline.started_s <= began_s]
+    began_s = next((s.since_s for s in record.spans if s.phase is StoryPhase.BURST), 0.0)
+    before = [s for s in record.consumer if s.at_s - record.started_s <= began_s]
     already = before[-1].returned_bytes if before else 0
-    return timeline.consumer[-1].returned_bytes - already
+    return record.consumer[-1].returned_bytes - already
 
 
-def _series(timeline: Timeline) -> TimelineReport:
-    start_s = timeline.started_s
-    consumer, producer = timeline.consumer, timeline.producer
-    return TimelineReport(
-        at_s=[round(sample.at_s - start_s, 3) for sample in consumer],
-        tokens=[sample.tokens for sample in consumer],
-        device_bytes=[sample.device_bytes for sample in consumer],
-        peer_bytes=[sample.peer_bytes for sample in consumer],
-        host_bytes=[sample.host_bytes for sample in consumer],
-        producer_at_s=[round(sample.at_s - start_s, 3) for sample in producer],
-        producer_queue_length=[sample.queue_length for sample in producer],
-        producer_images=[sample.images for sample in producer],
-        producer_offered_bytes=[sample.offered_bytes for sample in producer],
-        producer_leased_bytes=[sample.leased_bytes for sample in producer],
+def _series(record: RunRecord) -> dict[str, list[int | float]]:
+    """Columns of the samples, times in seconds since the start."""
+
+    def columns(
+        samples: Iterable[Message], prefix: str, names: str
+    ) -> dict[str, list[int | float]]:
+        rows = [sample.model_dump() for sample in samples]
+        found = {f"{prefix}{name}": [row[name] for row in rows] for name in names.split()}
+        times = [round(row["at_s"] - record.started_s, 3) for row in rows]
+        return {f"{prefix}at_s": times, **found}
+
+    return columns(record.consumer, "", "tokens device_bytes peer_bytes host_bytes") | columns(
+        record.producer, "producer_", "queue_length images offered_bytes leased_bytes"
     )

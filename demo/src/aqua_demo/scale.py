@@ -24,7 +24,7 @@ WEIGHT_BYTES: Final = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class DemoScale:
     """Sizes of one run.
 
     Attributes:
@@ -88,10 +88,10 @@ class Scale:
     def offer_bytes(self) -> int:
         """What the image service can lend: all but its weights and room for `spare_images`."""
         spare = self.memory_bytes - WEIGHT_BYTES - self.spare_images * self.image_bytes
-        return spare // self.slab_bytes * self.slab_bytes
+        return max(0, spare) // self.slab_bytes * self.slab_bytes
 
 
-FULL: Final = Scale(
+FULL: Final = DemoScale(
     llama=LlamaSize(layers=8, heads=8, head_dim=64, feed_forward=1024),
     prompt_tokens=3340,
     answer_tokens=500,
@@ -109,7 +109,7 @@ FULL: Final = Scale(
     again_tokens=80,
 )
 
-QUICK: Final = Scale(
+QUICK: Final = DemoScale(
     llama=LlamaSize(layers=6, heads=4, head_dim=32, feed_forward=256),
     prompt_tokens=1360,
     answer_tokens=300,
@@ -131,7 +131,7 @@ SCALES: Final = {"full": FULL, "quick": QUICK}
 """By name, as it travels to the programs."""
 
 
-def scale_of(name: str, spare_images: int | None) -> Scale:
+def scale_of(name: str, spare_images: int | None) -> DemoScale:
     """The scale of that name; with another number of images kept room for, if one is given."""
     scale = SCALES[name]
     return scale if spare_images is None else replace(scale, spare_images=spare_images)

@@ -13,7 +13,7 @@ from typing import Final
 from aqua_protocol import ConfigError
 
 
-class ByteTokenizer:
+class PromptTokenizer:
     """Bytes as tokens, after three special ones.
 
     Tokens 0, 1 and 2 pad, begin and end a sequence; token 3 + b is the byte b.
@@ -40,7 +40,7 @@ def load_prompt(token_count: int) -> list[int]:
         ConfigError: The text is shorter.
     """
     text = files("aqua_demo").joinpath("texts/declaration.txt").read_text(encoding="utf-8")
-    tokens = ByteTokenizer().encode(text)
+    tokens = PromptTokenizer().encode(text)
     if token_count > len(tokens):
         raise ConfigError(
             f"the text has {len(tokens)} tokens, {token_count} were asked for",

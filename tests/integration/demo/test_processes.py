@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from aqua_demo.messages import ConsumerSample, Failure, Finish, News
-from aqua_demo.processes import Child, Crew, DemoError
+from aqua_demo.processes import Child, DemoError, ProcessGroup
 from harness.bounds import HANG_S
 
 END_LIMIT_S = HANG_S
@@ -46,13 +46,13 @@ def _wait_for_line(child: Child, text: str) -> None:
     pytest.fail(f"{child.name} never said {text!r}: {child.log_tail()}")
 
 
-def test_a_leashed_process_ends_when_its_parent_is_killed() -> None:
+def test_a_process_ends_when_its_parent_is_killed() -> None:
     parent_code = textwrap.dedent(
         """
         import os, subprocess, sys, time
         command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
         child = subprocess.Popen(
-            [sys.executable, "-m", "aqua_demo.leash", str(os.getpid()), *command],
+            [sys.executable, "-m", "aqua_demo.parent_death", str(os.getpid()), *command],
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -73,9 +73,9 @@ def test_a_leashed_process_ends_when_its_parent_is_killed() -> None:
                 os.kill(child_pid, signal.SIGKILL)
 
 
-def test_a_leash_is_not_put_on_for_a_parent_that_is_gone_already() -> None:
+def test_nothing_runs_for_a_parent_that_is_gone_already() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "aqua_demo.leash", "1", sys.executable, "-c", "print('ran')"],
+        [sys.executable, "-m", "aqua_demo.parent_death", "1", sys.executable, "-c", "print('ran')"],
         capture_output=True,
         check=False,
         timeout=END_LIMIT_S,
@@ -92,8 +92,8 @@ def test_leaving_the_crew_ends_every_child_and_what_it_started(tmp_path: Path) -
         time.sleep(600)
         """
     )
-    with Crew(tmp_path) as crew:
-        child = crew.start_service("service", [sys.executable, "-c", grandparent], {})
+    with ProcessGroup(tmp_path) as group:
+        child = group.start_service("service", [sys.executable, "-c", grandparent], {})
         _wait_for_line(child, "ready")
         family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
         assert len(family) == 2
@@ -103,20 +103,20 @@ def test_leaving_the_crew_ends_every_child_and_what_it_started(tmp_path: Path) -
 
 def test_a_child_that_will_not_stop_is_killed(tmp_path: Path) -> None:
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}"
-    with Crew(tmp_path, patience_s=0.1) as crew:
-        child = crew.start_service("stubborn", [sys.executable, "-c", stubborn], {})
+    with ProcessGroup(tmp_path, patience_s=0.1) as group:
+        child = group.start_service("stubborn", [sys.executable, "-c", stubborn], {})
         _wait_for_line(child, "ready")
     assert child.exit_status == -signal.SIGKILL
 
 
 def test_a_service_that_ends_early_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    with Crew(tmp_path) as crew:
-        child = crew.start_service(
+    with ProcessGroup(tmp_path) as group:
+        child = group.start_service(
             "service", [sys.executable, "-c", "raise SystemExit('no such luck')"], {}
         )
         assert child.wait(END_LIMIT_S) == 1
         with pytest.raises(DemoError, match="no such luck"):
-            crew.require_services()
+            group.require_services()
 
 
 def test_settings_of_the_user_do_not_reach_the_children(
@@ -124,8 +124,8 @@ def test_settings_of_the_user_do_not_reach_the_children(
 ) -> None:
     monkeypatch.setenv("AQUA_REDIS_URL", "redis://elsewhere")
     show = "import os; print(sorted(name for name in os.environ if name.startswith('AQUA_')))"
-    with Crew(tmp_path) as crew:
-        child = crew.start_service("service", [sys.executable, "-c", show], {"AQUA_OURS": "1"})
+    with ProcessGroup(tmp_path) as group:
+        child = group.start_service("service", [sys.executable, "-c", show], {"AQUA_OURS": "1"})
         assert child.wait(END_LIMIT_S) == 0
         assert child.log.read_text().strip() == "['AQUA_OURS']"
 
@@ -145,52 +145,56 @@ def _talker(code: str) -> str:
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    with Crew(tmp_path) as crew:
-        yield crew
+def group(tmp_path: Path) -> Iterator[ProcessGroup]:
+    with ProcessGroup(tmp_path) as group:
+        yield group
 
 
-def _start(crew: Crew, tmp_path: Path, code: str) -> Child:
+def _start(group: ProcessGroup, tmp_path: Path, code: str) -> Child:
     return Child(
         "talker",
         [sys.executable, "-c", _talker(code)],
         log=tmp_path / "talker.log",
         environment={},
-        heard=crew.heard,
+        heard=group.heard,
     )
 
 
-def test_a_child_says_what_it_means_even_when_a_library_prints(crew: Crew, tmp_path: Path) -> None:
-    child = _start(crew, tmp_path, "print('noise'); p.news('hello'); finished.wait()")
+def test_a_child_says_what_it_means_even_when_a_library_prints(
+    group: ProcessGroup, tmp_path: Path
+) -> None:
+    child = _start(group, tmp_path, "print('noise'); p.news('hello'); finished.wait()")
     with closing(_Stopped(child)):
-        heard = crew.heard.get(timeout=END_LIMIT_S)
+        heard = group.heard.get(timeout=END_LIMIT_S)
         assert (heard.name, heard.report) == ("talker", News(text="hello"))
         child.send(Finish())
-        assert crew.heard.get(timeout=END_LIMIT_S).report is None
+        assert group.heard.get(timeout=END_LIMIT_S).report is None
         assert child.wait(END_LIMIT_S) == 0
         assert "noise" in child.log.read_text()
 
 
-def test_an_expected_failure_of_a_child_arrives_as_its_error(crew: Crew, tmp_path: Path) -> None:
-    child = _start(crew, tmp_path, "raise ConfigError('wrong knob', remedy='Turn it.')")
+def test_an_expected_failure_of_a_child_arrives_as_its_error(
+    group: ProcessGroup, tmp_path: Path
+) -> None:
+    child = _start(group, tmp_path, "raise ConfigError('wrong knob', remedy='Turn it.')")
     with closing(_Stopped(child)):
-        report = crew.heard.get(timeout=END_LIMIT_S).report
+        report = group.heard.get(timeout=END_LIMIT_S).report
         assert isinstance(report, Failure)
         assert (report.error.message, report.error.remedy) == ("wrong knob", "Turn it.")
 
 
-def test_gibberish_of_a_child_is_a_failure_not_a_crash(crew: Crew, tmp_path: Path) -> None:
-    child = _start(crew, tmp_path, "p._out.write('{}\\n'); p._out.flush(); finished.wait()")
+def test_gibberish_of_a_child_is_a_failure_not_a_crash(group: ProcessGroup, tmp_path: Path) -> None:
+    child = _start(group, tmp_path, "p._out.write('{}\\n'); p._out.flush(); finished.wait()")
     with closing(_Stopped(child)):
-        report = crew.heard.get(timeout=END_LIMIT_S).report
+        report = group.heard.get(timeout=END_LIMIT_S).report
         assert isinstance(report, Failure)
         assert "talker" in report.error.message
 
 
-def test_a_child_finishes_when_its_parent_hangs_up(crew: Crew, tmp_path: Path) -> None:
-    child = _start(crew, tmp_path, "p.news('up'); finished.wait()")
+def test_a_child_finishes_when_its_parent_hangs_up(group: ProcessGroup, tmp_path: Path) -> None:
+    child = _start(group, tmp_path, "p.news('up'); finished.wait()")
     with closing(_Stopped(child)):
-        crew.heard.get(timeout=END_LIMIT_S)
+        group.heard.get(timeout=END_LIMIT_S)
         assert child._process.stdin is not None
         child._process.stdin.close()
         assert child.wait(END_LIMIT_S) == 0

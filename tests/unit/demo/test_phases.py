@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from aqua_demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import Goal, Observation, Patience, Phase, goals, next_phase
+from aqua_demo.phases import Goal, Observation, Patience, goals, next_phase
+from aqua_demo.phases import StoryPhase as Phase
 from aqua_demo.scale import QUICK
 
 RECLAIM = ReclaimMeasure(bytes=8, first_slab_ms=1.0, total_ms=2.0)

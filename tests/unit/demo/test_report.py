@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import Observation, Phase, goals
+from aqua_demo.phases import Observation, goals
+from aqua_demo.phases import StoryPhase as Phase
 from aqua_demo.plot import draw
-from aqua_demo.report import DemoReport, Run, make_report
+from aqua_demo.record import RunRecord
+from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import QUICK
-from aqua_demo.timeline import Timeline
 from aqua_demo.view import picture, summary
 
 STARTED_S = 1000.0
@@ -30,9 +31,9 @@ PHASES = {
 RECLAIM = ReclaimMeasure(bytes=400, first_slab_ms=2.5, total_ms=9.0)
 
 
-def _timeline(**changes: Any) -> Timeline:  # noqa: ANN401 - any field of the consumer's samples
+def _timeline(**changes: Any) -> RunRecord:  # noqa: ANN401 - any field of the consumer's samples
     """Pages with the peer, from 10 s to 15 s in host memory, and back."""
-    timeline = Timeline(STARTED_S)
+    timeline = RunRecord(STARTED_S)
     for phase, since_s in PHASES.items():
         timeline.enter(phase, STARTED_S + since_s)
     timeline.note("producer", "offers 400 B", STARTED_S + 1)
@@ -87,18 +88,19 @@ def _result(**changes: Any) -> ConsumerResult:  # noqa: ANN401 - any of its fiel
 
 
 def _report(
-    timeline: Timeline | None = None,
+    timeline: RunRecord | None = None,
     harvested: ConsumerResult | None = None,
     compared: ConsumerResult | None = None,
 ) -> DemoReport:
     return make_report(
-        Run(
-            timeline=timeline or _timeline(),
-            harvested=harvested or _result(),
-            reference=compared or _result(),
-            kv_bytes=350,
-            settings={"scale": "quick", "seed": 0, "checksum": False, "prompt_tokens": 100},
-        )
+        timeline or _timeline(),
+        harvested or _result(),
+        compared or _result(),
+        kv_bytes=350,
+        scale="quick",
+        seed=0,
+        checksum=False,
+        prompt_tokens=100,
     )
 
 
@@ -160,8 +162,8 @@ def test_rates_are_those_of_the_samples() -> None:
     timeline = _timeline()
     assert timeline.tokens_per_s() == pytest.approx(10.0)
     assert timeline.images_per_s() == pytest.approx(10.0)
-    assert timeline.mean_tokens_per_s(Phase.BURST) == pytest.approx(10.0)
-    assert timeline.mean_tokens_per_s(Phase.VERIFY) is None
+    assert timeline.mean_tokens_per_s(timeline.spans[3]) == pytest.approx(10.0)
+    assert timeline.mean_tokens_per_s(timeline.spans[6]) is None
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_the_live_view_and_the_summary_fit_a_terminal() -> None:
     for phase in Phase:
         seen = Observation(timeline.producer[-1], timeline.consumer[-1], None)
         console.print(picture(timeline, goals(phase, seen, QUICK), STARTED_S + 20))
-    console.print(picture(Timeline(STARTED_S), [], STARTED_S))
+    console.print(picture(RunRecord(STARTED_S), [], STARTED_S))
     console.print(summary(_report()))
     text = console.export_text()
     for expected in ("own device", "borrowed", "host memory", "tokens/s", "2.5 ms", "offers 400 B"):

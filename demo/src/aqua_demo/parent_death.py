@@ -1,8 +1,8 @@
 """Ties a process to its parent: however the parent ends, SIGKILL included, the child ends too.
 
-Run as `python -m aqua_demo.leash <program> <arguments>` it puts the leash on and becomes the
-program; the kernel keeps the setting across `exec`. The signal is SIGTERM, so that a program with
-children of its own, like a coordinator with its Valkey, can take them along.
+Run as `python -m aqua_demo.parent_death <parent pid> <program> <arguments>` it ties itself and
+becomes the program; the kernel keeps the setting across `exec`. The signal is SIGTERM, so that a
+program with children of its own, like a coordinator with its Valkey, can take them along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 PR_SET_PDEATHSIG: Final = 1
 
 
-def put_on(parent_pid: int) -> None:
+def end_with(parent_pid: int) -> None:
     """Ask the kernel for SIGTERM when the parent's main thread ends.
 
     Args:
@@ -31,5 +31,5 @@ def put_on(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    put_on(int(sys.argv[1]))
+    end_with(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - there is no shell to start it with
