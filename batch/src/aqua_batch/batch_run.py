@@ -50,6 +50,9 @@ SAMPLE_PROBABILITY: Final = 0.01
 LEAST_TO_SAMPLE: Final = 200
 """Smaller pools run at once: a sample of a request or two says nothing."""
 
+EARLY_SHARE: Final = 0.01
+"""Share of the work done below which the time left is a guess. Doubled, it is said later."""
+
 MOST_DEATHS: Final = 3
 """Engines that may die over the same requests without an answer."""
 
@@ -64,6 +67,7 @@ class BatchProgress:
             goes by, as requests differ by orders of magnitude.
         running: Rows that engines work on.
         nodes: Engines that live.
+        elapsed_s: Since the run began.
     """
 
     done: int
@@ -71,6 +75,20 @@ class BatchProgress:
     work_done: float
     running: int
     nodes: int
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        """For people, with the time left by work."""
+        nodes = f"{self.nodes} nodes, " if self.nodes > 1 else ""
+        return f"{self.done} of {self.total} requests, {nodes}{self._time_left}"
+
+    @property
+    def _time_left(self) -> str:
+        if self.work_done < EARLY_SHARE:
+            return "time left unknown"
+        minutes, seconds = divmod(round(self.elapsed_s * (1.0 / self.work_done - 1.0)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left"
 
 
 class BatchRun:
@@ -110,6 +128,7 @@ class BatchRun:
         self._clock_s = clock_s
         self._on_progress = on_progress
         self._on_loss = on_loss
+        self._started_s = time.monotonic()
         self._answers = CompletionCollector()
         self._first_row = tokenized.first_rows()
         self._observed = tokenized.lengths(journal.finished)
@@ -300,6 +319,7 @@ class BatchRun:
                 self._work_done / total if total else 1.0,
                 sum(self._running.values()),
                 len(self._fleet.ready_nodes()),
+                time.monotonic() - self._started_s,
             )
         )
 

@@ -1,27 +1,24 @@
 """`aqua-batch`: order a batch file, or run it.
 
-Exit status: 0 done (rejected lines are in the errors file and said on stderr), 2 nothing could be
-done (the reason on stderr), 130 interrupted; an interrupted run is resumed by the same command.
+Rejected lines are in the errors file and said on stderr; the others are done, and the status is 0.
+An interrupted run is resumed by the same command.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import math
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from aqua_batch.policies import Policy
-from aqua_batch.progress import bar, run_bar
-from aqua_protocol.errors import AquaError
+from aqua_cli import Json, print_json, progress, replacing, say, write_json
+from aqua_cli import main as run_program
 
 if TYPE_CHECKING:
     from aqua_batch.fleet import Fleet
@@ -30,7 +27,11 @@ if TYPE_CHECKING:
     from aqua_batch.tokens import Tokenizer
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+    name="aqua-batch",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=__doc__,
 )
 
 Input = Annotated[Path, typer.Argument(help="Batch file, one request per line.", metavar="IN")]
@@ -38,17 +39,17 @@ PolicyOption = Annotated[Policy, typer.Option(help="foresight (default), paper, 
 ErrorsOption = Annotated[
     Path | None, typer.Option(help="Errors file; OUT with .errors.jsonl otherwise.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+
+
+LOG_EVERY_S: Final = 10.0
+"""Seconds between two lines on a run's progress where stderr is no terminal. Doubled, a log says
+half as often where the run is."""
 
 
 def main() -> None:
-    """Entry point: typed errors become one line and status 2."""
+    """Entry point of the console script."""
     logging.basicConfig(level=logging.WARNING, format="aqua-batch: %(message)s")
-    try:
-        app()
-    except AquaError as error:
-        sys.stderr.write(f"aqua-batch: {error}\n")
-        sys.exit(2)
+    run_program(app, "aqua-batch")
 
 
 @app.command()
@@ -79,7 +80,7 @@ def order(  # noqa: PLR0917 - Typer's options
         Path | None, typer.Option(help="Plan report; OUT with .plan.json and .plan.png otherwise.")
     ] = None,
     errors: ErrorsOption = None,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Write IN in an order that blends compute- and memory-bound requests."""
     from aqua_batch.forecast import forecast
@@ -97,13 +98,13 @@ def order(  # noqa: PLR0917 - Typer's options
     _say_fallback(words)
     batch = _read(source)
     try:
-        with bar("tokenising", len(batch.entries)) as advance:
+        with progress("tokenising", len(batch.entries)) as shown:
             tokenized = tokenize(
                 batch,
                 words,
                 longest_tokens=target.longest_tokens,
                 capacity_tokens=target.capacity_tokens,
-                on_progress=advance,
+                on_progress=lambda done: shown.update(done=done),
             )
     except NothingToRunError as error:
         _write_rejections(error.rejections, errors_path)
@@ -115,26 +116,26 @@ def order(  # noqa: PLR0917 - Typer's options
         capacity_tokens=target.capacity_tokens,
         max_step_tokens=max_step_tokens,
     )
-    with bar("planning", tokenized.prompts.count) as advance:
+    with progress("planning", tokenized.prompts.count) as shown:
         course = forecast(
             prepared,
             chosen,
             capacity_tokens=target.capacity_tokens,
             max_step_tokens=max_step_tokens,
-            on_progress=advance,
+            on_progress=lambda done: shown.update(done=done),
         )
-    with _replaced(output) as file:
+    with replacing(output) as file:
         # An entry stands where the first of its rows is admitted.
         owners = dict.fromkeys(tokenized.owner[course.admitted].tolist())
         entries = [tokenized.entries[index] for index in owners]
         for line in batch.lines(entries):
             file.write(line + b"\n")
     summary = plan_report(tokenized, prepared, course, target, words, policy.value)
-    report_path.write_text(json.dumps(summary, indent=2) + "\n")
+    write_json(report_path, summary)
     draw_usage(course, report_path.with_suffix(".png"))
     _write_rejections(tokenized.rejections, errors_path)
     if as_json:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
     else:
         _print_plan(summary, output, report_path)
 
@@ -195,7 +196,7 @@ def run(  # noqa: PLR0917 - as above
             rich_help_panel="Several nodes",
         ),
     ] = 60.0,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Run IN on vLLM; run again to resume.
 
@@ -242,14 +243,14 @@ def run(  # noqa: PLR0917 - as above
             )
         facts = fleet.facts
         try:
-            with bar("tokenising", len(batch.entries)) as advance:
+            with progress("tokenising", len(batch.entries)) as shown:
                 tokenized = tokenize(
                     batch,
                     words,
                     longest_tokens=facts.longest_tokens,
                     capacity_tokens=facts.capacity_tokens,
                     problem_of=run_problem,
-                    on_progress=advance,
+                    on_progress=lambda done: shown.update(done=done),
                 )
         except NothingToRunError as error:
             _write_rejections(error.rejections, errors_path)
@@ -261,7 +262,8 @@ def run(  # noqa: PLR0917 - as above
             capacity_tokens=facts.capacity_tokens,
         )
         started = time.monotonic()
-        with run_bar(len(tokenized.entries)) as show:
+        # By work, not by requests: they differ by orders of magnitude.
+        with progress("running", 1.0, log_every_s=LOG_EVERY_S) as shown:
             ran = BatchRun(
                 batch,
                 tokenized,
@@ -270,7 +272,7 @@ def run(  # noqa: PLR0917 - as above
                 model=model,
                 cost=target.cost,
                 policy=policy,
-                on_progress=show,
+                on_progress=lambda state: shown.update(done=state.work_done, note=str(state)),
                 on_loss=_say,
             ).finish()
         seconds = time.monotonic() - started
@@ -289,7 +291,7 @@ def run(  # noqa: PLR0917 - as above
         },
     }
     if as_json:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
     else:
         typer.echo(
             f"{ran} requests run, {resumed} from before, {seconds:.1f} s; "
@@ -354,12 +356,12 @@ def _read(source: Path) -> BatchFile:
     from aqua_batch.records import read_batch
 
     size = source.stat().st_size if source.is_file() else 0
-    with bar("reading", size) as advance:
-        return read_batch(source, advance)
+    with progress("reading", size) as shown:
+        return read_batch(source, lambda done: shown.update(done=done))
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"aqua-batch: {text}\n")
+    say(f"aqua-batch: {text}")
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -435,15 +437,3 @@ def _print_plan(summary: dict[str, Any], output: Path, report: Path) -> None:
         f"{time_part['share_of_optimal']:.1%} of the optimum's rate\n"
         f"report: {report}, {report.with_suffix('.png')}"
     )
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[Any]:
-    """Write a file aside and put it in place when it is whole."""
-    aside = path.with_name(f".{path.name}.part")
-    try:
-        with gzip.open(aside, "wb") if path.suffix == ".gz" else aside.open("wb") as file:
-            yield file
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

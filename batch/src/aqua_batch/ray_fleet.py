@@ -116,8 +116,8 @@ class RayFleet:
         say: Told what is waited for, in words.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster cannot be reached, or an engine says that
-            it cannot start.
+        UnavailableError: Ray is not installed, or the cluster cannot be reached.
+        ConfigError: An engine says that it cannot start.
         CapacityError: The cluster has not enough nodes with room.
     """
 
@@ -333,7 +333,7 @@ def _import_ray() -> Any:  # noqa: ANN401 - an optional package
         import ray.exceptions
         import ray.util
     except ImportError as error:
-        raise ConfigError(
+        raise UnavailableError(
             "several nodes want Ray, which is not installed in this environment",
             remedy="pip install 'aqua-batch[ray]' here and on each node.",
         ) from error
@@ -359,7 +359,7 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - the modul
         ray.exceptions.RayError,
     ) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
-        raise ConfigError(
+        raise UnavailableError(
             f"no Ray cluster {where} can be used: {_brief(error)}", remedy=remedy
         ) from error
 
@@ -374,7 +374,7 @@ def _probe(address: str, remedy: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"no Ray cluster at {address}: {error}", remedy=remedy) from error
+        raise UnavailableError(f"no Ray cluster at {address}: {error}", remedy=remedy) from error
 
 
 def _brief(error: Exception) -> str:

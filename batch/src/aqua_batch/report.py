@@ -11,6 +11,7 @@ from aqua_batch.forecast import Forecast
 from aqua_batch.target import PlanTarget
 from aqua_batch.tokenization import TokenizedBatch
 from aqua_batch.tokens import Tokenizer
+from aqua_cli.figures import figure
 from aqua_schedulers.blendserve import PreparedPool
 
 
@@ -65,20 +66,15 @@ def plan_report(
 
 def draw_usage(course: Forecast, path: Path) -> None:
     """Compute and memory time per step over the run, as in BlendServe's Figure 8."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    steps = np.arange(len(course.compute_s)) * course.steps_per_row
-    axes.plot(steps, course.compute_s * 1e3, label="compute-bound operators", linewidth=1)
-    axes.plot(steps, course.memory_s * 1e3, label="memory-bound operators", linewidth=1)
-    axes.set_xlabel("engine step")
-    axes.set_ylabel("time per step in ms")
-    axes.set_title(
-        f"predicted: {course.makespan_s:,.0f} s, "
-        f"{course.optimal_s / course.makespan_s:.1%} of the optimum's rate"
-    )
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with figure(path, width=9, height=3.5) as drawing:
+        axes = drawing.subplots()
+        steps = np.arange(len(course.compute_s)) * course.steps_per_row
+        axes.plot(steps, course.compute_s * 1e3, label="compute-bound operators")
+        axes.plot(steps, course.memory_s * 1e3, label="memory-bound operators")
+        axes.set_xlabel("engine step")
+        axes.set_ylabel("time per step in ms")
+        axes.set_title(
+            f"predicted: {course.makespan_s:,.0f} s, "
+            f"{course.optimal_s / course.makespan_s:.1%} of the optimum's rate"
+        )
+        axes.legend()

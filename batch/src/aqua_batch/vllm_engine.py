@@ -15,7 +15,7 @@ from typing import Any
 
 from aqua_batch.completions import Completion
 from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
-from aqua_protocol.errors import ConfigError
+from aqua_protocol.errors import ConfigError, UnavailableError
 
 
 class VllmEngine:
@@ -26,7 +26,8 @@ class VllmEngine:
         options: Further arguments of `vllm.LLM`.
 
     Raises:
-        ConfigError: vLLM is not installed, or refuses the model.
+        UnavailableError: vLLM is not installed.
+        ConfigError: vLLM refuses the model.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
@@ -38,7 +39,7 @@ class VllmEngine:
         try:
             from vllm import LLM, SamplingParams
         except ImportError as error:
-            raise ConfigError(
+            raise UnavailableError(
                 f"vLLM is not installed in this environment: {error}",
                 remedy="pip install vllm, and aqua-batch into the same environment.",
             ) from error

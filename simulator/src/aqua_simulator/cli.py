@@ -1,23 +1,25 @@
 """`aqua-sim`: fit iteration times, check them, run engines on them, reproduce the papers.
 
 Every command prints a table for people and, with `--json`, one JSON document for programs; plots
-are PNG files. Heavy imports happen inside the commands, so that `--help` is quick. Expected
-failures end with one line on standard error and exit code 2.
+are PNG or SVG files. Heavy imports happen inside the commands, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aqua_protocol.errors import AquaError, ConfigError
-from aqua_simulator.output import show_json, show_reproduction, show_summary, show_table, status
+from aqua_cli import Json, Plot, print_json, print_table, progress, say, write_json
+from aqua_cli import main as run_program
+from aqua_protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqua_simulator.papers.report import Reproduction
 
 app = typer.Typer(
     name="aqua-sim",
@@ -25,9 +27,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")]
 
 
 class Process(StrEnum):
@@ -42,11 +41,7 @@ class Process(StrEnum):
 
 def main() -> None:
     """Entry point of the console script."""
-    try:
-        app()
-    except AquaError as error:
-        typer.echo(f"aqua-sim: {error}", err=True)
-        sys.exit(2)
+    run_program(app, "aqua-sim")
 
 
 @app.command()
@@ -56,7 +51,7 @@ def fit(
     hold_out: Annotated[
         int, typer.Option(help="Leave every k-th row aside for `evaluate`; 0 uses all.", min=0)
     ] = 0,
-    as_json: AsJson = False,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Fit iteration times on a folder of profile tables."""
@@ -79,7 +74,7 @@ def fit(
         entry[0] += 1
         entry[1] += function.row_count
     if as_json:
-        show_json(
+        print_json(
             {
                 "fit": str(output),
                 "hold_out": hold_out,
@@ -90,7 +85,7 @@ def fit(
             }
         )
         return
-    show_table(
+    print_table(
         f"Fitted {len(result.functions)} functions into {output}",
         ("file", "functions", "rows"),
         [(name, str(count), str(rows)) for name, (count, rows) in sorted(files.items())],
@@ -101,7 +96,7 @@ def fit(
 def evaluate(
     fit_path: Annotated[Path, typer.Option("--fit", help="Fit file of `aqua-sim fit`.")],
     profiles: Annotated[Path, typer.Option("--profiles", help="Folder with other rows.")],
-    as_json: AsJson = False,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Report the error on rows that the fit has not seen (MAPE by operator and composite)."""
@@ -126,7 +121,7 @@ def evaluate(
 
         draw_scores(scores, plot)
     if as_json:
-        show_json(
+        print_json(
             {
                 "overall_mape_percent": levels,
                 "scores": [
@@ -141,7 +136,7 @@ def evaluate(
             }
         )
         return
-    show_table(
+    print_table(
         "Mean absolute percentage error on unseen rows",
         ("level", "name", "MAPE, %", "rows"),
         [(one.level, one.name, f"{one.mape:.2f}", str(one.row_count)) for one in scores],
@@ -198,7 +193,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     ] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Of generated arrivals.")] = 0,
-    as_json: AsJson = False,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Serve a trace on simulated engines with vLLM's rules, under a policy of `aqua_schedulers`."""
@@ -235,14 +230,14 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     arrivals = read_trace(lengths, times_s=times)
     table = Fit.load(fit_path) if fit_path else None
     if table is None:
-        typer.echo("No fit given: times are a roofline of the data sheet, a rough guess.", err=True)
+        say("No fit given: times are a roofline of the data sheet, a rough guess.")
     cluster = Cluster([spec.engine(table, name=f"engine-{index}") for index in range(engines)])
-    with status(f"Serving {len(arrivals):,} requests", quiet=as_json):
+    with progress(f"Serving {len(arrivals):,} requests", quiet=as_json):
         served = cluster.run(arrivals)
     if plot is not None:
-        from aqua_simulator.plots import draw_served
+        from aqua_simulator.plots import draw_latencies
 
-        draw_served(served, plot)
+        draw_latencies({"served": served}, plot)
     result = summary(served)
     result["engines"] = [
         {
@@ -256,7 +251,24 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         }
         for engine in cluster.engines
     ]
-    show_summary(result, spec.describe(), as_json=as_json)
+    if as_json:
+        print_json(result)
+        return
+    _print_values(spec.describe(), {key: result[key] for key in result if key != "engines"})
+    print_table(
+        "Engines",
+        ("engine", "steps", "busy, s", "preemptions", "prefix hits"),
+        [
+            (
+                one["name"],
+                str(one["steps"]),
+                f"{one['busy_s']:.1f}",
+                str(one["preemptions"]),
+                f"{one['prefix_hit_share']:.1%}",
+            )
+            for one in result["engines"]
+        ],
+    )
 
 
 def _times(
@@ -308,7 +320,7 @@ def replay(
             max=0.5,
         ),
     ] = 0.2,
-    as_json: AsJson = False,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Compare against recorded runs of a real engine."""
@@ -342,11 +354,11 @@ def replay(
             }
         )
         if plot is not None:
-            from aqua_simulator.plots import draw_replay
+            from aqua_simulator.plots import draw_latencies
 
-            draw_replay(recording.served, served, plot)
+            draw_latencies({"recorded": recording.served, "simulated": served}, plot)
         if not as_json:
-            show_table(
+            print_table(
                 f"{recording.gpu}, {recording.model_key}: {len(recording.served)} requests, host "
                 f"overhead {time_of.overhead_s * 1e3:.2f} ms from the first {calibrate_on:.0%}",
                 ("", "recorded", "simulated", "difference, %"),
@@ -361,7 +373,7 @@ def replay(
                 ],
             )
     if as_json:
-        show_json({"recordings": document})
+        print_json({"recordings": document})
 
 
 @app.command()
@@ -388,21 +400,24 @@ def paper(
         Path | None,
         typer.Option(help="Folder that keeps finished figures; what it holds is not run again."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Reproduce tables or figures of a paper and print ours beside the published numbers."""
     from aqua_simulator.papers.blendserve import Experiments
     from aqua_simulator.papers.index import FIGURES, named
-    from aqua_simulator.papers.page import picture_of, write_page
-    from aqua_simulator.papers.report import Reproduction
+    from aqua_simulator.papers.report import Reproduction, picture_of, write_page
 
     wanted = named(names)
     made: list[Reproduction] = []
-    with status("Simulating", quiet=as_json) as tell:
+    with progress("Simulating", total=len(wanted), quiet=as_json) as shown:
         experiments = Experiments(
-            request_count=request_count, seed=seed, interference=interference, progress=tell
+            request_count=request_count,
+            seed=seed,
+            interference=interference,
+            progress=lambda text: shown.update(note=text),
         )
-        for key in wanted:
+        for done, key in enumerate(wanted):
+            shown.update(done=done)
             kept = None
             if resume is not None:
                 kept = resume / f"{key}-{request_count}-{seed}-{interference:g}.json"
@@ -415,15 +430,15 @@ def paper(
                 figure.save_plot(picture_of(key, plots))
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps(figure.to_json(), indent=1))
+                write_json(kept, figure.to_json())
     if output is not None:
         write_page(output, made, plots)
     if as_json:
         figures = [figure.to_json() for figure in made]
-        show_json({"request_count": request_count, "seed": seed, "figures": figures})
+        print_json({"request_count": request_count, "seed": seed, "figures": figures})
         return
     for figure in made:
-        show_reproduction(figure)
+        _print_reproduction(figure)
 
 
 @app.command()
@@ -447,7 +462,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
     ] = 0.4,
     seed: Annotated[int, typer.Option(help="Of workload and sample.")] = 1,
-    as_json: AsJson = False,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Run an offline blend of BlendServe's sources under one policy."""
@@ -465,7 +480,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         experiments.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
     )
     started = time.perf_counter()
-    with status(f"Running {request_count:,} requests", quiet=as_json):
+    with progress(f"Running {request_count:,} requests", quiet=as_json):
         made = experiments.run(trace, OfflinePolicy(policy), settings=settings)
     if plot is not None:
         from aqua_simulator.plots import draw_usage
@@ -488,11 +503,26 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         "capacity_tokens": experiments.capacity_tokens,
     }
     if as_json:
-        show_json(result)
+        print_json(result)
         return
+    _print_values(f"{trace.name} under {policy}", result)
+    typer.echo(f"Simulated in {time.perf_counter() - started:.1f} s.")
+
+
+def _print_values(title: str, values: Mapping[str, Any]) -> None:
     rows = [
         (key, f"{value:.4g}" if isinstance(value, float) else str(value))
-        for key, value in result.items()
+        for key, value in values.items()
     ]
-    show_table(f"{trace.name} under {policy}", ("", "value"), rows)
-    typer.echo(f"Simulated in {time.perf_counter() - started:.1f} s.")
+    print_table(title, ("", "value"), rows)
+
+
+def _print_reproduction(made: Reproduction) -> None:
+    """A figure: rows, sensitivity, and what to know about it."""
+    columns = ("", "published", "ours", "difference", "unit")
+    print_table(made.title, columns, [row.cells for row in made.rows])
+    if made.sensitivity:
+        rows = [(row.name, row.ours_text, row.unit) for row in made.sensitivity]
+        print_table("Sensitivity", ("", "ours", "unit"), rows)
+    for text in (*made.surrogates, *made.remarks):
+        typer.echo(f"- {text}")

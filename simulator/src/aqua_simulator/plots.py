@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Shaped
 
+from aqua_cli.figures import figure
 from aqua_simulator.serving.request import Served
 from aqua_simulator.timing.evaluation import Score
 from aqua_simulator.timing.fit import Fit, Fitted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def save(path: Path, draw: Callable[[Figure], None]) -> None:
-    """Write a PNG; the same drawing gives the same bytes."""
-    # Not pyplot: no global state, no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    from matplotlib.axes import Axes
 
 
 def draw_fit(fit: Fit, path: Path) -> None:
     """Linear operators of one layer against tokens, a line for each device, model and width."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with figure(path) as drawing:
+        axes = drawing.add_subplot()
         tokens = np.unique(np.geomspace(1, 4096, 120).round())
         groups: dict[str, list[Fitted]] = defaultdict(list)
         for key, function in fit.functions.items():
@@ -51,14 +38,11 @@ def draw_fit(fit: Fit, path: Path) -> None:
         if groups:
             axes.legend(fontsize=5, ncols=2)
 
-    save(path, draw)
-
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
     """Errors by level, every function a point."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with figure(path) as drawing:
+        axes = drawing.add_subplot()
         levels = ("operator", "linear", "composite")
         for place, level in enumerate(levels):
             errors = [score.mape for score in scores if score.level == level]
@@ -71,58 +55,44 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
         axes.set_ylabel("MAPE on unseen rows, %")
         axes.legend()
 
-    save(path, draw)
 
-
-def draw_served(served: Sequence[Served], path: Path) -> None:
-    """Distributions of time to first token and time per output token."""
-
-    def draw(figure: Figure) -> None:
-        first, per_token = figure.subplots(1, 2)
-        _cumulative(first, [row.ttft_s for row in served], "served")
-        first.set_xlabel("time to first token, s")
-        _cumulative(per_token, [row.tpot_s for row in served if row.output_tokens > 1], "served")
-        per_token.set_xlabel("time per output token, s")
-        first.set_ylabel("share of requests")
-
-    save(path, draw)
-
-
-def draw_replay(recorded: Sequence[Served], simulated: Sequence[Served], path: Path) -> None:
-    """Recorded and simulated distributions in one picture."""
-
-    def draw(figure: Figure) -> None:
-        first, per_token = figure.subplots(1, 2)
-        for label, rows in (("recorded", recorded), ("simulated", simulated)):
-            _cumulative(first, [row.ttft_s for row in rows], label)
-            _cumulative(per_token, [row.tpot_s for row in rows if row.output_tokens > 1], label)
-        first.set_xlabel("time to first token, s")
-        per_token.set_xlabel("time per output token, s")
-        first.set_ylabel("share of requests")
-        first.legend()
-
-    save(path, draw)
+def draw_latencies(runs: Mapping[str, Sequence[Served]], path: Path) -> None:
+    """Distributions of time to first token and time per output token, a line for each run."""
+    with figure(path) as drawing:
+        panels = drawing.subplots(1, 2)
+        for label, rows in runs.items():
+            first = [row.ttft_s for row in rows]
+            per_token = [row.tpot_s for row in rows if row.output_tokens > 1]
+            for axes, values in zip(panels, (first, per_token), strict=True):
+                share = np.arange(1, len(values) + 1) / max(1, len(values))
+                axes.plot(np.sort(values), share, label=label)
+        panels[0].set_xlabel("time to first token, s")
+        panels[1].set_xlabel("time per output token, s")
+        panels[0].set_ylabel("share of requests")
+        panels[0].legend()
 
 
 def draw_usage(usage: Shaped[np.ndarray, " bins"], path: Path) -> None:
     """Compute and memory time per step over the steps of an offline run."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        steps = usage["step_count"]
-        at = np.cumsum(steps) / 1e3
-        axes.plot(at, usage["compute_s"] / steps * 1e3, label="compute")
-        axes.plot(at, usage["memory_s"] / steps * 1e3, label="memory")
+    with figure(path) as drawing:
+        axes = drawing.add_subplot()
+        plot_usage(axes, usage)
         axes.set_xlabel("thousand steps")
         axes.set_ylabel("ms per step")
         axes.legend()
 
-    save(path, draw)
+
+def plot_usage(axes: Axes, usage: Shaped[np.ndarray, " bins"]) -> None:
+    """Draw the two times of `OfflineResult.usage`, in milliseconds per step."""
+    at = np.cumsum(usage["step_count"]) / 1e3
+    for name in ("compute", "memory"):
+        axes.plot(at, usage[f"{name}_s"] / usage["step_count"] * 1e3, label=name)
 
 
-def _cumulative(axes: object, values: Sequence[float], label: str) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    ordered = np.sort(np.asarray(values))
-    axes.plot(ordered, np.arange(1, len(ordered) + 1) / max(1, len(ordered)), label=label)
+def plot_groups(axes: Axes, groups: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:
+    """Draw bars in groups, one of each label in a group."""
+    width = 0.8 / len(values)
+    for index, (label, heights) in enumerate(values.items()):
+        axes.bar(np.arange(len(groups)) + index * width, heights, width, label=label)
+    axes.set_xticks(np.arange(len(groups)) + 0.4, list(groups))
+    axes.legend(fontsize=7)

@@ -150,7 +150,7 @@ def test_a_run_without_vllm_says_what_to_install(batch: Path, tmp_path: Path) ->
         pytest.skip("vLLM is installed here")
     out = tmp_path / "out.jsonl"
     done = aqua_batch("run", batch, "-o", out, "--model", tmp_path, "--tokenizer", "bytes")
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "pip install vllm" in done.stderr
 
 
@@ -164,7 +164,7 @@ def test_several_nodes_without_ray_or_without_their_number_say_what_to_do(
     code = "import sys; sys.modules['ray'] = None; from aqua_batch.cli import main; main()"
     command = [sys.executable, "-c", code, *map(str, run), "--nodes", "2"]
     bare = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert bare.returncode == 2
+    assert bare.returncode == 3
     assert "pip install 'aqua-batch[ray]'" in bare.stderr
     assert "Traceback" not in bare.stderr
 

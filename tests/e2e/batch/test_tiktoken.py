@@ -104,8 +104,9 @@ def test_an_encoding_that_cannot_be_downloaded_is_one_clear_line(
 ) -> None:
     done = python(CLI, environment, *order(tmp_path, "cl100k_base"))
     assert done.returncode == 2
-    assert "tiktoken could not load 'cl100k_base'" in done.stderr
-    assert "downloads encodings on first use" in done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert "tiktoken could not load 'cl100k_base'" in error["message"]
+    assert "downloads encodings on first use" in error["remedy"]
     assert "Traceback" not in done.stderr
 
 
@@ -115,5 +116,5 @@ def test_without_tiktoken_the_error_says_how_to_get_it(
     code = f"import sys; sys.modules['tiktoken'] = None; {CLI}"
     done = python(code, environment, *order(tmp_path, "cl100k_base"))
     assert done.returncode == 2
-    assert "pip install 'aqua-batch[tiktoken]'" in done.stderr
+    assert "pip install 'aqua-batch[tiktoken]'" in json.loads(done.stdout)["error"]["remedy"]
     assert "Traceback" not in done.stderr

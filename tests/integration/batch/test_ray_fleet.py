@@ -24,7 +24,7 @@ from aqua_batch.records import read_batch
 from aqua_batch.target import describe
 from aqua_batch.tokenization import tokenize
 from aqua_batch.tokens import ByteTokenizer
-from aqua_protocol.errors import CapacityError, ConfigError
+from aqua_protocol.errors import AquaError, CapacityError, ConfigError, UnavailableError
 from harness import counting_engine
 from harness.counting_engine import CountingEngine
 from harness.ray_nodes import RayNodes, ray_nodes
@@ -126,10 +126,13 @@ def test_an_engine_that_cannot_start_says_why_and_where(cluster: RayNodes) -> No
 
 
 @pytest.mark.parametrize(
-    ("address", "said"), [("127.0.0.1:9", "127.0.0.1:9"), ("head", "host:port")]
+    ("address", "error", "said"),
+    [("127.0.0.1:9", UnavailableError, "127.0.0.1:9"), ("head", ConfigError, "host:port")],
 )
-def test_a_cluster_that_is_not_there_is_said_at_once(address: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_cluster_that_is_not_there_is_said_at_once(
+    address: str, error: type[AquaError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         RayFleet(CountingEngine, placement(), address=address)
 
 

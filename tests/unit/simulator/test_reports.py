@@ -9,8 +9,7 @@ import pytest
 from aqua_simulator.offline.policies import DENSE_TOKENS, OfflinePolicy, dense_tokens
 from aqua_simulator.papers.blendserve import TRACES, Experiments, gain, grid
 from aqua_simulator.papers.blendserve_figures import FIGURES, figure3, figure5
-from aqua_simulator.papers.page import page
-from aqua_simulator.papers.report import Reproduction, Row, number
+from aqua_simulator.papers.report import Reproduction, Row, page
 from aqua_simulator.workloads.sources import BURSTGPT
 
 
@@ -65,7 +64,7 @@ def test_a_page_shows_numbers_surrogates_and_sensitivity() -> None:
 
 
 def test_numbers_keep_four_digits() -> None:
-    assert [number(value) for value in (0.012345, 3.14159, 123456.7)] == [
+    assert [Row("n", value).ours_text for value in (0.012345, 3.14159, 123456.7)] == [
         "0.01235",
         "3.142",
         "123,457",

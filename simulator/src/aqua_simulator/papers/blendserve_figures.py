@@ -29,6 +29,7 @@ from aqua_simulator.papers.blendserve import (
 )
 from aqua_simulator.papers.report import Reproduction, Row
 from aqua_simulator.papers.sensitivity import sensitivity
+from aqua_simulator.plots import plot_groups, plot_usage
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, OPENVID, SOURCES
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ GRID_REQUESTS: Final = 100_000
 how little that moves."""
 
 BLENDED: Final = (BURSTGPT, MMLU, OPENVID)
+
+
+percent = partial(Row, unit="%")
 
 
 def table3(experiments: Experiments) -> Reproduction:
@@ -156,7 +160,7 @@ def figure6(experiments: Experiments) -> Reproduction:
     """End-to-end throughput of the four traces."""
     rows: list[Row] = []
     throughput: dict[str, list[float]] = {}
-    gains: dict[OfflinePolicy, list[float]] = {OfflinePolicy.PAPER: [], OfflinePolicy.FORESIGHT: []}
+    gains: dict[OfflinePolicy, list[float]] = {name: [] for name in _POLICIES}
     shares: dict[OfflinePolicy, list[float]] = {name: [] for name in _POLICIES}
     for trace in TRACES:
         runs = {name: experiments.run(trace, name) for name in _POLICIES}
@@ -167,53 +171,38 @@ def figure6(experiments: Experiments) -> Reproduction:
         labelled: list[tuple[str, TraceRun]] = [("vLLM-DFS, SGLang-DFS (no overlap)", sequential)]
         labelled += [(name.value, runs[name]) for name in _POLICIES]
         for label, each in labelled:
-            throughput.setdefault(label, []).append(each.result.tokens_per_s)
-        rows.append(
-            Row(
-                f"{trace.name}, gain of blendserve over DFS",
-                gain(runs[OfflinePolicy.PAPER], base),
-                unit="%",
-                low=19.34,
-                high=22.65,
-            )
-        )
-        rows.append(
-            Row(
-                f"{trace.name}, gain of foresight over DFS",
-                gain(runs[OfflinePolicy.FORESIGHT], base),
-                unit="%",
-            )
-        )
-        rows.append(
-            Row(
-                f"{trace.name}, gain of blendserve over no overlap",
-                gain(runs[OfflinePolicy.PAPER], sequential),
-                unit="%",
-                high=44.0,
-            )
-        )
-        for name in _POLICIES:
-            shares[name].append(runs[name].optimal_share)
-        for name, found in gains.items():
-            found.append(gain(runs[name], base))
+            throughput.setdefault(label, []).append(each.result.tokens_per_s / 1e3)
+        paper, ours = runs[OfflinePolicy.PAPER], runs[OfflinePolicy.FORESIGHT]
+        name = trace.name
+        rows += [
+            percent(
+                f"{name}, gain of blendserve over DFS", gain(paper, base), low=19.34, high=22.65
+            ),
+            percent(f"{name}, gain of foresight over DFS", gain(ours, base)),
+            percent(
+                f"{name}, gain of blendserve over no overlap", gain(paper, sequential), high=44.0
+            ),
+        ]
+        for policy, run in runs.items():
+            shares[policy].append(run.optimal_share)
+            gains[policy].append(gain(run, base))
+    dfs, paper_share, our_share = (
+        shares[policy]
+        for policy in (OfflinePolicy.DFS, OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT)
+    )
     rows += [
-        Row("mean gain of blendserve over DFS", _mean(gains[OfflinePolicy.PAPER]), 20.84, "%"),
-        Row("mean gain of foresight over DFS", _mean(gains[OfflinePolicy.FORESIGHT]), unit="%"),
-        Row("mean share of T_o, blendserve", _mean(shares[OfflinePolicy.PAPER]) * 100, 86.55, "%"),
-        Row("mean share of T_o, DFS", _mean(shares[OfflinePolicy.DFS]) * 100, 71.6, "%"),
-        Row("mean share of T_o, foresight", _mean(shares[OfflinePolicy.FORESIGHT]) * 100, unit="%"),
-        Row("least share of T_o, foresight", min(shares[OfflinePolicy.FORESIGHT]) * 100, unit="%"),
+        percent("mean gain of blendserve over DFS", _mean(gains[OfflinePolicy.PAPER]), 20.84),
+        percent("mean gain of foresight over DFS", _mean(gains[OfflinePolicy.FORESIGHT])),
+        percent("mean share of T_o, blendserve", _mean(paper_share) * 100, 86.55),
+        percent("mean share of T_o, DFS", _mean(dfs) * 100, 71.6),
+        percent("mean share of T_o, foresight", _mean(our_share) * 100),
+        percent("least share of T_o, foresight", min(our_share) * 100),
     ]
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        width = 0.8 / len(throughput)
-        for index, (label, values) in enumerate(throughput.items()):
-            places = np.arange(len(TRACES)) + index * width
-            axes.bar(places, np.array(values) / 1e3, width, label=label)
-        axes.set_xticks(np.arange(len(TRACES)) + 0.4, [trace.name for trace in TRACES])
+        plot_groups(axes, [trace.name for trace in TRACES], throughput)
         axes.set_ylabel("thousand tokens per second")
-        axes.legend(fontsize=7)
 
     return Reproduction(
         "figure6",
@@ -246,32 +235,23 @@ def figure7(experiments: Experiments) -> Reproduction:
     """Prefix sharing of the four traces."""
     rows = []
     bars: dict[str, list[float]] = {"optimal": []}
+    published = {
+        OfflinePolicy.PAPER: (97.0, None),
+        OfflinePolicy.FORESIGHT: (None, None),
+        OfflinePolicy.RANDOM: (None, 30.0),
+    }
     for trace in TRACES:
-        for name in (OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT, OfflinePolicy.RANDOM):
+        for name, (low, high) in published.items():
             each = experiments.run(trace, name)
-            limits = {
-                OfflinePolicy.PAPER: {"low": 97.0},
-                OfflinePolicy.RANDOM: {"high": 30.0},
-            }.get(name, {})
-            rows.append(
-                Row(
-                    f"{trace.name}, {name.value}, sharing of the optimum",
-                    each.sharing_share * 100,
-                    unit="%",
-                    **limits,
-                )
-            )
+            title = f"{trace.name}, {name.value}, sharing of the optimum"
+            rows.append(percent(title, each.sharing_share * 100, low=low, high=high))
             bars.setdefault(name.value, []).append(each.result.sharing * 100)
         bars["optimal"].append(each.optimal_sharing * 100)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        width = 0.8 / len(bars)
-        for index, (label, values) in enumerate(bars.items()):
-            axes.bar(np.arange(len(TRACES)) + index * width, values, width, label=label)
-        axes.set_xticks(np.arange(len(TRACES)) + 0.4, [trace.name for trace in TRACES])
+        plot_groups(axes, [trace.name for trace in TRACES], bars)
         axes.set_ylabel("tokens saved by prefix sharing, %")
-        axes.legend(fontsize=7)
 
     return Reproduction(
         "figure7",
@@ -301,34 +281,19 @@ def figure8(experiments: Experiments) -> Reproduction:
         hidden = overlap / min(each.result.compute_s, each.result.memory_s)
         steps = usage["step_count"]
         compute = usage["compute_s"] / steps
+        mean = float(np.average(compute, weights=steps))
+        deviation = float(np.sqrt(np.average((compute - mean) ** 2, weights=steps)))
+        label = f"{name.value}, variation of compute per step (deviation over mean)"
         rows += [
-            Row(
-                f"{name.value}, share of the smaller resource that is hidden",
-                hidden * 100,
-                unit="%",
-            ),
-            Row(
-                f"{name.value}, variation of compute per step (deviation over mean)",
-                float(
-                    np.sqrt(
-                        np.average(
-                            (compute - np.average(compute, weights=steps)) ** 2, weights=steps
-                        )
-                    )
-                )
-                / float(np.average(compute, weights=steps)),
-            ),
+            percent(f"{name.value}, share of the smaller resource that is hidden", hidden * 100),
+            Row(label, deviation / mean),
             Row(f"{name.value}, steps", float(each.result.step_count)),
         ]
 
     def draw(figure: Figure) -> None:
         panels = figure.subplots(len(names), 1, sharex=False)
         for axes, (name, each) in zip(panels, runs.items(), strict=True):
-            usage = each.result.usage
-            steps = usage["step_count"]
-            at = np.cumsum(steps) / 1e3
-            axes.plot(at, usage["compute_s"] / steps * 1e3, label="compute")
-            axes.plot(at, usage["memory_s"] / steps * 1e3, label="memory")
+            plot_usage(axes, each.result.usage)
             axes.set_ylabel(f"{name.value}\nms per step", fontsize=7)
             axes.legend(fontsize=6, loc="upper right")
         panels[-1].set_xlabel("thousand steps")
@@ -422,13 +387,13 @@ def beyond(experiments: Experiments) -> Reproduction:
         shares.append(known.optimal_share * 100)
         losses.append(shares[-1] - blind.optimal_share * 100)
         rows += [
-            Row(f"{trace.name}, gain over DFS", gains[-1], unit="%"),
-            Row(f"{trace.name}, share of T_o", shares[-1], unit="%"),
+            percent(f"{trace.name}, gain over DFS", gains[-1]),
+            percent(f"{trace.name}, share of T_o", shares[-1]),
             Row(f"{trace.name}, lost when media lengths are unknown", losses[-1], unit="points"),
         ]
     rows += [
-        Row("mean gain over DFS", _mean(gains), unit="%"),
-        Row("mean share of T_o", _mean(shares), unit="%"),
+        percent("mean gain over DFS", _mean(gains)),
+        percent("mean share of T_o", _mean(shares)),
         Row("mean loss when media lengths are unknown", _mean(losses), unit="points"),
     ]
     return Reproduction(

@@ -1,17 +1,21 @@
 """A reproduced figure: rows of published against ours, what was a surrogate, how far it bends.
 
+All figures together are the page `docs/measurements/papers.md`, written by `aqua-sim paper all`.
+
 A row without a published number is still shown: the reader sees what the figure has that the text
 does not state. Differences are in the unit of the row, points for percentages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from aqua_simulator.plots import save
+from aqua_cli.figures import figure
+from aqua_cli.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +58,18 @@ class Row:
         if self.low is not None:
             return f"at least {self.low:g}"
         return f"up to {self.high:g}" if self.high is not None else "not printed"
+
+    @property
+    def ours_text(self) -> str:
+        """Our number with four significant digits, no exponent for everyday sizes."""
+        big = abs(self.ours) >= 10_000  # noqa: PLR2004 - five digits before the point
+        return f"{self.ours:,.0f}" if big else f"{self.ours:.4g}"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The row of a table: name, published, ours, difference, unit."""
+        difference = "" if self.difference is None else f"{self.difference:+.3g}"
+        return self.name, self.published_text, self.ours_text, difference, self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +137,9 @@ class Reproduction:
         """Write the drawing as PNG; False when there is none."""
         if self.draw is None:
             return False
-        save(path, self.draw)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with figure(path) as drawing:
+            self.draw(drawing)
         return True
 
 
@@ -135,16 +153,44 @@ def _row_from_json(data: dict[str, Any]) -> Row:
 
 def _table(rows: Sequence[Row], *, published: bool = True) -> list[str]:
     if not published:
-        body = [f"| {row.name} | {number(row.ours)} | {row.unit} |" for row in rows]
+        body = [f"| {row.name} | {row.ours_text} | {row.unit} |" for row in rows]
         return ["| case | ours | unit |", "|---|---:|---|", *body]
-    body = [
-        f"| {row.name} | {row.published_text} | {number(row.ours)} | "
-        f"{'' if row.difference is None else format(row.difference, '+.3g')} | {row.unit} |"
-        for row in rows
-    ]
+    body = [f"| {' | '.join(row.cells)} |" for row in rows]
     return ["| | published | ours | difference | unit |", "|---|---:|---:|---:|---|", *body]
 
 
-def number(value: float) -> str:
-    """Four significant digits, no exponent for everyday sizes."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"  # noqa: PLR2004
+HEADER: Final = """# The papers, simulated again
+
+Written by `aqua-sim paper all -o docs/measurements/papers.md --plots docs/measurements/images`; do
+not edit. Numbers are those of a simulator with the policies of `aqua_schedulers`, not of a GPU;
+`docs/simulation.md` says what it models and how far it is off a real engine.
+
+Columns: what the paper prints, what we get, the difference (ours less published; for a range, how
+far outside). "not printed" marks numbers that the paper shows only as a picture.
+"""
+
+
+def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        images: Path of the picture of a figure, relative to the page, by key.
+    """
+    sections = [each.to_markdown(image=images.get(each.key)) for each in made]
+    return "\n".join([HEADER, *sections])
+
+
+def picture_of(key: str, folder: Path) -> Path:
+    """Where the picture of a figure lies."""
+    return folder / (f"{key}.png" if key.startswith("aqua") else f"blendserve-{key}.png")
+
+
+def write_page(output: Path, made: Sequence[Reproduction], plots: Path | None) -> None:
+    """Write the page, with those pictures that are in `plots`."""
+    images = {
+        each.key: os.path.relpath(picture_of(each.key, plots), output.parent)
+        for each in made
+        if plots is not None and picture_of(each.key, plots).is_file()
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, page(made, images))

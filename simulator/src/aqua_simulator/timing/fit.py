@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from aqua_cli.files import write_text
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.timing.interpolation import NEIGHBOURS, Curve, Surface
 from aqua_simulator.timing.profiles import CURVES, VARIABLES, Samples, work
@@ -109,12 +110,7 @@ class Fit:
             ],
             "seen": {key: sorted(rows) for key, rows in self.seen.items()},
         }
-        text = json.dumps(document, separators=(",", ":"))
-        if path.suffix == ".gz":
-            # No time stamp: the same fit is the same file.
-            path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        else:
-            path.write_text(text)
+        write_text(path, json.dumps(document, separators=(",", ":")))
 
     @classmethod
     def load(cls, path: Path) -> Fit:
