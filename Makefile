@@ -22,6 +22,26 @@ PYTEST_ARGS ?=
 # Many tests wait for processes to start and die, so two at a time take half as long.
 TEST_PROCESSES ?= 2
 
+# `make fuzz`: for how long, and the seed of everything (random when empty; a run prints its own).
+FUZZ_MINUTES ?= 10
+FUZZ_SEED ?=
+
+# `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
+# them, of which a list ("0 2") takes one after the other.
+TESTS ?=
+TIMES ?= 100
+SUITE ?=
+BUSY ?= 0
+
+# `make chaos` and `make property` take the whole tier; with WHOLE=0 a slice of it, by seed.
+WHOLE ?= 1
+SLICE_SEED ?= 0
+# A whole tier in one test takes minutes, and several times that beside busy neighbours.
+TIER = AQUA_TESTS_WHOLE=$(WHOLE) AQUA_TESTS_SEED=$(SLICE_SEED) $(PY) -m pytest --timeout 1800
+
+# Luck decides nothing in tests: neither do the orders of sets.
+export PYTHONHASHSEED ?= 0
+
 # NO_VENV=1: use $(PYTHON) as it is, for machines without registry access that already carry
 # torch, cupy, pytest, hypothesis and pydantic:  make test-gpu NO_VENV=1
 ifdef NO_VENV
@@ -71,11 +91,35 @@ bench-engine: .venv-engine/.ready .venv/.ready ## Run the benchmarks of a real v
 .PHONY: venv
 venv: $(READY) ## Make .venv with every package in editable mode
 
+.PHONY: check
+check: $(READY) ## Answer in a minute: style, import arrows and the fast unit tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(BIN)lint-imports --no-logo
+	$(PY) -m pytest -q -m "unit and not slow" --numprocesses $(TEST_PROCESSES) --dist loadfile tests/unit $(PYTEST_ARGS)
+
 .PHONY: test
-test: $(READY) ## Run all tests but gpu and engine
+test: $(READY) ## Run every tier but gpu and engine, the same slice of slow ones each time
 	$(PY) -m pytest -m "not gpu and not engine and not e2e" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 	@# As a user runs it: with the machine to itself.
 	$(PY) -m pytest -m e2e $(PYTEST_ARGS)
+
+.PHONY: chaos
+chaos: $(READY) ## Kill every process at every step: all of the chaos tier, of which test has a slice
+	$(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
+
+.PHONY: property
+property: $(READY) ## Draw every example of the property tier, of which test has a slice
+	$(TIER) -m property --numprocesses $(TEST_PROCESSES) --dist loadfile tests/property $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: $(READY) ## Search with random examples for FUZZ_MINUTES=10; prints how to repeat a failure
+	PYTHONPATH=tests $(PY) -m harness.fuzz --minutes $(FUZZ_MINUTES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
+
+.PHONY: test-repeat
+test-repeat: $(READY) ## Repeat TESTS="..." TIMES=100, or the SUITE=3; BUSY="0 2"; resumes
+	PYTHONPATH=tests $(PY) -m harness.repeat $(foreach busy,$(BUSY),--busy $(busy)) \
+	  $(if $(SUITE),--suite --times $(SUITE),--times $(TIMES) $(TESTS))
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## Run the gpu tests; they skip without a CUDA device

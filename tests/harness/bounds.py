@@ -7,7 +7,15 @@ of its own, and the one here is far above what any wait needs and below pytest's
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 HANG_S: Final = 240.0
 """Seconds after which a wait is a hang. pytest-timeout ends a test at 300."""
+
+
+def stopwatch() -> Callable[[], float]:
+    """Seconds since this call: what a bound has to allow for, because the machine took it."""
+    began_s = time.monotonic()
+    return lambda: time.monotonic() - began_s

@@ -244,7 +244,6 @@ def play_all(name: str, dooms: list[Doom]) -> int:
     return sum(deaths for deaths, _ in results)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["producer", CONSUMER, "coordinator"])
 def test_nothing_is_lost_whoever_dies_at_whatever_step(
     steps: dict[str, Counter[str]], name: str
@@ -254,7 +253,6 @@ def test_nothing_is_lost_whoever_dies_at_whatever_step(
     assert play_all(name, dooms) >= 0.8 * len(dooms)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", [Victim.STORE, Victim.STORE_AND_DATA])
 def test_nothing_is_lost_when_the_store_dies_around_any_script(
     steps: dict[str, Counter[str]], victim: Victim

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import IO, Final
 
+from harness.bounds import HANG_S
 from harness.cluster import new_cluster
 
 TUTORIAL: Final = Path(__file__).resolve().parents[3] / "docs/tutorials/first-loan.md"
@@ -61,10 +62,10 @@ def test_the_first_loan_goes_as_the_tutorial_says() -> None:
                 consumer.stdin.flush()
                 told = read_until(consumer.stdout, "every byte is there")
                 assert "mixed" in told.lower()
-                assert consumer.wait(30) == 0
+                assert consumer.wait(HANG_S) == 0
                 producer.stdin.write("\n")
                 producer.stdin.flush()
-                assert producer.wait(30) == 0
+                assert producer.wait(HANG_S) == 0
             finally:
                 producer.kill()
                 consumer.kill()

@@ -8,14 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from aqua_placer.problem.families import churned, generate
 from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
+
+WORK_BEFORE_INTERRUPT_S = 8.0
+"""Processor time, of which importing and reading take about three seconds."""
 
 COMMAND = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]
 STATED_KEYS = {
@@ -141,7 +146,7 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) 
             "--objective",
             "abs",
             "--time-limit",
-            "90",
+            "3600",
             "--json",
         ],
         stdout=subprocess.PIPE,
@@ -149,15 +154,17 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) 
         text=True,
         env={**os.environ},
     )
-    # The program of this size takes minutes: whatever it is doing by then, it must stop.
-    with pytest.raises(subprocess.TimeoutExpired):
-        started.communicate(timeout=8)
+    # The program of this size takes minutes: whatever it is doing by then, it must stop. Its own
+    # processor time tells how far it is, however busy the machine.
+    program = psutil.Process(started.pid)
+    while (used := program.cpu_times()).user + used.system < WORK_BEFORE_INTERRUPT_S:
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=HANG_S)
     assert started.returncode == 0, err
     plan = json.loads(out)
     assert plan["bound"] <= plan["value"]
-    assert plan["solve_seconds"] < 80
 
 
 def test_gurobi_refusing_the_size_is_told_apart_from_bad_input(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from aqua_protocol.members import LeaseNotice, ReclaimOrder
 from aqualib.channel import ChannelClosedError
 from aqualib.producer import server
 from aqualib.producer.escalation import Escalation
+from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, until
 from harness.raw_consumer import WITHIN_S, ConsumerProcess, Mint, RawConsumer, RefusedError
 
@@ -281,7 +282,7 @@ def test_a_partial_reclaim_returns_slab_by_slab_in_the_order_asked(mint: Mint) -
         assert reclaim.first_slab_ms is not None
         assert not reclaim.done
         consumer.give_back(asked[1])
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
         assert producer.offered_bytes == producer.leased_bytes == 2 * SLAB
         assert consumer.ping(1) == 1
 
@@ -290,7 +291,7 @@ def test_free_slabs_serve_a_reclaim_before_anyone_is_asked(producer: Producer, m
     with RawConsumer(producer.endpoint) as consumer:
         consumer.attach(mint.token(2 * SLAB))
         reclaim = producer.reclaim(6 * SLAB)
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
         assert consumer.ping(1) == 1  # And not a Reclaim.
         assert producer.offered_bytes == 2 * SLAB
 
@@ -313,7 +314,7 @@ def test_memory_given_up_by_another_consumer_serves_an_open_reclaim(
         reclaim = producer.reclaim(SLAB)
         slow.await_reclaim()
         kind.give_back(mine[0])
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
 
 
 def test_a_large_reclaim_is_split_into_packets(mint: Mint) -> None:
@@ -326,12 +327,12 @@ def test_a_large_reclaim_is_split_into_packets(mint: Mint) -> None:
         for slab in asked:
             consumer.give_back(slab)
         assert consumer.await_end() == "goodbye"
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
 
 
 def test_reclaiming_more_than_is_offered_takes_all_of_it(producer: Producer) -> None:
     reclaim = producer.reclaim(100 * SLAB)
-    assert reclaim.wait(20)
+    assert reclaim.wait(HANG_S)
     assert reclaim.returned_bytes == 8 * SLAB
     assert producer.offered_bytes == 0
     assert producer.reclaim(SLAB).done
@@ -340,12 +341,12 @@ def test_reclaiming_more_than_is_offered_takes_all_of_it(producer: Producer) -> 
 def test_reclaimed_memory_returns_to_the_operating_system(mint: Mint) -> None:
     with lending(mint, 4) as producer:
         before = _memfd_count()
-        assert producer.reclaim(4 * SLAB).wait(20)
+        assert producer.reclaim(4 * SLAB).wait(HANG_S)
         assert _memfd_count() == before - 4
 
 
 def test_an_offer_grows_again_after_a_reclaim(producer: Producer, mint: Mint) -> None:
-    assert producer.reclaim(8 * SLAB).wait(20)
+    assert producer.reclaim(8 * SLAB).wait(HANG_S)
     assert producer.offer(2 * SLAB) == 2 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
         # Slab ids are never used again.
@@ -411,7 +412,7 @@ def test_a_passed_deadline_quarantines_and_a_late_answer_retires(mint: Mint) -> 
         assert not reclaim.done
         assert producer.offered_bytes == 2 * SLAB
         consumer.give_back(asked)
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
         assert producer.quarantined_bytes == 0
         assert producer.offered_bytes == SLAB
 
@@ -438,9 +439,9 @@ def test_the_kill_policy_ends_a_hung_consumer_and_gets_the_memory(mint: Mint) ->
         consumer.call("attach", mint.token(SLAB))
         consumer.freeze()
         reclaim = producer.reclaim(SLAB, deadline_s=0.01)
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
         assert reclaim.escalated
-        assert consumer.process.wait(20) == -9
+        assert consumer.process.wait(HANG_S) == -9
 
 
 def test_the_wait_policy_lets_a_hung_consumer_live(mint: Mint) -> None:
@@ -453,7 +454,7 @@ def test_the_wait_policy_lets_a_hung_consumer_live(mint: Mint) -> None:
         consumer.thaw()
         (asked,) = consumer.call("await_reclaim")
         consumer.call("give_back", asked)
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
 
 
 # --- The end of a consumer ---------------------------------------------------------------------
@@ -496,7 +497,7 @@ def test_a_consumer_killed_during_a_reclaim_completes_it(mint: Mint) -> None:
         asked = consumer.call("await_reclaim")
         consumer.call("unmap", asked[0])
         consumer.kill()
-        assert reclaim.wait(20)
+        assert reclaim.wait(HANG_S)
         # The fourth slab was retired as well; the offer still covers it.
         until(lambda: producer.free_bytes == producer.offered_bytes == SLAB, "one is offered")
 

@@ -13,6 +13,7 @@ from aqua_protocol import ConfigError
 from aqua_protocol.members import ReclaimOrder
 from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.producer import Producer
+from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, socket_dir, until
 from harness.raw_consumer import Mint, RawConsumer
 
@@ -38,12 +39,12 @@ def test_metrics_follow_what_is_lent_and_taken_back() -> None:
         assert found(registry) == sizes | counts
 
         free = producer.reclaim(SLAB)
-        assert free.wait(60)
+        assert free.wait(HANG_S)
         lent = producer.reclaim(2 * SLAB)
         assert consumer.await_reclaim() == held[-1:]
         assert found(registry)["reclaims_total"] == 1, "the second is still open"
         consumer.give_back(held[-1])
-        assert lent.wait(60)
+        assert lent.wait(HANG_S)
         after = found(registry)
         assert free.total_ms is not None
         assert lent.total_ms is not None

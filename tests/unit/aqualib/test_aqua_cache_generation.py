@@ -16,6 +16,8 @@ from aqualib import Aqua
 from aqualib.engines.transformers import AquaCache
 from harness.tiny_models import LAYERS, gpt_neox, llama, prompt, qwen2
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 45
 NEW = 30
 TOKENS = PROMPT + NEW

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from aqua_protocol.channel import Ping
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector
+from harness.bounds import HANG_S
 
 Ends = tuple[Channel[Ping], Channel[Ping]]
 
@@ -43,13 +44,13 @@ def test_a_packet_that_is_there_is_waited_for_by_nobody(ends: Ends) -> None:
 def test_a_packet_that_comes_after_lingering_wakes_the_sleeper(ends: Ends) -> None:
     timer = threading.Timer(0.05, ends[1].send, [Ping(number=2)])
     timer.start()
-    assert ends[0].wait(60)
+    assert ends[0].wait(HANG_S)
     timer.join()
 
 
 def test_the_end_of_the_channel_is_something_to_receive(ends: Ends) -> None:
     ends[1].close()
-    assert ends[0].wait(60)
+    assert ends[0].wait(HANG_S)
     with pytest.raises(ChannelClosedError):
         ends[0].receive()
 

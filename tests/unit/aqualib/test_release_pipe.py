@@ -8,6 +8,7 @@ import pytest
 
 from aqua_protocol import TransportError
 from aqualib.transports.release_pipe import DeferredFree, ReleasePipes
+from harness.bounds import HANG_S
 
 
 def open_descriptors() -> int:
@@ -70,7 +71,7 @@ def test_memory_is_freed_when_its_last_importer_lets_go_in_any_order() -> None:
         os.close(ends[name][0])
         assert not freed[name].is_set()
         os.close(ends[name][1])
-        assert freed[name].wait(10)
+        assert freed[name].wait(HANG_S)
     await_idle(undertaker)
 
     # The thread ended with its work; the next slab starts another.
@@ -79,7 +80,7 @@ def test_memory_is_freed_when_its_last_importer_lets_go_in_any_order() -> None:
     undertaker.free_when_released(tethers, event.set)
     assert undertaker.waiting_count == 1
     os.close(end)
-    assert event.wait(10)
+    assert event.wait(HANG_S)
     await_idle(undertaker)
     assert open_descriptors() == before
 
@@ -90,13 +91,13 @@ def test_memory_counts_as_waiting_until_it_has_really_been_freed() -> None:
 
     def free() -> None:
         begun.set()
-        assert may_end.wait(10)
+        assert may_end.wait(HANG_S)
 
     tethers = ReleasePipes()
     end = tethers.add()
     undertaker.free_when_released(tethers, free)
     os.close(end)
-    assert begun.wait(10)
+    assert begun.wait(HANG_S)
     assert undertaker.waiting_count == 1
     may_end.set()
     await_idle(undertaker)
@@ -115,6 +116,6 @@ def test_memory_that_cannot_be_freed_keeps_no_other_waiting(
     undertaker.free_when_released(whole, freed.set)
     for end in ends:
         os.close(end)
-    assert freed.wait(10)
+    assert freed.wait(HANG_S)
     await_idle(undertaker)
     assert "the context is gone" in caplog.text

@@ -24,6 +24,8 @@ from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_schedulers.admission import BatchView, StepPlan
 from harness.counting_engine import CountingEngine
 
+pytestmark = pytest.mark.slow
+
 
 def write_batch(path: Path, count: int) -> Path:
     rng = np.random.default_rng(7)

@@ -15,6 +15,7 @@ from aqua_batch.target import describe
 from aqua_batch.tokenization import plan, read_lengths, tokenize
 from aqua_batch.tokens import ByteTokenizer, load_tokenizer, plain_chat
 from aqua_protocol.errors import ConfigError
+from harness.bounds import HANG_S
 
 
 def line(custom_id: str = "a", **body: Any) -> str:  # noqa: ANN401 - JSON
@@ -223,7 +224,7 @@ def test_a_journal_refuses_a_file_that_is_something_else(tmp_path: Path) -> None
 def _hold(path: str, ready: Any, release: Any) -> None:  # noqa: ANN401 - events
     with ResultJournal(Path(path)):
         ready.set()
-        release.wait(30)
+        release.wait(HANG_S)
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     other = context.Process(target=_hold, args=(str(path), ready, release))
     other.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(HANG_S)
         with pytest.raises(ConfigError, match="another run"):
             ResultJournal(path)
     finally:

@@ -22,6 +22,8 @@ from harness.queueing import (
     unloaded_of,
 )
 
+pytestmark = pytest.mark.slow
+
 BUDGET_S: Final = 600.0
 SEEDS: Final = 20
 SWEEP_STEP: Final = 0.5

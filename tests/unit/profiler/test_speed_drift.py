@@ -20,6 +20,8 @@ from aqua_profiler.objective import LatencyObjective
 from aqua_profiler.search.rate_search import SearchResult
 from harness.queueing import Server, drive, search, true_rate_in_steps, unloaded_of
 
+pytestmark = pytest.mark.slow
+
 OBJECTIVE: Final = LatencyObjective()
 GENERATOR: Final = random.Random(4)
 LENGTHS: Final = lengths_of([(10, GENERATOR.randrange(2, 24)) for _ in range(400)])

@@ -37,6 +37,8 @@ from aqua_schedulers.blendserve.lengths import estimate_lengths
 from aqua_schedulers.blendserve.order import charged, weigh
 from aqua_schedulers.blendserve.timeline import add, empty_timeline, peak_with
 
+pytestmark = pytest.mark.slow
+
 A100 = ResourceCost.of(DECODERS["Llama-3.1-8B"], GPUS["A100-80GB"])
 NOTHING = np.empty(0, np.int32)
 

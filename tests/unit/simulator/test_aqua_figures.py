@@ -24,6 +24,8 @@ from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.iteration import IterationTime
 
+pytestmark = pytest.mark.slow
+
 
 def chats(
     count: int, generator: np.random.Generator

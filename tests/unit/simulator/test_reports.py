@@ -12,6 +12,8 @@ from aqua_simulator.papers.blendserve_figures import FIGURES, figure3, figure5
 from aqua_simulator.papers.report import Reproduction, Row, page
 from aqua_simulator.workloads.sources import BURSTGPT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("row", "difference", "text"),

@@ -27,6 +27,8 @@ from harness.profile_tables import (
     write_operator_tables,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def profiles(tmp_path: Path) -> Path:
