@@ -58,6 +58,11 @@ class LateCopier(HostCopier):
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self._waiting.append(partial(super().copy, dst, src))
 
+    def copy_bytes(
+        self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
+    ) -> None:
+        self._waiting.append(partial(super().copy_bytes, dst, dst_at, src, src_at, nbytes))
+
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         self._waiting.append(partial(super().gather, dst, src, index))
 
@@ -126,10 +131,10 @@ def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> 
 def await_rest(aqua: Aqua) -> None:
     """Wait until nothing moves, nothing is asked back and no spare slab could be filled."""
     store = aqua._store
-    books = store._table
+    table = store._table
 
     def is_at_rest() -> bool:
-        homes = [frame for frame in books.at_home if not frame.pins]
-        return not (books.asked or books.moves_out or (books.spare_for() and homes))
+        homes = [frame for frame in table.at_home if not frame.pins]
+        return not (table.asked or table.moves_out or (table.spare_for() and homes))
 
     await_store(store, is_at_rest, "the store is at rest")

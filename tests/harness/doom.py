@@ -181,7 +181,8 @@ def watch_member(ledger: Ledger) -> None:
     ledger.watch(MemfdTransport, "create", _named("slab:create"))
     ledger.watch(MemfdTransport, "open", _named("slab:map"))
     ledger.watch(BorrowedSlab, "close", lambda slab: f"slab:close-{type(slab).__name__}")
-    ledger.watch(HostCopier, "copy", _named("copy"))
+    for method in ("copy", "copy_bytes"):
+        ledger.watch(HostCopier, method, _named("copy"))
 
 
 def watch_coordinator(ledger: Ledger) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from aqualib.blocks import BlockStore, PagedOut
     from aqualib.connection import block_store, connect, default, empty, offload, step
     from aqualib.consumer import Aqua, Happenings
-    from aqualib.memory.copy_stream import Transfer
+    from aqualib.memory.transfers import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
     from aqualib.producer.informer import Informer, LoadSource, Profile
@@ -106,7 +106,7 @@ _HOMES: Final = {
     "aqualib.blocks": ("BlockStore", "PagedOut"),
     "aqualib.consumer": ("Aqua", "Happenings"),
     "aqualib.connection": ("block_store", "connect", "default", "empty", "offload", "step"),
-    "aqualib.memory.copy_stream": ("Transfer",),
+    "aqualib.memory.transfers": ("Transfer",),
     "aqualib.metrics": ("Stats",),
     "aqualib.producer.escalation": ("Escalation",),
     "aqualib.producer.informer": ("Informer", "LoadSource", "Profile"),

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -43,19 +44,22 @@ from aqua_protocol import (
 from aqualib.checksum import matches, row_checksums
 from aqualib.memory.frame_state import FrameState
 from aqualib.metrics import Direction
-from aqualib.ranges import Range
-from aqualib.segments import segments, stretches
+from aqualib.ranges import (
+    Range,
+    are_ascending,
+    are_neighbours,
+    frame_runs,
+    lie_within,
+    slot_runs,
+)
 from aqualib.tensor import Location, location_of
-from aqualib.transports.rows import are_ascending, are_neighbours, lie_within
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from jaxtyping import Int64
 
-    from aqualib.memory.copy_stream import CopyStream, Transfer
+    from aqualib.memory.copy_stream import CopyStream
     from aqualib.memory.frame import Frame
-    from aqualib.memory.transfers import Transfers
-
-    Index = npt.NDArray[np.int64]
+    from aqualib.memory.transfers import Transfer, Transfers
 
 MAX_NAMED_SLOTS: Final = 256
 """Slots that an error names; the rest are only counted."""
@@ -175,25 +179,20 @@ class BlockStore:
             DataLostError: Some of the room cannot be written; nothing was stored.
             TransportError: A copy failed; nothing was stored.
         """
-        rows = self._rows(src)
-        chosen = _checked_index(index, rows.shape[0])
-        runs, slots = self._take((rows if chosen is None else chosen).shape[0])
+        first, count = self._chosen(src, index)
+        runs, slots = self._take(count)
 
         def copy(stream: CopyStream) -> None:
-            at = 0
-            for frame, run in runs:
-                some = slice(at, at + run.size)
-                if chosen is None:
-                    self._copy(stream, Direction.OUT, frame, run, rows[some], None)
-                else:
-                    self._copy(stream, Direction.OUT, frame, run, rows, chosen[some])
-                at += run.size
+            if first is not None and len(runs) == 1:
+                frame, run = runs[0]
+                stream.write(frame, run.times(self.block_bytes), src, first * self.block_bytes)
+            else:
+                self._page_out_scattered(stream, runs, self._rows(src), index)
 
         try:
-            nbytes = slots.shape[0] * self.block_bytes
-            transfer = self._transfers.transfer(Direction.OUT, nbytes, copy)
+            transfer = self._transfers.start(Direction.OUT, count * self.block_bytes, copy)
             if self._sums is not None:
-                self._sums[slots.numpy()] = row_checksums(rows, chosen)
+                self._sums[slots.numpy()] = row_checksums(src, index)
         except BaseException:
             self._give_back(slots.numpy())
             raise
@@ -218,27 +217,28 @@ class BlockStore:
             TransportError: A copy failed.
         """
         wanted = self._checked_slots(slots)
-        rows = self._rows(dst)
-        chosen = _checked_index(index, rows.shape[0])
-        if (rows if chosen is None else chosen).shape[0] < len(wanted):
+        first, count = self._chosen(dst, index)
+        if count < len(wanted):
             raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
-        rows = rows[: len(wanted)] if chosen is None else rows
 
         def copy(stream: CopyStream) -> None:
             try:
-                if chosen is None:
-                    self._page_in_order(stream, wanted, rows)
+                if first is not None and (run := self._slot_run(wanted)) is not None:
+                    frame, part = run
+                    stream.read(frame, part, dst, first * self.block_bytes)
+                elif index is None:
+                    self._page_in_order(stream, wanted, self._rows(dst)[: len(wanted)])
                 else:
-                    self._page_in_scattered(stream, wanted, rows, chosen)
+                    self._page_in_scattered(stream, wanted, self._rows(dst), index)
             except DataLostError as error:
                 raise self._lost(wanted, error) from error
 
         def check() -> None:
-            self._check(wanted, rows, chosen)
+            self._check(wanted, dst[: len(wanted)] if index is None else dst, index)
 
         nbytes = len(wanted) * self.block_bytes
         is_checking = self._sums is not None
-        return self._transfers.transfer(Direction.IN, nbytes, copy, check if is_checking else None)
+        return self._transfers.start(Direction.IN, nbytes, copy, check if is_checking else None)
 
     def free(self, slots: torch.Tensor) -> None:
         """Give blocks up; their slots may come back from the next `page_out`.
@@ -285,104 +285,132 @@ class BlockStore:
                 remedy="Free the blocks that page_in reports as lost.",
             )
         starts = [self._ordinals[frame.number] * self._per_frame + run.start for frame, run in runs]
+        for start, (_, run) in zip(starts, runs, strict=True):
+            self._taken[start : start + run.size] = True
+        if count == 1:  # The cheapest way to a tensor, where a page's other costs are few.
+            return runs, torch.frombuffer(array("q", starts), dtype=torch.int64)
         ranges = [
             np.arange(start, start + run.size) for start, (_, run) in zip(starts, runs, strict=True)
         ]
-        if len(ranges) == 1:
-            slots = ranges[0]
-        else:
-            slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
-        self._taken[slots] = True
+        slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         return runs, torch.from_numpy(slots)
 
-    def _give_back(self, slots: Index) -> None:
+    def _give_back(self, slots: Int64[np.ndarray, " n"]) -> None:
         with self._lock:
             self._taken[slots] = False
             self._used_count -= len(slots)
         self._give_back_room(np.sort(slots))
 
-    def _give_back_room(self, ascending: Index) -> None:
+    def _give_back_room(self, ascending: Int64[np.ndarray, " n"]) -> None:
         self._transfers.store.give_back(
-            (self._frames[segment.ordinal], Range(segment.start, segment.size))
-            for segment in segments(ascending, self._per_frame)
+            (self._frames[run.ordinal], run.slots) for run in slot_runs(ascending, self._per_frame)
         )
 
     # --- Inside: copies -------------------------------------------------------------------
 
-    def _page_in_order(self, stream: CopyStream, slots: Index, rows: torch.Tensor) -> None:
+    def _slot_run(self, slots: Int64[np.ndarray, " n"]) -> tuple[Frame, Range] | None:
+        """Where the blocks are, if they lie next to each other in one frame, in order."""
+        if not len(slots) or not are_neighbours(slots):
+            return None
+        ordinal, start = divmod(int(slots[0]), self._per_frame)
+        if start + len(slots) > self._per_frame:
+            return None
+        return self._frames[ordinal], Range(start, len(slots)).times(self.block_bytes)
+
+    def _page_out_scattered(
+        self,
+        stream: CopyStream,
+        runs: list[tuple[Frame, Range]],
+        rows: torch.Tensor,
+        index: torch.Tensor | None,
+    ) -> None:
+        at = 0
+        for frame, run in runs:
+            some = slice(at, at + run.size)
+            table = self._table(stream, frame, run, writes=True)
+            if index is None:
+                stream.copier.copy(table, rows[some])
+            else:
+                stream.copier.gather(table, rows, index[some])
+            del table
+            at += run.size
+
+    def _page_in_order(
+        self, stream: CopyStream, slots: Int64[np.ndarray, " n"], rows: torch.Tensor
+    ) -> None:
         """Fill consecutive rows: each stretch within one frame is one copy or one gather."""
-        for first, last in stretches(slots // self._per_frame):
+        for first, last in frame_runs(slots // self._per_frame):
             frame = self._frames[slots[first] // self._per_frame]
             within = slots[first:last] % self._per_frame
             low, high = int(within.min()), int(within.max())
-            part = rows[first:last]
-            if are_neighbours(within):
-                self._copy(stream, Direction.IN, frame, Range(low, len(within)), part, None)
-            else:
-                offsets = torch.from_numpy(within - low)
-                _gather(stream, frame, self._bytes_of(Range(low, high - low + 1)), part, offsets)
+            table = self._table(stream, frame, Range(low, high - low + 1), writes=False)
+            stream.copier.gather(rows[first:last], table, torch.from_numpy(within - low))
+            del table
 
     def _page_in_scattered(
-        self, stream: CopyStream, slots: Index, rows: torch.Tensor, index: torch.Tensor
+        self,
+        stream: CopyStream,
+        slots: Int64[np.ndarray, " n"],
+        rows: torch.Tensor,
+        index: torch.Tensor,
     ) -> None:
         """Fill rows anywhere: in the order of slots, where the runs are longest."""
         if not are_ascending(slots):
             order = np.argsort(slots, kind="stable")
             slots, index = slots[order], index[torch.from_numpy(order)]
-        for segment in segments(slots, self._per_frame):
-            self._copy(
-                stream,
-                Direction.IN,
-                self._frames[segment.ordinal],
-                Range(segment.start, segment.size),
-                rows,
-                index[segment.at : segment.at + segment.size],
-            )
+        for run in slot_runs(slots, self._per_frame):
+            table = self._table(stream, self._frames[run.ordinal], run.slots, writes=False)
+            stream.copier.scatter(rows, table, index[run.at : run.at + run.slots.size])
+            del table
 
-    def _copy(
-        self,
-        stream: CopyStream,
-        direction: Direction,
-        frame: Frame,
-        run: Range,
-        rows: torch.Tensor,
-        index: torch.Tensor | None,
-    ) -> None:
-        """Copy between a run of slots and rows; its view of the frame dies with the call.
-
-        Args:
-            index: Which rows; None for all of them, in order.
-        """
-        writes = direction is Direction.OUT
-        table = stream.tensor(frame, self._bytes_of(run), writes=writes).view(run.size, -1)
-        match direction, index:
-            case Direction.OUT, None:
-                stream.copier.copy(table, rows)
-            case Direction.IN, None:
-                stream.copier.copy(rows, table)
-            case Direction.OUT, torch.Tensor():
-                stream.copier.gather(table, rows, index)
-            case Direction.IN, torch.Tensor():
-                stream.copier.scatter(rows, table, index)
-
-    def _bytes_of(self, run: Range) -> Range:
-        return Range(run.start * self.block_bytes, run.size * self.block_bytes)
+    def _table(
+        self, stream: CopyStream, frame: Frame, slots: Range, *, writes: bool
+    ) -> torch.Tensor:
+        """Slots of a frame, shape (slots.size, block_bytes); dropped before the next is taken."""
+        view = stream.view(frame, slots.times(self.block_bytes), writes=writes)
+        return view.view(slots.size, self.block_bytes)
 
     # --- Inside: checks -------------------------------------------------------------------
 
+    def _chosen(self, table: torch.Tensor, index: torch.Tensor | None) -> tuple[int | None, int]:
+        """Which rows are meant, once all are known to be blocks.
+
+        Returns:
+            The first of them if they lie next to each other in memory, in order, else None; and
+            how many there are.
+        """
+        is_packed = self._is_packed(table)
+        row_count = table.shape[0] if is_packed else self._rows(table).shape[0]
+        if index is None:
+            return 0 if is_packed else None, row_count
+        numbers = _checked_index(index, row_count)
+        is_run = is_packed and len(numbers) > 0 and are_neighbours(numbers)
+        return int(numbers[0]) if is_run else None, len(numbers)
+
+    def _is_packed(self, table: torch.Tensor) -> bool:
+        """Whether the tensor's bytes are its rows, one block after the other."""
+        return (
+            table.dim() > 0
+            and table.nbytes == table.shape[0] * self.block_bytes
+            and table.is_contiguous()
+            and not (table.is_conj() or table.is_neg())
+        )
+
     def _rows(self, table: torch.Tensor) -> torch.Tensor:
-        """The engine's tensor as bytes, shape (num_rows, block_bytes); a view, or itself."""
+        """The engine's tensor as bytes, shape (num_rows, block_bytes); a view.
+
+        Raises:
+            ValueError: Its rows are not dense, or not as large as a block.
+        """
         if not table.dim():
             raise ValueError("a single number has no rows")
         count = table.shape[0]
         if not count:
             return table.new_empty((0, self.block_bytes), dtype=torch.uint8)
-        # Only the views that are needed: each costs some 10 us right after a copy, which has
-        # emptied the caches.
-        rows = table.detach() if table.requires_grad else table
         try:
+            rows = table.detach()
             rows = rows if rows.dim() == 2 else rows.view(count, -1)  # noqa: PLR2004 - rows of elements
-            rows = rows if rows.dtype is torch.uint8 else rows.view(torch.uint8)
+            rows = rows.view(torch.uint8)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the rows of {tuple(table.shape)} are not dense: {error}") from error
         if rows.stride(1) != 1:
@@ -394,16 +422,17 @@ class BlockStore:
             )
         return rows
 
-    def _checked_slots(self, slots: torch.Tensor) -> Index:
+    def _checked_slots(self, slots: torch.Tensor) -> Int64[np.ndarray, " n"]:
         self._require_open()
-        wanted = _checked_index(slots, len(self._taken))
-        assert wanted is not None, "slots are given"
-        numbers: Index = wanted.numpy()
-        if not self._taken[numbers].all():
+        numbers = _checked_index(slots, len(self._taken))
+        in_use = self._taken[numbers[0]] if len(numbers) == 1 else self._taken[numbers].all()
+        if not in_use:
             raise ValueError(f"slots {_some(numbers[~self._taken[numbers]])} are not in use")
         return numbers
 
-    def _check(self, slots: Index, rows: torch.Tensor, index: torch.Tensor | None) -> None:
+    def _check(
+        self, slots: Int64[np.ndarray, " n"], rows: torch.Tensor, index: torch.Tensor | None
+    ) -> None:
         """Compare the blocks that have arrived in `rows[index]`, first ones first."""
         assert self._sums is not None, "nothing to compare with"
         at = range(len(slots)) if index is None else index.tolist()
@@ -422,7 +451,7 @@ class BlockStore:
                 slots=_some(slots[wrong]),
             )
 
-    def _lost(self, wanted: Index, error: DataLostError) -> DataLostError:
+    def _lost(self, wanted: Int64[np.ndarray, " n"], error: DataLostError) -> DataLostError:
         states = self._transfers.store.states_of
         frames = {
             int(number)
@@ -441,29 +470,21 @@ class BlockStore:
             raise ValueError(f"{self!r} is closed")
 
 
-def _gather(
-    stream: CopyStream, frame: Frame, run: Range, rows: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    """Collect scattered slots of a frame into rows; its view of the frame dies with the call."""
-    table = stream.tensor(frame, run, writes=False).view(-1, rows.shape[1])
-    stream.copier.gather(rows, table, offsets)
-
-
-def _checked_index(index: torch.Tensor | None, limit: int) -> torch.Tensor | None:
-    """`index` itself, if it names positions below `limit`."""
-    if index is None:
-        return None
+def _checked_index(index: torch.Tensor, limit: int) -> Int64[np.ndarray, " n"]:
+    """The numbers of `index`, which are positions below `limit`."""
     if index.dtype != torch.int64 or index.dim() != 1 or not index.is_cpu:
         raise ValueError(
             f"an index is int64, one-dimensional and on the CPU, not {index.dtype} of "
             f"{tuple(index.shape)} on {index.device}"
         )
-    if not lie_within(index.numpy(), limit):
+    # A single number by the way that is cheapest right after a copy has emptied the caches.
+    numbers = np.array(index.tolist()) if index.shape[0] == 1 else index.numpy()
+    if not lie_within(numbers, limit):
         raise ValueError(f"an index must lie within 0 and {limit - 1}")
-    return index
+    return numbers
 
 
-def _some(slots: Index) -> list[int]:
+def _some(slots: Int64[np.ndarray, " n"]) -> list[int]:
     """The first few, as JSON takes them."""
     return [int(slot) for slot in slots[:MAX_NAMED_SLOTS]]
 

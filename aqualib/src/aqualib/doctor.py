@@ -90,7 +90,7 @@ def _transports() -> Iterator[Finding]:
 
 
 def _engine() -> Finding:
-    from aqualib.engines.vllm.adapters import SUPPORTED, adapter_for
+    from aqualib.engines.vllm.versions import VERSIONS, supported_version
 
     for name in ENGINE_DISTRIBUTIONS:
         try:
@@ -98,12 +98,10 @@ def _engine() -> Finding:
         except PackageNotFoundError:
             continue
         try:
-            adapter_for(found)
+            supported_version(found)
         except ConfigError as error:
             return Finding(
                 check="vLLM", level=FindingLevel.FAIL, message=error.message, remedy=error.remedy
             )
         return Finding(check="vLLM", message=f"{found} is supported")
-    return Finding(
-        check="vLLM", message=f"not installed here; supported are {', '.join(SUPPORTED)}"
-    )
+    return Finding(check="vLLM", message=f"not installed here; supported are {', '.join(VERSIONS)}")

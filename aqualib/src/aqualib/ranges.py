@@ -1,24 +1,23 @@
-"""Room inside one frame: an allocator of ranges, pure and bounded.
+"""Range arithmetic: ranges, room made of ranges, and runs in arrays of indices.
 
-A frame is divided into equal units (256 bytes for tensors, one block for a block store), and this
-class knows which ranges of units are taken. It holds no memory and no bytes; two users may count
-in different units without this code knowing.
+The only module that does it; transports, frames and block stores lie above. Numbers only: no
+memory, no locks, no torch.
 
-Free ranges are kept sorted and always merged with their neighbours, so there are at most half as
-many as units plus one. Allocation is best fit: the smallest range that is large enough, which
-keeps long ranges long, and long ranges are what makes paging fast. A search is linear in the
-number of free ranges; `largest` lets a caller with many frames skip those that cannot serve.
-
-Taking and freeing may differ in grain: a range taken at once may be freed in pieces.
+- `Range`, `merged`, `intersection`, `split`: ascending lists of ranges, in units or bytes.
+- `RangeAllocator`: which ranges of one frame are taken.
+- `lie_within`, `are_ascending`, `are_neighbours`, `run_starts`, `runs_of`: arrays.
+- `slot_runs`, `frame_runs`: slots of a block store as they lie in its frames.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 
 
 class Range(NamedTuple):
@@ -32,15 +31,73 @@ class Range(NamedTuple):
         """The first position after the range."""
         return self.start + self.size
 
+    def times(self, unit: int) -> Range:
+        """The same range in a unit that is `unit` times smaller."""
+        return Range(self.start * unit, self.size * unit)
 
-def runs_of(mask: Bool[np.ndarray, " units"]) -> list[Range]:
-    """Find the runs of True in a mask, ascending, as long as possible."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
-    return [Range(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+def size_of(ranges: list[Range]) -> int:
+    """Positions that ranges cover together."""
+    return sum(part.size for part in ranges)
+
+
+def merged(ranges: list[Range], gap: int) -> list[Range]:
+    """Ascending ranges, joined where their distance is below `gap`."""
+    joined: list[Range] = []
+    for part in ranges:
+        if joined and part.start - joined[-1].end < gap:
+            joined[-1] = Range(joined[-1].start, part.end - joined[-1].start)
+        else:
+            joined.append(part)
+    return joined
+
+
+def intersection(left: list[Range], right: list[Range]) -> list[Range]:
+    """Positions that both ascending lists cover."""
+    found: list[Range] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start = max(left[i].start, right[j].start)
+        end = min(left[i].end, right[j].end)
+        if start < end:
+            found.append(Range(start, end - start))
+        if left[i].end <= right[j].end:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def split(ranges: list[Range], count: int, least: int) -> list[list[Range]]:
+    """Ascending ranges, cut into up to `count` parts of about equal size, none below `least`.
+
+    Returns:
+        At least one part, which may be empty; together they cover the same positions in order.
+    """
+    total = size_of(ranges)
+    count = max(1, min(count, total // least))
+    parts: list[list[Range]] = [[]]
+    room = share = -(-total // count)
+    for start, left in ranges:
+        at, rest = start, left
+        while rest:
+            if not room:
+                parts.append([])
+                room = share
+            size = min(rest, room)
+            parts[-1].append(Range(at, size))
+            at, rest, room = at + size, rest - size, room - size
+    return parts
 
 
 class RangeAllocator:
-    """Which ranges of `0 .. capacity - 1` are taken. Not thread-safe; the store's lock guards it.
+    """Which ranges of `0 .. capacity - 1` are taken; not thread-safe.
+
+    Holds no memory and no bytes; a frame counts in units of 256 bytes for tensors, in blocks for a
+    block store. Free ranges are sorted and always merged with their neighbours. Allocation is best
+    fit: the smallest range that is large enough, which keeps long ranges long, and long ranges are
+    what makes paging fast. A search is linear in the number of free ranges. What was taken at once
+    may be freed in pieces.
 
     Args:
         capacity: Units in total, at least one.
@@ -94,7 +151,7 @@ class RangeAllocator:
         longest = max(self._counts)
         return Range(self._cut(self._counts.index(longest), longest), longest)
 
-    def free_run(self, start: int, count: int) -> None:
+    def free_range(self, start: int, count: int) -> None:
         """Give a taken range back; it may be part of a longer one that was taken at once."""
         assert count > 0, f"count {count}"
         assert 0 <= start <= self.capacity - count, f"range {start}+{count} of {self.capacity}"
@@ -128,7 +185,7 @@ class RangeAllocator:
             return False
         return position == len(self._starts) or self._starts[position] >= start + count
 
-    def runs(self) -> list[Range]:
+    def ranges(self) -> list[Range]:
         """The taken ranges, ascending, as long as possible."""
         found: list[Range] = []
         position = 0
@@ -158,3 +215,74 @@ class RangeAllocator:
             self._counts[position] -= count
         self._taken += count
         return start
+
+
+# --- Arrays of indices ------------------------------------------------------------------------
+
+
+def lie_within(indices: Int64[np.ndarray, " n"], limit: int) -> bool:
+    """Whether all are in `0 .. limit - 1`; in one pass, since negative ones are huge unsigned."""
+    if len(indices) == 1:  # A reduction costs more than a page's other checks together.
+        return 0 <= int(indices[0]) < limit
+    return not len(indices) or int(indices.view(np.uint64).max()) < limit
+
+
+def are_ascending(indices: Int64[np.ndarray, " n"]) -> bool:
+    """Whether each is above the one before it, so that none repeats."""
+    return len(indices) < 2 or bool((indices[1:] > indices[:-1]).all())  # noqa: PLR2004 - a pair
+
+
+def are_neighbours(indices: Int64[np.ndarray, " n"]) -> bool:
+    """Whether each is one above the one before it: a single run."""
+    return len(indices) < 2 or (  # noqa: PLR2004 - a pair
+        int(indices[-1] - indices[0]) == len(indices) - 1 and are_ascending(indices)
+    )
+
+
+def runs_of(mask: Bool[np.ndarray, " units"]) -> list[Range]:
+    """The runs of True in a mask, ascending, as long as possible."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return [Range(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def run_starts(indices: Int64[np.ndarray, " n"], multiple: int = 0) -> Int64[np.ndarray, " runs"]:
+    """Positions in a non-empty array at which a run of consecutive numbers begins.
+
+    Args:
+        multiple: No run goes across a multiple of it; 0 for no such bound.
+    """
+    breaks = np.diff(indices) != 1
+    if multiple:
+        breaks |= indices[1:] % multiple == 0
+    return np.concatenate(([0], np.flatnonzero(breaks) + 1))
+
+
+class SlotRun(NamedTuple):
+    """Slots of a block store that lie next to each other in one frame.
+
+    Attributes:
+        ordinal: Which frame of the store.
+        slots: Which slots within that frame.
+        at: Position of the first in the caller's order.
+    """
+
+    ordinal: int
+    slots: Range
+    at: int
+
+
+def slot_runs(slots: Int64[np.ndarray, " n"], per_frame: int) -> Iterator[SlotRun]:
+    """Runs of consecutive slots, none across frames, in the order given."""
+    if not len(slots):
+        return
+    bounds = [*run_starts(slots, per_frame).tolist(), len(slots)]
+    for first, last in pairwise(bounds):
+        ordinal, start = divmod(int(slots[first]), per_frame)
+        yield SlotRun(ordinal, Range(start, last - first), first)
+
+
+def frame_runs(ordinals: Int64[np.ndarray, " n"]) -> Iterator[tuple[int, int]]:
+    """Positions `first .. last - 1` of equal values."""
+    if len(ordinals):
+        starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist(), len(ordinals)]
+        yield from pairwise(starts)

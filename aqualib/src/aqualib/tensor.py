@@ -41,8 +41,8 @@ from aqualib.metrics import Direction
 
 if TYPE_CHECKING:
     from aqualib.memory.allocator import Piece, TensorAllocator
-    from aqualib.memory.copy_stream import CopyStream, Transfer
-    from aqualib.memory.transfers import Transfers
+    from aqualib.memory.copy_stream import CopyStream
+    from aqualib.memory.transfers import Transfer, Transfers
 
 logger = logging.getLogger("aqualib")
 
@@ -227,15 +227,16 @@ class AquaTensor:
         self._require_held()
 
         def copy(stream: CopyStream) -> None:
-            start = 0
+            copy_part = stream.write if direction is Direction.OUT else stream.read
+            at = 0
             try:
                 for piece in self._pieces:
-                    _copy_piece(stream, piece, flat[start : start + piece.run.size], direction)
-                    start += piece.run.size
+                    copy_part(piece.frame, piece.run, flat, at)
+                    at += piece.run.size
             except DataLostError as error:
                 raise self._lost(error) from error
 
-        return self._transfers.transfer(direction, self.nbytes, copy, check)
+        return self._transfers.start(direction, self.nbytes, copy, check)
 
     @contextmanager
     def _in_place(self, *, writes: bool) -> Iterator[torch.Tensor]:
@@ -314,14 +315,6 @@ class AquaTensor:
             raise ValueError(
                 f"{self!r} cannot exchange values with {other.dtype} of {tuple(other.shape)}"
             )
-
-
-def _copy_piece(stream: CopyStream, piece: Piece, part: torch.Tensor, direction: Direction) -> None:
-    """Copy one piece; a function of its own, so that its view of the frame dies with it."""
-    if direction is Direction.OUT:
-        stream.copier.copy(stream.tensor(piece.frame, piece.run, writes=True), part)
-    else:
-        stream.copier.copy(part, stream.tensor(piece.frame, piece.run, writes=False))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

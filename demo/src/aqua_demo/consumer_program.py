@@ -220,7 +220,7 @@ def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
     store = aqua._store  # noqa: SLF001 - a fault comes from outside every interface
     frames = store._table.frames.values()  # noqa: SLF001 - as above
     frame = next(frame for frame in frames if frame.used_bytes)
-    at = frame.used_runs()[0].start + SIGN_BYTE
+    at = frame.used_ranges()[0].start + SIGN_BYTE
     memory = store.pin(frame, Range(at, 1))
     try:
         memory.tensor[at] ^= SIGN_BIT

@@ -477,3 +477,21 @@ def test_rows_travel_between_a_slab_and_host_memory(transport: Transport) -> Non
     del pages, landed
     host.close()
     slab.close()
+
+
+def test_ranges_of_bytes_travel_between_a_slab_and_a_tensor_of_any_dtype(
+    transport: Transport,
+) -> None:
+    slab, copier = transport.create(NBYTES), transport.copier()
+    try:
+        src = torch.arange(1000, dtype=torch.int32, device=transport.device)
+        copier.copy_bytes(slab.tensor, 4096, src, 8, 2000)
+        copier.fence()
+        landed = torch.zeros(2001, dtype=torch.uint8, device=transport.device)
+        copier.copy_bytes(landed, 1, slab.tensor, 4096, 2000)
+        copier.fence()
+        assert torch.equal(landed[1:], src.view(torch.uint8)[8:2008])
+        assert not slab.tensor[:4096].any()
+        assert not slab.tensor[6096:].any()
+    finally:
+        slab.close()

@@ -611,10 +611,19 @@ class BrokenCopier(HostCopier):
         self._broken = broken
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        for tensor in (dst, src):
+        self._require_whole(dst, src)
+        super().copy(dst, src)
+
+    def copy_bytes(
+        self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
+    ) -> None:
+        self._require_whole(dst, src)
+        super().copy_bytes(dst, dst_at, src, src_at, nbytes)
+
+    def _require_whole(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
             if tensor.untyped_storage().data_ptr() in self._broken:
                 raise TransportError("the device is gone")
-        super().copy(dst, src)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class ExtentsAgainstASet(RuleBasedStateMachine):
         middle = min(run.start + cut, run.end)
         for start, end in ((middle, run.end), (run.start, middle)):
             if end > start:
-                self.room.free_run(start, end - start)
+                self.room.free_range(start, end - start)
                 self.taken -= set(range(start, end))
 
     @invariant()
@@ -49,7 +49,7 @@ class ExtentsAgainstASet(RuleBasedStateMachine):
         assert self.room.taken == len(self.taken)
         assert self.room.free == CAPACITY - len(self.taken)
         assert self.room.largest == self.longest_free()
-        units = [unit for run in self.room.runs() for unit in range(run.start, run.end)]
+        units = [unit for run in self.room.ranges() for unit in range(run.start, run.end)]
         assert units == sorted(self.taken)
         for unit in range(CAPACITY):
             assert self.room.is_taken(unit, 1) == (unit in self.taken)

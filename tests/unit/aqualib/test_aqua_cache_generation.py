@@ -229,7 +229,7 @@ def _flip_a_stored_bit(aqua: Aqua) -> None:
     store = aqua._store
     frame = next(frame for frame in store._table.frames.values() if frame.used_bytes)
     memory = store.pin(frame)
-    memory.tensor[frame.used_runs()[0].start] ^= 1
+    memory.tensor[frame.used_ranges()[0].start] ^= 1
     store.unpin(frame)
 
 

@@ -43,6 +43,32 @@ def test_copies_convert_nothing(copier: HostCopier) -> None:
         copier.copy(torch.zeros(4), torch.zeros(2, 2))
 
 
+def test_bytes_are_copied_between_tensors_of_any_dtypes(copier: HostCopier) -> None:
+    src, dst = torch.arange(8, dtype=torch.int16), torch.zeros(4, dtype=torch.float64)
+    copier.copy_bytes(dst, 6, src.requires_grad_(False), 4, 10)
+    assert dst.view(torch.uint8)[6:16].tolist() == src.view(torch.uint8)[4:14].tolist()
+    assert not dst.view(torch.uint8)[16:].any()
+    assert not dst.view(torch.uint8)[:6].any()
+
+
+@pytest.mark.parametrize(
+    ("src", "at", "nbytes"),
+    [
+        (torch.ones(16, dtype=torch.uint8), 12, 8),
+        (torch.ones(16, dtype=torch.uint8), -1, 4),
+        (torch.ones(4, 8, dtype=torch.uint8)[:, :4], 0, 4),
+    ],
+    ids=["past the end", "before the start", "strided"],
+)
+def test_bytes_outside_a_tensor_are_not_copied(
+    copier: HostCopier, src: torch.Tensor, at: int, nbytes: int
+) -> None:
+    dst = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(AssertionError):
+        copier.copy_bytes(dst, 0, src, at, nbytes)
+    assert not dst.any()
+
+
 def test_overlapping_views_copy_as_memmove_does(copier: HostCopier) -> None:
     buffer = torch.arange(16)
     copier.copy(buffer[4:12], buffer[:8])

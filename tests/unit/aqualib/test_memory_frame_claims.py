@@ -129,7 +129,7 @@ def test_a_claim_waits_for_a_dissolved_frame_that_is_still_on_its_way() -> None:
     frame = store.claim(UNIT_BYTES)
     store.take([frame], 1)
     store.ask_back([slab])
-    move = store.next_move()
+    move = store.next_migration()
     assert isinstance(move, Drain)
     store.dissolve(frame)
     claimer = Claimer(store)

@@ -9,18 +9,19 @@ from typing import cast
 import pytest
 
 from aqualib.memory.frame import MERGE_GAP_BYTES, Frame, PeerSlab
-from aqualib.memory.frame_state import FrameEvent, FrameState
+from aqualib.memory.frame_state import FrameState
 from aqualib.memory.frame_table import FrameTable
 from aqualib.memory.migration_policy import (
     BREATHER_S,
     MAX_CLOSING,
     OVERDUE_S,
     PATIENCE_S,
+    CloseGate,
     Drain,
     Migration,
     Promotion,
     SlabReturn,
-    pick,
+    decide,
     wake_s,
 )
 from aqualib.memory.pinned_view import PinnedView
@@ -91,9 +92,14 @@ class PaperStore:
         self.table.ask_back([cast("PeerSlab", frame.peer) for frame in frames], NOW_S)
 
     def pick(self, now_s: float = NOW_S) -> Migration | None:
-        move = pick(self.table, now_s)
-        self.table.audit()
-        return move
+        """Let the policy decide until a migration starts, as the store does."""
+        self.table.sweep()
+        while (effect := decide(self.table, now_s)) is not None:
+            move = self.table.apply(effect)
+            self.table.audit()
+            if move is not None:
+                return move
+        return None
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ def test_an_empty_frame_takes_no_spare_slab_along(store: PaperStore) -> None:
     store.ask(frame)
     move = store.pick()
     assert isinstance(move, Drain)
-    assert (move.target, move.runs) == (None, [])
+    assert (move.target, move.ranges) == (None, [])
 
 
 def test_spare_slabs_are_filled_from_host_memory_fullest_frame_first(store: PaperStore) -> None:
@@ -206,6 +212,24 @@ def test_a_pinned_frame_closes_its_gate_and_moves_when_the_pin_ends(store: Paper
     move = store.pick()
     assert isinstance(move, Drain)
     assert move.frame is frame
+
+
+def test_deciding_changes_nothing(store: PaperStore) -> None:
+    frames = [store.peer_frame(), store.peer_frame(), store.frame()]
+    frames[0].pins = 1
+    store.lend(1, PaperLender("other"))
+    store.ask(*frames[:2])
+    seen = []
+    while True:
+        before = repr(store.table)
+        effect = decide(store.table, NOW_S)
+        assert decide(store.table, NOW_S) == effect
+        assert repr(store.table) == before
+        if effect is None:
+            break
+        seen.append(type(effect))
+        store.table.apply(effect)
+    assert seen == [CloseGate, Drain]
 
 
 def test_an_unpinned_frame_does_not_wait_for_a_pinned_one_that_was_asked_first(
@@ -264,12 +288,13 @@ def test_a_promotion_closes_one_gate_at_most_and_is_off_when_its_slab_is_asked_b
 def test_a_slab_promised_to_a_promotion_under_way_is_drained_after_it_arrived(
     store: PaperStore,
 ) -> None:
-    frame = store.frame()
+    store.frame()
     slabs = store.lend(1)
-    assert isinstance(store.pick(), Promotion)
+    promotion = store.pick()
+    assert isinstance(promotion, Promotion)
     store.table.ask_back(slabs, NOW_S)
     assert store.pick() is None
-    store.table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
+    store.table.arrived(promotion, 0)
     move = store.pick()
     assert isinstance(move, Drain)
     assert move.source is slabs[0]
@@ -312,9 +337,7 @@ def test_a_lost_frame_is_neither_moved_nor_filled(store: PaperStore) -> None:
     store.ask(frame)
     move = store.pick()
     assert isinstance(move, Drain)
-    store.table.forget(move.source)
-    frame.peer = None
-    store.table.advance(frame, FrameEvent.LOSE)
+    store.table.lost(move, "the device is gone")
     store.lend(1)
     assert store.pick() is None
     assert store.table.stats.lost_bytes == UNIT_BYTES
@@ -325,7 +348,7 @@ def test_only_what_was_written_on_the_peer_has_to_be_copied_back(store: PaperSto
     part_bytes = SLAB_BYTES // 64
     frame.note_written(Range(3 * part_bytes + 1, 1))
     frame.note_written(Range(40 * part_bytes - 1, 2))
-    assert frame.unsaved_runs() == [
+    assert frame.unsaved_ranges() == [
         Range(3 * part_bytes, part_bytes),
         Range(39 * part_bytes, 2 * part_bytes),
     ]
@@ -336,18 +359,18 @@ def test_what_was_written_and_freed_since_is_not_copied(store: PaperStore) -> No
     frame = store.peer_frame(used_units=units)
     frame.note_written(Range(0, SLAB_BYTES))
     half = units // 2
-    frame.room.free_run(0, half)
+    frame.room.free_range(0, half)
     store.table.note_taken(frame, -half)
-    assert frame.unsaved_runs() == [Range(half * UNIT_BYTES, SLAB_BYTES // 2)]
+    assert frame.unsaved_ranges() == [Range(half * UNIT_BYTES, SLAB_BYTES // 2)]
 
 
 def test_runs_with_a_small_gap_are_copied_as_one(store: PaperStore) -> None:
     frame = store.frame(SLAB_BYTES // UNIT_BYTES)
     small = MERGE_GAP_BYTES // UNIT_BYTES - 1
-    frame.room.free_run(10, small)
-    assert frame.used_runs() == [Range(0, SLAB_BYTES)]
-    frame.room.free_run(10 + small, 1)
-    assert len(frame.used_runs()) == 2
+    frame.room.free_range(10, small)
+    assert frame.used_ranges() == [Range(0, SLAB_BYTES)]
+    frame.room.free_range(10 + small, 1)
+    assert len(frame.used_ranges()) == 2
 
 
 def test_spilled_bytes_follow_every_arrival_and_every_release(store: PaperStore) -> None:
@@ -355,10 +378,11 @@ def test_spilled_bytes_follow_every_arrival_and_every_release(store: PaperStore)
     stats = store.table.stats
     assert stats.spilled_bytes == 8 * UNIT_BYTES
     store.lend(1)
-    store.pick()
-    store.table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
+    move = store.pick()
+    assert isinstance(move, Promotion)
+    store.table.arrived(move, 8 * UNIT_BYTES)
     assert (stats.spilled_bytes, stats.spilled_bytes_peak) == (0, 8 * UNIT_BYTES)
-    frame.room.free_run(0, 3)
+    frame.room.free_range(0, 3)
     store.table.note_taken(frame, -3)
     assert (stats.spilled_bytes, stats.used_bytes) == (0, 5 * UNIT_BYTES)
     store.table.audit()

@@ -26,6 +26,11 @@ class MeteredCopier:
         self.now_s += src.nbytes / self._rates[is_write]
         self.copied_bytes += src.nbytes
 
+    def copy_bytes(
+        self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
+    ) -> None:
+        raise NotImplementedError
+
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         raise NotImplementedError
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from aqualib.transports.rows import Runs, as_words, checked_rows, has_dense_rows, widest_word
+from aqualib.transports.rows import RowRuns, as_words, checked_rows, has_dense_rows, widest_word
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.booleans())
 def test_runs_say_the_same_as_the_rows_and_are_maximal(rows: list[int], contiguous: bool) -> None:
     table = torch.zeros(42, 4)[:: 1 if contiguous else 2]
-    runs = Runs.of(np.array(rows), table)
+    runs = RowRuns.of(np.array(rows), table)
     spelt_out = [
         (at + step, of + step)
         for at, of, count in zip(runs.table_rows, runs.packed_rows, runs.counts, strict=True)

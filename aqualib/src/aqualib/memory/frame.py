@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aqualib.memory.frame_state import FRAME, MOVING_STATES, OPEN_STATES, FrameEvent, FrameState
-from aqualib.ranges import Range, RangeAllocator
+from aqualib.ranges import Range, RangeAllocator, intersection, merged
 
 if TYPE_CHECKING:
     from aqualib.memory.pinned_view import PinnedView
@@ -146,17 +146,25 @@ class Frame:
         """Take one step of the table."""
         self.state = FRAME.next(self.state, event)
 
+    def release_dead_views(self) -> None:
+        """End the pins of lingering views that have died since."""
+        from aqualib.memory.pinned_view import still_alive  # Needs torch, as each view did.
+
+        alive = still_alive(self.lingering)
+        self.pins -= len(self.lingering) - len(alive)
+        self.lingering = alive
+
     def note_written(self, run: Range) -> None:
         """Remember that these bytes are about to change."""
         if self.is_on_peer and run.size > 0:
             first, last = run.start // self._part_bytes, (run.end - 1) // self._part_bytes
             self.written |= (1 << (last + 1)) - (1 << first)
 
-    def used_runs(self) -> list[Range]:
+    def used_ranges(self) -> list[Range]:
         """What a promotion has to copy: everything taken, in bytes, ascending."""
-        return merge_runs(self._taken_bytes(), MERGE_GAP_BYTES)
+        return merged(self._taken_bytes(), MERGE_GAP_BYTES)
 
-    def unsaved_runs(self) -> list[Range]:
+    def unsaved_ranges(self) -> list[Range]:
         """What only the peer has: taken and written since the last move, in bytes, ascending."""
         if not self.written:
             return []
@@ -166,7 +174,7 @@ class Frame:
             for part in range(-(-self.nbytes // part_bytes))
             if self.written >> part & 1
         ]
-        return merge_runs(_intersection(self._taken_bytes(), written), MERGE_GAP_BYTES)
+        return merged(intersection(self._taken_bytes(), written), MERGE_GAP_BYTES)
 
     def __repr__(self) -> str:
         place = f" on {self.peer!r}" if self.peer is not None else ""
@@ -180,34 +188,4 @@ class Frame:
         return -(-self.nbytes // PARTS_PER_FRAME)
 
     def _taken_bytes(self) -> list[Range]:
-        return [
-            Range(run.start * self.unit_bytes, run.size * self.unit_bytes)
-            for run in self.room.runs()
-        ]
-
-
-def merge_runs(runs: list[Range], gap: int) -> list[Range]:
-    """Join ascending runs whose distance is below `gap`."""
-    merged: list[Range] = []
-    for run in runs:
-        if merged and run.start - merged[-1].end < gap:
-            merged[-1] = Range(merged[-1].start, run.end - merged[-1].start)
-        else:
-            merged.append(run)
-    return merged
-
-
-def _intersection(left: list[Range], right: list[Range]) -> list[Range]:
-    """Positions that both ascending lists cover."""
-    found: list[Range] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start = max(left[i].start, right[j].start)
-        end = min(left[i].end, right[j].end)
-        if start < end:
-            found.append(Range(start, end - start))
-        if left[i].end <= right[j].end:
-            i += 1
-        else:
-            j += 1
-    return found
+        return [taken.times(self.unit_bytes) for taken in self.room.ranges()]

@@ -1,16 +1,16 @@
 """The frame store: frames for many threads, behind one lock.
 
-The table say where everything is, the itinerary says what moves next, and this module lets engine
-threads and the mover at them. Copies, unmapping and messages happen outside the lock, in
+The table says where everything is, the migration policy says what moves next, and this module lets
+engine threads and the migrator at them. Copies, unmapping and messages happen outside the lock, in
 `aqualib.memory.migrator`. What it promises:
 
 - A frame's bytes are where its state says, and a pin keeps them there.
 - A pin waits only while a frame is really on its way, and never longer than `PIN_WAIT_LIMIT_S`.
 - Host memory never exceeds `host_bytes`, and a frame has its host slab before it has anything
-  else, so no move ever waits for memory.
+  else, so no migration ever waits for memory.
 
-Not promised: that pins of several frames at once cannot wait for each other. Whoever moves much
-pins one frame at a time; whoever must hold several is let through by the itinerary's breather.
+Not promised: that pins of several frames at once cannot wait for each other. A caller that moves
+much pins one frame at a time; one that must hold several is let through when gates open again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import (
@@ -28,19 +29,9 @@ from aqua_protocol import (
     TransportError,
     format_bytes,
 )
-from aqualib.memory.frame_state import FrameEvent, FrameState
-from aqualib.memory.frame_table import FrameTable, StoreStats
-from aqualib.memory.migration_policy import (
-    UNMAP_RETRY_S,
-    Drain,
-    Migration,
-    Promotion,
-    SlabReturn,
-    pick,
-    release_dead_views,
-    reopen,
-    wake_s,
-)
+from aqualib.memory.frame_state import FrameState
+from aqualib.memory.frame_table import UNMAP_RETRY_S, FrameTable, StoreStats
+from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn, decide, wake_s
 from aqualib.ranges import Range
 
 if TYPE_CHECKING:
@@ -51,7 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aqualib")
 
 PIN_WAIT_LIMIT_S: Final = 30.0
-"""Moving a frame takes milliseconds; a gate that stays closed this long is a fault."""
+"""Seconds. Moving a frame takes milliseconds; a gate that stays closed this long is a fault.
+Doubled, an engine hangs a minute before it hears of one."""
 
 
 class FrameStore:
@@ -86,7 +78,9 @@ class FrameStore:
         """Goes up whenever a frame arrives somewhere or is lost; may be read without the lock."""
         self._transport = transport
         self._clock = clock
-        self._changed = threading.Condition()
+        # The hot methods take the lock itself: a condition's own enter and exit are Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._table = FrameTable(slab_bytes)
         self._closed = ""
         self._is_stopped = False
@@ -115,7 +109,7 @@ class FrameStore:
     def claim(self, unit_bytes: int) -> Frame:
         """A new, empty frame, on a peer if a slab is spare.
 
-        A host slab that another thread is making, or that the mover is about to set free, is
+        A host slab that another thread is making, or that the migrator is about to set free, is
         waited for: it was counted already, so the store only looks full.
 
         Args:
@@ -173,7 +167,7 @@ class FrameStore:
             Where they are, in order, or None, with nothing taken, when there is not enough room.
         """
         found: list[tuple[Frame, Range]] = []
-        with self._changed:
+        with self._lock:
             for frame in _by_preference(frames):
                 while count and (run := frame.room.take_upto(count)) is not None:
                     self._table.note_taken(frame, run.size)
@@ -206,7 +200,7 @@ class FrameStore:
             TransportError: The frame did not arrive within `PIN_WAIT_LIMIT_S`.
             ConfigError: The store is closed.
         """
-        with self._changed:
+        with self._lock:
             if self._closed or not frame.is_open:
                 self._wait_until_open(frame)
             frame.pins += 1
@@ -216,18 +210,16 @@ class FrameStore:
 
     def try_pin(self, frame: Frame, written: Range | None = None) -> MappedSlab | None:
         """Like `pin`, but None instead of waiting."""
-        with self._changed:
-            if frame.is_moving:
-                return None
-            return self.pin(frame, written)
+        with self._lock:
+            return None if frame.is_moving else self.pin(frame, written)
 
     def unpin(self, frame: Frame) -> None:
         """Let the frame move again."""
-        with self._changed:
+        with self._lock:
             frame.pins -= 1
             if frame.is_unwanted:
                 self._table.settle(frame)
-            # Waking the mover for nothing would cost the engine the interpreter lock.
+            # Waking the migrator for nothing would cost the engine the interpreter lock.
             if not frame.pins and (frame.is_moving or self._table.may_move(frame)):
                 self._changed.notify_all()
 
@@ -258,26 +250,26 @@ class FrameStore:
     def ask_back_unused(self, count: int) -> int:
         """Start giving back up to `count` slabs that hold nothing; returns how many."""
         with self._changed:
-            table = self._table
-            unused = [slab for slab, frame in table.under.items() if not frame.used_bytes]
-            kept = [s for s in (*table.spare_peers, *unused) if s.asked_at_s is None]
-            table.ask_back(kept[:count], self._clock())
-            self._changed.notify_all()
-            return len(kept[:count])
+            slabs = self._table.unused(count)
+            self.ask_back(slabs)
+            return len(slabs)
 
-    # --- Moves, for the mover -------------------------------------------------------------
+    # --- For the migrator -----------------------------------------------------------------
 
-    def next_move(self) -> Migration | None:
+    def next_migration(self) -> Migration | None:
         """Wait for the next thing to move and close its gate; None once the store has stopped.
 
-        A `SlabReturn` is answered by `gone` or `keep`, others by `arrive`, `abandon` or `lose`.
+        A `SlabReturn` is answered by `returned` or `keep`, others by `arrive`, `abandon` or `lose`.
         """
         with self._changed:
+            table = self._table
             while not self._is_stopped:
+                table.sweep()
                 now_s = self._clock()
-                if (move := pick(self._table, now_s)) is not None:
-                    return move
-                until_s = wake_s(self._table, now_s)
+                while (effect := decide(table, now_s)) is not None:
+                    if (migration := table.apply(effect)) is not None:
+                        return migration
+                until_s = wake_s(table, now_s)
                 # Closed gates may have opened above; tell those who wait at them.
                 self._changed.notify_all()
                 self._changed.wait(None if until_s is None else until_s - now_s)
@@ -286,65 +278,37 @@ class FrameStore:
     def arrive(self, move: Drain | Promotion, *, copied_bytes: int) -> None:
         """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
         with self._changed:
-            frame, table = move.frame, self._table
-            if isinstance(move, Promotion):
-                frame.written = 0
-                table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
-                table.stats.promoted_bytes += frame.used_bytes
-            else:
-                table.forget(move.source)
-                frame.peer = move.target
-                table.stats.drained_bytes += frame.used_bytes
-                table.stats.drain_copied_bytes += copied_bytes
-                if move.target is not None:
-                    table.advance(frame, FrameEvent.ARRIVE_ON_PEER)
-                else:
-                    table.advance(frame, FrameEvent.ARRIVE_ON_HOST)
-            self._answered(frame)
+            self._table.arrived(move, copied_bytes)
+            self._note_moved()
 
     def abandon(self, move: Drain | Promotion) -> None:
-        """Nothing has changed; the move is tried again after a while."""
+        """Nothing has changed; the migration is tried again after a while."""
         with self._changed:
-            if isinstance(move, Drain) and move.target is not None:
-                self._table.put_aside(move.target)
-            reopen(self._table, move.frame, self._clock() + UNMAP_RETRY_S)
-            self._answered(move.frame)
+            self._table.abandoned(move, self._clock() + UNMAP_RETRY_S)
+            self._note_moved()
 
     def lose(self, move: Drain, failure: str) -> None:
         """The only copy cannot be read, and its slab is unmapped or stranded."""
         with self._changed:
-            frame, table = move.frame, self._table
-            table.forget(move.source)
-            if move.target is not None:
-                table.put_aside(move.target)
-            frame.peer = None
-            frame.failure = failure
-            table.advance(frame, FrameEvent.LOSE)
-            table.note_taken(frame, 0)
-            self._answered(frame)
+            self._table.lost(move, failure)
+            self._note_moved()
 
     def reroute(self, move: Drain) -> Drain:
         """The same drain to the host slab instead, because the target cannot be written."""
         with self._changed:
-            if move.target is not None:
-                self._table.put_aside(move.target)
-            runs = move.frame.unsaved_runs()
-            return Drain(frame=move.frame, source=move.source, target=None, runs=runs)
+            self._table.free_target(move)
+            return replace(move, target=None, ranges=move.frame.unsaved_ranges())
 
     def keep(self, move: SlabReturn) -> None:
         """A slab that holds nothing cannot be unmapped yet; that is tried again after a while."""
         with self._changed:
-            move.slab.retry_at_s = self._clock() + UNMAP_RETRY_S
-            self._table.spare_peers[move.slab] = None
-            self._table.stats.moves_abandoned += 1
-            self._table.moves_out -= 1
+            self._table.kept(move.slab, self._clock() + UNMAP_RETRY_S)
             self._changed.notify_all()
 
-    def gone(self, move: SlabReturn) -> None:
+    def returned(self, move: SlabReturn) -> None:
         """A slab that held nothing is unmapped."""
         with self._changed:
-            self._table.forget(move.slab)
-            self._table.moves_out -= 1
+            self._table.returned(move.slab)
             self._changed.notify_all()
 
     def nudge(self) -> None:
@@ -360,9 +324,9 @@ class FrameStore:
             return {frame.state for frame in frames}
 
     def snapshot(self) -> StoreStats:
-        """A copy of the stats."""
+        """A copy of the statistics."""
         with self._changed:
-            return self._table.stats.copy()
+            return replace(self._table.stats)
 
     def counts(self) -> tuple[int, int]:
         """Frames, and mapped slabs of peers."""
@@ -380,7 +344,7 @@ class FrameStore:
             self._table.audit()
 
     def close(self, reason: str, *, timeout_s: float) -> bool:
-        """Drop every byte, give everything back and stop the mover.
+        """Drop every byte, give everything back and stop the migrator.
 
         Args:
             reason: What later callers are told.
@@ -395,14 +359,14 @@ class FrameStore:
             self._closed = self._closed or reason
             for frame in list(table.frames.values()):
                 table.discard(frame)
-            self._sweep()
+            self._table.sweep()
             table.ask_back([*table.under, *table.spare_peers], self._clock())
             self._changed.notify_all()
             is_empty = self._changed.wait_for(
                 lambda: not (table.peer_count or table.moves_out), timeout_s
             )
             self._is_stopped = True
-            self._sweep()
+            self._table.sweep()
             hosts, table.spare_hosts = table.spare_hosts, []
             table.host_count -= len(hosts)
             self._changed.notify_all()
@@ -415,7 +379,8 @@ class FrameStore:
 
     def forbid(self, reason: str) -> None:
         """In a forked child: refuse all use. Its locks may be held by threads that are not here."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = reason
         self._is_stopped = True
 
@@ -436,7 +401,7 @@ class FrameStore:
         if not self._changed.wait_for(is_settled, PIN_WAIT_LIMIT_S):
             raise TransportError(
                 f"{frame!r} has been on its way for {PIN_WAIT_LIMIT_S:.0f} s",
-                remedy="Look for an earlier error of the mover; release the data and recompute it.",
+                remedy="Look for an earlier error in the log; release the data and recompute it.",
             )
         self._require_open()
         if frame.state is FrameState.LOST:
@@ -451,12 +416,10 @@ class FrameStore:
 
     def _give_back(self, runs: Iterable[tuple[Frame, Range]]) -> None:
         for frame, run in runs:
-            frame.room.free_run(run.start, run.size)
+            frame.room.free_range(run.start, run.size)
             self._table.note_taken(frame, -run.size)
 
-    def _answered(self, frame: Frame) -> None:
-        self._table.moves_out -= 1
-        self._table.settle(frame)
+    def _note_moved(self) -> None:
         self.version += 1
         self._changed.notify_all()
 
@@ -465,18 +428,13 @@ class FrameStore:
         table = self._table
         if self._closed or table.spare_hosts or table.host_count < self.frame_limit:
             return True
-        self._sweep()
+        self._table.sweep()
         if table.spare_hosts:
             return True
         is_making = table.host_count > len(table.frames)
         return not is_making and not any(
             frame.is_unwanted and frame.is_moving for frame in table.frames.values()
         )
-
-    def _sweep(self) -> None:
-        for frame in [frame for frame in self._table.frames.values() if frame.is_unwanted]:
-            release_dead_views(frame)
-            self._table.settle(frame)
 
     # --- Outside the lock -----------------------------------------------------------------
 

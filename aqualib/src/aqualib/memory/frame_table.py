@@ -1,25 +1,44 @@
 """The frame table: every frame, every spare slab, and where each byte is.
 
 Plain state without a lock, a clock or a thread; `aqualib.memory.frame_store` serialises the calls.
-Each method is one step that keeps what `audit` checks: a slab of a peer is under one frame or
-spare, a frame stands where its state says, and the sums equal a recount.
+The only module that changes a frame's state: by an effect of the migration policy (`apply`) or by
+the answer of the migrator (`arrived`, `abandoned`, `lost`, `returned`, `kept`). Each method is one
+step that keeps what `audit` checks: a slab of a peer is under one frame or spare, a frame stands
+where its state says, and the sums equal a recount.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aqualib.memory.frame import Frame, PeerSlab
 from aqualib.memory.frame_state import FrameEvent, FrameState
+from aqualib.memory.migration_policy import (
+    CloseGate,
+    Drain,
+    Effect,
+    Migration,
+    OpenGate,
+    Promotion,
+    ReportOverdue,
+    SlabReturn,
+)
 from aqualib.ranges import RangeAllocator
 
 if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab
 
+logger = logging.getLogger("aqualib")
+
 HOME_STATES: Final = frozenset({FrameState.HOST, FrameState.PROMOTING})
 """States in which the bytes are in host memory."""
+
+UNMAP_RETRY_S: Final = 0.05
+"""Seconds before a slab that could not be unmapped is tried again; a view in the way dies when its
+program likes. Doubled, the slab is late by up to 50 ms more."""
 
 
 @dataclass(slots=True)
@@ -30,13 +49,13 @@ class StoreStats:
         used_bytes: In all frames.
         spilled_bytes: Part of it in host memory.
         spilled_bytes_peak: The most that ever was.
-        lost_bytes: Part of `used_bytes` that nobody can read any more.
+        lost_bytes: Part of `used_bytes` that cannot be read any more.
         drained_bytes: Used bytes that left a slab of a peer, copied or not.
         drain_copied_bytes: Bytes really copied for that; the others were on the host already.
         promoted_bytes: Used bytes that went from host memory to a peer.
         returned_bytes: Size of all slabs that went back to their owners.
         pins_overdue: Slabs that were late because a pin was held.
-        moves_abandoned: Moves given up because of pins or surviving views.
+        moves_abandoned: Migrations given up because of pins or surviving views.
     """
 
     used_bytes: int = 0
@@ -50,10 +69,6 @@ class StoreStats:
     pins_overdue: int = 0
     moves_abandoned: int = 0
 
-    def copy(self) -> StoreStats:
-        """A snapshot."""
-        return replace(self)
-
 
 @dataclass(slots=True)
 class FrameTable:
@@ -64,13 +79,13 @@ class FrameTable:
         stats: Sums over everything here.
         frames: By number.
         at_home: Frames whose bytes are in host memory, oldest arrival first.
-        under: Which frame a peer's slab is under, or is promised to by a move under way.
+        under: Which frame a peer's slab is under, or is promised to by a migration under way.
         spare_peers: Slabs of peers with no frame.
         asked: Slabs asked back and still mapped, in the order asked; under a frame or spare.
         closing: Frames whose gate is closed over pins.
         spare_hosts: Host slabs with no frame.
         host_count: Host slabs that exist or are being made.
-        moves_out: Moves that have been picked and not been answered.
+        moves_out: Migrations that have been started and not been answered.
     """
 
     slab_bytes: int
@@ -95,20 +110,15 @@ class FrameTable:
 
     def add_frame(self, host: MappedSlab, unit_bytes: int) -> Frame:
         """A new, empty frame, on a peer if a slab is spare."""
-        frame = Frame(
-            number=self._next_number,
-            host=host,
-            unit_bytes=unit_bytes,
-            room=RangeAllocator(self.slab_bytes // unit_bytes),
-        )
+        room = RangeAllocator(self.slab_bytes // unit_bytes)
+        frame = Frame(self._next_number, host, unit_bytes, room)
         self._next_number += 1
         self.frames[frame.number] = frame
         self.at_home[frame] = None
         if (slab := self.spare_for()) is not None:
-            self.promise(slab, frame)
-            frame.peer = slab
-            self.advance(frame, FrameEvent.PROMOTE)
-            self.advance(frame, FrameEvent.ARRIVE_ON_PEER)
+            self._promise(slab, frame)
+            self._advance(frame, FrameEvent.PROMOTE)
+            self._advance(frame, FrameEvent.ARRIVE_ON_PEER)
         return frame
 
     def discard(self, frame: Frame) -> None:
@@ -120,30 +130,22 @@ class FrameTable:
         self.settle(frame)
 
     def settle(self, frame: Frame) -> None:
-        """Take an unwanted frame apart, once it is at rest and nobody has it pinned."""
+        """Take an unwanted frame apart, once it is at rest and without pins."""
         if not frame.is_unwanted or frame.pins or frame.is_moving:
             return
         assert not frame.room.taken, f"{frame!r} is in use"
         if self.frames.pop(frame.number, None) is None:
             return
         self.at_home.pop(frame, None)
-        if frame.peer is not None:
-            self.put_aside(frame.peer)
-            frame.peer = None
+        self._put_aside(frame)
         self.spare_hosts.append(frame.host)
 
-    def advance(self, frame: Frame, event: FrameEvent) -> None:
-        """Take one step of the residency table and keep the sums right."""
-        before = frame.state
-        frame.advance(event)
-        used, stats = frame.used_bytes, self.stats
-        stats.spilled_bytes += used * ((frame.state in HOME_STATES) - (before in HOME_STATES))
-        stats.spilled_bytes_peak = max(stats.spilled_bytes_peak, stats.spilled_bytes)
-        stats.lost_bytes += used * ((frame.state is FrameState.LOST) - (before is FrameState.LOST))
-        if frame.state in HOME_STATES:
-            self.at_home.setdefault(frame)
-        else:
-            self.at_home.pop(frame, None)
+    def sweep(self) -> None:
+        """End the pins of views that have died since, and take apart what they held together."""
+        for frame in list(self.frames.values()):
+            if frame.lingering:
+                frame.release_dead_views()
+            self.settle(frame)
 
     def note_taken(self, frame: Frame, units: int) -> None:
         """Account for `units` more (or fewer) units taken in the frame."""
@@ -155,7 +157,7 @@ class FrameTable:
         elif frame.state is FrameState.LOST:
             stats.lost_bytes += nbytes
             if not frame.room.taken:
-                self.advance(frame, FrameEvent.EMPTY)
+                self._advance(frame, FrameEvent.EMPTY)
                 frame.failure = ""
 
     # --- Slabs of peers -------------------------------------------------------------------
@@ -166,6 +168,11 @@ class FrameTable:
             if slab.asked_at_s is None and (slab in self.under or slab in self.spare_peers):
                 slab.asked_at_s = now_s
                 self.asked[slab] = None
+
+    def unused(self, count: int) -> list[PeerSlab]:
+        """Up to `count` slabs that hold nothing and are not asked back, spare ones first."""
+        empty = [slab for slab, frame in self.under.items() if not frame.used_bytes]
+        return [s for s in (*self.spare_peers, *empty) if s.asked_at_s is None][:count]
 
     def spare_for(self, leaving: PeerSlab | None = None) -> PeerSlab | None:
         """A spare slab that may be filled, or None.
@@ -188,21 +195,87 @@ class FrameTable:
             return frame.peer.asked_at_s is not None
         return self.spare_for() is not None
 
-    def promise(self, slab: PeerSlab, frame: Frame) -> None:
-        """Take a spare slab for a frame."""
-        del self.spare_peers[slab]
-        self.under[slab] = frame
+    # --- What the policy decides ----------------------------------------------------------
 
-    def put_aside(self, slab: PeerSlab) -> None:
-        """A slab has no frame any more; it is spare again, or next to be given back."""
-        del self.under[slab]
+    def apply(self, effect: Effect) -> Migration | None:
+        """Carry out an effect of the migration policy; the migration, if it starts one."""
+        match effect:
+            case CloseGate(frame=frame, until_s=until_s, target=target):
+                self._close_gate(frame, target)
+                frame.patient_until_s = until_s
+                self.closing[frame] = None
+            case OpenGate(frame=frame, retry_at_s=retry_at_s):
+                self._abandon(frame, retry_at_s)
+            case ReportOverdue():
+                self._report_overdue(effect)
+            case SlabReturn(slab=slab):
+                # Kept out of the spares, so that it is not filled, and in `asked`: still mapped.
+                del self.spare_peers[slab]
+                self.moves_out += 1
+                return effect
+            case Drain(frame=frame, target=target) | Promotion(frame=frame, target=target):
+                if not frame.is_moving:
+                    self._close_gate(frame, target if isinstance(effect, Promotion) else None)
+                self.closing.pop(frame, None)
+                if isinstance(effect, Drain) and target is not None:
+                    del self.spare_peers[target]
+                    self.under[target] = frame
+                self.moves_out += 1
+                return effect
+        return None
+
+    # --- What the migrator answers --------------------------------------------------------
+
+    def arrived(self, move: Drain | Promotion, copied_bytes: int) -> None:
+        """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
+        frame = move.frame
+        if isinstance(move, Promotion):
+            frame.written = 0
+            self.stats.promoted_bytes += frame.used_bytes
+        else:
+            self._forget(move.source)
+            frame.peer = move.target
+            self.stats.drained_bytes += frame.used_bytes
+            self.stats.drain_copied_bytes += copied_bytes
+        is_on_peer = move.target is not None
+        event = FrameEvent.ARRIVE_ON_PEER if is_on_peer else FrameEvent.ARRIVE_ON_HOST
+        self._advance(frame, event)
+        self._answered(frame)
+
+    def abandoned(self, move: Drain | Promotion, retry_at_s: float) -> None:
+        """Nothing has changed; the migration is tried again after a while."""
+        if isinstance(move, Drain):
+            self.free_target(move)
+        self._abandon(move.frame, retry_at_s)
+        self._answered(move.frame)
+
+    def lost(self, move: Drain, failure: str) -> None:
+        """The only copy cannot be read, and its slab is unmapped or stranded."""
+        self._forget(move.source)
+        self.free_target(move)
+        move.frame.peer = None
+        move.frame.failure = failure
+        self._advance(move.frame, FrameEvent.LOSE)
+        self.note_taken(move.frame, 0)
+        self._answered(move.frame)
+
+    def returned(self, slab: PeerSlab) -> None:
+        """A slab that held nothing is unmapped."""
+        self._forget(slab)
+        self.moves_out -= 1
+
+    def kept(self, slab: PeerSlab, retry_at_s: float) -> None:
+        """A slab that holds nothing cannot be unmapped yet; that is tried again after a while."""
+        slab.retry_at_s = retry_at_s
         self.spare_peers[slab] = None
+        self.stats.moves_abandoned += 1
+        self.moves_out -= 1
 
-    def forget(self, slab: PeerSlab) -> None:
-        """A slab is not mapped any more."""
-        self.under.pop(slab, None)
-        self.asked.pop(slab, None)
-        self.stats.returned_bytes += self.slab_bytes
+    def free_target(self, move: Drain) -> None:
+        """The slab that a drain was to fill is spare again."""
+        if move.target is not None:
+            del self.under[move.target]
+            self.spare_peers[move.target] = None
 
     # --- Check ----------------------------------------------------------------------------
 
@@ -227,3 +300,71 @@ class FrameTable:
                 assert self.under[frame.peer] is frame, frame
         for frame in self.closing:
             assert frame.is_moving, frame
+
+    # --- Inside ---------------------------------------------------------------------------
+
+    def _advance(self, frame: Frame, event: FrameEvent) -> None:
+        """Take one step of the frame's table of states and keep the sums right."""
+        before = frame.state
+        frame.advance(event)
+        used, stats = frame.used_bytes, self.stats
+        stats.spilled_bytes += used * ((frame.state in HOME_STATES) - (before in HOME_STATES))
+        stats.spilled_bytes_peak = max(stats.spilled_bytes_peak, stats.spilled_bytes)
+        stats.lost_bytes += used * ((frame.state is FrameState.LOST) - (before is FrameState.LOST))
+        if frame.state in HOME_STATES:
+            self.at_home.setdefault(frame)
+        else:
+            self.at_home.pop(frame, None)
+
+    def _close_gate(self, frame: Frame, target: PeerSlab | None) -> None:
+        if target is None:
+            self._advance(frame, FrameEvent.DRAIN)
+        else:
+            self._promise(target, frame)
+            self._advance(frame, FrameEvent.PROMOTE)
+
+    def _abandon(self, frame: Frame, retry_at_s: float) -> None:
+        self.closing.pop(frame, None)
+        if frame.state is FrameState.PROMOTING:
+            self._put_aside(frame)
+        self._advance(frame, FrameEvent.ABANDON)
+        frame.retry_at_s = retry_at_s
+        self.stats.moves_abandoned += 1
+
+    def _promise(self, slab: PeerSlab, frame: Frame) -> None:
+        """Put a spare slab under a frame."""
+        del self.spare_peers[slab]
+        self.under[slab] = frame
+        frame.peer = slab
+
+    def _put_aside(self, frame: Frame) -> None:
+        """The slab under a frame is spare again, or next to be given back."""
+        if frame.peer is not None:
+            del self.under[frame.peer]
+            self.spare_peers[frame.peer] = None
+            frame.peer = None
+
+    def _forget(self, slab: PeerSlab) -> None:
+        """A slab is not mapped any more."""
+        self.under.pop(slab, None)
+        self.asked.pop(slab, None)
+        self.stats.returned_bytes += self.slab_bytes
+
+    def _answered(self, frame: Frame) -> None:
+        self.moves_out -= 1
+        self.settle(frame)
+
+    def _report_overdue(self, overdue: ReportOverdue) -> None:
+        slab, frame = overdue.slab, overdue.frame
+        slab.is_overdue = True
+        self.stats.pins_overdue += 1
+        holder = "a view that outlived its pinned()" if frame.lingering else "a pin or a transfer"
+        logger.warning(
+            "%s wants slab %d back since %.1f s, and %s keeps %r in place; end it, or the producer "
+            "will act by its policy",
+            slab.lender.producer_id,
+            slab.slab_id,
+            overdue.late_s,
+            holder,
+            frame,
+        )

@@ -1,16 +1,16 @@
-"""The migrator: carries out the store's migrations (`aqualib.memory.slab_copy` copies).
+"""The migrator: carries out a store's migrations, on two threads that form a pipeline.
 
-Two threads form a pipeline. The first takes the next move, copies and fences; the second unmaps the
-slab that was left, lets the frame arrive and tells the owner. Unmapping walks page tables and can
-take a noticeable part of a copy's time, and it needs no memory bandwidth, so the two overlap.
+The first takes the next migration, copies and fences; the second unmaps the slab that was left,
+lets the frame arrive and tells the owner. Unmapping walks page tables and can take a noticeable
+part of a copy's time, and it needs no memory bandwidth, so the two overlap.
 
-The order within one move is what keeps bytes right: copy, fence, unmap, arrive, tell. Unmapping
-comes before arriving because it can be refused: a view that outlived its pin may still write to
-the old place, so the frame must then stay there, and the copy is thrown away. Telling comes last
-because the owner may reuse the slab at once.
+The order within one migration is what keeps bytes right: copy, fence, unmap, arrive, tell.
+Unmapping comes before arriving because it can be refused: a view that outlived its pin may still
+write to the old place, so the frame must then stay there, and the copy is thrown away. Telling
+comes last because the owner may reuse the slab at once.
 
 A peer's death is nothing special here: its slabs are asked back, the surviving mappings still read,
-and there is only nobody to tell. If they do not read, the frame is lost, and says so.
+and there is only no owner to tell. If they do not read, the frame is lost, and says so.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
 from aqualib.memory.migration_policy import Drain, Promotion, SlabReturn
-from aqualib.memory.slab_copy import SlabCopier
+from aqualib.memory.slab_copier import SlabCopier
+from aqualib.ranges import size_of
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
     from aqualib.memory.frame import PeerSlab
     from aqualib.memory.frame_store import FrameStore
-    from aqualib.ranges import Range
     from aqualib.transports.base import Transport
 
 logger = logging.getLogger("aqualib")
 
 PIPELINE_DEPTH: Final = 2
-"""Moves between the two threads. Their gates are closed meanwhile, so it is short."""
+"""Migrations between the two threads: one being unmapped and one ready. Doubled, two more frames
+are kept from engine threads for as long as unmapping takes."""
 
 
 class Migrator:
-    """The two threads of one store; daemons, since the store outlives nobody.
+    """The two threads of one store; daemons, since no byte outlives the process.
 
     Args:
-        store: Whose moves to carry out; `FrameStore.close` ends the threads.
-        transport: Makes the copy streams.
+        store: Whose migrations to carry out; `FrameStore.close` ends the threads.
+        transport: Makes the copiers.
     """
 
     def __init__(self, store: FrameStore, transport: Transport) -> None:
@@ -70,7 +71,7 @@ class Migrator:
     # --- The copying thread ---------------------------------------------------------------
 
     def _copy_moves(self) -> None:
-        while (move := self._store.next_move()) is not None:
+        while (move := self._store.next_migration()) is not None:
             if isinstance(move, SlabReturn):
                 self._copied.put(move)
             elif isinstance(move, Promotion):
@@ -81,23 +82,23 @@ class Migrator:
         self._copier.close()
 
     def _promote(self, move: Promotion) -> None:
-        failure = self._copier.copy(move.target.memory, move.frame.host, move.runs)
+        failure = self._copier.copy(move.target.memory, move.frame.host, move.ranges)
         if failure:
             logger.warning("%r cannot be filled, bytes stay on the host: %s", move.target, failure)
             self._store.abandon(move)
         else:
-            self._store.arrive(move, copied_bytes=_size_of(move.runs))
+            self._store.arrive(move, copied_bytes=size_of(move.ranges))
 
     def _drain(self, move: Drain) -> _Copied:
         source = move.source.memory
         if move.target is not None:
-            failure = self._copier.copy(move.target.memory, source, move.runs)
+            failure = self._copier.copy(move.target.memory, source, move.ranges)
             if not failure:
                 return _Copied(move, "")
             # Either end may have failed; the host slab will tell which.
             logger.warning("cannot move %r to %r: %s", move.frame, move.target, failure)
             move = self._store.reroute(move)
-        failure = self._copier.copy(move.frame.host, source, move.runs)
+        failure = self._copier.copy(move.frame.host, source, move.ranges)
         if failure:
             logger.error("%r cannot be read, its bytes are lost: %s", move.source, failure)
         return _Copied(move, failure)
@@ -117,7 +118,7 @@ class Migrator:
         if tell is None:
             self._store.keep(move)
         else:
-            self._store.gone(move)
+            self._store.returned(move)
             tell(move.slab)
             self._store.nudge()
 
@@ -130,7 +131,7 @@ class Migrator:
         if failure:
             self._store.lose(move, failure)
         else:
-            self._store.arrive(move, copied_bytes=_size_of(move.runs))
+            self._store.arrive(move, copied_bytes=size_of(move.ranges))
         tell(move.source)
         self._store.nudge()
 
@@ -161,10 +162,6 @@ def _unmap(slab: PeerSlab) -> Callable[[PeerSlab], None] | None:
     except BufferError:
         return None
     except TransportError as error:
-        logger.error("cannot unmap %r, so it stays locked away: %s", slab, error.message)  # noqa: TRY400 - see `aqualib.memory.slab_copy`
+        logger.error("cannot unmap %r, so it stays locked away: %s", slab, error.message)  # noqa: TRY400 - the traceback would keep tensors alive
         return slab.lender.strand
     return slab.lender.take_back
-
-
-def _size_of(runs: list[Range]) -> int:
-    return sum(run.size for run in runs)

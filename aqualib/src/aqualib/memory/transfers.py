@@ -1,8 +1,8 @@
-"""Transfers between engines and frames: what tensors and block stores share.
+"""Transfers between an engine and frames: what tensors and block stores share, one for each Aqua.
 
-Holds the store, a stream for each engine thread, the counters, and work that finalizers left.
-A finalizer may run at any moment, on any thread, in the middle of our own code; so all it does is
-to put its work into a queue that needs no lock, and whoever comes by later does it.
+Holds the store, a copy stream for each engine thread, the counters, and work that finalizers left
+behind. A finalizer may run at any moment, on any thread, in the middle of our own code; so all it
+does is to put its work into a queue that needs no lock, and a later call does it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import AquaError, TransportError
-from aqualib.memory.copy_stream import CopyStream, Transfer
+from aqualib.memory.copy_stream import CopyStream
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +24,74 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Transport
 
 MAX_LEFTOVERS_PER_SWEEP: Final = 1024
-"""Bounds what one sweep does for others; the rest waits for the next."""
+"""Finalizers whose work one sweep does; the rest waits for the next. Bounds what a call does for
+others to about a millisecond; doubled, to two."""
+
+
+class Transfer:
+    """Bytes on their way between an engine's tensor and the store.
+
+    Wait for it on the thread that started it, before touching either side. One that is dropped
+    without a wait ends with the next transfer of its thread, and keeps its frames in place until
+    then.
+
+    Args:
+        stream: The copy stream of the thread, whose present batch has the last of the copies.
+        finish: Called once, after the fence, with the reason if the copies did not arrive: checks
+            and counts them, and raises what the waiter shall see.
+    """
+
+    __slots__ = ("_batch", "_error", "_finish", "_stream")
+
+    def __init__(self, stream: CopyStream, finish: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._batch = stream.batch
+        self._finish: Callable[[str], None] | None = finish
+        self._error: AquaError | None = None
+        if stream.is_synchronous:
+            self.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._batch.is_fenced
+
+    def wait(self) -> None:
+        """Wait until every byte has arrived. Repeating it repeats its outcome.
+
+        Raises:
+            TransportError: A copy failed. The target's contents are undefined: free slots that were
+                paged out to, and page in again or recompute.
+            ChecksumMismatchError: What arrived is not what was stored; do not use it.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._batch.is_fenced:
+            self._stream.settle()  # `finish` hears of a failure by the batch.
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                finish(self._batch.failure)
+            except AquaError as error:
+                # Without the traceback, whose frames would keep tensors alive.
+                self._error = error.with_traceback(None)
+                raise
+
+    def __del__(self) -> None:
+        if self._finish is not None:
+            self._stream.orphan()
+
+    def __repr__(self) -> str:
+        state = self._batch.failure or ("done" if self.is_done else "under way")
+        return f"<Transfer, {state}>"
 
 
 class Transfers:
-    """Parts shared by everything that pages.
+    """The transfers of one consumer.
 
     Args:
         store: The frames.
-        transport: Makes streams.
+        transport: Makes copiers.
         metrics: Counts transfers.
         is_checking: Whether stored bytes are summed and what comes back is compared.
     """
@@ -59,24 +117,14 @@ class Transfers:
         """Where this process's tensors over slabs are."""
         return self._transport.device
 
-    def stream(self) -> CopyStream:
-        """The calling thread's stream."""
-        stream: CopyStream | None = getattr(self._threads, "stream", None)
-        if stream is None:
-            stream = CopyStream(
-                self.store, self._transport.copier, is_synchronous=self._is_synchronous
-            )
-            self._threads.stream = stream
-        return stream
-
-    def transfer(
+    def start(
         self,
         direction: Direction,
         nbytes: int,
         copy: Callable[[CopyStream], None],
         check: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Run `copy` on the calling thread's stream.
+        """Start a transfer on the calling thread's copy stream.
 
         Args:
             direction: For the counters.
@@ -88,7 +136,7 @@ class Transfers:
             AquaError: What `copy` raised; its pins are released, and some bytes may have arrived.
             TransportError: The device failed.
         """
-        stream = self.stream()
+        stream = self._stream()
         started_s = time.perf_counter()
 
         def finish(failure: str) -> None:
@@ -106,8 +154,7 @@ class Transfers:
         try:
             copy(stream)
         except BaseException as error:
-            with suppress(TransportError):  # Its batch remembers; other transfers may be in it.
-                stream.settle()
+            stream.settle()  # Its batch remembers a failure; other transfers may be in it.
             if isinstance(error, RuntimeError):  # Torch reports a device by it.
                 error = TransportError(f"a copy failed: {error}")
             if isinstance(error, AquaError):
@@ -128,3 +175,11 @@ class Transfers:
                 return
             if not work():
                 self._leftovers.put(work)
+
+    def _stream(self) -> CopyStream:
+        stream: CopyStream | None = getattr(self._threads, "stream", None)
+        if stream is None:
+            make, is_synchronous = self._transport.copier, self._is_synchronous
+            stream = CopyStream(self.store, make, is_synchronous=is_synchronous)
+            self._threads.stream = stream
+        return stream

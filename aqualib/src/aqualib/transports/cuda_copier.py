@@ -27,8 +27,9 @@ import torch
 from aqua_protocol import KIB, MIB, TransportError
 from aqualib.transports.host import HostCopier
 from aqualib.transports.rows import (
-    Runs,
+    RowRuns,
     as_words,
+    bytes_of,
     checked_rows,
     has_dense_rows,
     require_alike,
@@ -90,6 +91,15 @@ class CudaCopier:
         with torch.cuda.stream(self._stream):
             dst.copy_(src, non_blocking=True)
 
+    def copy_bytes(
+        self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
+    ) -> None:
+        """Copy a range of bytes; see `Copier.copy_bytes`."""
+        if dst.is_cpu and src.is_cpu:
+            self._host.copy_bytes(dst, dst_at, src, src_at, nbytes)
+        else:
+            self.copy(bytes_of(dst, dst_at, nbytes), bytes_of(src, src_at, nbytes))
+
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         """`dst[i] = src[index[i]]`; see `Copier.gather`.
 
@@ -103,7 +113,7 @@ class CudaCopier:
         if not dst.nbytes:
             return
         self._begin(dst, src)
-        runs = Runs.of(rows, src)
+        runs = RowRuns.of(rows, src)
         if not _goes_by_staging(dst, src, runs):
             self._copy_runs(runs, packed=dst, table=src, into_table=False)
             return
@@ -127,7 +137,7 @@ class CudaCopier:
         if not src.nbytes:
             return
         self._begin(dst, src)
-        runs = Runs.of(rows, dst)
+        runs = RowRuns.of(rows, dst)
         if not _goes_by_staging(src, dst, runs):
             self._copy_runs(runs, packed=src, table=dst, into_table=True)
             return
@@ -161,7 +171,7 @@ class CudaCopier:
             yield rows, self._staging[:nbytes].view(packed.dtype).view(shape)
 
     def _copy_runs(
-        self, runs: Runs, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
+        self, runs: RowRuns, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
     ) -> None:
         if has_dense_rows(table) and all(_is_reachable(side) for side in (packed, table)):
             row_bytes = packed[0].nbytes
@@ -184,7 +194,7 @@ class CudaCopier:
                 dst.copy_(src, non_blocking=True)
 
 
-def _goes_by_staging(packed: torch.Tensor, table: torch.Tensor, runs: Runs) -> bool:
+def _goes_by_staging(packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
     """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
     return (
         table.is_cuda

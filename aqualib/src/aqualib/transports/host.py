@@ -18,17 +18,19 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from jaxtyping import Int64, UInt8
 
+from aqualib.ranges import are_neighbours
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.host_mapping import HostMapping
 from aqualib.transports.rows import (
-    are_neighbours,
     as_words,
+    bytes_of,
     checked_rows,
     has_dense_rows,
     require_alike,
+    require_bytes,
 )
 
 CPU: Final = torch.device("cpu")
@@ -71,6 +73,17 @@ class HostCopier:
             ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
         else:
             dst.copy_(src)
+
+    def copy_bytes(
+        self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
+    ) -> None:
+        """Copy a range of bytes; see `Copier.copy_bytes`. One memcpy, and no view on the way."""
+        if not (dst.is_cpu and src.is_cpu):
+            self.copy(bytes_of(dst, dst_at, nbytes), bytes_of(src, src_at, nbytes))
+            return
+        require_bytes(dst, dst_at, nbytes)
+        require_bytes(src, src_at, nbytes)
+        ctypes.memmove(dst.data_ptr() + dst_at, src.data_ptr() + src_at, nbytes)
 
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         """`dst[i] = src[index[i]]`; see `Copier.gather`.
@@ -120,7 +133,7 @@ class HostCopier:
         """
 
 
-def _is_one_stretch(rows: npt.NDArray[np.int64], table: torch.Tensor) -> bool:
+def _is_one_stretch(rows: Int64[np.ndarray, " n"], table: torch.Tensor) -> bool:
     """Whether the rows lie next to each other in memory, in order."""
     return len(rows) == 1 or (table.is_contiguous() and are_neighbours(rows))
 
@@ -130,6 +143,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _bytes_of(table: torch.Tensor) -> npt.NDArray[np.uint8]:
-    array: npt.NDArray[np.uint8] = as_words(table, torch.uint8).numpy()
+def _bytes_of(table: torch.Tensor) -> UInt8[np.ndarray, "rows bytes"]:
+    array: UInt8[np.ndarray, "rows bytes"] = as_words(table, torch.uint8).numpy()
     return array

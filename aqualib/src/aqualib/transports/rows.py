@@ -8,17 +8,17 @@ without an exception. Neighbouring rows that lie next to each other in memory ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from aqualib.ranges import lie_within, run_starts
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RowRuns:
     """Maximal stretches of rows that follow each other in the table; arrays of shape (runs,).
 
     Attributes:
@@ -27,17 +27,14 @@ class Runs:
         counts: Rows of each run.
     """
 
-    table_rows: npt.NDArray[np.int64]
-    packed_rows: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    table_rows: Int64[np.ndarray, " runs"]
+    packed_rows: Int64[np.ndarray, " runs"]
+    counts: Int64[np.ndarray, " runs"]
 
     @classmethod
-    def of(cls, rows: npt.NDArray[np.int64], table: torch.Tensor) -> Self:
+    def of(cls, rows: Int64[np.ndarray, " n"], table: torch.Tensor) -> Self:
         """Group `rows`, shape (n,), n > 0; rows that are strided apart stay alone."""
-        if table.is_contiguous():
-            firsts = np.concatenate(([0], np.flatnonzero(np.diff(rows) != 1) + 1))
-        else:
-            firsts = np.arange(len(rows))
+        firsts = run_starts(rows) if table.is_contiguous() else np.arange(len(rows))
         return cls(rows[firsts], firsts, np.diff(firsts, append=len(rows)))
 
     def __len__(self) -> int:
@@ -47,7 +44,7 @@ class Runs:
 
 def checked_rows(
     index: torch.Tensor, *, packed: torch.Tensor, table: torch.Tensor
-) -> npt.NDArray[np.int64]:
+) -> Int64[np.ndarray, " n"]:
     """The rows of `table` that go to or come from `packed`, known to lie inside it; shape (n,).
 
     Raises:
@@ -60,27 +57,22 @@ def checked_rows(
         f"{tuple(index.shape)} rows of {tuple(table.shape)} do not fit {tuple(packed.shape)}"
     )
     assert not packed.is_conj(), "packed rows are bytes; a conjugate view is a computation"
-    rows: npt.NDArray[np.int64] = index.numpy()
+    rows: Int64[np.ndarray, " n"] = index.numpy()
     if not lie_within(rows, table.shape[0]):
         raise IndexError(f"rows {rows.min()} to {rows.max()} do not lie within {len(table)} rows")
     return rows
 
 
-def lie_within(rows: npt.NDArray[np.int64], limit: int) -> bool:
-    """Whether all are in `0 .. limit - 1`; in one pass, since negative ones are huge unsigned."""
-    return not len(rows) or int(rows.view(np.uint64).max()) < limit
+def require_bytes(tensor: torch.Tensor, at: int, nbytes: int) -> None:
+    """`tensor` is contiguous, and has `nbytes` bytes from byte `at` on."""
+    assert 0 <= at <= tensor.nbytes - nbytes, f"bytes {at} + {nbytes} of {tensor.nbytes}"
+    assert tensor.is_contiguous(), f"bytes of strides {tensor.stride()} are not one range"
 
 
-def are_ascending(rows: npt.NDArray[np.int64]) -> bool:
-    """Whether each is above the one before it, so that none repeats."""
-    return len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())  # noqa: PLR2004 - a pair
-
-
-def are_neighbours(rows: npt.NDArray[np.int64]) -> bool:
-    """Whether each is one above the one before it: a single run."""
-    return len(rows) < 2 or (  # noqa: PLR2004 - a pair
-        int(rows[-1] - rows[0]) == len(rows) - 1 and are_ascending(rows)
-    )
+def bytes_of(tensor: torch.Tensor, at: int, nbytes: int) -> torch.Tensor:
+    """A view of some bytes of a contiguous tensor, shape (nbytes,), uint8."""
+    require_bytes(tensor, at, nbytes)
+    return tensor.detach().view(-1).view(torch.uint8)[at : at + nbytes]
 
 
 def require_alike(dst: torch.Tensor, src: torch.Tensor) -> None:
