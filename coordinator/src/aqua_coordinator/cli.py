@@ -1,22 +1,20 @@
 """The command line: `aqua-coordinator serve | status | token`.
 
-Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 wrong configuration, 4 a service that
-does not answer. Errors go to standard error as one sentence and one remedy.
+Errors and exit codes are those of all commands (`aqua_cli`): 1 refused or not found, 2 wrong usage
+or configuration, 3 a service that does not answer.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from aqua_protocol import AquaError, ConfigError, UnavailableError
-
-EXIT_REFUSED = 1
-EXIT_CONFIG = 3
-EXIT_UNAVAILABLE = 4
+from aqua_cli import CoordinatorToken, CoordinatorUrl, Json, print_json, say
+from aqua_cli import main as run_program
+from aqua_cli.options import DEFAULT_COORDINATOR_URL
+from aqua_protocol import ConfigError
 
 app = typer.Typer(
     name="aqua-coordinator",
@@ -30,24 +28,8 @@ app.add_typer(token_app, name="token")
 
 
 def main() -> None:
-    """Run the command line; expected errors become one message and an exit code."""
-    try:
-        app(prog_name="aqua-coordinator")
-    except AquaError as error:
-        print(f"error: {error.message} [{error.code}]", file=sys.stderr)  # noqa: T201 - a command line
-        if error.remedy:
-            print(f"       {error.remedy}", file=sys.stderr)  # noqa: T201 - as above
-        sys.exit(_exit_code(error))
-
-
-def _exit_code(error: AquaError) -> int:
-    match error:
-        case ConfigError():
-            return EXIT_CONFIG
-        case UnavailableError():
-            return EXIT_UNAVAILABLE
-        case _:
-            return EXIT_REFUSED
+    """Run the command line."""
+    run_program(app, "aqua-coordinator")
 
 
 @app.command()
@@ -108,21 +90,13 @@ def serve(
 
 @app.command()
 def status(
-    url: Annotated[
-        str,
-        typer.Option(envvar="AQUA_COORDINATOR_URL", help="Coordinator to ask."),
-    ] = "http://127.0.0.1:7700",
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="AQUA_TOKEN", help="Token to ask with; any role may read."),
-    ] = None,
+    url: CoordinatorUrl = DEFAULT_COORDINATOR_URL,
+    token: CoordinatorToken = None,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.1, max=60, help="Seconds between looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and exit.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show producers, consumers, leases and reclaims, live until interrupted.
 
@@ -130,15 +104,16 @@ def status(
 
     `aqua-coordinator status --json | jq '.producers[].free_bytes'`
     """
-    from aqua_coordinator.status import Watcher
+    from aqua_client import CoordinatorClient
+    from aqua_coordinator.status import TIMEOUT_S, Status, print_once, watch
 
-    with Watcher(url, token) as watcher:
+    with CoordinatorClient(url, token, timeout_s=TIMEOUT_S) as client:
         if as_json:
-            print(watcher.look().to_json())  # noqa: T201 - what the command is for
+            print_json(Status.read(client))
         elif once:
-            watcher.print_once()
+            print_once(client)
         else:
-            watcher.watch(interval_s)
+            watch(client, interval_s)
 
 
 FileOption = Annotated[
@@ -188,13 +163,13 @@ def token(
         note=note,
     )
     print(made)  # noqa: T201 - what the command is for
-    print(f"token {entry.token_id} added to {file}", file=sys.stderr)  # noqa: T201 - as above
+    say(f"token {entry.token_id} added to {file}")
 
 
 @token_app.command("list")
 def list_tokens(
     file: FileOption,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the tokens of a file: ids, roles, members, expiry. Never the tokens themselves."""
     from aqua_coordinator.tokens import print_tokens, read_tokens

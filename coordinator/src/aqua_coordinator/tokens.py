@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -26,6 +25,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from aqua_cli import print_json, print_table, write_json
 from aqua_protocol import ConfigError, UnknownResourceError
 from aqua_protocol.ids import Name
 
@@ -34,6 +34,8 @@ SECRET_BYTES: Final = 32
 ID_BYTES: Final = 6
 MAX_TOKENS: Final = 65_536
 MAX_TOKEN_LENGTH: Final = 128
+PRIVATE: Final = 0o600
+"""The file is its owner's alone."""
 
 
 class Role(StrEnum):
@@ -147,7 +149,7 @@ def create_token(
         present = read_tokens(path).tokens if path.exists() else []
         if len(present) >= MAX_TOKENS:
             raise ConfigError(f"{path} holds {MAX_TOKENS} tokens", remedy="Revoke some.")
-        _write(path, TokensFile(tokens=[*present, entry]))
+        write_json(path, TokensFile(tokens=[*present, entry]), mode=PRIVATE)
     return token, entry
 
 
@@ -182,20 +184,20 @@ def parse_duration(text: str) -> float:
 
 def print_tokens(content: TokensFile, *, as_json: bool) -> None:
     """Show a file's tokens on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = [entry.model_dump(mode="json", exclude={"sha256"}) for entry in content.tokens]
     if as_json:
-        print(json.dumps(shown))  # noqa: T201 - what the command is for
+        print_json([entry.model_dump(mode="json", exclude={"sha256"}) for entry in content.tokens])
         return
-    table = Table("id", "roles", "member", "expires", "note")
-    for entry in content.tokens:
-        expires = "never" if entry.expires_s is None else _date(entry.expires_s)
-        table.add_row(
-            entry.token_id, ", ".join(entry.roles), entry.member or "any", expires, entry.note
+    rows = [
+        (
+            entry.token_id,
+            ", ".join(entry.roles),
+            entry.member or "any",
+            "never" if entry.expires_s is None else _date(entry.expires_s),
+            entry.note,
         )
-    Console().print(table)
+        for entry in content.tokens
+    ]
+    print_table("Tokens", ("id", "roles", "member", "expires", "note"), rows)
 
 
 def _date(unix_s: float) -> str:
@@ -216,7 +218,7 @@ def revoke_token(path: Path, token_id: str) -> None:
                 f"there is no token {token_id} in {path}",
                 remedy="`aqua-coordinator token list` shows the ids.",
             )
-        _write(path, TokensFile(tokens=left))
+        write_json(path, TokensFile(tokens=left), mode=PRIVATE)
 
 
 @contextlib.contextmanager
@@ -234,13 +236,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _write(path: Path, content: TokensFile) -> None:
-    draft = path.with_name(f".{path.name}.new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(content.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(fd)
-    draft.replace(path)

@@ -290,16 +290,16 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("words", "environment", "code", "says"),
     [
-        (["--host", "10.0.0.5"], {}, 3, "refusing to listen on 10.0.0.5 without authentication"),
-        (["--host", "::"], {}, 3, "refusing to listen on :: without authentication"),
-        ([], {"AQUA_HEARTBEAT_S": "soon"}, 3, "AQUA_HEARTBEAT_S"),
-        ([], {"AQUA_HEARTBEAT_S": "9"}, 3, "at least three heartbeats"),
-        ([], {"AQUA_CAPABILITY_SECRET": "short"}, 3, "at least 32 characters"),
-        (["--redis-url", "http://x"], {}, 3, "unknown scheme"),
-        (["--redis-url", "redis://127.0.0.1:1"], {}, 4, "Redis does not answer"),
-        (["--tokens-file", "/nonexistent/tokens.json"], {}, 3, "cannot read the tokens file"),
-        (["--data-dir", "/dev/null/d"], {}, 3, "data directory"),
-        (["--data-dir", "/tmp/" + "d" * 120], {}, 3, "AQUA_DATA_DIR"),
+        (["--host", "10.0.0.5"], {}, 2, "refusing to listen on 10.0.0.5 without authentication"),
+        (["--host", "::"], {}, 2, "refusing to listen on :: without authentication"),
+        ([], {"AQUA_HEARTBEAT_S": "soon"}, 2, "AQUA_HEARTBEAT_S"),
+        ([], {"AQUA_HEARTBEAT_S": "9"}, 2, "at least three heartbeats"),
+        ([], {"AQUA_CAPABILITY_SECRET": "short"}, 2, "at least 32 characters"),
+        (["--redis-url", "http://x"], {}, 2, "unknown scheme"),
+        (["--redis-url", "redis://127.0.0.1:1"], {}, 3, "Redis does not answer"),
+        (["--tokens-file", "/nonexistent/tokens.json"], {}, 2, "cannot read the tokens file"),
+        (["--data-dir", "/dev/null/d"], {}, 2, "data directory"),
+        (["--data-dir", "/tmp/" + "d" * 120], {}, 2, "AQUA_DATA_DIR"),
         (["--nonsense"], {}, 2, "No such option"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_port_in_use_is_told() -> None:
         done = command(
             "serve", "--port", str(coordinator.port), "--data-dir", str(directory / "other")
         )
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "in use" in done.stderr
     assert "AQUA_LISTEN_PORT" in done.stderr
 
