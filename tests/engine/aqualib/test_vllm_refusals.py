@@ -12,8 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
+from aqualib.engines.vllm.lending.lendable_cache import lendable_cache
 from aqualib.engines.vllm.lending.memory import HostKvMemory
-from aqualib.engines.vllm.lending.worker import lendable
 from aqualib.engines.vllm.versions import VllmVersion
 from aqualib.transports.host_mapping import PAGE_BYTES
 
@@ -82,8 +82,8 @@ def test_sleep_mode() -> None:
 def test_a_cache_that_lies_elsewhere() -> None:
     memory = HostKvMemory(PAGE_BYTES)
     ours = memory.allocate(BLOCKS * PAGE_BYTES).view(BLOCKS, -1)
-    assert lendable(memory, [ours], BLOCKS).block_bytes == PAGE_BYTES
-    said = refusal(lambda: lendable(memory, [ours, torch.zeros_like(ours)], BLOCKS))
+    assert lendable_cache(memory, [ours], BLOCKS).block_bytes == PAGE_BYTES
+    said = refusal(lambda: lendable_cache(memory, [ours, torch.zeros_like(ours)], BLOCKS))
     assert "1 of 2 parts of the KV cache" in said
     assert 'Run without "lend"' in said
     memory.close()
@@ -92,6 +92,6 @@ def test_a_cache_that_lies_elsewhere() -> None:
 def test_a_cache_that_keeps_the_layers_of_a_block_together() -> None:
     memory = HostKvMemory(PAGE_BYTES)
     both = memory.allocate(BLOCKS * 2 * PAGE_BYTES).view(BLOCKS, 2, PAGE_BYTES)
-    said = refusal(lambda: lendable(memory, [both[:, 0], both[:, 1]], BLOCKS))
+    said = refusal(lambda: lendable_cache(memory, [both[:, 0], both[:, 1]], BLOCKS))
     assert f"cannot find {BLOCKS} blocks" in said
     memory.close()

@@ -15,6 +15,7 @@ from aqua_protocol import TransportError
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
+from aqualib.engines.vllm.lending.lendable_cache import LendableCache
 from aqualib.ranges import Range
 from harness.block_pool import PaperBlock, PaperPool
 
@@ -87,15 +88,12 @@ class LendingEngine(RuleBasedStateMachine):
         self.limit = BlockLimit(self.pool, keep_free)
         self.keep, self.keep_free = keep, keep_free
         self.lending = KvLending(
-            limit=self.limit,
-            granules=self.granules,
-            memory=self.memory,
+            LendableCache(self.memory, self.granules, layer_count * piece, torch.device("cpu")),
+            self.limit,
             slab_bytes=SLAB,
             keep_blocks=keep,
-            block_bytes=layer_count * piece,
             lock=threading.RLock(),
             read_load=lambda: EngineLoad(waiting_count=0, requests_per_s=0.0),
-            count_free=self.pool.get_num_free_blocks,
         )
         self.requests: list[list[PaperBlock]] = []
         self.steps: list[set[int]] = []  # Blocks that each step under way uses, oldest first.

@@ -8,50 +8,37 @@ an hour later in the middle of a burst. A version that is not in the table is re
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
 
-SCHEDULER_ATTRIBUTES: Final = (
-    "cache_config",
-    "connector",
-    "kv_cache_config",
-    "kv_cache_manager",
-    "max_num_scheduled_tokens",
-    "requests",
-    "running",
-    "scheduler_config",
-    "vllm_config",
-    "waiting",
-)
-SCHEDULER_METHODS: Final = (
-    "_free_request",
-    "_preempt_request",
-    "add_request",
-    "reset_prefix_cache",
-    "schedule",
-    "update_from_output",
-)
-MANAGER_ATTRIBUTES: Final = ("block_pool", "get_block_ids", "get_blocks")
-LENDER_ATTRIBUTES: Final = (
-    "finish_requests",
-    "get_request_counts",
-    "kv_cache_config",
-    "num_lookahead_tokens",
-    "shutdown",
-)
-LENDER_POOL_ATTRIBUTES: Final = (
-    "blocks",
-    "evict_blocks",
-    "free_blocks",
-    "get_num_free_blocks",
-    "num_gpu_blocks",
-    "touch",
-)
-LENDER_BLOCK_ATTRIBUTES: Final = ("block_id", "is_null", "ref_cnt")
-POOL_ATTRIBUTES: Final = ("free_block_queue", "get_num_free_blocks")
+USED: Final = {
+    "Scheduler": (
+        *("cache_config", "connector", "kv_cache_config", "kv_cache_manager"),
+        *("max_num_scheduled_tokens", "requests", "running", "scheduler_config"),
+        *("vllm_config", "waiting"),
+        *("_free_request", "_preempt_request", "add_request", "reset_prefix_cache", "schedule"),
+        "update_from_output",
+    ),
+    "KVCacheManager": ("block_pool", "get_block_ids", "get_blocks"),
+    "BlockPool": ("free_block_queue", "get_num_free_blocks"),
+}
+"""Attributes of vLLM's classes that fair scheduling and paging use."""
+
+USED_TO_LEND: Final = {
+    "Scheduler": (
+        *("finish_requests", "get_request_counts", "kv_cache_config", "num_lookahead_tokens"),
+        "shutdown",
+    ),
+    "BlockPool": (
+        *("blocks", "evict_blocks", "free_blocks", "get_num_free_blocks", "num_gpu_blocks"),
+        "touch",
+    ),
+    "KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
+}
+"""Attributes that lending uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,7 @@ class VllmVersion:
     Attributes:
         minor: As in `0.32`.
         run_limit: The scheduler's attribute that bounds running requests.
-        side_queue: Its second queue, of requests that wait for something else than their turn.
+        side_queue: Its second queue, of requests that wait for something else than admission.
     """
 
     minor: str
@@ -74,15 +61,8 @@ class VllmVersion:
         Raises:
             ConfigError: Names what is missing.
         """
-        manager = getattr(scheduler, "kv_cache_manager", None)
-        pool = getattr(manager, "block_pool", None)
-        wanted = [
-            ("Scheduler", scheduler, (*SCHEDULER_ATTRIBUTES, self.run_limit, self.side_queue)),
-            ("Scheduler", scheduler, SCHEDULER_METHODS),
-            ("KVCacheManager", manager, MANAGER_ATTRIBUTES),
-            ("BlockPool", pool, POOL_ATTRIBUTES),
-        ]
-        self._require(wanted, "Run without --scheduler-cls")
+        own = (*USED["Scheduler"], self.run_limit, self.side_queue)
+        self._require(scheduler, {**USED, "Scheduler": own}, "Run without --scheduler-cls")
 
     def require_lendable(self, scheduler: Any) -> None:
         """Check a scheduler for everything that lending uses of it.
@@ -90,27 +70,7 @@ class VllmVersion:
         Raises:
             ConfigError: Names what is missing.
         """
-        pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
-        (block, *_) = getattr(pool, "blocks", None) or [None]
-        wanted = [
-            ("Scheduler", scheduler, LENDER_ATTRIBUTES),
-            ("BlockPool", pool, LENDER_POOL_ATTRIBUTES),
-            ("KVCacheBlock", block, LENDER_BLOCK_ATTRIBUTES),
-        ]
-        self._require(wanted, 'Run without "lend"')
-
-    def _require(self, wanted: Sequence[tuple[str, Any, Sequence[str]]], instead: str) -> None:
-        missing = [
-            f"{owner}.{name}"
-            for owner, thing, names in wanted
-            for name in names
-            if not hasattr(thing, name)
-        ]
-        if missing:
-            raise ConfigError(
-                f"this build of vLLM {self.minor} has no {', '.join(missing)}",
-                remedy=f"{instead}, and report the exact version of vLLM.",
-            )
+        self._require(scheduler, USED_TO_LEND, 'Run without "lend"')
 
     def require_pageable(self, scheduler: Any) -> None:
         """Check that blocks keep their bytes until they can be paged out.
@@ -131,6 +91,28 @@ class VllmVersion:
     def max_running(self, scheduler: Any) -> int:
         """Most requests that may run at once."""
         return int(getattr(scheduler, self.run_limit))
+
+    def _require(self, scheduler: Any, used: Mapping[str, Iterable[str]], alternative: str) -> None:
+        manager = getattr(scheduler, "kv_cache_manager", None)
+        pool = getattr(manager, "block_pool", None)
+        (block, *_) = getattr(pool, "blocks", None) or [None]
+        found = {
+            "Scheduler": scheduler,
+            "KVCacheManager": manager,
+            "BlockPool": pool,
+            "KVCacheBlock": block,
+        }
+        missing = [
+            f"{owner}.{name}"
+            for owner, names in used.items()
+            for name in names
+            if not hasattr(found[owner], name)
+        ]
+        if missing:
+            raise ConfigError(
+                f"this build of vLLM {self.minor} has no {', '.join(missing)}",
+                remedy=f"{alternative}, and report the exact version of vLLM.",
+            )
 
 
 VERSIONS: Final = {

@@ -60,9 +60,14 @@ class BlockLimit:
         return int(self.out.sum())
 
     @property
+    def free_count(self) -> int:
+        """Free blocks in the pool."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
     def is_pool_short(self) -> bool:
         """Whether less than half of what should be free in the pool is."""
-        return bool(2 * self._pool.get_num_free_blocks() < self._keep_free_count)
+        return 2 * self.free_count < self._keep_free_count
 
     def lower(self, limit: int, step: int) -> None:
         """From now on keep blocks from `limit` on out of use, those first that are free.
@@ -78,7 +83,7 @@ class BlockLimit:
 
     def settle(self, step: int) -> None:
         """Take out those of the awaited blocks that have come free."""
-        spare = self._pool.get_num_free_blocks() - self._keep_free_count
+        spare = self.free_count - self._keep_free_count
         # Since vLLM 0.30 a free block may have readers that want to be told of its reuse.
         read = {*self._still_read(), *getattr(self._pool, "_reuse_watchers", ())}
         taken: list[Any] = []

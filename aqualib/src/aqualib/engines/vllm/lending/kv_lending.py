@@ -34,8 +34,8 @@ from aqualib.engines.vllm.lending.block_limit import BlockLimit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqualib.engines.vllm.lending.granules import GranuleMap, GranuleMask
-    from aqualib.engines.vllm.lending.memory import KvMemory
+    from aqualib.engines.vllm.lending.granules import GranuleMask
+    from aqualib.engines.vllm.lending.lendable_cache import LendableCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +55,38 @@ class KvLending:
     """See the module; a `LoadSource`.
 
     Args:
-        limit: On the engine's block pool.
-        granules: Of its KV cache.
-        memory: Under it.
+        cache: The engine's.
+        limit: On its pool of blocks.
         slab_bytes: Unit of what is given up.
         keep_blocks: Blocks that are never given up, from number 0 on.
-        block_bytes: Of one block, all layers.
         lock: The scheduler's.
         read_load: The engine's load now.
-        count_free: Free blocks of the pool now.
 
     Attributes:
         on_grown: Called when blocks are in use again, on the informer's thread.
     """
 
-    def __init__(  # noqa: PLR0913 - one by one, by keyword: everything that two threads share
+    def __init__(
         self,
-        *,
+        cache: LendableCache,
         limit: BlockLimit,
-        granules: GranuleMap,
-        memory: KvMemory,
+        *,
         slab_bytes: int,
         keep_blocks: int,
-        block_bytes: int,
         lock: threading.RLock,
         read_load: Callable[[], EngineLoad],
-        count_free: Callable[[], int],
     ) -> None:
         self._limit = limit
-        self._granules = granules
-        self._memory = memory
+        self._granules = cache.granules
+        self._memory = cache.memory
+        self._block_bytes = cache.block_bytes
         self._slab_bytes = slab_bytes
         self._keep_blocks = keep_blocks
-        self._block_bytes = block_bytes
         self._lock = lock
         self._read_load = read_load
-        self._count_free = count_free
         self.on_grown: Callable[[], None] | None = None
         # Granules without memory, or about to lose it.
-        self._gone: GranuleMask = np.zeros(granules.count, np.bool_)
+        self._gone: GranuleMask = np.zeros(cache.granules.count, np.bool_)
         self._surrendered_bytes = 0
         # Blocks are out, or awaited, whose memory is still here.
         self._is_shrinking = False
@@ -153,7 +146,7 @@ class KvLending:
         load = self._read_load()
         return LoadReport(
             queue_length=load.waiting_count,
-            memory_used_bytes=self.total_bytes - self._count_free() * self._block_bytes,
+            memory_used_bytes=self.total_bytes - self._limit.free_count * self._block_bytes,
             memory_total_bytes=self.total_bytes,
             requests_per_s=load.requests_per_s,
         )

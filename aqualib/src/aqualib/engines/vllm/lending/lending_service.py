@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
+    from aqualib.engines.vllm.lending.lendable_cache import LendableCache
     from aqualib.engines.vllm.lending.options import LendingOptions
-    from aqualib.engines.vllm.lending.worker import LendableCache
     from aqualib.producer.producer import Producer
 
 logger: Final = logging.getLogger("aqualib")
@@ -80,15 +80,12 @@ class LendingService:
             )
             slab_bytes = self.memory_producer.slab_bytes
             self.lending: Final = KvLending(
-                limit=BlockLimit(pool, -(-reserve_bytes // block_bytes), still_read),
-                granules=cache.granules,
-                memory=cache.memory,
+                cache,
+                BlockLimit(pool, -(-reserve_bytes // block_bytes), still_read),
                 slab_bytes=slab_bytes,
                 keep_blocks=keep_blocks,
-                block_bytes=block_bytes,
                 lock=lock,
                 read_load=read_load,
-                count_free=pool.get_num_free_blocks,
             )
             most_bytes = self.lending.most_bytes
             if not most_bytes:

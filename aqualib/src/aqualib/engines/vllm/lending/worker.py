@@ -13,7 +13,6 @@ memory by the engine's name, in `LENDABLE`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,11 +20,9 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.lending.granules import GranuleMap
+from aqualib.engines.vllm.lending.lendable_cache import LendableCache, lendable_cache
 from aqualib.engines.vllm.lending.memory import HostKvMemory
 from aqualib.engines.vllm.options import options_of
-from aqualib.engines.vllm.rows import block_rows
-from aqualib.ranges import Range
 from aqualib.settings import load_settings
 from aqualib.transports.host_mapping import PAGE_BYTES
 
@@ -43,24 +40,6 @@ else:
 MAX_HOST_GRANULES: Final = 1 << 18
 """Granules of a CPU's KV cache at most: a shrink looks at each of them, in milliseconds. Doubled,
 large caches are given up in finer pieces and each shrink takes twice as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class LendableCache:
-    """A KV cache, ready to be lent from.
-
-    Attributes:
-        memory: Under it.
-        granules: Which blocks are where in it.
-        block_bytes: Of one block, all layers.
-        device: Where it is.
-    """
-
-    memory: KvMemory
-    granules: GranuleMap
-    block_bytes: int
-    device: torch.device
-
 
 LENDABLE: Final[dict[str, LendableCache]] = {}
 """KV caches of this process by the engine's instance id, until its scheduler has come for them."""
@@ -87,7 +66,7 @@ class LendingWorker(PlatformWorker):
         memory = _memory_for(self.device, kv_cache_config, load_settings())
         with KvCacheAllocation(memory, sizes):
             super().initialize_from_config(kv_cache_config)
-        LENDABLE[self.vllm_config.instance_id] = lendable(
+        LENDABLE[self.vllm_config.instance_id] = lendable_cache(
             memory, self.model_runner.kv_caches, kv_cache_config.num_blocks
         )
 
@@ -121,33 +100,6 @@ class KvCacheAllocation(TorchFunctionMode):
             if nbytes in self._sizes:
                 return self._memory.allocate(nbytes)
         return func(*args, **named)
-
-
-def lendable(memory: KvMemory, caches: Iterable[torch.Tensor], block_count: int) -> LendableCache:
-    """Find the blocks of KV caches in the memory that they were made of.
-
-    Raises:
-        ConfigError: Some lie elsewhere, or in a layout that is not known here.
-    """
-    pieces = block_rows(caches, block_count)
-    rows = [Range(piece.data_ptr(), piece.nbytes) for piece in pieces]
-    regions = memory.regions
-    strays = [
-        row
-        for row in rows
-        if not any(region.start <= row.start and row.end <= region.end for region in regions)
-    ]
-    if strays or not rows:
-        raise ConfigError(
-            f"{len(strays)} of {len(rows)} parts of the KV cache were not made of memory that can "
-            "be lent",
-            remedy='Run without "lend", and report the model and the exact version of vLLM.',
-        )
-    granules = GranuleMap(
-        regions, rows, block_count=block_count, granule_bytes=memory.granule_bytes
-    )
-    block_bytes = sum(row.size for row in rows) // block_count
-    return LendableCache(memory, granules, block_bytes, pieces[0].device)
 
 
 def _memory_for(device: torch.device, kv_cache_config: Any, settings: Settings) -> KvMemory:
