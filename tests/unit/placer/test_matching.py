@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from aqua_placer.problem.parser import instance_from
-from aqua_placer.value.matching import ServerMatch, blocking_pairs, match_servers
+from aqua_placer.value.matching import ServerMatch, match_servers
 from aqua_protocol.plan import MatchingMode
+from harness.matching import blocking_pairs
 
 
 def matched(

@@ -104,8 +104,8 @@ def mean_bounds(servers: Servers, types: Types, mode: BalanceMode) -> tuple[int,
     return int(np.ceil(max(low_cnt, -high_cnt, 0.0) - 1e-9)), least_mem
 
 
-def classes_of(instance: Instance) -> Types:
-    """The groups' classes, by (shards, sign), as types of mean size.
+def _classes_of(instance: Instance) -> Types:
+    """The groups' classes, by (shards, sign), as types without sizes.
 
     Whether servers can be filled exactly, and how small |cnt| can be, depends on classes alone.
     """
@@ -113,41 +113,26 @@ def classes_of(instance: Instance) -> Types:
     _, first, inverse, counts = np.unique(
         keys, axis=0, return_index=True, return_inverse=True, return_counts=True
     )
-    inverse = inverse.reshape(-1)
-    mean = [np.bincount(inverse, weights=column) / counts for column in instance.r_gb.T]
     return Types(
         tp=instance.tp[first],
-        r_gb=np.stack(mean, axis=1),
+        r_gb=np.zeros((len(first), len(instance.servers.counts))),
         weight=np.ones(len(first)),
         counts=counts.astype(np.int64),
-        of_group=inverse.astype(np.int64),
+        of_group=inverse.reshape(-1).astype(np.int64),
         sign=instance.sign[first],
     )
 
 
-def class_space(instance: Instance) -> ContentSpace | None:
-    """Contents of classes; None where a server has too many."""
-    return content_space(
-        instance.servers,
-        classes_of(instance),
-        full=instance.is_full,
-        limit=MAX_CLASS_CONTENTS,
-    )
-
-
-def counting_bound(
-    instance: Instance, space: ContentSpace | None, mode: BalanceMode, budget: Budget
-) -> tuple[int, float]:
-    """Bounds on the largest cnt and mem that hold for every placement.
-
-    Args:
-        space: Contents of classes, where they can be listed.
-    """
+def counting_bound(instance: Instance, mode: BalanceMode, budget: Budget) -> tuple[int, float]:
+    """Bounds on the largest cnt and mem that hold for every placement."""
     cnt, mem = mean_bounds(instance.servers, instance.types, mode)
     gpus = instance.servers.gpus
     if instance.is_full and (instance.sign != 0).all() and len(set((gpus % 2).tolist())) == 1:
         # Servers without an unused or a neutral GPU have the parity of their GPUs.
         cnt += (cnt - int(gpus[0])) % 2
+    space = content_space(
+        instance.servers, _classes_of(instance), full=instance.is_full, limit=MAX_CLASS_CONTENTS
+    )
     if space is not None:
         cnt = _least_cnt(space, cnt, mode, budget)
     quantum = instance.quantum_gb

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Int64
-
 from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.budget import relative_gap
 from aqua_placer.plan.reasons import match_reason, unmatched_reason
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Request
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
 from aqua_placer.value.coverage import demand_gb
@@ -27,7 +24,7 @@ from aqua_protocol.plan import Assignment, Match, Move, Objective, Plan, Unmatch
 class Found:
     """A placement and the bounds proven on the way; None where the solver has none."""
 
-    placement: Int64[np.ndarray, " groups"]
+    placement: Placement
     balance_bound: float
     signed_bound: float | None = None
     coverage_bound_gb: float | None = None
@@ -35,7 +32,7 @@ class Found:
 
 def assign_gpus(
     instance: Instance,
-    placement: Int64[np.ndarray, " groups"],
+    placement: Placement,
     kept: dict[int, list[int]] | None = None,
 ) -> list[list[int]]:
     """GPU indices of every group's shards; groups in `kept` stay on theirs."""

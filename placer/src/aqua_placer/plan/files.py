@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 from pydantic import ValidationError
 
 from aqua_cli import write_json
 from aqua_placer.errors import PlanInvalidError
 from aqua_placer.problem.document import read_document
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 from aqua_protocol.plan import Plan
 
 
@@ -52,9 +51,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     write_json(path, plan)
 
 
-def placement_of(
-    instance: Instance, plan: Plan
-) -> tuple[Int64[np.ndarray, " groups"], list[list[int]]]:
+def placement_of(instance: Instance, plan: Plan) -> tuple[Placement, list[list[int]]]:
     """Server and GPUs of each group of `instance` under `plan`; -1 and [] for groups it lacks.
 
     Raises:

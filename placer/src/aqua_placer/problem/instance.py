@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
+
+Placement: TypeAlias = Int64[np.ndarray, " groups"]
+"""Server of each group, -1 for none."""
 
 MAX_TYPES: Final = 16
 """Kinds of models up to which even a handful of groups counts as typed."""
@@ -108,7 +111,7 @@ class Instance:
     tp: Int64[np.ndarray, " types"]
     r_gb: Float64[np.ndarray, "groups classes"]
     weight: Float64[np.ndarray, " groups"]
-    current: Int64[np.ndarray, " groups"]
+    current: Placement
     allowed: Mapping[int, Bool[np.ndarray, " servers"]] = field(default_factory=dict)
     apart: tuple[tuple[int, ...], ...] = ()
     digest: str = ""
@@ -172,7 +175,7 @@ class Instance:
         divisor = int(np.gcd.reduce(grains, axis=None)) if grains.size else 0
         return max(divisor, 1) * GRAIN_GB
 
-    def mem_gb(self, placement: Int64[np.ndarray, " groups"]) -> Float64[np.ndarray, " servers"]:
+    def mem_gb(self, placement: Placement) -> Float64[np.ndarray, " servers"]:
         """Signed memory of each server under `placement` (server per group)."""
         r_here = self.r_gb[np.arange(self.num_groups), self.servers.class_of[placement]]
         mem: Float64[np.ndarray, " rows"] = np.bincount(
@@ -180,7 +183,7 @@ class Instance:
         ).astype(np.float64)
         return mem
 
-    def cnt(self, placement: Int64[np.ndarray, " groups"]) -> Int64[np.ndarray, " servers"]:
+    def cnt(self, placement: Placement) -> Int64[np.ndarray, " servers"]:
         """Producer shards minus consumer shards of each server."""
         sign_here = self.sign[np.arange(self.num_groups), self.servers.class_of[placement]]
         counts = np.bincount(placement, weights=self.tp * sign_here, minlength=self.servers.count)

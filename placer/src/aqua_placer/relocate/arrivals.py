@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInvalidError
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.search.feasibility import any_placement
 from aqua_placer.solve.constrained import repaired
 
 
-def with_arrivals(instance: Instance, budget: Budget, seed: int) -> Int64[np.ndarray, " groups"]:
+def with_arrivals(instance: Instance, budget: Budget, seed: int) -> Placement:
     """Today's placement with the groups that have none put into free GPUs."""
     capacity = instance.servers.capacity
     placed = instance.current >= 0
@@ -51,8 +50,8 @@ def with_arrivals(instance: Instance, budget: Budget, seed: int) -> Int64[np.nda
 
 
 def _make_room(
-    instance: Instance, placement: Int64[np.ndarray, " groups"], stuck: list[int], budget: Budget
-) -> Int64[np.ndarray, " groups"]:
+    instance: Instance, placement: Placement, stuck: list[int], budget: Budget
+) -> Placement:
     """Free GPUs are too scattered for large groups: empty the servers that need fewest moves."""
     placement = placement.copy()
     free = instance.servers.capacity - np.bincount(

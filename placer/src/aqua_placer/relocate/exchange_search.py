@@ -21,7 +21,7 @@ from jaxtyping import Float64, Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.relocate.arrivals import with_arrivals
 from aqua_placer.search.coverage import (
     MAX_ROWS,
@@ -73,7 +73,7 @@ class Target:
 class Replaced:
     """The new placement and what it took."""
 
-    placement: Int64[np.ndarray, " groups"]
+    placement: Placement
     migrated_shards: int
     reached: bool
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from jaxtyping import Int64
-
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 from aqua_protocol.plan import Move, MoveKind
 
 
@@ -61,7 +58,7 @@ class _Occupancy:
 
 def order_moves(
     instance: Instance,
-    target: Int64[np.ndarray, " groups"],
+    target: Placement,
     today: Sequence[list[int] | None],
     gone: Mapping[str, tuple[int, list[int]]] | None = None,
 ) -> tuple[list[Move], list[list[int]]]:

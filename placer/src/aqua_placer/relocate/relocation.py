@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError, ProblemInvalidError
 from aqua_placer.plan.assembly import Found, assign_gpus, plan_of
 from aqua_placer.plan.files import placement_of
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Request
 from aqua_placer.relocate.exchange_search import Replaced, Target, replace_groups
 from aqua_placer.relocate.moves import order_moves
@@ -142,7 +141,7 @@ def _target(
     return Target(request.objective, best.value + slack, cnt, mem + slack), best.bound
 
 
-def _found(request: Request, placement: Int64[np.ndarray, " groups"], bound: float) -> Found:
+def _found(request: Request, placement: Placement, bound: float) -> Found:
     if request.objective is Objective.COVERAGE:
         return Found(placement, 0.0, coverage_bound_gb=bound)
     if request.objective is Objective.SIGNED:

@@ -1,100 +1,14 @@
-"""From how many groups of which class each server gets, to which groups: the first placement.
-
-Groups fall into classes by (shards, producer or consumer): whether servers can be filled exactly,
-and how small |cnt| can be, depends on the classes alone. A small integer program over contents of
-classes, each class standing for its mean size, decides the shape of every server; then the groups
-of a class are distributed large to small, each to the server that is furthest below the mean.
-
-Where a server has too many contents to list (a rack of 72 GPUs), classes are spread evenly
-instead: large groups first, and single shards level the counts.
-"""
+"""First placements: without a program, and from what each server shall hold."""
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Int64
 
-from aqua_placer.bounds.thresholds import Thresholds, classes_of, fractional_servers
-from aqua_placer.budget import Budget
-from aqua_placer.problem.contents import ContentSpace
-from aqua_placer.problem.instance import Instance, Types
-from aqua_placer.search.whole_servers import contents_by_server, whole_servers
-from aqua_placer.value.balance import keyed
-
-SHAPE_GAP = 0.05
-"""Relative gap at which the shapes of servers are good enough: exchanges level what is left."""
+from aqua_placer.problem.instance import Instance, Placement, Types
 
 
-def first_placement(
-    instance: Instance, space: ContentSpace | None, aim: Thresholds, budget: Budget
-) -> Int64[np.ndarray, " groups"] | None:
-    """By shapes where contents of classes can be listed, evenly otherwise; None if neither fits.
-
-    Args:
-        space: Contents of classes, where they can be listed.
-    """
-    if space is not None:
-        shape = _shapes(instance, space, aim, budget)
-        if shape is not None:
-            return _distribute(instance, classes_of(instance), shape)
-    return spread_evenly(instance)
-
-
-def _shapes(
-    instance: Instance, space: ContentSpace, aim: Thresholds, budget: Budget
-) -> Int64[np.ndarray, "servers classes"] | None:
-    """Class contents per server, within the count of the aim, with memory near the mean."""
-    mean_gb = float((instance.tp * instance.r_gb[:, 0]).sum()) / instance.servers.count
-    allowed = keyed(space.cnt, aim.mode) <= aim.cnt
-    worth = -((space.mem_gb - mean_gb) ** 2)
-    _, fraction = fractional_servers(space, allowed, budget, worth)
-    if fraction is None:
-        return None
-    chosen = whole_servers(space, fraction, budget, worth=worth, relative_gap=SHAPE_GAP).servers_of
-    return None if chosen is None else contents_by_server(space, chosen)
-
-
-def _distribute(
-    instance: Instance, classes: Types, shape: Int64[np.ndarray, "servers classes"]
-) -> Int64[np.ndarray, " groups"]:
-    """Server of each group for the given shape (servers, classes): extremes first, to balance.
-
-    Classes of large total sizes come first. Each class goes by descending size to the
-    servers by ascending memory, in rounds of one group per server that still expects one.
-    """
-    placement = np.full(instance.num_groups, -1, dtype=np.int64)
-    class_of = instance.servers.class_of
-    mem = np.zeros(len(shape))
-    spread = [
-        np.ptp(instance.tp[members] * instance.r_gb[members, 0])
-        for members in (np.nonzero(classes.of_group == kind)[0] for kind in range(len(classes.tp)))
-    ]
-    # What classes still to come are expected to bring evens out contents that differ.
-    expected: Float64[np.ndarray, " servers"] = shape.astype(np.float64) @ (
-        classes.tp * classes.r_gb[:, 0]
-    )
-    for kind in np.argsort(-np.array(spread), kind="stable"):
-        members = np.nonzero(classes.of_group == kind)[0]
-        total = instance.tp[members] * instance.r_gb[members, 0]
-        members = members[np.argsort(-total, kind="stable")]
-        wanted = shape[:, kind].copy()
-        at = 0
-        mean_size = float(classes.tp[kind] * classes.r_gb[kind, 0])
-        while at < len(members):
-            open_servers = np.nonzero(wanted)[0]
-            level = mem[open_servers] + expected[open_servers]
-            chosen = open_servers[np.argsort(level, kind="stable")]
-            batch = members[at : at + len(chosen)]
-            chosen = chosen[: len(batch)]
-            placement[batch] = chosen
-            mem[chosen] += instance.tp[batch] * instance.r_gb[batch, class_of[chosen]]
-            expected[chosen] = expected[chosen] - mean_size
-            wanted[chosen] -= 1
-            at += len(batch)
-    return placement
-
-
-def spread_evenly(instance: Instance) -> Int64[np.ndarray, " groups"] | None:
+def spread_evenly(instance: Instance) -> Placement | None:
     """A placement without a program: larger groups first, each to the emptiest fitting server.
 
     Producers and consumers of one size go to the servers where they bring cnt nearest to its
@@ -135,7 +49,7 @@ def spread_evenly(instance: Instance) -> Int64[np.ndarray, " groups"] | None:
 
 def assign_contents(
     instance: Instance, types: Types, rows: Int64[np.ndarray, "servers types"]
-) -> Int64[np.ndarray, " groups"]:
+) -> Placement:
     """Server of each group when server `s` holds `rows[s]` groups of each type.
 
     Servers of equal contents are ranked by quantile, and every type is assigned in that order from

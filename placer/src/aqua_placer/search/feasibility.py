@@ -8,18 +8,17 @@ of sizes settles the rest.
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.bounds.thresholds import fractional_servers
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.problem.contents import content_space
-from aqua_placer.problem.instance import Instance, Types
+from aqua_placer.problem.instance import Instance, Placement, Types
 from aqua_placer.search.construction import assign_contents
 from aqua_placer.search.whole_servers import contents_by_server, whole_servers
 
 
-def any_placement(instance: Instance, budget: Budget) -> Int64[np.ndarray, " groups"]:
+def any_placement(instance: Instance, budget: Budget) -> Placement:
     """Any placement that fits.
 
     Raises:
@@ -39,7 +38,7 @@ def any_placement(instance: Instance, budget: Budget) -> Int64[np.ndarray, " gro
     )
 
 
-def _first_fit(instance: Instance) -> Int64[np.ndarray, " groups"] | None:
+def _first_fit(instance: Instance) -> Placement | None:
     """Largest groups first, each on the first server with room; None when one finds none."""
     free = instance.servers.capacity.copy()
     placement = np.full(instance.num_groups, -1, dtype=np.int64)
@@ -53,7 +52,7 @@ def _first_fit(instance: Instance) -> Int64[np.ndarray, " groups"] | None:
     return placement
 
 
-def _by_program(instance: Instance, budget: Budget) -> Int64[np.ndarray, " groups"] | None:
+def _by_program(instance: Instance, budget: Budget) -> Placement | None:
     """Whole servers of sizes alone; None when there are none or too many contents."""
     sizes, of_group, counts = np.unique(instance.tp, return_inverse=True, return_counts=True)
     nothing = np.zeros((len(sizes), len(instance.servers.counts)))
@@ -66,7 +65,7 @@ def _by_program(instance: Instance, budget: Budget) -> Int64[np.ndarray, " group
     _, fraction = fractional_servers(space, np.ones(len(space.rows), dtype=bool), budget)
     if fraction is None:
         return None
-    chosen = whole_servers(space, fraction, budget).servers_of
+    chosen = whole_servers(space, fraction, budget)
     if chosen is None:
         return None
     return assign_contents(instance, types, contents_by_server(space, chosen))

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 
 WINDOW: Final = 16
 PAIR_WINDOW: Final = 8
@@ -30,7 +30,7 @@ class Layout:
     def __init__(
         self,
         instance: Instance,
-        placement: Int64[np.ndarray, " groups"],
+        placement: Placement,
         frozen: Bool[np.ndarray, " groups"] | None = None,
     ) -> None:
         self.instance = instance
@@ -63,7 +63,7 @@ class Layout:
             drawn = np.argsort(rng.random(self.slots.shape), axis=1)
             self.slots = np.take_along_axis(self.slots, drawn, axis=1)
 
-    def placement(self) -> Int64[np.ndarray, " groups"]:
+    def placement(self) -> Placement:
         """Server of each group."""
         result = np.full(self.instance.num_groups, -1, dtype=np.int64)
         server, slot = np.nonzero(self.slots >= 0)

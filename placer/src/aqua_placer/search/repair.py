@@ -10,10 +10,10 @@ from itertools import combinations
 from typing import Final
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 
 from aqua_placer.errors import ProblemInfeasibleError
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 
 MAX_REPAIRS: Final = 10_000
 """Moves before repair gives up: some hundred per constrained group in practice."""
@@ -28,7 +28,7 @@ def constrained_groups(instance: Instance) -> Bool[np.ndarray, " groups"]:
     return mask
 
 
-def violations(instance: Instance, placement: Int64[np.ndarray, " groups"]) -> list[int]:
+def violations(instance: Instance, placement: Placement) -> list[int]:
     """Groups on a server they may not be on, or beside one they are kept apart from."""
     wrong = {g for g, mask in instance.allowed.items() if not mask[placement[g]]}
     for members in instance.apart:
@@ -41,9 +41,7 @@ def violations(instance: Instance, placement: Int64[np.ndarray, " groups"]) -> l
     return sorted(wrong)
 
 
-def repair(
-    instance: Instance, placement: Int64[np.ndarray, " groups"], seed: int
-) -> Int64[np.ndarray, " groups"]:
+def repair(instance: Instance, placement: Placement, seed: int) -> Placement:
     """A placement that satisfies all constraints, near the given one.
 
     Raises:
@@ -71,7 +69,7 @@ def repair(
 
 def _may(
     instance: Instance,
-    placement: Int64[np.ndarray, " groups"],
+    placement: Placement,
     group: int,
     server: int,
     mates: list[tuple[int, ...]],
@@ -89,7 +87,7 @@ def _may(
 
 def _relocate(
     instance: Instance,
-    placement: Int64[np.ndarray, " groups"],
+    placement: Placement,
     group: int,
     mates: dict[int, list[tuple[int, ...]]],
     rng: np.random.Generator,

@@ -10,13 +10,12 @@ more servers are tried only while the worth is not reached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from aqua_placer.bounds.linear_program import LinearModel, Verdict, solve
+from aqua_placer.bounds.linear_program import LinearModel, solve
 from aqua_placer.bounds.thresholds import Fraction
 from aqua_placer.budget import Budget
 from aqua_placer.problem.contents import ContentSpace
@@ -32,20 +31,6 @@ RELATIVE_GAP: Final = 1e-4
 """Of the worth: a hundredth of the precision of profiles."""
 
 
-@dataclass(frozen=True, eq=False)
-class WholeServers:
-    """What rounding found.
-
-    Attributes:
-        servers_of: Servers per content; None when there were none.
-        bound: Upper bound on the worth of whole servers of allowed contents; -inf is a proof that
-            there are none.
-    """
-
-    servers_of: Int64[np.ndarray, " contents"] | None
-    bound: float
-
-
 def whole_servers(
     space: ContentSpace,
     fraction: Fraction,
@@ -53,10 +38,9 @@ def whole_servers(
     *,
     worth: Float64[np.ndarray, " contents"] | None = None,
     enough: float = -np.inf,
-    relative_gap: float = RELATIVE_GAP,
     seed: int = 0,
-) -> WholeServers:
-    """Round to whole servers of allowed contents, worth `enough` or as much as was found."""
+) -> Int64[np.ndarray, " contents"] | None:
+    """Servers of each allowed content, worth `enough` or as much as was found; None if nothing."""
     rng = np.random.default_rng(seed)
     if worth is None:
         worth = np.zeros(len(space.rows))
@@ -67,7 +51,6 @@ def whole_servers(
     score = reduced + rng.random(len(reduced)) * 0.01 * max(spread, 1.0)
     score[used] = -1.0
     best: Int64[np.ndarray, " contents"] | None = None
-    bound = fraction.most
     total = space.servers.count
     tried: set[tuple[int, int]] = set()
     for offered, handed_back in ATTEMPTS:
@@ -89,11 +72,7 @@ def whole_servers(
             upper=float(total),
             integral=True,
         )
-        answer = solve(model, budget, relative_gap=relative_gap, seed=seed, max_nodes=MAX_NODES)
-        if is_all:
-            bound = min(bound, -answer.bound)
-            if answer.verdict is Verdict.INFEASIBLE:
-                return WholeServers(None, -np.inf)
+        answer = solve(model, budget, relative_gap=RELATIVE_GAP, seed=seed, max_nodes=MAX_NODES)
         if answer.x is not None:
             chosen = floor.copy()
             chosen[picked] += np.rint(answer.x).astype(np.int64)
@@ -103,7 +82,7 @@ def whole_servers(
                 break
         if is_all or budget.expired():
             break
-    return WholeServers(best, bound)
+    return best
 
 
 def _kept(

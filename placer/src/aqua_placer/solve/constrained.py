@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.plan.assembly import Found
-from aqua_placer.problem.instance import Instance
+from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Backend, Request
 from aqua_placer.search.balance import improve_balance
 from aqua_placer.search.coverage import cost_for, improve_coverage
@@ -56,9 +55,7 @@ def constrain(instance: Instance, request: Request, budget: Budget, relaxed: Fou
     return replace(relaxed, placement=layout.placement())
 
 
-def repaired(
-    instance: Instance, placement: Int64[np.ndarray, " groups"], budget: Budget, seed: int
-) -> Int64[np.ndarray, " groups"]:
+def repaired(instance: Instance, placement: Placement, budget: Budget, seed: int) -> Placement:
     """A placement that satisfies all constraints, near the given one where repair finds it.
 
     Raises:

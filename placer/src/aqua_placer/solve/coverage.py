@@ -45,10 +45,6 @@ COARSE_QUANTUM_GB: Final = 1.0
 MAX_WIDENINGS: Final = 2
 """Quanta by which the memory threshold may grow when whole servers fall short of the bound."""
 
-TINY_CLUSTER: Final = 40
-MAX_TINY_CONTENTS: Final = 1_500
-"""Servers and contents up to which the whole cluster is one integer program."""
-
 UNIT_ROUNDS: Final = 60
 """Rounds of exchanging whole units; where they are too coarse for the bound, more do not help."""
 
@@ -109,11 +105,7 @@ def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> Non
     most = fraction.most
     if is_exact:
         best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
-    if is_exact and len(space.rows) <= MAX_TINY_CONTENTS and instance.servers.count <= TINY_CLUSTER:
-        # What whole servers cover at all, so that thresholds are not widened in vain.
-        whole = _offer_whole(best, space, fraction, worth, most, seed)
-        best.bound_gb = min(best.bound_gb, whole + GRAIN_GB)
-    goal = min(most, best.bound_gb) * (1 - COVERAGE_TOLERANCE)
+    goal = most * (1 - COVERAGE_TOLERANCE)
     found = _least_thresholds(best, space, worth, goal)
     for widening in range(MAX_WIDENINGS + 1):
         if found is None or budget.expired():
@@ -138,13 +130,12 @@ def _offer_whole(
     worth: Float64[np.ndarray, " contents"],
     enough_gb: float,
     seed: int,
-) -> float:
-    """Round, and offer what comes of it; returns the bound on what whole servers cover."""
-    whole = whole_servers(space, fraction, best.budget, worth=worth, enough=enough_gb, seed=seed)
-    if whole.servers_of is not None:
-        rows = contents_by_server(space, whole.servers_of)
+) -> None:
+    """Round, and offer what comes of it."""
+    chosen = whole_servers(space, fraction, best.budget, worth=worth, enough=enough_gb, seed=seed)
+    if chosen is not None:
+        rows = contents_by_server(space, chosen)
         best.offer(assign_contents(best.instance, space.types, rows), "whole")
-    return whole.bound
 
 
 def _least_thresholds(

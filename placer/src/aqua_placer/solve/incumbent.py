@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.budget import Budget
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.layout import Layout
 from aqua_placer.value.balance import BalanceMode, level_gb
 from aqua_placer.value.coverage import coverage_gb
@@ -32,11 +31,11 @@ class BalanceIncumbent:
     instance: Instance
     mode: BalanceMode
     budget: Budget
-    placement: Int64[np.ndarray, " groups"] | None = None
+    placement: Placement | None = None
     value: float = np.inf
     bound: float = -np.inf
 
-    def offer(self, placement: Int64[np.ndarray, " groups"], stage: str) -> float:
+    def offer(self, placement: Placement, stage: str) -> float:
         """Take the placement if it is better; returns its value."""
         value = level_gb(self.instance, placement, self.mode)
         if value < self.value - GRAIN_GB:
@@ -63,7 +62,7 @@ class BalanceIncumbent:
         return self.value <= self.bound + GRAIN_GB
 
     @property
-    def found(self) -> Int64[np.ndarray, " groups"]:
+    def found(self) -> Placement:
         """The placement, once there is one."""
         assert self.placement is not None, "the min-max strategy always places everything"
         return self.placement
@@ -84,12 +83,12 @@ class CoverageIncumbent:
     budget: Budget
     bound_gb: float
     balance: BalanceIncumbent
-    placement: Int64[np.ndarray, " groups"]
+    placement: Placement
     goal: float
     covered_gb: float = 0.0
     most_gb: float = 0.0
 
-    def offer(self, placement: Int64[np.ndarray, " groups"], stage: str) -> bool:
+    def offer(self, placement: Placement, stage: str) -> bool:
         """Take the placement if it covers more, or as much and is better balanced."""
         layout = Layout(self.instance, placement)
         covered = float(coverage_gb(self.instance, layout.slots, layout.class_of).sum())
@@ -100,7 +99,7 @@ class CoverageIncumbent:
         self.budget.report(stage, self.covered_gb, self.bound_gb)
         return better
 
-    def _better(self, covered: float, placement: Int64[np.ndarray, " groups"]) -> bool:
+    def _better(self, covered: float, placement: Placement) -> bool:
         alike = self.most_gb - COVERAGE_TOLERANCE * self.bound_gb - GRAIN_GB
         if min(covered, self.covered_gb) < alike:
             return covered > self.covered_gb

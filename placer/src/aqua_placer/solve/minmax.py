@@ -14,19 +14,17 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int64
 
 from aqua_placer.bounds.thresholds import (
     Thresholds,
-    class_space,
     counting_bound,
     least_thresholds,
 )
 from aqua_placer.budget import Budget
 from aqua_placer.problem.contents import content_space, has_few_types
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.balance import improve_balance
-from aqua_placer.search.construction import assign_contents, first_placement, spread_evenly
+from aqua_placer.search.construction import assign_contents, spread_evenly
 from aqua_placer.search.feasibility import any_placement
 from aqua_placer.search.layout import WINDOW, Effort, Layout
 from aqua_placer.search.whole_servers import contents_by_server, whole_servers
@@ -74,8 +72,7 @@ def solve_minmax(
     """
     best = BalanceIncumbent(instance, mode, budget)
     rng = np.random.default_rng(seed)
-    space = class_space(instance)
-    cnt, mem = counting_bound(instance, space, mode, budget)
+    cnt, mem = counting_bound(instance, mode, budget)
     best.raise_bound(instance.hbm_gb * cnt + mem, "bound")
     few = by_contents and has_few_types(instance)
     slack = 0.0 if instance.repeats_sizes else GOOD_GAP * abs(best.bound)
@@ -85,24 +82,22 @@ def solve_minmax(
         aim, few = _by_contents(best, seed) or aim, False
         if best.is_met:
             return best
-    start = first_placement(instance, space, aim, budget)
-    if start is not None:
-        best.offer(start, "construction")
-        _exchange(best, start, aim, rng, (rounds, PATIENCE_BEFORE_CONTENTS if few else PATIENCE))
+    start = spread_evenly(instance)
+    if start is None:
+        # Sizes so awkward that spreading them leaves a group without room.
+        start = any_placement(instance, budget)
+    best.offer(start, "construction")
+    _exchange(best, start, aim, rng, (rounds, PATIENCE_BEFORE_CONTENTS if few else PATIENCE))
     if few and best.value > best.bound + slack + GRAIN_GB:
         reachable = _by_contents(best, seed)
-        if reachable is not None and not best.is_met and best.placement is not None:
-            _exchange(best, best.placement, reachable, rng, (rounds, PATIENCE))
-    if best.placement is None:
-        # No strategy placed everything (out of time, awkward sizes): any placement that fits.
-        even = spread_evenly(instance)
-        best.offer(any_placement(instance, budget) if even is None else even, "feasibility")
+        if reachable is not None and not best.is_met:
+            _exchange(best, best.found, reachable, rng, (rounds, PATIENCE))
     return best
 
 
 def _exchange(
     best: BalanceIncumbent,
-    start: Int64[np.ndarray, " groups"],
+    start: Placement,
     aim: Thresholds,
     rng: np.random.Generator,
     limits: tuple[int, int],
@@ -137,7 +132,7 @@ def _by_contents(best: BalanceIncumbent, seed: int) -> Thresholds | None:
     if not budget.expired():
         best.raise_bound(level.level_gb, "contents")
     if not best.is_met:
-        chosen = whole_servers(space, fraction, budget, seed=seed).servers_of
+        chosen = whole_servers(space, fraction, budget, seed=seed)
         if chosen is not None:
             rows = contents_by_server(space, chosen)
             best.offer(assign_contents(instance, space.types, rows), "whole")

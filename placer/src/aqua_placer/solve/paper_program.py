@@ -24,7 +24,7 @@ from aqua_placer.bounds.linear_program import LinearModel, Verdict
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError
 from aqua_placer.plan.assembly import Found
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Backend, Request
 from aqua_placer.search.feasibility import any_placement
 from aqua_placer.search.repair import repair
@@ -88,7 +88,7 @@ class Rows:
 class ProgramResult:
     """A placement and what the solver proved: `value` and `bound` in the objective's direction."""
 
-    placement: Int64[np.ndarray, " groups"] | None
+    placement: Placement | None
     value: float
     bound: float
     verdict: Verdict
@@ -236,9 +236,7 @@ def _coverage(instance: Instance, rows: Rows, x: Int64[np.ndarray, "groups serve
         rows.row([(a, 1.0) for a in lent[producer]], -np.inf, float(instance.tp[producer]))
 
 
-def _in_order(
-    instance: Instance, placement: Int64[np.ndarray, " groups"]
-) -> Int64[np.ndarray, " groups"]:
+def _in_order(instance: Instance, placement: Placement) -> Placement:
     """The same placement with the servers of a class renamed in the order of their first groups.
 
     Some solvers (CBC) answer the same question now with one and now with another of the
@@ -251,5 +249,5 @@ def _in_order(
         held = servers[class_of[servers] == kind]
         by_first = held[np.argsort(first[np.isin(servers, held)], kind="stable")]
         renamed[by_first] = np.nonzero(class_of == kind)[0][: len(held)]
-    result: Int64[np.ndarray, " groups"] = renamed[placement]
+    result: Placement = renamed[placement]
     return result

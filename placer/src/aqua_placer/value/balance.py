@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float64, Int64
 
-    from aqua_placer.problem.instance import Instance
+    from aqua_placer.problem.instance import Instance, Placement
 
 
 class BalanceMode(StrEnum):
@@ -28,17 +28,13 @@ def keyed(
     return np.abs(numbers) if mode is BalanceMode.ABS else numbers
 
 
-def worst(
-    instance: Instance, placement: Int64[np.ndarray, " groups"], mode: BalanceMode
-) -> tuple[int, float]:
+def worst(instance: Instance, placement: Placement, mode: BalanceMode) -> tuple[int, float]:
     """Largest cnt and mem (GB) over servers, as the mode compares them."""
     mem, cnt = keyed(instance.mem_gb(placement), mode), keyed(instance.cnt(placement), mode)
     return int(cnt.max()), float(mem.max())
 
 
-def level_gb(
-    instance: Instance, placement: Int64[np.ndarray, " groups"], mode: BalanceMode
-) -> float:
+def level_gb(instance: Instance, placement: Placement, mode: BalanceMode) -> float:
     """The paper's objective: H x cnt + mem of the worst servers."""
     cnt, mem = worst(instance, placement, mode)
     return instance.hbm_gb * cnt + mem

@@ -6,9 +6,9 @@ All modes give a consumer group one distinct producer shard per shard, or nothin
 most. `exact` leaves it there. `stable` then lets single shards choose again among themselves:
 consumers prefer the most spare, producers the largest need (of consumers that weigh no less), and
 with preferences aligned like that Gale-Shapley is sort-and-zip; unequal weights start from the
-program's choice and let blocking pairs have their way. `blocking_pairs` proves it: no
-consumer and producer would both rather have each other. Producers of a group of several shards are
-bound to it, because the group runs in lockstep and loses on all shards when one leaves.
+program's choice and let blocking pairs have their way: no consumer and producer are left that
+would both rather have each other, which `plan.verification` checks. Producers of a group of several
+shards are bound to it, because the group runs in lockstep and loses on all shards when one leaves.
 
 `best-fit` satisfies the most consumers in full: the smallest producer that suffices, smallest
 needs first; what is left is zipped. `links` ranks pairs by min(need, spare) x bandwidth, for
@@ -80,14 +80,6 @@ class ServerMatch(NamedTuple):
             served.consumer.weight * served.consumer.shards * served.covered_gb
             for served in self.served_groups
         )
-
-
-class BlockingPair(NamedTuple):
-    """A consumer and a producer shard that would both rather have each other."""
-
-    server: int
-    consumer: ConsumerGroup
-    producer: ProducerShard
 
 
 def match_servers(
@@ -317,42 +309,3 @@ def _by_links(
             served_groups.append(ServedGroup(by_group[group], (idle.pop((owner, shard)),)))
             served.add(group)
     return served_groups
-
-
-def blocking_pairs(match: ServerMatch) -> list[BlockingPair]:
-    """Every pair that would both rather have each other; empty for a stable matching.
-
-    A single-shard consumer gains by a producer with more spare than its own, as far as it needs
-    it. A producer gains by a consumer that needs more and weighs no less. Producers bound to a
-    lockstep group do not leave it; a lockstep group gains by enough idle producers.
-    """
-    found = []
-    serving: dict[tuple[int, int], ConsumerGroup] = {}
-    has: dict[int, float] = {}
-    for served in match.served_groups:
-        for producer in served.producers:
-            serving[producer.group, producer.shard] = served.consumer
-        has[served.consumer.group] = min(producer.gb for producer in served.producers)
-    everyone = [served.consumer for served in match.served_groups] + list(match.unserved)
-    producers = [producer for s in match.served_groups for producer in s.producers] + list(
-        match.idle
-    )
-    for consumer in everyone:
-        if consumer.shards > 1:
-            if consumer.group not in has and len(match.idle) >= consumer.shards:
-                found.append(BlockingPair(match.server, consumer, match.idle[0]))
-            continue
-        for producer in producers:
-            rival = serving.get((producer.group, producer.shard))
-            wants = producer.gb > has.get(consumer.group, 0.0) + GRAIN_GB
-            if rival is None:
-                accepts = True
-            else:
-                accepts = (
-                    rival.shards == 1
-                    and rival.weight <= consumer.weight
-                    and rival.gb < consumer.gb - GRAIN_GB
-                )
-            if wants and accepts:
-                found.append(BlockingPair(match.server, consumer, producer))
-    return found
