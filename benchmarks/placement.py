@@ -1,9 +1,12 @@
 """What aqua-place promises, measured: CPU seconds, proven gaps, coverage, re-placement, memory.
 
     python benchmarks/placement.py [FOLDER] [--json] [--quick]
+    python benchmarks/placement.py --sweep [--only WORD] [--json]
 
 Without a folder it generates the seeded families of `aqua_placer.problem.families`; with one it
-solves every problem file there with `coverage` and `abs`. Times are CPU seconds of solving as plans
+solves every problem file there with `coverage` and `abs`. `--sweep` solves every kind of problem
+there is once with both (servers of 2 to 72 GPUs, groups of 16 shards, cards of two sizes, weights,
+part of the GPUs unused): a few minutes that show what a change of the search buys or costs. Times are CPU seconds of solving as plans
 report them (reading files and writing JSON not included), on one thread; every plan is verified.
 The last lines list each promise, what was measured and whether it holds; `--json` prints one
 object.
@@ -19,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,14 @@ from aqua_placer.solve.placement import place
 from aqua_protocol.plan import Objective, Plan
 
 LIMIT_S = 60.0
+SHORTFALL_PERCENT = 0.5
+"""Of coverage below its bound, at most: profiles are good to 1.8%."""
+
 SERVER_GPUS = 8
 """Of the families, where nothing else is said."""
+
+SWEEP_CPU_S = 180.0
+"""Of all problems of the sweep together: some 60 on a quiet machine."""
 
 OTHER_GPUS = 1024
 """Clusters up to which instances beyond the families are measured."""
@@ -148,6 +158,105 @@ def other_rows(sizes: list[int], seeds: int) -> Iterator[Row]:
                     yield solve(instance_from(problem), Objective.ABS, label)[1]
 
 
+def with_groups_of_16(problem: dict[str, Any]) -> dict[str, Any]:
+    """The problem with a third of its single consumers joined into groups of 16 shards."""
+    groups = list(zip(problem["groups"]["tp"], problem["groups"]["r_gb"], strict=True))
+    single = [size for shards, size in groups if shards == 1 and size < 0]
+    count = max(1, len(single) // 48)
+    joined = [(16, statistics.mean(single[16 * i : 16 * i + 16])) for i in range(count)]
+    rest = [(1, size) for size in single[16 * count :]]
+    others = [group for group in groups if group[0] > 1 or group[1] >= 0]
+    everything = [*joined, *rest, *others]
+    columns = {
+        "name": [f"g{index}" for index in range(len(everything))],
+        "tp": [shards for shards, _ in everything],
+        "r_gb": [size for _, size in everything],
+    }
+    return {**problem, "groups": columns}
+
+
+def on_two_cards(problem: dict[str, Any]) -> dict[str, Any]:
+    """The problem with half of its servers on cards of 96 GB, where models spare 16 GB more."""
+    (servers,) = problem["servers"]
+    half = servers["count"] // 2
+    counts = Counter(zip(problem["groups"]["tp"], problem["groups"]["r_gb"], strict=True))
+    return {
+        "servers": [
+            {**servers, "name": "old", "count": servers["count"] - half},
+            {**servers, "name": "new", "count": half, "hbm_gb": 96},
+        ],
+        "models": [
+            {
+                "name": f"m{index}",
+                "tp": shards,
+                "memory_gb": size,
+                "replicas": count,
+                "profiled_hbm_gb": servers["hbm_gb"],
+            }
+            for index, ((shards, size), count) in enumerate(counts.items())
+        ],
+    }
+
+
+def sweep_problems() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every kind of problem, small: label and problem."""
+    for name in FAMILIES:
+        for suffix in ("", "-cont"):
+            for seed in range(2):
+                yield family(name + suffix, 128, seed)
+    for name in ("ref50", "tpmix", "tpscarce"):
+        for suffix in ("", "-cont"):
+            yield family(name + suffix, 1024, 0)
+    for server_gpus in (2, 3, 4, 5, 6, 12, 16, 72):
+        # Groups of four do not fit servers of two or three GPUs.
+        names = ("refmix", "scarce") if server_gpus < 4 else ("tpmix", "tpscarce")
+        gpus = {5: 120, 72: 288}.get(server_gpus, 144)
+        for name in names:
+            for suffix in ("", "-cont"):
+                yield family(name + suffix, gpus, 0, server_gpus=server_gpus)
+    yield from unusual_problems()
+
+
+def unusual_problems() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Weights, servers and cards of several sizes, unused GPUs, groups of 16 shards."""
+    for name in ("tpmix", "tpscarce", "tpmix-cont", "tpscarce-cont"):
+        label, problem = family(name, 128, 1)
+        yield f"{label}-weighted", weighted(problem, 1)
+        yield f"{label}-mixed", on_mixed_servers(problem)
+        yield f"{label}-mixed-weighted", on_mixed_servers(weighted(problem, 1))
+        yield f"{label}-two-cards", on_two_cards(problem)
+        yield family(name, 128, 1, occupancy=0.6)
+        yield family(name, 128, 1, occupancy=0.9)
+        label, problem = family(name, 144, 2, server_gpus=16)
+        yield f"{label}-weighted", weighted(problem, 2)
+        for gpus, server_gpus in ((256, 32), (288, 72)):
+            label, problem = family(name, gpus, 1, server_gpus=server_gpus)
+            yield f"{label}-tp16", with_groups_of_16(problem)
+
+
+def sweep(only: str) -> Row:
+    """Objective, bound, gap, coverage and CPU seconds of every kind, and whether the bars hold."""
+    rows = [
+        solve(instance_from(problem), objective, label)[1]
+        for objective in (Objective.COVERAGE, Objective.ABS)
+        for label, problem in sweep_problems()
+        if only in label
+    ]
+    covering = [row for row in rows if row["objective"] == "coverage"]
+    keys = ("value", "bound", "gap_percent", "coverage_percent", "cpu_s")
+    return {
+        "sweep": {
+            f"{row['objective']} {row['problem']}": {key: round(row[key], 4) for key in keys}
+            for row in rows
+        },
+        "promises": [
+            promised("coverage: worst shortfall", covering, uncovered, SHORTFALL_PERCENT, "%"),
+            promised("plans that `check` refuses", rows, refused, 0, "plans"),
+            promised("CPU seconds of the sweep", rows, total_cpu, SWEEP_CPU_S, "CPU s"),
+        ],
+    }
+
+
 def gurobi_rows(seeds: int) -> Iterator[Row]:
     """Side by side with the paper's program, on a size that Gurobi's free licence takes."""
     for seed in range(seeds):
@@ -213,7 +322,57 @@ def help_seconds() -> float:
     return statistics.median(spent)
 
 
-def promises(  # noqa: C901 - one small measure after the other
+def promised(
+    what: str, rows: list[Row], measure: Callable[[list[Row]], float], most: float, unit: str
+) -> Row:
+    """One promise with what was measured."""
+    measured = measure(rows)
+    return {
+        "promise": what,
+        "measured": measured,
+        "limit": most,
+        "unit": unit,
+        "holds": bool(measured <= most + 1e-9),
+        "problems": len(rows),
+    }
+
+
+def cpu(rows: list[Row]) -> float:
+    """Worst CPU seconds."""
+    return float(max(row["cpu_s"] for row in rows))
+
+
+def total_cpu(rows: list[Row]) -> float:
+    """CPU seconds of all."""
+    return float(sum(row["cpu_s"] for row in rows))
+
+
+def middle(rows: list[Row]) -> float:
+    """Median CPU seconds."""
+    return float(statistics.median(row["cpu_s"] for row in rows))
+
+
+def unproven(rows: list[Row]) -> float:
+    """Plans whose value does not meet its bound."""
+    return float(sum(not row["proven"] for row in rows))
+
+
+def gap(rows: list[Row]) -> float:
+    """Worst gap in percent."""
+    return float(max(row["gap_percent"] for row in rows))
+
+
+def uncovered(rows: list[Row]) -> float:
+    """Worst shortfall of the coverage bound in percent."""
+    return float(max(100 - row["coverage_percent"] for row in rows))
+
+
+def refused(rows: list[Row]) -> float:
+    """Plans that do not pass the check."""
+    return float(sum(not row["valid"] for row in rows))
+
+
+def promises(
     minmax: list[Row],
     racks: list[Row],
     coverage: list[Row],
@@ -230,32 +389,7 @@ def promises(  # noqa: C901 - one small measure after the other
         what: str, rows: list[Row], measure: Callable[[list[Row]], float], most: float, unit: str
     ) -> None:
         if rows:
-            measured = measure(rows)
-            found.append(
-                {
-                    "promise": what,
-                    "measured": measured,
-                    "limit": most,
-                    "unit": unit,
-                    "holds": bool(measured <= most + 1e-9),
-                    "problems": len(rows),
-                }
-            )
-
-    def cpu(rows: list[Row]) -> float:
-        return float(max(row["cpu_s"] for row in rows))
-
-    def middle(rows: list[Row]) -> float:
-        return float(statistics.median(row["cpu_s"] for row in rows))
-
-    def unproven(rows: list[Row]) -> float:
-        return float(sum(not row["proven"] for row in rows))
-
-    def gap(rows: list[Row]) -> float:
-        return float(max(row["gap_percent"] for row in rows))
-
-    def uncovered(rows: list[Row]) -> float:
-        return float(max(100 - row["coverage_percent"] for row in rows))
+            found.append(promised(what, rows, measure, most, unit))
 
     for gpus, most in ((128, 2.0), (1024, 1.0), (65536, 1.0)):
         rows = [r for r in minmax if r["gpus"] == gpus and "-cont" not in r["problem"]]
@@ -272,9 +406,17 @@ def promises(  # noqa: C901 - one small measure after the other
     for gpus, most in ((128, 3.0), (1024, 10.0), (65536, 10.0)):
         rows = [r for r in coverage if r["gpus"] == gpus]
         typed = [r for r in rows if "-cont" not in r["problem"]]
-        promise(f"coverage, typed, {gpus}: worst shortfall", typed, uncovered, 0.1, "%")
+        promise(
+            f"coverage, typed, {gpus}: worst shortfall", typed, uncovered, SHORTFALL_PERCENT, "%"
+        )
         distinct = [r for r in rows if "-cont" in r["problem"]]
-        promise(f"coverage, all distinct, {gpus}: worst shortfall", distinct, uncovered, 0.1, "%")
+        promise(
+            f"coverage, all distinct, {gpus}: worst shortfall",
+            distinct,
+            uncovered,
+            SHORTFALL_PERCENT,
+            "%",
+        )
         promise(f"coverage, {gpus}: worst", rows, cpu, most, "CPU s")
         promise(
             f"coverage, typed, {gpus}: most quanta above the abs optimum",
@@ -285,7 +427,13 @@ def promises(  # noqa: C901 - one small measure after the other
         )
     for gpus, most in ((128, 3.0), (1024, 10.0)):
         rows = [r for r in others if r["gpus"] == gpus and r["objective"] == "coverage"]
-        promise(f"other instances, coverage, {gpus}: worst shortfall", rows, uncovered, 0.1, "%")
+        promise(
+            f"other instances, coverage, {gpus}: worst shortfall",
+            rows,
+            uncovered,
+            SHORTFALL_PERCENT,
+            "%",
+        )
         promise(f"other instances, coverage, {gpus}: worst", rows, cpu, most, "CPU s")
         rows = [r for r in others if r["gpus"] == gpus and r["objective"] == "abs"]
         promise(f"other instances, abs, {gpus}: worst gap", rows, gap, 1.0, "%")
@@ -324,7 +472,7 @@ def promises(  # noqa: C901 - one small measure after the other
     promise(
         "plans that `check` refuses",
         everything,
-        lambda rs: float(sum(not r["valid"] for r in rs)),
+        refused,
         0,
         "plans",
     )
@@ -339,18 +487,23 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="problem files instead of families")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--quick", action="store_true", help="up to 1,024 GPUs, one seed")
+    parser.add_argument("--sweep", action="store_true", help="every kind of problem once")
+    parser.add_argument("--only", default="", help="of the sweep, labels that contain this")
     parser.add_argument("--seeds", type=int, default=3, help="seeds up to 1,024 GPUs")
     options = parser.parse_args()
     started_s = time.perf_counter()
     # Warm up: the first solve pays for importing HiGHS.
     place(instance_from(generate("ref50", 16, 0)), Request(), Budget(LIMIT_S))
-    if options.folder is not None:
+    result: Row
+    if options.sweep:
+        result = sweep(options.only)
+    elif options.folder is not None:
         rows = [
             solve(make(), objective, label)[1]
             for label, make in sources(options.folder, [], [], 1)
             for objective in (Objective.COVERAGE, Objective.ABS)
         ]
-        result: Row = {"folder": rows, "promises": []}
+        result = {"folder": rows, "promises": []}
     else:
         sizes = [128, 1024] if options.quick else [128, 1024, 8192, 65536]
         seeds = 1 if options.quick else options.seeds
