@@ -6,10 +6,11 @@
 Without a folder it generates the seeded families of `aqua_placer.problem.families`; with one it
 solves every problem file there with `coverage` and `abs`. `--sweep` solves every kind of problem
 there is once with both (servers of 2 to 72 GPUs, groups of 16 shards, cards of two sizes, weights,
-part of the GPUs unused): a few minutes that show what a change of the search buys or costs. Times are CPU seconds of solving as plans
-report them (reading files and writing JSON not included), on one thread; every plan is verified.
-The last lines list each promise, what was measured and whether it holds; `--json` prints one
-object.
+part of the GPUs unused): a few minutes that show what a change of the search buys or costs.
+
+Times are CPU seconds of solving as plans report them (reading files and writing JSON not included),
+on one thread; every plan is verified. The last lines list each promise, what was measured and
+whether it holds; `--json` prints one object.
 """
 
 from __future__ import annotations
