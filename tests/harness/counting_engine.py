@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqua_batch.completions import Completion
 from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
+from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import ConfigError
 
 
@@ -41,18 +41,18 @@ class CountingEngine:
         self._answered = 0
         self._left: dict[int, int] = {}
         self._new: list[int] = []
-        self._answers: list[Completion] = []
+        self._outputs: list[RowOutput] = []
 
     def serve(
         self,
         prompt_of: Callable[[int], list[int]],
-        wish_of: Callable[[int], Mapping[str, Any]],
+        sampling_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
-        self._prompt_of, self._wish_of = prompt_of, wish_of
+        self._prompt_of, self._sampling_of = prompt_of, sampling_of
 
     def submit(self, request: int) -> None:
         self.submitted.append(bytes(self._prompt_of(request)).decode())
-        self._left[request] = self._wish_of(request)["max_tokens"]
+        self._left[request] = self._sampling_of(request)["max_tokens"]
         self._new.append(request)
 
     def step(self, token_budget: int) -> StepEvents:
@@ -66,12 +66,12 @@ class CountingEngine:
                 continue
             del self._left[request]
             self._answered += 1
-            wish = self._wish_of(request)
+            wish = self._sampling_of(request)
             finished.append(request)
             tokens.append(wish["max_tokens"])
             prompt = bytes(self._prompt_of(request)).decode()
             text = json.dumps({"prompt": prompt, "wish": wish, "process": os.getpid()})
-            self._answers.append(Completion(request, text, "length", wish["max_tokens"], 0))
+            self._outputs.append(RowOutput(request, text, "length", wish["max_tokens"], 0))
         if self._is_held():
             time.sleep(0.01)  # a file has no event to wait for
         return StepEvents(started, finished, tokens)
@@ -80,8 +80,8 @@ class CountingEngine:
         held = self._stops_after is not None and self._answered >= self._stops_after
         return held and not self._goes_on_at.exists()
 
-    def take_answers(self) -> list[Completion]:
-        taken, self._answers = self._answers, []
+    def take_outputs(self) -> list[RowOutput]:
+        taken, self._outputs = self._outputs, []
         return taken
 
     def cache_counters(self) -> CacheCounters:

@@ -26,9 +26,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from aqua_batch.bodies import sampling
-from aqua_batch.completions import Completion, CompletionCollector, result_line
 from aqua_batch.fleet import Event, Fleet, Lost, Ready, Report
 from aqua_batch.journal import ResultJournal
+from aqua_batch.outputs import OutputCollector, RowOutput, result_line
 from aqua_batch.policies import Policy
 from aqua_batch.records import BatchFile
 from aqua_batch.share import Share
@@ -45,16 +45,19 @@ from aqua_schedulers.blendserve import (
 )
 
 SAMPLE_PROBABILITY: Final = 0.01
-"""Of the paper's evaluation (section 5.1)."""
+"""Share of requests, as in the paper's evaluation (section 5.1). Doubled, twice as many run out of
+order to learn lengths from."""
 
 LEAST_TO_SAMPLE: Final = 200
-"""Smaller pools run at once: a sample of a request or two says nothing."""
+"""Requests; smaller pools run at once, because a sample of a request or two says nothing. Doubled,
+pools of up to 400 run without measured lengths."""
 
 EARLY_SHARE: Final = 0.01
 """Share of the work done below which the time left is a guess. Doubled, it is said later."""
 
 MOST_DEATHS: Final = 3
-"""Engines that may die over the same requests without an answer."""
+"""Engines that may die over the same requests without an answer, chosen to outlast one bad node.
+Doubled, requests that no engine survives kill three more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class BatchRun:
         self._on_progress = on_progress
         self._on_loss = on_loss
         self._started_s = time.monotonic()
-        self._answers = CompletionCollector()
+        self._outputs = OutputCollector()
         self._first_row = tokenized.first_rows()
         self._observed = tokenized.lengths(journal.finished)
         finished = np.array(
@@ -143,8 +146,8 @@ class BatchRun:
         self._idle: dict[int, None] = {}
         self._assigned: dict[int, Int64[np.ndarray, " part"]] = {}
         self._running: dict[int, int] = {}
-        self._orphans: deque[tuple[Int64[np.ndarray, " part"], bool]] = deque()
-        self._fruitful: set[int] = set()
+        self._unassigned: deque[tuple[Int64[np.ndarray, " part"], bool]] = deque()
+        self._productive: set[int] = set()
         self._deaths = np.zeros(self._prompts.count, np.int8)
 
     def finish(self) -> int:
@@ -201,17 +204,17 @@ class BatchRun:
         nodes = self._fleet.ready_nodes()
         self._idle = dict.fromkeys(nodes)
         if not nodes:  # all died since the last part ended
-            self._orphans.append((rows, False))
+            self._unassigned.append((rows, False))
         for node, part in zip(nodes, split_among(prepared, max(1, len(nodes))), strict=False):
             if len(part):
                 alone = prepared if len(nodes) == 1 else None
                 self._begin(node, rows if alone else rows[part], policy, alone)
-        while self._assigned or self._orphans:
+        while self._assigned or self._unassigned:
             done = self._done
             for event in self._fleet.wait():
                 self._take(event)
-            while self._orphans and self._idle:
-                self._begin(next(iter(self._idle)), self._adopt(), policy, None)
+            while self._unassigned and self._idle:
+                self._begin(next(iter(self._idle)), self._next_unassigned(), policy, None)
             if self._done > done:
                 self._show()
 
@@ -222,7 +225,7 @@ class BatchRun:
             rows = self._assigned[node]
             for answer in event.answers:
                 self._book(int(rows[answer.request]), answer)
-                self._fruitful.add(node)
+                self._productive.add(node)
             self._running[node] = event.running
             if event.left == 0:
                 del self._assigned[node], self._running[node]
@@ -231,10 +234,10 @@ class BatchRun:
             self._idle[node] = None
             self._show()
         else:
-            self._mourn(event)
+            self._requeue(event)
             self._show()
 
-    def _mourn(self, event: Lost) -> None:
+    def _requeue(self, event: Lost) -> None:
         """Keep what a lost engine leaves behind for another."""
         self._idle.pop(event.node, None)
         self._running.pop(event.node, None)
@@ -243,9 +246,9 @@ class BatchRun:
         if len(rows) == 0:
             self._on_loss(event.reason)
             return
-        self._orphans.append((rows, False))
+        self._unassigned.append((rows, False))
         self._on_loss(f"{event.reason}; {len(rows)} requests of its share will run again")
-        if event.node in self._fruitful:
+        if event.node in self._productive:
             return
         self._deaths[rows] += 1
         if self._deaths[rows].max() >= MOST_DEATHS:
@@ -257,14 +260,14 @@ class BatchRun:
                 "See the engines' logs for why they die.",
             )
 
-    def _adopt(self) -> Int64[np.ndarray, " part"]:
+    def _next_unassigned(self) -> Int64[np.ndarray, " part"]:
         """Rows that a lost engine left, for one that is free: its part among the living."""
-        rows, is_cut = self._orphans.popleft()
+        rows, is_cut = self._unassigned.popleft()
         living = len(self._fleet.ready_nodes())
         if is_cut or living == 1:
             return rows
         first, *others = (part for part in split_among(self._prepare(rows), living) if len(part))
-        self._orphans.extend((rows[part], True) for part in others)
+        self._unassigned.extend((rows[part], True) for part in others)
         return np.asarray(rows[first])
 
     def _begin(
@@ -275,16 +278,16 @@ class BatchRun:
         prepared: PreparedPool | None,
     ) -> None:
         del self._idle[node]
-        self._fruitful.discard(node)
+        self._productive.discard(node)
         self._assigned[node] = rows
         lengths = prepared.lengths if prepared is not None else self._lengths(rows)
-        wishes = _Wishes(
+        sampling = _RowSampling(
             self._batch, self._tokenized, rows, rows - self._first_row[self._owner[rows]]
         )
-        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self._cost, prepared)
+        share = Share(self._prompts.keep(rows), lengths, sampling, policy, self._cost, prepared)
         self._fleet.begin(node, share)
 
-    def _book(self, row: int, answer: Completion) -> None:
+    def _book(self, row: int, answer: RowOutput) -> None:
         """Take an answer; on disk once its line of the file has all of them."""
         assert self._is_left[row], f"row {row} was answered twice"
         self._is_left[row] = False
@@ -294,7 +297,7 @@ class BatchRun:
             self._observed[row] = answer.output_tokens
         index = int(self._owner[row])
         entry, first = self._tokenized.entries[index], int(self._first_row[index])
-        answers = self._answers.add(entry, row - first, answer)
+        answers = self._outputs.add(entry, row - first, answer)
         if answers is None:
             return
         offsets = self._prompts.offsets[first : first + entry.part_count + 1]
@@ -324,7 +327,7 @@ class BatchRun:
         )
 
 
-class _Wishes(Sequence[Mapping[str, Any]]):
+class _RowSampling(Sequence[Mapping[str, Any]]):
     """Sampling fields of some rows, read from the batch file when they are asked for."""
 
     def __init__(
@@ -345,18 +348,18 @@ class _Wishes(Sequence[Mapping[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - no slices: nobody takes them
         (body,) = self._batch.bodies([self._entries[self._owner[index]]])
-        return self._wish(index, body)
+        return self._row_sampling(index, body)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         bodies = self._batch.bodies(self._entries[owner] for owner in self._owner)
-        return (self._wish(index, body) for index, body in enumerate(bodies))
+        return (self._row_sampling(index, body) for index, body in enumerate(bodies))
 
-    def _wish(self, index: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _row_sampling(self, index: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         limit = self._limit[index]
-        wish = {**sampling(body), "max_tokens": limit}
-        if "min_tokens" in wish:
-            wish["min_tokens"] = min(wish["min_tokens"], limit)
-        if "seed" in wish:
+        fields = {**sampling(body), "max_tokens": limit}
+        if "min_tokens" in fields:
+            fields["min_tokens"] = min(fields["min_tokens"], limit)
+        if "seed" in fields:
             # Several answers to one prompt would be one and the same.
-            wish["seed"] += self._part[index]
-        return wish
+            fields["seed"] += self._part[index]
+        return fields

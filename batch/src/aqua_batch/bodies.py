@@ -19,15 +19,17 @@ COMPLETION_URL: Final = "/v1/completions"
 URLS: Final = (CHAT_URL, COMPLETION_URL)
 
 MOST_ANSWERS: Final = 128
-"""OpenAI's bound of `n`."""
+"""Fixed by OpenAI: the bound of `n`."""
 
 MOST_PROMPTS: Final = 2048
-"""OpenAI's bound of prompts in one body."""
+"""Fixed by OpenAI: the bound of prompts in one body."""
 
 COMPLETION_DEFAULT_TOKENS: Final = 16
-"""`max_tokens` of a completion that names none; a chat without one is bounded by the model."""
+"""Fixed by OpenAI: `max_tokens` of a completion that names none; a chat without one is bounded by
+the model."""
 
 LARGEST_TOKEN: Final = 2**31 - 1
+"""Fixed: token ids are 32-bit integers."""
 
 
 class Problem(NamedTuple):

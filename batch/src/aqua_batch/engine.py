@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aqua_batch.completions import Completion
+from aqua_batch.outputs import RowOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class BatchEngine(StepEngine, Protocol):
     def serve(
         self,
         prompt_of: Callable[[int], list[int]],
-        wish_of: Callable[[int], Mapping[str, Any]],
+        sampling_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
         """Name the pool that the next requests are indices into: token ids, sampling fields."""
         ...
 
-    def take_answers(self) -> list[Completion]:
+    def take_outputs(self) -> list[RowOutput]:
         """Completions since the last call."""
         ...
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from aqua_batch.completions import Completion
 from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
+from aqua_batch.outputs import RowOutput
 from aqua_batch.share import Share, ShareRun
 
 
@@ -28,7 +28,7 @@ class Report:
     """
 
     node: int
-    answers: list[Completion]
+    answers: list[RowOutput]
     running: int
     left: int
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aqua_batch.completions import Completion
 from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
+from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import AquaError, ErrorBody
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Advance:
         running, left: As in `fleet.Report`.
     """
 
-    answers: list[Completion]
+    answers: list[RowOutput]
     running: int
     left: int
 
@@ -76,7 +76,7 @@ class EngineActor:
         run = self._run
         if run is None:
             return Advance([], 0, 0)
-        answers: list[Completion] = []
+        answers: list[RowOutput] = []
         end_s = time.monotonic() + for_s
         while run.left_count > 0:
             answers += run.step(time.monotonic())

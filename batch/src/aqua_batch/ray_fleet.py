@@ -40,23 +40,29 @@ from aqua_protocol.errors import (
 )
 
 ADVANCE_S: Final = 0.5
-"""Between reports of an engine: what a lost one has to repeat, against calls per second."""
+"""Seconds between reports of an engine: what a lost one has to repeat, against calls per second.
+Doubled, a lost engine repeats twice as much."""
 
 CALLS_UNDER_WAY: Final = 2
+"""Calls to an engine, so that it works while the answers of one travel. Doubled, nothing gets
+faster and a lost engine loses more."""
 
 PROBE_TIMEOUT_S: Final = 5.0
-"""For the cluster's address to accept a connection; Ray itself would try for a minute."""
+"""Seconds for the cluster's address to accept a connection; Ray itself would try for a minute.
+Doubled, a wrong address is said five seconds later."""
 
 SILENCE_S: Final = 1800.0
-"""An engine that reports nothing for so long hangs: no step takes half an hour."""
+"""Seconds; an engine that reports nothing for so long hangs, because no step takes half an hour.
+Doubled, a run with a hanging engine waits an hour."""
 
-MOST_VAIN_STARTS: Final = 3
-"""Engines in a row that die while they start, before a node is given up."""
+MAX_FAILED_STARTS: Final = 3
+"""Engines in a row that die while they start, before a node is given up; one may die by chance.
+Doubled, a broken node is tried three more times."""
 
-MOST_LETTERS: Final = 300
-"""Of one line of Ray's in an error."""
+MAX_ERROR_CHARS: Final = 300
+"""Characters of one line of Ray's in an error, which are pages. Doubled, errors are longer."""
 
-PASSED_ON: Final = ("VLLM_", "HF_", "TOKENIZERS_")
+FORWARDED_VARIABLES: Final = ("VLLM_", "HF_", "TOKENIZERS_")
 """Variables of this process that engines get too."""
 
 
@@ -92,7 +98,7 @@ class _Node:
 
     Attributes:
         calls: What is under way, oldest first.
-        vain_starts: Engines in a row that died before they were ready.
+        failed_starts: Engines in a row that died before they were ready.
     """
 
     index: int
@@ -101,7 +107,7 @@ class _Node:
     host: str = "?"
     facts: EngineFacts | None = None
     calls: deque[Any] = field(default_factory=deque)
-    vain_starts: int = 0
+    failed_starts: int = 0
 
     def __str__(self) -> str:
         return f"engine {self.index + 1} on {self.host}"
@@ -133,7 +139,9 @@ class RayFleet:
         self._make_engine = make_engine
         self._placement = placement
         self._environment = {
-            name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(FORWARDED_VARIABLES)
         }
         self._gpus = 0
         self._group: Any = None
@@ -301,9 +309,9 @@ class RayFleet:
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(node.actor)
         node.calls.clear()
-        node.vain_starts = 0 if node.stage is _Stage.READY else node.vain_starts + 1
+        node.failed_starts = 0 if node.stage is _Stage.READY else node.failed_starts + 1
         node.facts = None
-        if node.vain_starts == MOST_VAIN_STARTS:
+        if node.failed_starts == MAX_FAILED_STARTS:
             node.stage = _Stage.GONE
         else:
             node.stage = _Stage.PLACING
@@ -383,7 +391,9 @@ def _brief(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     first = lines[0].split(". ")[0].rstrip(".")
-    return first if len(lines) == 1 else f"{first[:MOST_LETTERS]} ({lines[-1][:MOST_LETTERS]})"
+    return (
+        first if len(lines) == 1 else f"{first[:MAX_ERROR_CHARS]} ({lines[-1][:MAX_ERROR_CHARS]})"
+    )
 
 
 def _words(bundle: dict[str, int]) -> str:

@@ -31,7 +31,8 @@ from aqua_batch.bodies import COMPLETION_URL, URLS, answer_count, form_problem, 
 from aqua_protocol.errors import ConfigError
 
 LONGEST_LINE_BYTES: Final = 64 * 2**20
-"""A longer line is a mistake (a file without line ends), and would take the memory."""
+"""Bytes; a longer line is a mistake (a file without line ends), and would take the memory. Doubled,
+such a file takes twice as much before it is refused."""
 
 LONE_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """Where JSON may spell half a character; whole ones come in pairs."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aqua_batch.completions import Completion
 from aqua_batch.engine import BatchEngine
 from aqua_batch.feed import BlendFeed
+from aqua_batch.outputs import RowOutput
 from aqua_batch.policies import Policy, policy_for
 from aqua_batch.tokenization import Prompts
 from aqua_schedulers.blendserve import LengthEstimate, PreparedPool, ResourceCost, prepare
@@ -25,20 +25,20 @@ class Share:
 
     Attributes:
         lengths: Estimates, one for each row, made from all rows of the batch.
-        wishes: Sampling fields of each row, `max_tokens` among them.
+        sampling: Sampling fields of each row, `max_tokens` among them.
         prepared: The rows in order, where the caller has worked that out already.
     """
 
     prompts: Prompts
     lengths: LengthEstimate
-    wishes: Sequence[Mapping[str, Any]]
+    sampling: Sequence[Mapping[str, Any]]
     policy: Policy
     cost: ResourceCost
     prepared: PreparedPool | None = None
 
     def packed(self) -> Share:
         """The share as it travels: nothing on this machine's disk, nothing that can be redone."""
-        return replace(self, wishes=list(self.wishes), prepared=None)
+        return replace(self, sampling=list(self.sampling), prepared=None)
 
 
 class ShareRun:
@@ -57,7 +57,7 @@ class ShareRun:
         )
         self._feed = BlendFeed(policy, prepared.tree, engine, capacity_tokens=facts.capacity_tokens)
         self._engine = engine
-        engine.serve(share.prompts.prompt, share.wishes.__getitem__)
+        engine.serve(share.prompts.prompt, share.sampling.__getitem__)
 
     @property
     def left_count(self) -> int:
@@ -69,7 +69,7 @@ class ShareRun:
         """Rows that the engine works on."""
         return self._feed.running_count
 
-    def step(self, now_s: float) -> list[Completion]:
+    def step(self, now_s: float) -> list[RowOutput]:
         """Take one engine step; returns the answers that it brought."""
         self._feed.step(now_s)
-        return self._engine.take_answers()
+        return self._engine.take_outputs()

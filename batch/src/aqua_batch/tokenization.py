@@ -30,6 +30,7 @@ from aqua_schedulers.blendserve import (
 )
 
 NO_LIMIT = 2**31 - 1
+"""Fixed: the largest 32-bit integer stands for no limit."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from aqua_batch.completions import Completion
 from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
+from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import ConfigError, UnavailableError
 
 
@@ -57,12 +57,12 @@ class VllmEngine:
             ) from error
         self._engine = self._llm.llm_engine
         self._prompt_of: Callable[[int], list[int]] | None = None
-        self._wish_of: Callable[[int], Mapping[str, Any]] | None = None
+        self._sampling_of: Callable[[int], Mapping[str, Any]] | None = None
         self._pool = 0
         self._running: dict[str, int] = {}
         self._begun: set[int] = set()
         self._refused: list[int] = []
-        self._answers: list[Completion] = []
+        self._outputs: list[RowOutput] = []
 
     @property
     def facts(self) -> EngineFacts:
@@ -79,24 +79,24 @@ class VllmEngine:
     def serve(
         self,
         prompt_of: Callable[[int], list[int]],
-        wish_of: Callable[[int], Mapping[str, Any]],
+        sampling_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
         """Name the pool that the next requests are indices into."""
         assert not self._running, "the last pool has not ended"
-        self._prompt_of, self._wish_of = prompt_of, wish_of
+        self._prompt_of, self._sampling_of = prompt_of, sampling_of
         self._pool += 1
 
     def submit(self, request: int) -> None:
         """Add a request of the pool."""
-        assert self._prompt_of is not None and self._wish_of is not None, "no pool"  # noqa: PT018 - one condition
+        assert self._prompt_of is not None and self._sampling_of is not None, "no pool"  # noqa: PT018 - one condition
         name = f"{self._pool}-{request}"
         try:
-            params = self._sampling(**self._wish_of(request))
+            params = self._sampling(**self._sampling_of(request))
             prompt = {"prompt_token_ids": self._prompt_of(request)}
             self._engine.add_request(name, prompt, params)
         except self._refusals as error:
             # The engine's word on this request alone; the others go on.
-            self._answers.append(Completion(request, "", "error", 0, 0, str(error)))
+            self._outputs.append(RowOutput(request, "", "error", 0, 0, str(error)))
             self._refused.append(request)
             return
         self._running[name] = request
@@ -123,8 +123,8 @@ class VllmEngine:
                 del self._running[output.request_id]
                 finished.append(request)
                 tokens.append(generated)
-                self._answers.append(
-                    Completion(
+                self._outputs.append(
+                    RowOutput(
                         request,
                         completion.text,
                         completion.finish_reason or "stop",
@@ -134,9 +134,9 @@ class VllmEngine:
                 )
         return StepEvents(started, finished, tokens)
 
-    def take_answers(self) -> list[Completion]:
+    def take_outputs(self) -> list[RowOutput]:
         """Completions since the last call."""
-        taken, self._answers = self._answers, []
+        taken, self._outputs = self._outputs, []
         return taken
 
     def cache_counters(self) -> CacheCounters:

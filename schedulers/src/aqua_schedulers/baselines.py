@@ -10,17 +10,44 @@ Source: BlendServe section 2.4, Table 1; section 5.1, "Baseline frameworks".
 
 from __future__ import annotations
 
-from typing import Final
+from enum import StrEnum
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
+from aqua_schedulers.blendserve.dual_scanner import MAX_ADMITTED
+from aqua_schedulers.blendserve.order import fresh_tokens
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled
 
-LONGEST_ADMISSION: Final = 4096
-"""Requests that one step may admit; a bound for the buffer, far above any step's need."""
+
+class Baseline(StrEnum):
+    """The orders by name."""
+
+    DFS = "dfs"
+    FCFS = "fcfs"
+    RANDOM = "random"
+    BALANCED = "balanced"
+
+    def order(
+        self, tree: PrefixTree, density: Float64[np.ndarray, " requests"], *, seed: int
+    ) -> Int32[np.ndarray, " requests"]:
+        """The requests of a tree in this order.
+
+        Args:
+            density: Compute density of each request.
+            seed: Of the random order.
+        """
+        match self:
+            case Baseline.DFS:
+                return dfs_order(tree)
+            case Baseline.FCFS:
+                return fcfs_order(tree.request_count)
+            case Baseline.RANDOM:
+                return random_order(tree.request_count, seed=seed)
+            case Baseline.BALANCED:
+                return balanced_order(density)
 
 
 def fcfs_order(request_count: int) -> Int32[np.ndarray, " requests"]:
@@ -59,8 +86,7 @@ class OrderedAdmission:
         order: Every request once, shape (num_requests,).
         reserved_tokens: KV tokens to keep for each request, prompt and expected output; 0 admits
             whatever has physical room, as vLLM does, and leaves the rest to retraction.
-        fresh_tokens: Prompt tokens that each request computes anew, shape (num_requests,); the
-            step is full when these fill it.
+        tree: The prompts; a step is full when the tokens that its requests compute anew fill it.
         token_budget: Tokens per step.
     """
 
@@ -68,18 +94,18 @@ class OrderedAdmission:
         self,
         order: Int32[np.ndarray, " requests"],
         reserved_tokens: Int64[np.ndarray, " requests"],
-        fresh_tokens: Int64[np.ndarray, " requests"],
+        tree: PrefixTree,
         *,
         token_budget: int,
     ) -> None:
         self._order = order.astype(np.int32)
         self._reserved = reserved_tokens.astype(np.int64)
-        self._fresh = fresh_tokens.astype(np.int64)
+        self._fresh = fresh_tokens(tree, order)
         self._budget = token_budget
         self._retry: list[int] = []
         self._next = 0
         self._held = 0
-        self._out = np.empty(LONGEST_ADMISSION, np.int32)
+        self._out = np.empty(MAX_ADMITTED, np.int32)
         self._nothing = np.empty(0, np.int32)
 
     def plan(self, view: BatchView) -> StepPlan:

@@ -18,14 +18,14 @@ from aqua_schedulers.compiled import compiled
 
 
 @dataclass(slots=True)
-class Link:
+class Neighbours:
     """Neighbours of an item or a sentinel."""
 
     before: int
     after: int
 
 
-Links = Sequence[Link]
+Links = Sequence[Neighbours]
 """As numba takes it: a structured array of 32-bit neighbours, shape (num_items + num_lists,)."""
 
 

@@ -187,7 +187,7 @@ def test_an_order_with_memory_for_one_admits_one() -> None:
     policy = baselines.OrderedAdmission(
         np.array([2, 0, 1], np.int32),
         np.array([60, 60, 60]),
-        np.array([10, 10, 10]),
+        tree_of(*[[index] * 10 for index in range(3)]),
         token_budget=100,
     )
     assert list(policy.plan(view(capacity_tokens=100)).admit) == [2]
@@ -199,7 +199,10 @@ def test_an_order_with_memory_for_one_admits_one() -> None:
 
 def test_a_refused_request_is_offered_again_before_all_others() -> None:
     policy = baselines.OrderedAdmission(
-        np.arange(3, dtype=np.int32), np.zeros(3, int), np.full(3, 50), token_budget=60
+        np.arange(3, dtype=np.int32),
+        np.zeros(3, int),
+        tree_of(*[[index] * 50 for index in range(3)]),
+        token_budget=60,
     )
     assert list(policy.plan(view()).admit) == [0, 1]
     assert list(policy.plan(view(refused=np.array([1], np.int32))).admit) == [1]

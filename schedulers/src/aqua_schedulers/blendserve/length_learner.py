@@ -23,16 +23,20 @@ from jaxtyping import Float64, Int32, Int64
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 
 FIRST_LOOK: Final = 64
-"""Finished requests before the first look."""
+"""Finished requests before the first look: enough that a few groups have evidence. Doubled, wrong
+estimates order a longer part of the run."""
 
 LEAST_EVIDENCE: Final = 16
-"""Finished requests of a group before it is believed."""
+"""Finished requests of a group before it is believed: below it a standard error is a guess.
+Doubled, small groups are corrected later or never."""
 
 LARGE_CHANGE: Final = 1.25
-"""A mean that is off by less than this factor is left alone: sorting anew would change little."""
+"""A factor; a mean that is off by less is left alone, because sorting anew would change little.
+Doubled, estimates stay wrong by up to 2.5."""
 
 CERTAIN_DEVIATIONS: Final = 3.0
-"""Standard errors between the old and the new mean."""
+"""Standard errors between the old and the new mean; three leave one false alarm in 400 looks.
+Doubled, corrections need four times the evidence."""
 
 
 class LengthLearner:

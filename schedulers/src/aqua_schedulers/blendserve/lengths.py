@@ -29,7 +29,8 @@ UNKNOWN: Final = -1
 """In an array of lengths: nobody knows this one."""
 
 DEFAULT_OUTPUT_TOKENS: Final = 256.0
-"""Where there is neither a sample nor a limit: the mean that the paper gives chat requests."""
+"""Tokens where there is neither a sample nor a limit: the mean that the paper gives chat requests.
+Doubled, such pools count as more memory-bound."""
 
 
 @dataclass(frozen=True, eq=False)

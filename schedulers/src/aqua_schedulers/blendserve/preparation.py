@@ -21,6 +21,7 @@ from aqua_schedulers.blendserve.order import (
     TreeResources,
     blend_order,
     charged,
+    fresh_tokens,
     weigh,
 )
 from aqua_schedulers.blendserve.paper import PaperBlend
@@ -28,7 +29,8 @@ from aqua_schedulers.blendserve.pool import RequestPool
 from aqua_schedulers.blendserve.tree import PrefixTree
 
 MAX_STEP_TOKENS = 2048
-"""Tokens per step where nobody says otherwise: vLLM's offline default is of this size."""
+"""Tokens per step where nothing else is said: vLLM's offline default is of this size. Doubled,
+steps take longer and waste less of the weights they read."""
 
 
 class BlendMode(StrEnum):
@@ -125,10 +127,7 @@ def prepare(
         lengths = pool.estimate()
     resources = weigh(pool.tree, lengths, cost)
     order = blend_order(pool.tree, resources, split_share=split_share)
-    count = pool.request_count
-    fresh, compute = np.empty(count, np.int64), np.empty(count)
-    fresh[order.requests] = charged(
-        pool.tree, pool.tree.edge_tokens.astype(np.float64), order.requests
-    )
+    fresh = fresh_tokens(pool.tree, order.requests)
+    compute = np.empty(pool.request_count)
     compute[order.requests] = charged(pool.tree, resources.fresh_compute_s, order.requests)
     return PreparedPool(pool, cost, lengths, resources, order, fresh, compute)

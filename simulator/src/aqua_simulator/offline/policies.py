@@ -12,13 +12,11 @@ from math import ceil
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int32, Int64
 
-from aqua_schedulers import baselines
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
+from aqua_schedulers.baselines import Baseline, OrderedAdmission
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.lengths import UNKNOWN, choose_sample
-from aqua_schedulers.blendserve.order import charged
 from aqua_schedulers.blendserve.pool import RequestPool
 from aqua_schedulers.blendserve.preparation import BlendMode, prepare
 from aqua_schedulers.blendserve.tree import PrefixTree
@@ -26,14 +24,16 @@ from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.workload import OfflineWorkload
 
 DENSE_BATCH_TOKENS: Final = 2048
-"""Token budget of the baselines' steps: NanoFlow's dense batch for an 8B model on an A100."""
+"""Tokens of a step of the baselines: NanoFlow's dense batch for an 8B model on an A100. Doubled,
+the baselines' steps prefill more at once."""
 
 
 DENSE_EFFICIENCY: Final = 0.8
-"""Share of their full rate at which linear layers count as dense."""
+"""Share of their full rate at which linear layers count as dense; shares from 0.76 to 0.83 give the
+same `DENSE_TOKENS`, and it cannot be doubled."""
 
 TILE_TOKENS: Final = 128
-"""Rows of a matrix tile on an A100: kernels take the next multiple."""
+"""Fixed by the hardware: rows of a matrix tile on an A100; kernels take the next multiple."""
 
 
 def dense_tokens(
@@ -124,22 +124,12 @@ def policy_for(
     pool, costs = pool_of(workload, settings), resource_cost(cost)
     if name in {OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT}:
         return _blended(name, pool, costs, settings)
-    lengths = pool.estimate()
-    tree = pool.tree
-    order = {
-        OfflinePolicy.DFS: lambda: baselines.dfs_order(tree),
-        OfflinePolicy.FCFS: lambda: baselines.fcfs_order(tree.request_count),
-        OfflinePolicy.RANDOM: lambda: baselines.random_order(
-            tree.request_count, seed=settings.seed
-        ),
-        OfflinePolicy.BALANCED: lambda: baselines.balanced_order(
-            costs.density(tree.prompt_tokens, lengths.mean)
-        ),
-    }[name]()
-    return baselines.OrderedAdmission(
-        order,
+    lengths, tree = pool.estimate(), pool.tree
+    density = costs.density(tree.prompt_tokens, lengths.mean)
+    return OrderedAdmission(
+        Baseline(name.value).order(tree, density, seed=settings.seed),
         tree.prompt_tokens + np.ceil(lengths.mean).astype(np.int64),
-        _fresh(tree, order),
+        tree,
         token_budget=DENSE_BATCH_TOKENS,
     )
 
@@ -175,12 +165,3 @@ def _blended(
         return policy
     hidden = prepared.order.root_density * costs.decode_s_per_kv_token
     return DenseSteps(policy, int(settings.dense_tokens * costs.linear_s_per_token / hidden))
-
-
-def _fresh(
-    tree: PrefixTree, order: Int32[np.ndarray, " requests"]
-) -> Int64[np.ndarray, " requests"]:
-    """Prompt tokens that each request computes anew when all before it are cached, by request."""
-    fresh = np.empty(tree.request_count, np.int64)
-    fresh[order] = charged(tree, tree.edge_tokens.astype(np.float64), order).astype(np.int64)
-    return fresh

@@ -40,23 +40,30 @@ from aqua_simulator.timing.iteration import IterationTime, from_data_sheet
 from aqua_simulator.workloads.sources import Quantiles, log_normal
 
 STABLE_WAIT_S: Final = 1.0
-"""Section 4.1 gives interactive use a second; long prompts take longer without any queue."""
+"""Seconds; section 4.1 gives interactive use one, and long prompts take longer without any queue.
+Doubled, bursts start from a higher rate."""
 
 STABLE_REQUESTS: Final = 120
-"""Requests of a trial of a rate; its seed is apart from those of the figures."""
+"""Requests of a trial of a rate; its seed is apart from those of the figures. Doubled, a rate is
+surer and takes twice as long to find."""
 
 STABLE_SEED: Final = 7919
 
 SLOW_FACTOR: Final = 1.25
-"""A request is slow whose time per output token is so many times the calm median."""
+"""A request is slow whose time per output token is so many times the calm median; the paper tells
+by eye. Doubled, hardly any request is slow."""
 
 RATE_TOLERANCE: Final = 0.01
+"""Relative width at which the search for a rate ends: far below the scatter between seeds. Doubled,
+one step less of bisection."""
 
 PIECE_BYTES: Final = 16 * 4 * 128 * 2
-"""Keys or values of a 16-token block in one layer and shard: 4 of 8 KV heads of 128 bf16 values."""
+"""Fixed by the paper's engine: keys or values of a 16-token block in one layer and shard, 4 of 8 KV
+heads of 128 bf16 values."""
 
 PIECE_S: Final = 5e-6
-"""Launching one small asynchronous copy; drivers take 4 to 6 microseconds."""
+"""Seconds to launch one small asynchronous copy; drivers take 4 to 6 microseconds. Doubled, copying
+piece by piece takes nearly twice as long."""
 
 
 @dataclass(frozen=True, slots=True)

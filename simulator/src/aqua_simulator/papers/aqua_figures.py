@@ -237,7 +237,8 @@ def _drawing(found: Mapping[str, Outcome]) -> Callable[[Figure], None]:
 PREFIX_TOKENS: Final = 100_000
 CACHED_COUNT: Final = 30
 CACHED_RATE_PER_S: Final = 0.5
-"""Calm enough that a hit waits for its copy and not for others; the paper gives no rate."""
+"""Requests per second, calm enough that a hit waits for its copy and not for others; the paper
+gives none. Doubled, hits begin to wait for each other."""
 
 OPT_WEIGHT_BYTES: Final = 2 * 30 * 10**9
 OPT_KV_BYTES_PER_TOKEN: Final = 2 * 48 * 7168 * 2

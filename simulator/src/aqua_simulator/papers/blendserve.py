@@ -31,10 +31,10 @@ from aqua_simulator.workloads.sources import BURSTGPT, MMLU, SOURCES, Source
 
 INTERFERENCE: Final = 0.4
 RESERVED_BYTES: Final = 20 * 10**9
-"""Weights and temporary buffers, Figure 5."""
+"""Fixed by the paper (Figure 5): weights and temporary buffers."""
 
 MMLU_REQUESTS: Final = 14_042
-"""Questions of the benchmark: Table 3 is about the traces as they are."""
+"""Fixed by the benchmark: its questions; Table 3 is about the traces as they are."""
 
 TRACE_REQUESTS: Final = 40_000
 

@@ -38,23 +38,16 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Lender:
-    """A lender's offer."""
-
-    name: str
-    offered_bytes: int = 0
-
-
-@dataclass(slots=True)
 class LeaseLedger:
     """Offers and leases of a cluster, in whole slabs.
 
     Attributes:
+        offered_bytes: By lender.
         history: (time, lease id, event, state after) of every transition, in order.
     """
 
     slab_bytes: int = DEFAULT_SLAB_BYTES
-    lenders: dict[str, Lender] = field(default_factory=dict)
+    offered_bytes: dict[str, int] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     history: list[tuple[float, int, LeaseEvent, LeaseState]] = field(default_factory=list)
 
@@ -70,7 +63,7 @@ class LeaseLedger:
                 f"{lender} has leased out {self.leased_bytes(lender)} bytes, cannot offer {whole}",
                 remedy="Reclaim first.",
             )
-        self.lenders.setdefault(lender, Lender(lender)).offered_bytes = whole
+        self.offered_bytes[lender] = whole
 
     def leased_bytes(self, lender: str) -> int:
         """Bytes booked with a lender."""
@@ -82,7 +75,7 @@ class LeaseLedger:
 
     def free_bytes(self, lender: str) -> int:
         """Offered and not booked."""
-        return self.lenders[lender].offered_bytes - self.leased_bytes(lender)
+        return self.offered_bytes[lender] - self.leased_bytes(lender)
 
     def grant(self, borrower: str, wanted_bytes: int, now_s: float) -> Lease:
         """Lease from the lender with most to spare, as much as it has up to `wanted_bytes`.
@@ -90,7 +83,7 @@ class LeaseLedger:
         Raises:
             CapacityError: Nobody has a slab to spare.
         """
-        by_room = sorted(self.lenders, key=lambda name: (-self.free_bytes(name), name))
+        by_room = sorted(self.offered_bytes, key=lambda name: (-self.free_bytes(name), name))
         room = self.free_bytes(by_room[0]) if by_room else 0
         granted = min(room, wanted_bytes) // self.slab_bytes * self.slab_bytes
         if granted == 0:

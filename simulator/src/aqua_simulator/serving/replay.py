@@ -163,7 +163,8 @@ def calibrate(recording: Recording, time_of: IterationTime, *, first: float) -> 
 
 
 HIGHEST_OVERHEAD_S: Final = 0.02
-"""Far above any host overhead seen (2.6 ms on an H100 host)."""
+"""Seconds of host time per step, far above any seen (2.6 ms on an H100 host). Doubled, the search
+for it takes one step more for the same precision."""
 
 
 def _bisect(function: Callable[[float], float], target: float, *, high: float) -> float:

@@ -32,7 +32,8 @@ PROFILED_GPUS: Final = {
 """Names in profile files."""
 
 WORKSPACE_BYTES: Final = 2 * 10**9
-"""Activations and CUDA graphs beside weights and KV cache, per GPU; vLLM reports 1 to 3 GB."""
+"""Bytes of activations and CUDA graphs beside weights and KV cache, per GPU; vLLM reports 1 to 3
+GB. Doubled, the cache is 2 GB smaller on each GPU."""
 
 
 def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> IterationTime:

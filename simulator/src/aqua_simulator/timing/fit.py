@@ -27,7 +27,7 @@ from aqua_simulator.timing.interpolation import NEIGHBOURS, Curve, Surface
 from aqua_simulator.timing.profiles import CURVES, VARIABLES, Samples, work
 
 FORMAT: Final = 1
-"""Version of the file; raised when an older reader would misread it."""
+"""Fixed: version of the file; raised when an older reader would misread it."""
 
 
 @dataclass(frozen=True, eq=False)

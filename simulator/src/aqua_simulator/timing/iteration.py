@@ -220,14 +220,16 @@ def from_shapes(fit: Fit, gpu: str, model: DecoderModel, *, width: int = 1) -> I
 
 
 COMPUTE_SHARE: Final = 0.65
-"""Of the data sheet's peak that linear layers reach: 198 to 206 of 312 TFLOPS (Vidur, A100)."""
+"""Of the data sheet's peak that linear layers reach: 198 to 206 of 312 TFLOPS (Vidur, A100). It
+cannot be doubled: no kernel is faster than the sheet."""
 
 BANDWIDTH_SHARE: Final = 0.77
-"""Of the data sheet's bandwidth: the layers of Llama-3-8B take 9.1 ms for one token on an A100,
-7.0 ms by the sheet (Vidur)."""
+"""Of the data sheet's bandwidth: the layers of Llama-3-8B take 9.1 ms for one token on an A100, 7.0
+ms by the sheet (Vidur). It cannot be doubled."""
 
 ROOFLINE_EXPONENT: Final = 1.5
-"""Between the two exponents fitted to Vidur's A100 tables, 1.28 and 1.76."""
+"""How sharp the bend of the roofline is: between the two exponents fitted to Vidur's A100 tables,
+1.28 and 1.76. Doubled, steps at the bend come out a fifth faster."""
 
 
 def from_data_sheet(gpu: GpuModel, model: DecoderModel, *, width: int = 1) -> IterationTime:

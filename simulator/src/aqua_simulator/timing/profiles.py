@@ -19,7 +19,7 @@ import csv
 import gzip
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -133,141 +133,105 @@ def read_folder(folder: Path) -> list[Samples]:
     return found
 
 
-def _grouped(
-    path: Path,
-    kind: str,
-    key: Callable[[Row], str],
-    variables: Callable[[Row], tuple[float, ...]],
-    seconds: Callable[[Row], float],
-) -> list[Samples]:
-    groups: dict[str, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
-    for row in rows_of(path):
-        groups[key(row)].append((variables(row), seconds(row)))
-    return [
-        Samples(
-            name,
-            kind,
-            np.array([point for point, _ in rows], dtype=np.float64),
-            np.array([time for _, time in rows], dtype=np.float64),
-            path.name,
-        )
-        for name, rows in groups.items()
-    ]
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """How the rows of a kind of file become samples.
 
+    Attributes:
+        file: Pattern of the name.
+        kind: As in `Samples`.
+        key: As in `Samples`, made of parts of the name and of columns.
+        variables: Columns; those joined by `+` are added.
+        seconds: Column of the time, made like the key; microseconds if it ends so.
+    """
 
-def _linear(path: Path, match: re.Match[str]) -> list[Samples]:
-    prefix = f"{match['gpu']}/{match['model']}"
-    found: list[Samples] = []
-    rows = list(rows_of(path))
-    for operator in (name for name in rows[0] if name.endswith("_ms")):
-        by_width: dict[str, list[Row]] = defaultdict(list)
+    file: str
+    kind: str
+    key: str
+    variables: tuple[str, ...]
+    seconds: str
+
+    def samples(self, path: Path, match: re.Match[str], rows: Iterable[Row]) -> list[Samples]:
+        """The samples in the rows of one file, grouped by key."""
+        groups: dict[str, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
+        column = self.seconds.format_map(match.groupdict())
+        unit_s = US if column.endswith("_us") else MS
         for row in rows:
-            by_width[row["num_tensor_parallel_workers"]].append(row)
-        found += [
+            point = tuple(
+                sum(float(row[name]) for name in names.split("+")) for names in self.variables
+            )
+            key = self.key.format_map({**row, **match.groupdict()})
+            groups[key].append((point, float(row[column]) * unit_s))
+        return [
             Samples(
-                f"{prefix}/tp{width}/{operator.removesuffix('_ms')}",
-                "tokens",
-                np.array([[float(row["num_tokens"])] for row in part]),
-                np.array([float(row[operator]) * MS for row in part]),
+                key,
+                self.kind,
+                np.array([point for point, _ in found], dtype=np.float64),
+                np.array([time for _, time in found], dtype=np.float64),
                 path.name,
             )
-            for width, part in by_width.items()
+            for key, found in groups.items()
         ]
-    return found
 
 
-def _collective(path: Path, match: re.Match[str]) -> list[Samples]:
-    name = match["name"]
-    return _grouped(
-        path,
+def _operators(path: Path, match: re.Match[str]) -> list[Samples]:
+    """Vidur's linear operators of a layer: a column each."""
+    rows = list(rows_of(path))
+    key = "{gpu}/{model}/tp{num_tensor_parallel_workers}/"
+    tables = [
+        _Table("", "tokens", key + column.removesuffix("_ms"), ("num_tokens",), column)
+        for column in rows[0]
+        if column.endswith("_ms")
+    ]
+    return [group for table in tables for group in table.samples(path, match, rows)]
+
+
+_ATTENTION: Final = ("batch_size", "isl+step", "num_heads", "num_key_value_heads")
+"""`step` tokens are in the cache when the kernel runs on `isl` new ones."""
+
+_AIC: Final = r"aic_(?P<gpu>[a-z0-9]+)_sxm_"
+_LSS: Final = r"lss_(?P<gpu>[A-Za-z0-9-]+)_(?P<model>.+)_"
+_LAYER: Final = "{gpu}/{model}/tp1/{layer}"
+_MIXED: Final = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+
+_TABLES: Final = (
+    _Table(
+        r"vidur_net_(?P<node>.+)_(?P<name>all_reduce|send_recv)",
         "bytes",
-        lambda row: (
-            f"{match['node']}/{name}/{row['num_workers']}x"
-            f"{row['devices_per_node']}of{row['max_devices_per_node']}"
-        ),
-        lambda row: (float(row["size"]),),
-        lambda row: float(row[f"time_stats.{name}.median"]) * MS,
-    )
-
-
-def _custom_all_reduce(path: Path, match: re.Match[str]) -> list[Samples]:
-    return _grouped(
-        path,
+        "{node}/{name}/{num_workers}x{devices_per_node}of{max_devices_per_node}",
+        ("size",),
+        "time_stats.{name}.median",
+    ),
+    _Table(rf"{_AIC}gemm_perf", "gemm", "{gpu}/gemm", ("m", "n", "k"), "latency_ms"),
+    *(
+        _Table(rf"{_AIC}{phase}_attention_perf", kind, f"{{gpu}}/{kind}", _ATTENTION, "latency_ms")
+        for phase, kind in (("context", "prefill_attention"), ("generation", "decode_attention"))
+    ),
+    _Table(
+        rf"{_AIC}custom_allreduce_perf",
         "bytes",
-        lambda row: f"{match['gpu']}/{row['backend']}_all_reduce/{row['num_gpus']}",
-        lambda row: (float(row["message_size"]),),
-        lambda row: float(row["latency_ms"]) * MS,
-    )
-
-
-def _gemm(path: Path, match: re.Match[str]) -> list[Samples]:
-    return _grouped(
-        path,
-        "gemm",
-        lambda _row: f"{match['gpu']}/gemm",
-        lambda row: (float(row["m"]), float(row["n"]), float(row["k"])),
-        lambda row: float(row["latency_ms"]) * MS,
-    )
-
-
-def _attention(path: Path, match: re.Match[str]) -> list[Samples]:
-    kind = "prefill_attention" if match["phase"] == "context" else "decode_attention"
-
-    def variables(row: Row) -> tuple[float, ...]:
-        heads, kv_heads = float(row["num_heads"]), float(row["num_key_value_heads"])
-        # `step` tokens are in the cache when the kernel runs on `isl` new ones.
-        return float(row["batch_size"]), float(row["isl"]) + float(row["step"]), heads, kv_heads
-
-    return _grouped(
-        path,
-        kind,
-        lambda _row: f"{match['gpu']}/{kind}",
-        variables,
-        lambda row: float(row["latency_ms"]) * MS,
-    )
-
-
-def _dense(path: Path, match: re.Match[str]) -> list[Samples]:
-    return _grouped(
-        path,
-        "tokens",
-        lambda row: f"{match['gpu']}/{match['model']}/tp1/{row['layer']}",
-        lambda row: (float(row["tokens"]),),
-        lambda row: float(row["time_us"]) * US,
-    )
-
-
-def _per_sequence(path: Path, match: re.Match[str]) -> list[Samples]:
-    return _grouped(
-        path,
-        "sequences",
-        lambda row: f"{match['gpu']}/{match['model']}/tp1/{row['layer']}",
-        lambda row: (float(row["sequences"]),),
-        lambda row: float(row["time_us"]) * US,
-    )
-
-
-def _mixed(path: Path, match: re.Match[str]) -> list[Samples]:
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    return _grouped(
-        path,
+        "{gpu}/{backend}_all_reduce/{num_gpus}",
+        ("message_size",),
+        "latency_ms",
+    ),
+    _Table(rf"{_LSS}dense", "tokens", _LAYER, ("tokens",), "time_us"),
+    _Table(rf"{_LSS}per_sequence", "sequences", _LAYER, ("sequences",), "time_us"),
+    _Table(
+        rf"{_LSS}attention",
         "mixed_attention",
-        lambda _row: f"{match['gpu']}/{match['model']}/tp1/mixed_attention",
-        lambda row: tuple(float(row[name]) for name in names),
-        lambda row: float(row["time_us"]) * US,
-    )
+        "{gpu}/{model}/tp1/mixed_attention",
+        _MIXED,
+        "time_us",
+    ),
+)
 
-
-_READERS: Final = tuple(
-    (re.compile(pattern), reader)
-    for pattern, reader in (
-        (r"vidur_net_(?P<node>.+)_(?P<name>all_reduce|send_recv)", _collective),
-        (r"vidur_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_mlp", _linear),
-        (r"aic_(?P<gpu>[a-z0-9]+)_sxm_gemm_perf", _gemm),
-        (r"aic_(?P<gpu>[a-z0-9]+)_sxm_(?P<phase>context|generation)_attention_perf", _attention),
-        (r"aic_(?P<gpu>[a-z0-9]+)_sxm_custom_allreduce_perf", _custom_all_reduce),
-        (r"lss_(?P<gpu>[A-Za-z0-9-]+)_(?P<model>.+)_dense", _dense),
-        (r"lss_(?P<gpu>[A-Za-z0-9-]+)_(?P<model>.+)_per_sequence", _per_sequence),
-        (r"lss_(?P<gpu>[A-Za-z0-9-]+)_(?P<model>.+)_attention", _mixed),
-    )
+_READERS: Final[tuple[tuple[re.Pattern[str], Callable[..., list[Samples]]], ...]] = (
+    (re.compile(r"vidur_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_mlp"), _operators),
+    *(
+        (
+            re.compile(table.file),
+            lambda path, match, table=table: table.samples(path, match, rows_of(path)),
+        )
+        for table in _TABLES
+    ),
 )

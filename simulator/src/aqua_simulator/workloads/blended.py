@@ -28,7 +28,8 @@ from aqua_simulator.offline.workload import OfflineWorkload
 from aqua_simulator.workloads.sources import MMLU, OPENVID, Source
 
 _PROBE_REQUESTS = 20_000
-"""Requests drawn to learn a source's means; the counts move by less than one in a hundred."""
+"""Requests drawn to learn a source's means; the counts move by less than one in a hundred. Doubled,
+they move by less and a blend is drawn later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def _whole(values: Float64[np.ndarray, " ..."]) -> Int64[np.ndarray, " ..."]:
 _LEVELS: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
 
 MAX_CONTEXT_TOKENS: Final = 131_072
-"""Of Llama-3.1-8B: no video of the surrogate is longer."""
+"""Fixed by Llama-3.1-8B: no video of the surrogate is longer."""
 
 SHAREGPT: Final = Source(
     name="ShareGPT",

@@ -24,7 +24,7 @@ from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.profiles import rows_of
 
 MOONCAKE_CHUNK_TOKENS: Final = 512
-"""Tokens behind one of Mooncake's hash ids."""
+"""Fixed by the format: tokens behind one of Mooncake's hash ids."""
 
 
 def read_trace(

@@ -2,7 +2,7 @@
 
 An engine answers *rows*: one prompt, one answer. A line of the batch file may want more of them
 (`n`, or several prompts), which then run like any others, on whatever engine has room.
-`CompletionCollector` holds the rows of a line until all are there.
+`OutputCollector` holds the rows of a line until all are there.
 
 Source: OpenAI Batch API, "Retrieving the results"; the objects `chat.completion` and
 `text_completion` of its API reference.
@@ -18,7 +18,7 @@ from aqua_batch.records import Entry, RejectionCode
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RowOutput:
     """What an engine made of a row.
 
     Attributes:
@@ -37,17 +37,17 @@ class Completion:
     error: str | None = None
 
 
-class CompletionCollector:
+class OutputCollector:
     """Gathers the completions of a line of the file until none is missing."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[int, Completion]] = {}
+        self._held: dict[str, dict[int, RowOutput]] = {}
 
     def held(self, entry: Entry, part: int) -> bool:
         """Whether this part of an incomplete line is answered."""
         return part in self._held.get(entry.custom_id, ())
 
-    def add(self, entry: Entry, part: int, answer: Completion) -> list[Completion] | None:
+    def add(self, entry: Entry, part: int, answer: RowOutput) -> list[RowOutput] | None:
         """Keep an answer; returns all of the line's, by part, once none is missing."""
         parts = self._held.setdefault(entry.custom_id, {})
         parts[part] = answer
@@ -58,7 +58,7 @@ class CompletionCollector:
 
 
 def result_line(
-    entry: Entry, answers: list[Completion], prompt_tokens: list[int], *, model: str, created_s: int
+    entry: Entry, answers: list[RowOutput], prompt_tokens: list[int], *, model: str, created_s: int
 ) -> dict[str, Any]:
     """A line of the output file.
 
@@ -109,7 +109,7 @@ def result_line(
     return record
 
 
-def _choice(index: int, answer: Completion, *, chat: bool) -> dict[str, Any]:
+def _choice(index: int, answer: RowOutput, *, chat: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "finish_reason": answer.finish_reason,
