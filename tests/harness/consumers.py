@@ -44,7 +44,7 @@ def consuming(host_slabs: int = 64, slab_bytes: int = SLAB, **options: Any) -> I
     }
     with Aqua("consumer", **settings) as aqua:
         yield aqua
-        aqua._store.audit()
+        aqua.audit()
 
 
 class LateCopier(HostCopier):

@@ -50,7 +50,7 @@ def _hold(url: str, nbytes: int, slab_bytes: int) -> None:
     import torch
 
     import aqualib
-    from harness.consumers import await_store
+    from harness.producers import until
 
     count = nbytes // slab_bytes
     rows = torch.randint(0, 256, (count, slab_bytes), dtype=torch.uint8)
@@ -61,8 +61,7 @@ def _hold(url: str, nbytes: int, slab_bytes: int) -> None:
         wanted_bytes=nbytes,
         host_bytes=2 * nbytes,
     ) as aqua:
-        await_store(
-            aqua._store,
+        until(
             lambda: sum(a.mapped_bytes for a in aqua.attachments) >= nbytes,
             "peer memory is leased",
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from aqua_client import CoordinatorClient
-from aqua_protocol import SlabState, TransportKind
+from aqua_protocol import TransportKind
 from aqualib.consumer import Aqua
 from aqualib.leasing import demand
 from aqualib.producer.producer import Producer
@@ -66,15 +66,13 @@ class ProducerMember:
     def state(self) -> dict[str, int]:
         """Slabs by what the producer says of them, after an audit of its pool."""
         producer = self._producer
-        with producer._lock:
-            pool = producer._lending.pool
-            pool.audit()
-            return {
-                "offered": pool.offered_count,
-                "free": pool.count(SlabState.FREE),
-                "held": sum(len(pool.held_by(lease)) for lease in pool.leases()),
-                "quarantined": pool.count(SlabState.QUARANTINED),
-            }
+        producer.audit()
+        return {
+            "offered": producer.offered_bytes // SLAB,
+            "free": producer.free_bytes // SLAB,
+            "held": (producer.leased_bytes + producer.quarantined_bytes) // SLAB,
+            "quarantined": producer.quarantined_bytes // SLAB,
+        }
 
     def close(self) -> None:
         """Leave."""
@@ -133,7 +131,7 @@ class ConsumerMember:
 
     def close(self) -> None:
         """Leave."""
-        self._aqua._store.audit()
+        self._aqua.audit()
         self._aqua.close()
 
 

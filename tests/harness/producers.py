@@ -50,8 +50,7 @@ def lending(mint: Mint, slab_count: int, **options: Any) -> Iterator[Producer]: 
             producer.offer(slab_count * SLAB)
             producer.acknowledge(mint.ack())
             yield producer
-            with producer._lock:
-                producer._lending.pool.audit()
+            producer.audit()
         finally:
             producer.close(deadline_s=0.001)
 

@@ -245,11 +245,10 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     if worker is None:
         return None
     if scenario.await_leased_bytes:
-        from harness.consumers import await_store
+        from harness.producers import until
 
         aqua = worker.aqua
-        await_store(
-            aqua._store,
+        until(
             lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
             "peer memory is leased",
         )

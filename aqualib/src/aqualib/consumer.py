@@ -219,6 +219,14 @@ class Aqua:
             return None
         return self._happenings()
 
+    def audit(self) -> None:
+        """Recount the store and compare with its sums, at one instant; for tests.
+
+        Raises:
+            AssertionError: They disagree, which is a fault of the store.
+        """
+        self._store.audit()
+
     def stats(self) -> Stats:
         """Everything that is counted, as of now."""
         self._transfers.sweep()

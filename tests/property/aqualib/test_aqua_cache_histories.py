@@ -112,5 +112,5 @@ def test_any_history_leaves_the_same_keys_and_values(
             assert cache.get_seq_length() == reference.get_seq_length()
             if cache.offload_plan is not None:
                 assert cache.statistics.peak_resident_bytes <= cache.offload_plan.resident_bytes
-    aqua._store.audit()
+    aqua.audit()
     assert aqua.stats().used_bytes == 0, "no block is left behind"

@@ -226,7 +226,7 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self) -> None:
         if hasattr(self, "aqua"):
-            self.aqua._store.audit()
+            self.aqua.audit()
             assert self.store.used_count == len(self.blocks)
 
 

@@ -318,6 +318,15 @@ class Producer:
 
     # --- The coordinator ------------------------------------------------------------------
 
+    def audit(self) -> None:
+        """Recount the pool and compare with its sums, at one instant; for tests.
+
+        Raises:
+            AssertionError: They disagree, which is a fault of the pool.
+        """
+        with self._lock:
+            self._lending.pool.audit()
+
     def acknowledge(self, ack: ProducerAck) -> None:
         """Act on the coordinator's answer: trust its key, end leases, carry out orders.
 
