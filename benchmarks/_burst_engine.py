@@ -53,7 +53,7 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> None:
 
 def lend(url: str, nbytes: int) -> None:
     """Offer memory until standard input ends."""
-    from aqualib.producer.opening import open_producer
+    from aqualib.connection import open_producer
 
     with open_producer(
         f"burst-lender-{os.getpid()}", coordinator_url=url, device="cpu", slab_bytes=SLAB_BYTES

@@ -46,13 +46,20 @@ if TYPE_CHECKING:
     )
     from aqua_protocol.members import LoadReport
     from aqualib.blocks import BlockStore, PagedOut
-    from aqualib.connection import block_store, connect, default, empty, offload, step
+    from aqualib.connection import (
+        block_store,
+        connect,
+        default,
+        empty,
+        offload,
+        open_producer,
+        step,
+    )
     from aqualib.consumer import Aqua, Happenings
     from aqualib.memory.transfers import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
     from aqualib.producer.informer import Informer, LoadSource, Profile
-    from aqualib.producer.opening import open_producer
     from aqualib.producer.producer import Producer
     from aqualib.tensor import AquaTensor, Location
 
@@ -105,13 +112,20 @@ _HOMES: Final = {
     "aqua_protocol.members": ("LoadReport",),
     "aqualib.blocks": ("BlockStore", "PagedOut"),
     "aqualib.consumer": ("Aqua", "Happenings"),
-    "aqualib.connection": ("block_store", "connect", "default", "empty", "offload", "step"),
+    "aqualib.connection": (
+        "block_store",
+        "connect",
+        "default",
+        "empty",
+        "offload",
+        "open_producer",
+        "step",
+    ),
     "aqualib.memory.transfers": ("Transfer",),
     "aqualib.metrics": ("Stats",),
     "aqualib.producer.escalation": ("Escalation",),
     "aqualib.producer.informer": ("Informer", "LoadSource", "Profile"),
     "aqualib.producer.producer": ("Producer",),
-    "aqualib.producer.opening": ("open_producer",),
     "aqualib.tensor": ("AquaTensor", "Location"),
     "aqualib.version": ("__version__",),
 }

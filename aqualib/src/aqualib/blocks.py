@@ -28,7 +28,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
@@ -62,7 +61,8 @@ if TYPE_CHECKING:
     from aqualib.memory.transfers import Transfer, Transfers
 
 MAX_NAMED_SLOTS: Final = 256
-"""Slots that an error names; the rest are only counted."""
+"""Slots that an error names; the rest are only counted. A few kilobytes of text; doubled, an error
+of a large batch is twice as long."""
 
 
 class PagedOut(NamedTuple):
@@ -125,12 +125,7 @@ class BlockStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -25,7 +25,8 @@ from aqua_protocol import MIB
 
 WORD_BYTES: Final = 8
 CHUNK_WORDS: Final = 8 * MIB // WORD_BYTES
-"""Bounds temporary memory on a GPU to three times 8 MiB."""
+"""Words summed at a time, so that temporary memory on a GPU is three times 8 MiB. Doubled, twice
+that, for fewer launches."""
 
 _MASK: Final = (1 << 64) - 1
 _FORMULA_BIT: Final = 1

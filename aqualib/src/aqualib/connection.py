@@ -1,10 +1,14 @@
-"""Connecting, and the process's own instance.
+"""Connecting as a consumer or a producer by settings, and the process's own consumer.
 
-Like a database driver: `connect` gives an independent `Aqua`, and whoever holds one passes it on.
-Most programs need one, so the first that is connected is also the *default*, which `aqualib.empty`,
+Like a database driver: `connect` gives an independent `Aqua`, to be passed to what needs it. Most
+programs need one, so the first that is connected is also the *default*, which `aqualib.empty`,
 `aqualib.offload`, `aqualib.block_store` and `aqualib.step` use. It stays the default until it is
 closed; then the next `connect` gives another. `Aqua(...)` itself never becomes the default, and
 nothing connects by itself: a program that forgot to is told so.
+
+`open_producer` is the other side: what it opens it closes, so that the memory is taken back, the
+books are told and the connection ends. A program that exports metrics hands its registry over
+(`registry=prometheus_client.REGISTRY`).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import ConfigError, TransportKind
@@ -23,11 +27,14 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from aqualib.blocks import BlockStore
+    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.producer import Producer
     from aqualib.tensor import AquaTensor
 
 HOST_SHARE: Final = 0.25
-"""Part of the machine's memory that spilled data may take unless `host_bytes` says otherwise. It is
-a bound: memory is taken slab by slab as it is needed."""
+"""Part of the machine's memory that spilled data may take unless `host_bytes` says otherwise: a
+machine has other processes. It is a bound, and memory is taken slab by slab. Doubled, two consumers
+could fill a machine."""
 
 _lock = threading.Lock()
 _default: Aqua | None = None
@@ -105,6 +112,75 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         undo.pop_all()
     _offer_as_default(aqua)
     return aqua
+
+
+@contextlib.contextmanager
+def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
+    producer_id: str | None = None,
+    *,
+    coordinator_url: str | None = None,
+    token: str | None = None,
+    transport: TransportKind | str | None = None,
+    device: str | None = None,
+    memory: DeviceMemory | None = None,
+    slab_bytes: int | str | None = None,
+    model: str | None = None,
+    registry: CollectorRegistry | None = None,
+) -> Iterator[Producer]:
+    """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
+
+    Args:
+        producer_id: Name in the books; by default made of the node and the process.
+        coordinator_url: `http://host:port`.
+        token: Bearer token with the role producer.
+        transport: How slabs are shared; by default the best that works on `device`.
+        device: Whose memory is lent (`cuda:1`, `cpu`).
+        memory: What the slabs are taken from, where the engine shares the account; by default
+            the GPU, or on a CPU a budget of `AQUA_EMULATED_HBM_BYTES`, if that is set.
+        slab_bytes: Unit of offers and reclaims; must be that of the consumers.
+        model: What runs here, for people.
+        registry: Where its metrics are while it is open; None leaves them out.
+
+    Raises:
+        ConfigError: A value is wrong, and which, and what to write instead; or the registry has
+            another producer's metrics.
+        TransportUnavailableError: The transport asked for cannot work here.
+        TransportError: The socket cannot be listened on.
+    """
+    from aqualib.identity import find_identity, require_name
+    from aqualib.producer.device import device_memory
+    from aqualib.producer.metrics import ProducerMetrics
+    from aqualib.producer.producer import Producer
+    from aqualib.settings import load_settings, socket_directory
+    from aqualib.transports import select
+
+    settings = load_settings(
+        coordinator_url=coordinator_url, token=token, transport=transport, slab_bytes=slab_bytes
+    )
+    chosen = select(settings.transport, device)
+    identity = find_identity(settings, chosen.device, model)
+    name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
+    with (
+        settings.coordinator_client() as link,
+        Producer(
+            name,
+            transport=chosen,
+            link=link,
+            endpoint=socket_directory(settings.socket_dir) / f"{name}.sock",
+            identity=identity,
+            slab_bytes=settings.slab_bytes,
+            policy=settings.escalation,
+            deadline_s=settings.reclaim_deadline_s,
+            grace_s=settings.reclaim_grace_s,
+            device=memory or device_memory(chosen.device, settings.emulated_hbm_bytes),
+            allowed_uids=settings.allowed_uids,
+            heartbeat_s=settings.heartbeat_s,
+        ) as producer,
+        contextlib.ExitStack() as exported,
+    ):
+        if registry is not None:
+            exported.callback(ProducerMetrics(producer, registry).close)
+        yield producer
 
 
 def default() -> Aqua:

@@ -20,7 +20,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Transport
 
 DRAIN_TIMEOUT_S: Final = 2.0
-"""How long `close` waits for frames that are pinned or moving."""
+"""Seconds that `close` waits for frames that are pinned or moving; a drain takes milliseconds.
+Doubled, a program with a forgotten view ends two seconds later."""
 
 FORKED: Final = "this Aqua belongs to the parent process"
 CLOSED: Final = "this Aqua is closed"
@@ -146,12 +146,7 @@ class Aqua:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from aqualib.reporter import Identity
 
 DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))
-"""10 us, a small page over NVLink, to 2.6 s, tens of gigabytes from host memory."""
+"""Seconds: from 10 us, a small page over NVLink, to 2.6 s, tens of gigabytes from host memory.
+Twice as many buckets would double the time series."""
 
 
 MAX_UNCOUNTED: Final = 1024
@@ -86,7 +87,7 @@ class Stats:
         used_bytes: In the store now.
         spilled_bytes: Part of it in host memory.
         spilled_bytes_peak: The most that ever was.
-        lost_bytes: Part of it that nobody can read any more.
+        lost_bytes: Part of it that cannot be read any more.
         leased_bytes: Slabs of peers that are mapped, used or not.
         promoted_bytes: Moved from host memory to peers so far.
         drained_bytes: Moved away from peers so far, because slabs were asked back or lost.

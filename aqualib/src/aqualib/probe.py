@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Copier, MappedSlab, Transport
 
 PROBE_BYTES: Final = 8 * MIB
-"""Larger than the caches close to a core; a sixteenth of a millisecond on NVLink."""
+"""Bytes of one copy: more than the caches close to a core; a sixteenth of a millisecond on NVLink.
+Doubled, attaching takes a millisecond longer."""
 
 MIN_ROUND_S: Final = 0.5e-3
-"""A round lasts this long, so that launching and fencing (20 us on a GPU) hardly count."""
+"""Seconds that a round lasts at least, so that launching and fencing (20 us on a GPU) hardly count.
+Doubled, they count half as much and the probe takes twice as long."""
 
 ROUNDS: Final = 3
-"""The best one counts: whatever disturbs a copy only makes it slower."""
+"""Rounds, of which the best counts: a disturbance only makes a copy slower. Doubled, the probe
+takes twice as long."""
 
 MAX_COPIES_PER_ROUND: Final = 64
-"""Ends the search for a long enough round on a link without a cost."""
+"""Copies in a round at most; ends the search on a link without a cost. Doubled, links of more than
+1 TB/s are measured a little better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,13 @@ def measure(
     """Measure the link to `mapped` from this side's device; takes a few milliseconds.
 
     Args:
-        mapped: A slab that nobody writes to meanwhile; its contents are preserved.
+        mapped: A slab that is not written to meanwhile; its contents are preserved.
         host: Landing memory to copy to and from where this side's device is the CPU; its first
             bytes are overwritten. Without it, and on GPUs, a buffer is allocated for the time.
-        copier: The lane to use, or None for a new one.
+        copier: The copier to use, or None for a new one.
         clock: Seconds, monotonic.
     """
-    lane = transport.copier() if copier is None else copier
+    chosen = transport.copier() if copier is None else copier
     size = min(mapped.nbytes, PROBE_BYTES)
     if host is not None and transport.device.type == "cpu":
         size = min(size, host.nbytes)
@@ -81,8 +85,8 @@ def measure(
     else:
         local = torch.zeros(size, dtype=torch.uint8, device=transport.device)
     remote = mapped.tensor[:size]
-    read = _rate(lane, local, remote, clock)
-    write = _rate(lane, remote, local, clock)
+    read = _rate(chosen, local, remote, clock)
+    write = _rate(chosen, remote, local, clock)
     return LinkMeasurement(transport.kind, write_bytes_per_s=write, read_bytes_per_s=read)
 
 

@@ -34,13 +34,18 @@ ReportT = TypeVar("ReportT")
 AckT = TypeVar("AckT", bound=MemberAck)
 
 MIN_INTERVAL_S: Final = 0.05
-"""Between reports, at least: a reclaim of a thousand slabs makes dozens of reports, not a thousand.
-The first change after a pause is reported at once."""
+"""Seconds between reports at least: a reclaim of a thousand slabs makes dozens of reports, not a
+thousand. The first change after a pause is reported at once. Doubled, half the reports of a
+reclaim."""
 
 FIRST_PAUSE_S: Final = 0.1
+"""Seconds of the first pause while no coordinator answers. Doubled, one that restarts is found 0.1
+s later."""
+
 MAX_PAUSE_S: Final = 5.0
-"""Bounds of the pauses while no coordinator answers. No pause exceeds the heartbeat: a coordinator
-is sized for that many reports, and after its return the books must be right soon."""
+"""Seconds of the longest pause; none exceeds the heartbeat, for a coordinator is sized for that
+many reports, and after its return the books must be right soon. Doubled, it matters only to
+heartbeats above 5 s."""
 
 
 @dataclass(frozen=True, slots=True)

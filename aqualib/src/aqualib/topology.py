@@ -40,6 +40,9 @@ _log: Final = logging.getLogger("aqualib")
 
 TOPOLOGY_FILE_VARIABLE: Final = "AQUA_TOPOLOGY_FILE"
 MAX_GPUS: Final = 256
+"""GPUs of one host at most: three times a 72-GPU rack seen as one. Doubled, a topology file may be
+four times as long."""
+
 P2P_READ: Final = 0
 """NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py 13.615 defines it as the tuple `(0,)`."""
 

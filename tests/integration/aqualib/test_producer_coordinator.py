@@ -17,7 +17,7 @@ from aqua_protocol import (
 from aqua_protocol.leases import LeaseGrant, LeaseRequest
 from aqua_protocol.members import ConsumerReport
 from aqualib import reporter as reporter_module
-from aqualib.producer.opening import open_producer
+from aqualib.connection import open_producer
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select

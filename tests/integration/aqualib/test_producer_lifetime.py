@@ -23,7 +23,7 @@ from aqua_protocol import (
 from aqualib.producer import slab_memory
 from aqualib.producer.device import EmulatedMemory, device_memory
 from aqualib.producer.producer import Producer
-from aqualib.producer.vault import Vault
+from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.producers import IDENTITY, SLAB, lending, socket_dir, until
@@ -104,10 +104,10 @@ def test_an_offer_beyond_the_device_keeps_what_could_be_made() -> None:
 def test_a_transport_that_fails_takes_nothing_from_the_device() -> None:
     device = EmulatedMemory(3 * SLAB)
     # No transport maps a slab that is no multiple of the page size.
-    vault = Vault(select(TransportKind.MEMFD), SLAB + 1, device)
+    memory = SlabMemory(select(TransportKind.MEMFD), SLAB + 1, device)
     with pytest.raises(TransportError, match="cannot be mapped"):
-        vault.create()
-    assert (device.used_bytes, vault.physical_count) == (0, 0)
+        memory.create()
+    assert (device.used_bytes, memory.physical_count) == (0, 0)
 
 
 def test_a_replacement_waits_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:

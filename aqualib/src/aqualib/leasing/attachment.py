@@ -4,13 +4,13 @@
                    |
                    +--channel or producer gone-->  LOST: slabs drain from the surviving mappings
 
-Owns the channel, the pidfd and the record of which slabs are out; moves no bytes. Whoever unmaps a
-slab hands it to `take_back`, and this module tells the producer.
+Owns the channel, the pidfd and the record of which slabs are out; moves no bytes. A slab that
+has been unmapped is handed to `take_back`, and this module tells the producer.
 
-Messages arrive on the event thread, slabs come back on the mover's. The record has one lock and the
-channel another, since a send may wait for a producer that does not read, and the event thread must
-not wait with it. Descriptors are closed under the channel's lock only, so that none is closed, and
-its number reused, during a send.
+Messages arrive on the event thread, slabs come back on the migrator's. The record has one lock and
+the channel another, since a send may wait for a producer that does not read, and the event thread
+must not wait with it. Descriptors are closed under the channel's lock only, so that none is closed,
+and its number reused, during a send.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aqualib")
 
 MAX_RECLAIMS_KEPT: Final = 64
-"""Reclaims remembered per attachment, for statistics; the oldest are forgotten."""
+"""Reclaims remembered per attachment, for statistics; the oldest are forgotten. Doubled, `Stats`
+covers twice the history."""
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class Attachment:
 
     @property
     def kept_bytes(self) -> int:
-        """Size of those that nobody asks back."""
+        """Size of those that are not asked back."""
         return sum(slab.asked_at_s is None for slab in self.slabs) * self.slab_bytes
 
     @property
@@ -225,7 +226,7 @@ class Attachment:
         return self.slabs
 
     def abandon(self) -> None:
-        """In a forked child: close this process's copies. Whoever held a lock is not here."""
+        """In a forked child: close this process's copies; the holder of a lock is not here."""
         if self._is_connected:
             self._is_connected = False
             self.channel.close()

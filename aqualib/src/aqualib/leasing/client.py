@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aqualib")
 
 MAX_ENDED_RECLAIMS: Final = 256
-"""Reclaims remembered of attachments that have ended; the oldest are forgotten."""
+"""Reclaims remembered of attachments that have ended; the oldest are forgotten. Doubled, `Stats`
+covers twice the history."""
 
 CLOSE_TIMEOUT_S: Final = 5.0
+"""Seconds for each of the two threads to end: more than a call to the coordinator takes with its
+retries. Doubled, `close` may hang twice as long on one that is stuck."""
 
 
 class LeaseClient:
@@ -53,7 +56,7 @@ class LeaseClient:
         consumer_id: Name in the books.
         store: What the slabs are for.
         transport: How they are mapped.
-        link: To the coordinator; None asks nobody, and only `take_up` attaches.
+        link: To the coordinator; None asks for no lease, and only `take_up` attaches.
         identity: Where this runs.
         wished_bytes: Peer memory to hold even when nothing is in it.
         heartbeat_s: Longest silence towards the coordinator.
@@ -300,7 +303,7 @@ class LeaseClient:
             self._refusal_code = ""
 
     def _allocate(self, order: RequestLease) -> LeaseGrant:
-        assert self._link is not None, "nobody to ask"
+        assert self._link is not None, "there is no coordinator to ask"
         if self._unanswered is None:
             slab_bytes = self._store.slab_bytes
             request = LeaseRequest(
@@ -325,7 +328,7 @@ class LeaseClient:
         return grant
 
     def _release(self, grant: LeaseGrant) -> None:
-        assert self._link is not None, "nobody to tell"
+        assert self._link is not None, "there is no coordinator to tell"
         try:
             self._link.release_lease(grant.lease.lease_id, grant.lease.epoch)
         except AquaError as error:
@@ -340,7 +343,7 @@ class LeaseClient:
 
     def _leave(self) -> None:
         """Say that this consumer is gone, if the coordinator answers; one attempt."""
-        assert self._link is not None, "nobody to tell"
+        assert self._link is not None, "there is no coordinator to tell"
         holds_slabs = any(attachment.mapped_bytes for attachment in self.attachments)
         if self.coordinator_error is not None or holds_slabs:
             return

@@ -20,22 +20,33 @@ from dataclasses import dataclass
 from typing import Final
 
 CALM_S: Final = 1.0
-"""Least wait after a reclaim: one heartbeat, so that the books know of it."""
+"""Seconds of the least wait after a reclaim: one heartbeat, so that the coordinator knows of it.
+Doubled, peer memory stays empty a second longer after each burst."""
 
 MAX_CALM_S: Final = 60.0
+"""Seconds of the longest wait. A minute is long for a burst; doubled, memory that is free again is
+found up to a minute later."""
+
 
 SHORT_LEASE_S: Final = 10.0
-"""A lease that is reclaimed sooner did not pay for its promotion and its drain."""
+"""Seconds. A lease that is reclaimed sooner did not pay for its promotion and its drain. Doubled,
+producers with bursts every 10 to 20 s are asked more seldom."""
 
 FIRST_PAUSE_S: Final = 0.5
+"""Seconds of the first pause after a refusal that names none. Doubled, the second attempt comes
+half a second later."""
+
 MAX_PAUSE_S: Final = 30.0
-"""Bounds of the pauses after a refusal that names none."""
+"""Seconds of the longest such pause; bounds calls to a full cluster. Doubled, memory that comes
+free is found up to 30 s later."""
 
 SURPLUS_GRACE_S: Final = 5.0
-"""How long slabs may hold nothing before they go back."""
+"""Seconds that slabs may hold nothing before they go back: longer than a store breathes between
+requests. Doubled, unused slabs are kept from others twice as long."""
 
 MAX_ATTACHMENTS: Final = 64
-"""Leases held at once. Each is a connection; a consumer uses a handful."""
+"""Leases held at once. Each is a connection; a consumer uses a handful. Doubled, twice the
+descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class Need:
         used_count: Frames, wherever they are.
         wished_count: Slabs to hold even when nothing is in them.
         limit_count: Frames there can ever be.
-        kept_count: Leased slabs that nobody asks back.
+        kept_count: Leased slabs that are not asked back.
         available_count: What a lease could get now, as the coordinator said last.
         attachment_count: Leases in use.
     """

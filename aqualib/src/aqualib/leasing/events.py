@@ -1,7 +1,7 @@
 """The event thread: listens to every producer at once and never waits for anybody.
 
-It turns messages into entries of the store's books, which takes microseconds: a reclaim is marked
-here and served by the mover, however long an engine thread keeps a frame pinned. A channel that
+It turns messages into entries of the frame table, which takes microseconds: a reclaim is marked
+here and served by the migrator, however long an engine thread keeps a frame pinned. A channel that
 ends, for whatever reason, ends the attachment: what is still mapped is drained like a reclaim.
 
 Death is read from the pidfd as well as from the channel, because a child of a dead producer may

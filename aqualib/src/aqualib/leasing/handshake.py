@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Transport
 
 HANDSHAKE_TIMEOUT_S: Final = 30.0
-"""For all of it. The producer zeroes slabs that somebody else had, 64 a packet, before it hands
-them out, which can take a second a packet."""
+"""Seconds for all of it. The producer zeroes slabs of other consumers, 64 a packet, before it hands
+them out, which can take a second a packet. Doubled, a producer that hangs keeps the leasing thread
+for a minute."""
 
 
 def attach(
@@ -60,7 +61,7 @@ def attach(
 ) -> Attachment:
     """Connect to the producer, prove the lease and map its slabs.
 
-    Nobody listens to the result yet, and its slabs belong to no frame.
+    The result is not listened to yet, and its slabs belong to no frame.
 
     Args:
         grant: From the coordinator.

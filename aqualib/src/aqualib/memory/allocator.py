@@ -1,7 +1,7 @@
-"""The allocator: room for tensors of any size, in frames that come and go.
+"""The tensor allocator: room for tensors of any size, in frames that come and go.
 
 A tensor of up to one frame lies in one piece. A larger one takes whole frames and a piece of
-another; only whoever wants to see it in one piece has to copy (see `AquaTensor.pinned`). Pieces
+another; to see it in one piece is to copy it (see `AquaTensor.pinned`). Pieces
 start at multiples of `UNIT_BYTES`, so every dtype is aligned and GPUs copy at full width.
 
 Frames on peers are filled first, then other frames with room, then a new frame is made. A frame
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from aqualib.memory.frame_store import FrameStore
 
 UNIT_BYTES: Final = 256
-"""What cudaMalloc aligns to; the largest that any dtype or copy engine asks for."""
+"""Bytes to which cudaMalloc aligns; the most that any dtype or copy engine asks for. Doubled, small
+tensors waste twice as much."""
 
 
 @dataclass(frozen=True, slots=True)

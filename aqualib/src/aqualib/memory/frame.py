@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab
 
 PARTS_PER_FRAME: Final = 64
-"""Grain at which writes are remembered: 1 MiB of a 64 MiB frame. A bit mask of 64 is one machine
-word, and copying a megabyte too much costs 0.1 ms."""
+"""Parts of a frame in which writes are remembered: 1 MiB of a 64 MiB frame. A bit mask of 64 is one
+machine word, and copying a megabyte too much costs 0.1 ms. Doubled, half of that, for a mask of two
+words."""
 
 MERGE_GAP_BYTES: Final = 64 * 1024
-"""Runs with a smaller gap are copied as one. A copy call costs as much as some 50 KB of memcpy,
-and the bytes of a gap are either unused or the same on both sides."""
+"""Bytes. Ranges with a smaller gap are copied as one: a copy call costs as much as some 50 KB of
+memcpy, and the bytes of a gap are unused or the same on both sides. Doubled, up to 128 KiB are
+copied in vain to save a call."""
 
 
 class Lender(Protocol):
-    """Whoever lent a slab: an attachment, as far as frames need to know it."""
+    """The lender of a slab: an attachment, as far as frames need to know it."""
 
     @property
     def producer_id(self) -> str:
@@ -56,7 +58,7 @@ class PeerSlab:
         slab_id: The producer's number for it.
         generation: Which lending of it this is.
         memory: The mapping.
-        lender: Whom it goes back to.
+        lender: The one that it goes back to.
         asked_at_s: When it was asked back, by the store's clock; None while it may be kept.
         is_overdue: Whether a pin that delays its return was reported already.
         retry_at_s: Not to be unmapped before, after that was refused.
@@ -91,7 +93,7 @@ class Frame:
         written: Bit i set: part i differs from the host slab.
         retry_at_s: Not to be moved before, after a move was abandoned.
         patient_until_s: When the gate opens again, if it was closed over pins.
-        is_unwanted: Nobody refers to it any more; it is taken apart when it is at rest.
+        is_unwanted: No tensor or store refers to it any more; it is taken apart when it is at rest.
         failure: Why the frame is lost.
     """
 

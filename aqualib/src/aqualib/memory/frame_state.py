@@ -1,4 +1,4 @@
-"""Residency: where the bytes of one frame live, and when nobody may touch them.
+"""The states of a frame: where its bytes live, and when they may not be touched.
 
 A frame is a slab-sized piece of a consumer's store. Its bytes live in exactly one place, a slab of
 a peer or the frame's own slab of host memory, and the table below is the whole protocol of moving

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from aqualib.channel import PeerCredentials
 
 MAX_SPENT_TOKENS: Final = 1 << 16
-"""Tokens remembered at once. A lease's token lives for seconds, so this is thousands a second;
-past it attaching is refused, since forgetting one would let it be replayed."""
+"""Tokens remembered at once. A lease's token lives for seconds, so this is thousands a second; past
+it attaching is refused, since a forgotten one could be replayed. Doubled, twice the memory, some 10
+MB."""
 
 
 class Admission:

@@ -1,8 +1,8 @@
 """Handing slabs out: the slow part of an attach, on a thread of its own.
 
 Zeroing a slab that another consumer had takes milliseconds, and so does a peer that reads slowly;
-neither may delay the answers of other consumers. Meanwhile nobody reads what the new consumer
-sends: an answer for a slab could otherwise arrive before the slab has been sent, free it for
+neither may delay the answers of other consumers. Meanwhile what the new consumer sends is not
+read: an answer for a slab could otherwise arrive before the slab has been sent, free it for
 somebody else, and the handle would still go out. For the same reason whatever the kernel says
 about the peer (end of file, death) waits until the handout is over.
 """
@@ -151,7 +151,7 @@ class Handouts:
 
 
 class Scrubber:
-    """Zeroes slabs, on the lane of the calling thread."""
+    """Zeroes slabs, with a copier of the calling thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._copier: Copier = transport.copier()

@@ -41,11 +41,14 @@ if TYPE_CHECKING:
 
 
 MIN_DEADLINE_S: Final = 1e-3
+"""Seconds; lower bound of `aqua_protocol.channel.Deadline`."""
+
 MAX_DEADLINE_S: Final = 600.0
-"""Bounds of `aqua_protocol.channel.Deadline`."""
+"""Seconds; upper bound of `aqua_protocol.channel.Deadline`."""
 
 MAX_REMEMBERED_ORDERS: Final = 256
-"""An order is repeated only until a report names it, so a few would do."""
+"""Orders that are carried out only once. One is repeated until a report names it, so a few would
+do. Doubled, a few kilobytes more."""
 
 
 @dataclass(slots=True)
@@ -390,7 +393,7 @@ class LendingState:
         return next((r for r in self._reclaims.values() if r.missing_count), None)
 
     def _settle(self, slab: Slab) -> None:
-        """The slab is back: nobody waits for it any more."""
+        """The slab is back: no ask waits for it any more."""
         for ask in self._asks:
             ask.pending.discard(slab.slab_id)
         self._asks = [ask for ask in self._asks if ask.pending]

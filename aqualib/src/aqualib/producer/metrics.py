@@ -9,7 +9,7 @@
 
 Read from the producer when somebody looks; nothing is counted twice and nothing costs a step. The
 coordinator's `aqua_producer_*` say the same as its books have it, by producer; these carry no
-labels, because a process has one producer and whoever scrapes it knows which.
+labels, because a process has one producer and its scraper knows which.
 """
 
 from __future__ import annotations

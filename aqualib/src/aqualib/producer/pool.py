@@ -1,7 +1,7 @@
-"""The slab pool: which physical slab is free, which is lent to whom, and at which generation.
+"""The slab pool: which physical slab is free, which is lent, to which lease and generation.
 
-Owns the books of one producer's physical memory and nothing else: no locks, no threads, no clock,
-no sockets. Whoever uses it serialises the calls (see `aqualib.producer.producer`) and closes the
+Owns the record of one producer's physical memory and nothing else: no locks, no threads, no clock,
+no sockets. Its user serialises the calls (see `aqualib.producer.producer`) and closes the
 memory of the slabs that leave.
 
 What it promises, and `audit()` checks:

@@ -1,12 +1,12 @@
 """The producer: lends this process's spare memory, and takes it back at any moment.
 
-A facade over four parts: the lending state decides, the server talks to consumers, the custodian
-closes and makes memory, the reporter tells the coordinator. None of them waits for another, and no
+A facade over four parts: the lending state decides, the server talks to consumers, the slab memory
+frees and makes slabs, the reporter tells the coordinator. None of them waits for another, and no
 reclaim waits for the coordinator: without one, what is lent can be taken back as ever, and what is
 missing is only new leases.
 
 One lock guards the lending state and the peers. Under it nothing blocks: packets are sent without
-waiting, memory is handed to the custodian, reports are only asked for. Outside it: creating,
+waiting, memory is handed to the slab memory, reports are only asked for. Outside it: creating,
 zeroing and closing memory, HTTP, and every callback. `offer` has a second lock, taken before the
 first, so that two growing threads do not make the same slabs twice.
 """
@@ -45,13 +45,11 @@ from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MAX_DEADLINE_S, MIN_DEADLINE_S, LendingState
 from aqualib.producer.registration import Registration
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
-from aqualib.producer.slab_memory import Custodian, Estate
-from aqualib.producer.vault import Vault
+from aqualib.producer.slab_memory import SlabMemory, SlabOwner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
-    from types import TracebackType
 
     from aqua_client import CoordinatorClient
     from aqualib.producer.device import DeviceMemory
@@ -63,7 +61,12 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("aqualib")
 
 DEFAULT_DEADLINE_S: Final = 5.0
+"""Seconds that consumers get to give memory back: a hundred times what a drain of 1 GiB takes.
+Doubled, a hung one is noticed 5 s later."""
+
 DEFAULT_GRACE_S: Final = 5.0
+"""Seconds between a passed deadline and a kill, under `Escalation.KILL`: for a consumer that was
+stopped or swapped out. Doubled, its memory comes back 5 s later."""
 
 
 class Producer:
@@ -120,7 +123,7 @@ class Producer:
         self.grantable = False
         self._deadline_s = _require_deadline(deadline_s)
         self._transport = transport
-        self._vault = Vault(transport, slab_bytes, device)
+        self._memory = SlabMemory(transport, slab_bytes, device)
         self._identity = identity
         self._closed = False
         self._pid = os.getpid()
@@ -144,11 +147,9 @@ class Producer:
             self._lock,
             open_to_others=self._admission.allowed_uids != {os.getuid()},
         )
-        self._custodian = Custodian(
-            Estate(
-                create_memory=self._vault.create,
-                destroy_memory=self._vault.destroy,
-                parted=self._parted,
+        self._memory.start(
+            SlabOwner(
+                freed=self._freed,
                 owed_count=self._owed_count,
                 deliver=self._deliver,
                 write_off=self._write_off,
@@ -169,12 +170,7 @@ class Producer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- What the engine does -------------------------------------------------------------
@@ -197,7 +193,7 @@ class Producer:
             for _ in range(count):
                 if self._closed:
                     raise UnavailableError(f"producer {self.producer_id} is closed")
-                memory = self._vault.create()
+                memory = self._memory.create()
                 with self._lock:
                     self._lending.pool.add(memory)
                 self._registration.changed()
@@ -232,7 +228,7 @@ class Producer:
 
         In a forked child it does nothing: socket, slabs and place in the books are the parent's.
 
-        Nobody attaches from the first moment on, and nothing lost is replaced. What a consumer
+        No consumer attaches from the first moment on, and nothing lost is replaced. What a consumer
         still holds after the deadline stays readable there: closing our end takes nothing from a
         mapping.
         """
@@ -250,14 +246,14 @@ class Producer:
         self._registration.leave(holds_nothing=self.offered_bytes == 0)
         self._handouts.stop()
         self._server.close()
-        self._custodian.close()
+        self._memory.close()
         with self._lock:
             holders = self._lending.pool.leases()
             remaining = self._lending.pool.drain()
         if remaining:
             logger.warning("closing with %d slabs still held by %s", len(remaining), holders)
         for slab in remaining:
-            self._vault.destroy(slab.memory)
+            self._memory.destroy(slab.memory)
 
     # --- What can be seen -----------------------------------------------------------------
 
@@ -269,7 +265,7 @@ class Producer:
 
     @property
     def free_bytes(self) -> int:
-        """Offered and lent to nobody."""
+        """Offered and not lent."""
         return self._bytes_in(SlabState.FREE)
 
     @property
@@ -289,7 +285,7 @@ class Producer:
         More than `offered_bytes` while withdrawn slabs are being closed or lost ones replaced.
         """
         with self._lock:
-            return (self._vault.physical_count + self._lending.owed_count) * self.slab_bytes
+            return (self._memory.physical_count + self._lending.owed_count) * self.slab_bytes
 
     @property
     def open_reclaim_bytes(self) -> int:
@@ -299,7 +295,7 @@ class Producer:
 
     @property
     def ended_reclaims(self) -> ReclaimTotals:
-        """Reclaims that are complete, whoever asked for them."""
+        """Reclaims that are complete, asked for by the engine or an operator."""
         return self._lending.ended_reclaims
 
     @property
@@ -330,7 +326,7 @@ class Producer:
     def acknowledge(self, ack: ProducerAck) -> None:
         """Act on the coordinator's answer: trust its key, end leases, carry out orders.
 
-        The reporter calls this. Whoever mints tokens without a coordinator may call it, too.
+        The reporter calls this. A program that signs tokens without a coordinator may call it, too.
 
         Raises:
             UnavailableError: The answer's key is not base64.
@@ -391,7 +387,7 @@ class Producer:
     def _carry_out(self, effects: Effects) -> None:
         """Act on a decision; under the lock, and nothing here blocks."""
         for slab in effects.retired:
-            self._custodian.submit(slab)
+            self._memory.retire(slab)
         for notice in effects.notices:
             self._send_notice(notice)
         for lease_id in effects.kills:
@@ -469,9 +465,9 @@ class Producer:
             self._carry_out(self._lending.tick(now_s))
         return self._lending.due_at_s()
 
-    # --- Inside: what the custodian asks, without the lock --------------------------------
+    # --- Inside: what the slab memory asks, without the lock --------------------------------
 
-    def _parted(self, slab: RetiredSlab) -> None:
+    def _freed(self, slab: RetiredSlab) -> None:
         if slab.reclaim is None:
             return
         with self._lock:

@@ -1,11 +1,11 @@
-"""Reclaims: the tickets for memory that the producer wants back, and whom it asks.
+"""Reclaims: the tickets for memory that the producer wants back, and which leases it asks.
 
 A reclaim counts slabs, it does not name them. Free slabs serve it at once; for the rest, holders
 are asked, and whatever slab comes back first, asked or not, serves the oldest open reclaim. So a
 consumer that gives up memory by itself shortens somebody's wait, and no reclaim is stuck behind
 one particular holder while other memory lies free.
 
-Whom to ask: the *newest* lease first, and all of it before the next one. A rising load reclaims
+Which to ask: the *newest* lease first, and all of it before the next one. A rising load reclaims
 again and again; taking from the same end each time touches the fewest leases, and the consumers
 that have built up the most in peer memory are the last to be disturbed.
 

@@ -65,16 +65,27 @@ logger: Final = logging.getLogger("aqualib")
 
 MAX_PEERS: Final = 256
 """Connections at once, half-open and leaving ones included. A producer serves one consumer in the
-paper and a handful here; each costs two descriptors."""
+paper and a handful here; each costs two descriptors. Doubled, twice the descriptors."""
 
 MAX_WAITING_PACKETS: Final = 1024
-"""Packets kept for a peer whose queue is full: a terabyte of slabs asked back in one go."""
+"""Packets kept for a peer whose queue is full: a terabyte of slabs asked back in one go. Doubled, a
+peer that does not read costs twice the memory."""
 
 HELLO_TIMEOUT_S: Final = 5.0
+"""Seconds that a peer gets to say who it is; one that means it takes milliseconds. Doubled, idle
+connections occupy a place twice as long."""
+
 SEND_TIMEOUT_S: Final = 5.0
+"""Seconds that a peer may leave its queue full before it counts as gone. Doubled, a stopped
+consumer is noticed 5 s later."""
+
 ACCEPT_PAUSE_S: Final = 0.1
+"""Seconds before a new attempt to accept, when descriptors have run out. Doubled, a consumer may
+wait 0.1 s longer."""
+
 LINGER_S: Final = 1.0
-"""How long a peer may take to read a final word before the connection is closed anyway."""
+"""Seconds that a peer may take to read a final word before the connection is closed anyway.
+Doubled, a peer that does not read holds its place a second longer."""
 
 
 class Stage(Enum):

@@ -11,13 +11,13 @@ What every transport promises, and the contract suite checks on each:
 
 - Both sides see the same bytes through `tensor`, a one-dimensional uint8 tensor on the side's own
   device, as soon as a copy has been fenced.
-- A fresh slab reads as zeros. Nobody else's bytes are ever visible in it.
+- A fresh slab reads as zeros. No other owner's bytes are ever visible in it.
 - Physical memory lives until the exporter *and* every importer have closed (or died). An exporter
   that closes or is killed takes nothing away from an importer that has the slab open. (Legacy CUDA
   IPC cannot promise the latter: see `cuda_ipc`.)
 - `close()` may be called twice. It refuses (`BufferError`) while tensors made from the slab are
   still alive, because unmapping under a live view is a crash, not an error.
-- A `Handle` owns its descriptor and is closed by whoever holds it last; an open descriptor pins
+- A `Handle` owns its descriptor and is closed by its last holder; an open descriptor pins
   the memory.
 
 What none can promise: taking a mapping away from another process. See `aqua_protocol.slab`.
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
@@ -57,12 +56,7 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -95,7 +89,7 @@ class OwnedSlab(MappedSlab, Protocol):
 
 
 class Copier(Protocol):
-    """Moves bytes between slabs and local tensors on a lane of its own.
+    """Moves bytes between slabs and local tensors, on a stream of its own.
 
     One copier belongs to one thread. On CPUs a copy is done when `copy` returns; on GPUs it runs
     on the copier's stream, apart from the engine's work, and `fence` waits for it.
@@ -163,4 +157,4 @@ class Transport(Protocol):
         """
 
     def copier(self) -> Copier:
-        """A new lane for copies, for the calling thread."""
+        """A new copier, for the calling thread."""

@@ -1,4 +1,4 @@
-"""Slabs as tensors over memory that torch does not own, and the proof that nobody looks any more.
+"""Slabs as tensors over memory that torch does not own, and the proof that no view of it is left.
 
 Every transport maps memory by itself and hands it out as one uint8 tensor. Unmapping under a live
 view is a crash that no exception precedes, so `close` decides by torch's own reference count: the

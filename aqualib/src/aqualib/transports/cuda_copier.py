@@ -42,17 +42,21 @@ if TYPE_CHECKING:
     from aqualib.transports.cuda_driver import CudaDevice, Words
 
 LONG_RUN_BYTES: Final = 256 * KIB
-"""From here on a copy engine is as fast on pieces as on the whole (benchmarks/gpu_transport.py)."""
+"""Bytes from which a copy engine is as fast on pieces as on the whole
+(benchmarks/gpu_transport.py). Doubled, runs of 256 to 512 KiB take the detour through the staging
+buffer."""
 
 STAGING_BYTES: Final = 32 * MIB
-"""Amortises three launches over 90 us of NVLink time, and is small beside any model."""
+"""Bytes of the staging buffer: amortises three launches over 90 us of NVLink time, and is small
+beside any model. Doubled, 32 MiB less for the engine."""
 
 MAX_IN_FLIGHT: Final = 4096
-"""Tensors kept alive before the copier fences by itself."""
+"""Tensors kept alive before the copier fences by itself. Doubled, an engine that never waits keeps
+twice as many."""
 
 
 class CudaCopier:
-    """A lane for copies between this GPU, its peers' slabs and host memory.
+    """Copies between this GPU, its peers' slabs and host memory.
 
     Tensors handed in are kept alive until `fence`. One copier belongs to one thread. Host memory
     should be pinned (`create_host`); pageable memory works, and waits.

@@ -44,7 +44,8 @@ PAYLOAD: Final = struct.Struct("<Q16s64s")
 """Size in bytes; name of the exporting process; the CUDA IPC handle."""
 
 BLOCK_BYTES: Final = 2 * MIB
-"""cudaMalloc gives allocations of this multiple blocks of their own."""
+"""Bytes; cudaMalloc gives allocations of this multiple blocks of their own. It is CUDA's; doubled,
+slabs would have to be larger than needed."""
 
 _THIS_PROCESS: Final = secrets.token_bytes(16)
 """Pids repeat across namespaces; this does not. A forked child cannot use CUDA anyway."""
@@ -68,7 +69,7 @@ class Runtime(Protocol):
         """Device memory with an address of its own."""
 
     def free(self, address: int) -> None:
-        """Give memory back; nobody may have it mapped."""
+        """Give memory back that no process has mapped."""
 
     def handle_of(self, address: int) -> bytes:
         """The 64 bytes that another process opens."""
@@ -104,7 +105,7 @@ class CupyRuntime:
             return int(self._runtime.malloc(nbytes))
 
     def free(self, address: int) -> None:
-        """Give memory back; nobody may have it mapped."""
+        """Give memory back that no process has mapped."""
         with self._calling("free"):
             self._runtime.free(address)
 

@@ -2,8 +2,9 @@
 
 The exporter allocates physical memory, maps it for itself and exports it once per importer as a
 POSIX descriptor; the importer maps it for *its* GPU. The driver counts references over processes:
-memory is freed when every mapping, handle and descriptor is gone, whoever died. That count is the
-fence that lets a producer drop a slab without asking the consumer that still has it mapped.
+memory is freed when every mapping, handle and descriptor is gone, whichever process died. That
+count is the fence that lets a producer drop a slab without asking the consumer that still has it
+mapped.
 
 The descriptor travels by SCM_RIGHTS, so no shared pid, ipc or user namespace is needed. It pins
 the memory while open, so none is kept: `export` makes a fresh one each time, `open` closes it.

@@ -28,7 +28,8 @@ from typing import Final, cast
 from aqua_protocol import TransportError, format_bytes
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""The size of an x86-64 and 4 KiB-granule arm64 page-middle-directory entry."""
+"""Bytes of an x86-64 and 4 KiB-granule arm64 page-middle-directory entry. It is the processor's;
+doubled, no mapping would be huge."""
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 

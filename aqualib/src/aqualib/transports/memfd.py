@@ -2,7 +2,7 @@
 
 `memfd_create` gives what CUDA's VMM gives on GPUs: memory without a name, reachable only through a
 descriptor that travels by SCM_RIGHTS, freed by the kernel when the last mapping and descriptor are
-gone, whoever died. So everything above the transport behaves here as it does there.
+gone, whichever process died. So everything above the transport behaves here as it does there.
 
 A slab is sealed against shrinking and growing: a peer that could truncate it could kill us with
 SIGBUS. An importer refuses descriptors without these seals or of another size. What a seal does not
@@ -214,7 +214,7 @@ _owned_slabs: weakref.WeakSet[OwnedMemfdSlab] = weakref.WeakSet()
 def _let_go_in_child() -> None:
     """A forked child that kept a descriptor would pin memory that its parent gave back."""
     for slab in list(_owned_slabs):
-        # No lock: whoever held it does not exist in the child.
+        # No lock: the thread that held it does not exist in the child.
         slab.drop_descriptor()
 
 

@@ -1,15 +1,15 @@
 """A release_pipe: how an exporter learns, from the kernel alone, that importers have let go.
 
 Legacy CUDA IPC counts no references: memory freed while another process has it mapped is undefined
-behaviour. So each handle carries the writing end of a pipe into which nobody writes. An importer
+behaviour. So each handle carries the writing end of a pipe that is never written to. An importer
 keeps it open as long as its mapping, and the kernel closes it when the importer dies; the exporter
 sees the end of file either way.
 
 `free_when_released` frees memory whose importers have not let go yet, later and from a background
 thread that exists only while there is such memory.
 
-What the end of file does not prove: that a killed importer's kernels have left the GPU. Whoever
-reuses memory after a death waits for the pidfd first, as a producer does anyway.
+What the end of file does not prove: that a killed importer's kernels have left the GPU. A caller
+that reuses memory after a death waits for the pidfd first, as a producer does anyway.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeferredFree:
         self._wake_read, self._wake_write = -1, -1
 
     def free_when_released(self, pipes: ReleasePipes, free: Callable[[], None]) -> None:
-        """Call `free` when nobody is tied any more: now, or later on another thread."""
+        """Call `free` when the last importer has let go: now, or later on another thread."""
         pipes.drop_released()
         if not pipes:
             free()
@@ -118,7 +118,7 @@ class DeferredFree:
                     # Memory of a broken CUDA context; others may wait for memory of a whole one.
                     logger.exception("a slab's memory could not be freed")
             with self._lock:
-                # Only now, and by the same rule as above: whoever waits is counted until it is
+                # Only now, and by the same rule as above: memory that waits is counted until it is
                 # free, and released pipes do not come back.
                 self._waiting = [entry for entry in self._waiting if entry[0]]
                 if not self._waiting:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client import start_http_server
 
 from aqua_protocol import ConfigError, format_bytes
+from aqualib.connection import open_producer
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import KvLending
 from aqualib.engines.vllm.lending.metrics import LenderMetrics
 from aqualib.producer.informer import Informer
-from aqualib.producer.opening import open_producer
 
 if TYPE_CHECKING:
     import threading
