@@ -6,20 +6,17 @@ are PNG or SVG files. Heavy imports happen inside the commands, so that `--help`
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from aqua_cli import Json, Plot, print_json, print_table, progress, say, write_json
+from aqua_cli import Json, Plot, print_json, print_table, progress, say
 from aqua_cli import main as run_program
 from aqua_protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqua_simulator.papers.report import Reproduction
+from aqua_simulator.papers.cli import blend, paper, print_values
 
 app = typer.Typer(
     name="aqua-sim",
@@ -254,7 +251,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     if as_json:
         print_json(result)
         return
-    _print_values(spec.describe(), {key: result[key] for key in result if key != "engines"})
+    print_values(spec.describe(), {key: result[key] for key in result if key != "engines"})
     print_table(
         "Engines",
         ("engine", "steps", "busy, s", "preemptions", "prefix hits"),
@@ -376,153 +373,5 @@ def replay(
         print_json({"recordings": document})
 
 
-@app.command()
-def paper(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            help="table3, figure3, figure5 .. figure12, beyond (BlendServe), aqua-figure8, "
-            "aqua-figure9, aqua-figure13, or all."
-        ),
-    ],
-    request_count: Annotated[
-        int, typer.Option("--requests", help="Requests per trace.", min=1000)
-    ] = 400_000,
-    seed: Annotated[int, typer.Option(help="Of workloads and samples.")] = 1,
-    interference: Annotated[
-        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
-    ] = 0.4,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the sections as Markdown here.")
-    ] = None,
-    plots: Annotated[Path | None, typer.Option("--plots", help="Folder for PNG files.")] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Folder that keeps finished figures; what it holds is not run again."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Reproduce tables or figures of a paper and print ours beside the published numbers."""
-    from aqua_simulator.papers.blendserve import Experiments
-    from aqua_simulator.papers.index import FIGURES, named
-    from aqua_simulator.papers.report import Reproduction, picture_of, write_page
-
-    wanted = named(names)
-    made: list[Reproduction] = []
-    with progress("Simulating", total=len(wanted), quiet=as_json) as shown:
-        experiments = Experiments(
-            request_count=request_count,
-            seed=seed,
-            interference=interference,
-            progress=lambda text: shown.update(note=text),
-        )
-        for done, key in enumerate(wanted):
-            shown.update(done=done)
-            kept = None
-            if resume is not None:
-                kept = resume / f"{key}-{request_count}-{seed}-{interference:g}.json"
-            if kept is not None and kept.is_file():
-                made.append(Reproduction.from_json(json.loads(kept.read_text())))
-                continue
-            figure = FIGURES[key](experiments)
-            made.append(figure)
-            if plots is not None:
-                figure.save_plot(picture_of(key, plots))
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_json(kept, figure.to_json())
-    if output is not None:
-        write_page(output, made, plots)
-    if as_json:
-        figures = [figure.to_json() for figure in made]
-        print_json({"request_count": request_count, "seed": seed, "figures": figures})
-        return
-    for figure in made:
-        _print_reproduction(figure)
-
-
-@app.command()
-def blend(  # noqa: PLR0917 - Typer hands options over by name
-    policy: Annotated[
-        str, typer.Option(help="dfs, fcfs, random, balanced, blendserve or foresight.")
-    ] = "foresight",
-    source: Annotated[str, typer.Option(help="Compute-bound source of the blend.")] = "BurstGPT",
-    density: Annotated[float, typer.Option(help="Compute density of the blend.", min=0.01)] = 0.9,
-    sharing: Annotated[float, typer.Option(help="Prefix sharing.", min=0.0, max=1.0)] = 0.35,
-    request_count: Annotated[
-        int, typer.Option("--requests", help="Requests of the blend.", min=100)
-    ] = 400_000,
-    sample: Annotated[
-        float, typer.Option(help="Share of output lengths known from a sample.", min=1e-4, max=1.0)
-    ] = 0.01,
-    media_known: Annotated[
-        bool, typer.Option("--media-known/--media-unknown", help="Media state their length.")
-    ] = True,
-    interference: Annotated[
-        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
-    ] = 0.4,
-    seed: Annotated[int, typer.Option(help="Of workload and sample.")] = 1,
-    as_json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Run an offline blend of BlendServe's sources under one policy."""
-    import time
-
-    from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
-    from aqua_simulator.papers.blendserve import Experiments, Trace, source_named
-
-    known = [name.value for name in OfflinePolicy]
-    if policy not in known:
-        raise ConfigError(f"no policy named {policy!r}", remedy=f"Known: {', '.join(known)}.")
-    experiments = Experiments(request_count=request_count, seed=seed, interference=interference)
-    trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, source_named(source))
-    settings = PlanSettings(
-        experiments.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
-    )
-    started = time.perf_counter()
-    with progress(f"Running {request_count:,} requests", quiet=as_json):
-        made = experiments.run(trace, OfflinePolicy(policy), settings=settings)
-    if plot is not None:
-        from aqua_simulator.plots import draw_usage
-
-        draw_usage(made.result.usage, plot)
-    result = {
-        "policy": policy,
-        "request_count": request_count,
-        "makespan_s": made.result.makespan_s,
-        "tokens_per_s": made.result.tokens_per_s,
-        "optimal_s": made.bound.optimal_s,
-        "share_of_optimum": made.optimal_share,
-        "density": made.bound.density,
-        "sharing": made.result.sharing,
-        "sharing_of_optimum": made.sharing_share if made.optimal_sharing else 1.0,
-        "steps": made.result.step_count,
-        "retractions": made.result.retraction_count,
-        "recomputed_tokens": made.result.recomputed_tokens,
-        "peak_kv_tokens": made.result.peak_kv_tokens,
-        "capacity_tokens": experiments.capacity_tokens,
-    }
-    if as_json:
-        print_json(result)
-        return
-    _print_values(f"{trace.name} under {policy}", result)
-    typer.echo(f"Simulated in {time.perf_counter() - started:.1f} s.")
-
-
-def _print_values(title: str, values: Mapping[str, Any]) -> None:
-    rows = [
-        (key, f"{value:.4g}" if isinstance(value, float) else str(value))
-        for key, value in values.items()
-    ]
-    print_table(title, ("", "value"), rows)
-
-
-def _print_reproduction(made: Reproduction) -> None:
-    """A figure: rows, sensitivity, and what to know about it."""
-    columns = ("", "published", "ours", "difference", "unit")
-    print_table(made.title, columns, [row.cells for row in made.rows])
-    if made.sensitivity:
-        rows = [(row.name, row.ours_text, row.unit) for row in made.sensitivity]
-        print_table("Sensitivity", ("", "ours", "unit"), rows)
-    for text in (*made.surrogates, *made.remarks):
-        typer.echo(f"- {text}")
+app.command()(paper)
+app.command()(blend)

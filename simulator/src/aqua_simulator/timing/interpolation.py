@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
+from scipy.optimize import nnls
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.compiled import compiled
@@ -87,18 +88,12 @@ def non_negative_fit(
         seconds: Shape (num_rows,), positive.
     """
     scaled = work / seconds[:, None]
-    used = np.ones(work.shape[1], dtype=bool)
-    while True:
-        coefficients = np.zeros(work.shape[1])
-        # Columns span ten decades; scaled to unit norm, or the small ones drown in rounding.
-        norms = np.linalg.norm(scaled[:, used], axis=0)
-        solution = np.linalg.lstsq(scaled[:, used] / norms, np.ones(len(seconds)), rcond=None)[0]
-        coefficients[used] = solution / norms
-        if np.all(coefficients >= 0.0):
-            return coefficients
-        used[np.argmin(np.where(used, coefficients * np.linalg.norm(scaled, axis=0), 0.0))] = False
-        if not used.any():
-            raise ConfigError("the profile rows fit no mixture of work", remedy="Check the units.")
+    # Columns span ten decades; scaled to unit norm, or the small ones drown in rounding.
+    norms = np.linalg.norm(scaled, axis=0)
+    coefficients, _ = nnls(scaled / norms, np.ones(len(seconds)))
+    if not coefficients.any():
+        raise ConfigError("the profile rows fit no mixture of work", remedy="Check the units.")
+    return np.asarray(coefficients / norms)
 
 
 @compiled
