@@ -1,7 +1,8 @@
 """A small OpenAI-compatible server that streams, for tests of those who load one.
 
-Real sockets and real time: requests wait in line for a slot, read their prompt, then send a token
-every so often. From a given request on it can fail, in the ways in which servers fail.
+Requests wait in line for a slot, read their prompt, then send a token every so often. From a given
+request on it can fail, in the ways in which servers fail. It serves over TCP in real time, or on
+the virtual clock of those who ask (`on_virtual_clock`): then a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
+import pytest
+
 from harness.bounds import HANG_S
+from harness.virtual_time import VirtualTimeLoop, VirtualTimePolicy
 
 
 class Fault(StrEnum):
@@ -57,7 +66,7 @@ class Manners:
 
 
 class OpenAIServer:
-    """Serves on loopback, on a thread of its own, until closed.
+    """Serves on loopback, on a thread of its own, until closed; or as `on_virtual_clock` says.
 
     Attributes:
         url: Its address.
@@ -90,6 +99,14 @@ class OpenAIServer:
 
     def _run(self) -> None:
         asyncio.run(self._serve())
+
+    async def listen_on(self, path: Path, loop: VirtualTimeLoop) -> None:
+        """Serve on a Unix socket, until the loop is closed."""
+        self._slots = asyncio.Semaphore(self._manners.slots)
+        self._held_tokens = 0
+        self._server = await asyncio.start_unix_server(self._connection, path)
+        loop.before_closing(partial(path.unlink, missing_ok=True))
+        loop.before_closing(self._die)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -197,6 +214,21 @@ class OpenAIServer:
             writer.write(b"0\r\n\r\n")
         finally:
             self._held_tokens -= prompt + count
+
+
+@contextmanager
+def on_virtual_clock(manners: Manners, socket: Path) -> Iterator[OpenAIServer]:
+    """A server for every `asyncio.run` in this block, on that loop and its virtual clock."""
+    server = OpenAIServer(manners)
+    server.url = "http://engine.test"
+    with pytest.MonkeyPatch.context() as patch:
+        # Whoever would connect over TCP, whose bytes take a moment, finds the server here.
+        patch.setattr(aiohttp, "TCPConnector", partial(aiohttp.UnixConnector, str(socket)))
+        asyncio.set_event_loop_policy(VirtualTimePolicy(partial(server.listen_on, socket)))
+        try:
+            yield server
+        finally:
+            asyncio.set_event_loop_policy(None)
 
 
 def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:

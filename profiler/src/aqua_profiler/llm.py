@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -68,43 +66,43 @@ class ProfileResult:
     error: EndpointError | None = None
 
 
-def profile_llm(
-    plan: ProfileSpec, listener: ProfileListener, clock: Callable[[], float] = time.monotonic
-) -> ProfileResult:
-    """Measure an endpoint.
+def profile_llm(spec: ProfileSpec, listener: ProfileListener) -> ProfileResult:
+    """Measure an endpoint; all times are those of the event loop that `asyncio.run` makes.
 
     Raises:
         JournalMismatchError: The journal is of another profile.
         LengthsInvalidError: No request fits the engine's context.
         EndpointError: It failed before anything could be measured.
     """
-    return asyncio.run(_Profiling(plan, listener, clock).go())
+    return asyncio.run(_LlmProfile(spec, listener).measure())
 
 
-class _Profiling:
-    def __init__(
-        self, plan: ProfileSpec, listener: ProfileListener, clock: Callable[[], float]
-    ) -> None:
-        self._plan = plan
+class _LlmProfile:
+    def __init__(self, spec: ProfileSpec, listener: ProfileListener) -> None:
+        self._spec = spec
         self._listener = listener
-        self._clock = clock
-        self._began_s = clock()
-        self._journal = Journal(plan.journal, plan.subject())
-        self._lengths = plan.lengths
-        self._findings = Findings(engine=plan.provenance.engine)
+        self._began_s = 0.0
+        self._journal = Journal(spec.journal, spec.subject())
+        self._lengths = spec.lengths
+        self._findings = Findings(engine=spec.provenance.engine)
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
 
     @property
     def _left_s(self) -> float:
-        return self._plan.budget_s - (self._clock() - self._began_s)
+        return self._spec.budget_s - (self._clock() - self._began_s)
 
     @property
     def _stall_s(self) -> float:
-        return min(self._plan.stall_s, max(LEAST_STALL_S, STALL_SHARE * self._plan.budget_s))
+        return min(self._spec.stall_s, max(LEAST_STALL_S, STALL_SHARE * self._spec.budget_s))
 
-    async def go(self) -> ProfileResult:
+    async def measure(self) -> ProfileResult:
         """Everything."""
-        plan = self._plan
-        async with Endpoint(plan.url, plan.model, api=plan.api, token=plan.token) as endpoint:
+        spec = self._spec
+        self._began_s = self._clock()
+        async with Endpoint(spec.url, spec.model, api=spec.api, token=spec.token) as endpoint:
             gauge = KvCachePoller(endpoint)
             error: EndpointError | None = None
             try:
@@ -119,7 +117,7 @@ class _Profiling:
                     await asyncio.gather(following, return_exceptions=True)
             except EndpointError as failure:
                 error = failure
-        profile = compose(plan, self._findings, self._journal, error)
+        profile = compose(spec, self._findings, self._journal, error)
         if not profile.partial:
             self._journal.remove()
         return ProfileResult(profile, error)
@@ -129,12 +127,12 @@ class _Profiling:
     async def _introduce(self, endpoint: Endpoint, gauge: KvCachePoller) -> None:
         """What the engine says of itself; it need not say anything."""
         self._listener.stage("introduction")
-        folder = self._plan.model_folder
+        folder = self._spec.model_folder
         page = None
         # A server that knows nothing but its operation may break such connections off.
         with contextlib.suppress(EndpointError):
             page = await endpoint.get("/v1/models")
-        card = _card(page, self._plan.model)
+        card = _card(page, self._spec.model)
         if folder is None and card.get("root"):
             # The path that the engine loaded the model from: on this machine, or on another.
             folder = Path(str(card["root"]))
@@ -156,7 +154,7 @@ class _Profiling:
                 " is not known"
             )
         else:
-            self._findings.cache = cache_of(readings.config, folder, self._plan.kv_bytes)
+            self._findings.cache = cache_of(readings.config, folder, self._spec.kv_bytes)
             if self._findings.cache.nbytes is None:
                 self._findings.notes.append(
                     "the engine does not say how many bytes its KV cache has; give --kv-bytes or"
@@ -172,10 +170,10 @@ class _Profiling:
     async def _lone_requests(self, endpoint: Endpoint) -> UnloadedLatency:
         """One request at a time: the first warms up, the rest are measured."""
         if self._journal.unloaded is not None:
-            await self._lone_request(endpoint, *next(self._lengths.drawn(self._plan.seed)), seed=0)
+            await self._lone_request(endpoint, *next(self._lengths.drawn(self._spec.seed)), seed=0)
             return self._journal.unloaded
         self._listener.stage("lone requests")
-        draw = self._lengths.drawn(self._plan.seed)
+        draw = self._lengths.drawn(self._spec.seed)
         firsts: list[float] = []
         stays: list[float] = []
         gaps: list[float] = []
@@ -210,7 +208,7 @@ class _Profiling:
         return unloaded
 
     def _is_late(self) -> bool:
-        return self._left_s < (1 - LONE_SHARE) * self._plan.budget_s
+        return self._left_s < (1 - LONE_SHARE) * self._spec.budget_s
 
     async def _lone_request(
         self, endpoint: Endpoint, prompt: int, output: int, *, seed: int
@@ -248,15 +246,15 @@ class _Profiling:
     async def _search(
         self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
     ) -> None:
-        plan, trials = self._plan, self._journal.trials
+        spec, trials = self._spec, self._journal.trials
         while True:
             step = next_trial(
-                plan.objective,
+                spec.objective,
                 unloaded,
                 trials,
                 left_s=self._left_s,
-                budget_s=plan.budget_s,
-                seed=plan.seed,
+                budget_s=spec.budget_s,
+                seed=spec.seed,
             )
             if isinstance(step, SearchResult):
                 self._findings.verdict = step
@@ -264,33 +262,33 @@ class _Profiling:
             self._listener.stage("ramp" if step.doubling_s else f"{step.rate_per_s:.2f} requests/s")
             summary = await self._load(endpoint, gauge, unloaded, step)
             self._journal.note_trial(summary)
-            self._listener.found(estimate_rate(plan.objective, unloaded, trials))
+            self._listener.found(estimate_rate(spec.objective, unloaded, trials))
 
     async def _burst(
         self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
     ) -> None:
         """Bursts above the stable rate, for models that are no producers."""
-        plan, cache, verdict = self._plan, self._findings.cache, self._findings.verdict
+        spec, cache, verdict = self._spec, self._findings.cache, self._findings.verdict
         rate = None if verdict is None else verdict.estimate.rate_per_s
         if not rate or verdict is None or not verdict.complete:
             return
         if cache is None or cache.bytes_per_token is None:
             return
-        spare = spare_bytes(plan.objective, self._findings, self._journal)
-        if spare is None or spare >= plan.threshold_bytes:
+        spare = spare_bytes(spec.objective, self._findings, self._journal)
+        if spare is None or spare >= spec.threshold_bytes:
             return
         done = {factor for factor, _ in self._journal.bursts}
-        for factor in plan.bursts:
+        for factor in spec.bursts:
             if factor in done:
                 continue
-            if self._left_s < plan.burst_s + 2 * unloaded.residence_s:
+            if self._left_s < spec.burst_s + 2 * unloaded.residence_s:
                 self._findings.notes.append(f"no time was left for the burst of {factor:g} x")
                 continue
             self._listener.stage(f"burst of {factor:g} x")
             trial = Trial(
                 rate_per_s=factor * rate,
-                seed=plan.seed * 1_000 + 900 + round(10 * factor),
-                most_s=plan.burst_s,
+                seed=spec.seed * 1_000 + 900 + round(10 * factor),
+                most_s=spec.burst_s,
                 to_the_end=True,
             )
             # What has not been answered at the end of the minute has been counted already.
@@ -307,13 +305,13 @@ class _Profiling:
         drain_s: float | None = None,
     ) -> TrialSummary:
         if drain_s is None:
-            waits_s = trial.patience * self._plan.objective.ttft_s
+            waits_s = trial.patience * self._spec.objective.ttft_s
             drain_s = 2.0 + 3 * unloaded.residence_s + 2 * waits_s
         load = OpenLoopTrial(
             endpoint,
             self._lengths.drawn(trial.seed),
             trial,
-            self._plan.objective,
+            self._spec.objective,
             unloaded,
             stall_s=self._stall_s,
             drain_s=max(

@@ -1,4 +1,7 @@
-"""Profiles of a real HTTP server: what is found, and what a failing one may never be called."""
+"""Profiles of an HTTP server: what is found, and what a failing one may never be called.
+
+Server and profiler share a virtual clock, so that how fast the machine is makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,14 @@ from aqua_profiler.cli import app
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.report.files import read_profile
 from aqua_protocol.profile import ProfileLabel
-from harness.bounds import HANG_S
-from harness.openai_server import Fault, Manners, OpenAIServer
+from harness.openai_server import Fault, Manners, OpenAIServer, on_virtual_clock
 from harness.scripted_server import Answer, Request, ScriptedServer
 
 GB = 10**9
-BUDGET_S = HANG_S
-"""More than any of these takes: how fast the machine is, is none of their business."""
+BUDGET_S = 40.0
+"""More than any of these takes, in virtual seconds."""
 
-LIMITS = ("--ttft-s", "60", "--tbt-p99-s", "60")
-"""That no machine misses: what these profiles find does not depend on how late a token is. The one
-that is about a limit sets its own, and is limited by a line of waiting requests, not by speed."""
+LIMITS = ("--ttft-s", "1", "--tbt-p99-s", "0.1")
 
 LENGTHS = "prompt_tokens,output_tokens\n" + "".join(f"{20 + n},{2 + n % 4}\n" for n in range(40))
 
@@ -33,7 +33,7 @@ def _profile(
 ) -> tuple[int, dict[str, Any]]:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(LENGTHS)
-    with OpenAIServer(manners) as server:
+    with on_virtual_clock(manners, tmp_path / "socket") as server:
         command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json"]
         command += ["--lengths", str(lengths), *LIMITS]
         result = CliRunner().invoke(app, [*command, "--budget-s", str(budget_s), *options])
@@ -142,17 +142,9 @@ def test_words_of_many_tokens_do_not_overflow_the_context(tmp_path: Path) -> Non
 def test_a_second_profile_of_a_seed_finds_none_of_its_prompts_in_a_cache(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(LENGTHS)
-    with OpenAIServer(Manners()) as server:
+    with on_virtual_clock(Manners(), tmp_path / "socket") as server:
         command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json", "--seed", "1"]
-        command += [
-            "--lengths",
-            str(lengths),
-            *LIMITS,
-            "--budget-s",
-            str(BUDGET_S),
-            "--max-rate",
-            "10",
-        ]
+        command += ["--lengths", str(lengths), *LIMITS, "--budget-s", "10", "--max-rate", "10"]
         for _ in range(2):
             CliRunner().invoke(app, command)
         beginnings = [" ".join(prompt.split()[:16]) for prompt in server.prompts]
@@ -161,12 +153,9 @@ def test_a_second_profile_of_a_seed_finds_none_of_its_prompts_in_a_cache(tmp_pat
 
 
 def test_a_server_that_cannot_keep_up_is_rated_below_what_it_can_finish(tmp_path: Path) -> None:
-    # One at a time, 25 ms each at the least: 40 requests/s whatever the machine. Its tokens may be
-    # as late as the machine makes them: the queue is what limits it.
+    # One at a time, 25 ms each at the least: 40 requests/s.
     manners = Manners(slots=1, prefill_s=0.02, token_s=0.005)
-    exit_code, content = _profile(
-        tmp_path, manners, "--max-rate", "200", "--ttft-s", "1", "--precision", "0.1"
-    )
+    exit_code, content = _profile(tmp_path, manners, "--max-rate", "200", "--precision", "0.1")
     assert exit_code == 0
     assert 0 < content["stable_rate_per_s"] < 40
     assert content["limited_by"] == "ttft"
@@ -183,25 +172,28 @@ def test_an_interrupted_profile_goes_on_from_its_journal(tmp_path: Path) -> None
     output = tmp_path / "profile.json"
     broken = Manners(fault=Fault.DIES, fails_from=90)
     options = ["--max-rate", "20", "--output", str(output)]
-    lengths = tmp_path / "lengths.csv"
-    lengths.write_text(LENGTHS)
     exit_code, first = _profile(tmp_path, broken, *options)
     assert exit_code == 3
     journal = output.with_name(output.name + ".journal")
     kept = [json.loads(line) for line in journal.read_text().splitlines()]
     assert "unloaded" in kept[1]
-    # The same endpoint is back, at another port: the journal is told where.
-    with OpenAIServer(Manners()) as server:
-        kept[0]["subject"]["url"] = server.url
-        journal.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json"]
-        command += ["--lengths", str(lengths), *LIMITS, "--budget-s", str(BUDGET_S), *options]
-        result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0
-    content = json.loads(result.stdout)
+    exit_code, content = _profile(tmp_path, Manners(), *options)  # The endpoint is back.
+    assert exit_code == 0
     assert content["runs"][: len(first["runs"])] == first["runs"]
     assert not journal.exists()
     assert read_profile(output).label is ProfileLabel.UNKNOWN
+
+
+def test_over_tcp_and_in_real_time_every_request_that_is_counted_has_arrived(
+    tmp_path: Path,
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    with OpenAIServer(Manners()) as server:
+        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--json"]
+        command += ["--lengths", str(lengths), "--budget-s", "4", "--max-rate", "5"]
+        result = CliRunner().invoke(app, command)
+        assert json.loads(result.stdout)["requests_sent"] == server.asked > 6
 
 
 def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:

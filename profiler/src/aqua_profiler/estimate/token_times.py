@@ -69,6 +69,14 @@ LEAST_ERROR: Final = 0.01
 """Relative error that parts of the same trials cannot show: of the straight line. Doubled, searches
 never reach the default precision of 1.8% and spend all their requests."""
 
+REACH_ERROR: Final = 0.25
+"""Relative error for each e-fold of requests between the levels visited and those where gaps are
+slow: how wrong a straight line may be there. Without it a search stops at an extrapolation, and one
+in 20 of a small engine's was 7% too high; doubled, it takes another trial."""
+
+LEAST_GAPS: Final = 30.0
+"""Gaps of a level that counts as visited: a level passed once does not."""
+
 UNKNOWN_ERROR: Final = 0.3
 """Relative error where a part of the trials alone would not have shown a limit at all. Anything far
 above the precision asked for makes the search go on."""
@@ -114,13 +122,16 @@ def token_time_rate(
         LEAST_LONG_GAPS
     ):
         return None
-    rate: float | None = None
-    for _ in range(2):  # Which trials are near depends on the answer, which settles at once.
-        weighted = [(part, trial.weight(rate)) for trial in trials for part in trial.parts]
-        rate = _crossing(weighted, gaps_per_request, allowed)
-        if rate is None:
-            return None
-    assert rate is not None
+    weighted = [(part, trial.weight(None)) for trial in trials for part in trial.parts]
+    first = _crossing(weighted, gaps_per_request, allowed)
+    if first is None:
+        return None
+    # Which trials are near depends on the answer, which settles at once.
+    weighted = [(part, trial.weight(first[0])) for trial in trials for part in trial.parts]
+    found = _crossing(weighted, gaps_per_request, allowed)
+    if found is None:
+        return None
+    rate, reach = found
     # A trial that fills up is at each level once, so that it is left out as a whole or not at all.
     groups = [
         (number if trial.is_filling else part) % PARTS
@@ -130,18 +141,22 @@ def token_time_rate(
     logs = []
     for left_out in set(groups):
         rest = [pair for pair, group in zip(weighted, groups, strict=True) if group != left_out]
-        found = min(_crossing(rest, gaps_per_request, allowed) or math.inf, ceiling_per_s)
-        if found == math.inf:
+        without, _ = _crossing(rest, gaps_per_request, allowed) or (math.inf, 0.0)
+        if min(without, ceiling_per_s) == math.inf:
             return rate, UNKNOWN_ERROR
-        logs.append(math.log(found))
+        logs.append(math.log(min(without, ceiling_per_s)))
     jackknife = math.sqrt((len(logs) - 1) * float(np.var(logs)))
-    return rate, math.hypot(LEAST_ERROR, min(1.0, jackknife))
+    return rate, math.hypot(LEAST_ERROR, min(1.0, jackknife), REACH_ERROR * reach)
 
 
 def _crossing(
     weighted: Sequence[tuple[GapHistogram, float]], gaps_per_request: float, allowed: float
-) -> float | None:
-    """The rate at which the share of slow gaps is `allowed`; None where there is none."""
+) -> tuple[float, float] | None:
+    """The rate at which the share of slow gaps is `allowed`; None where there is none.
+
+    And how far beyond the levels visited the slow gaps at that rate are: the mean of ln(n / seen).
+    None of it counts where all gaps of the highest level visited are slow: so are those above.
+    """
     seconds, counts = pooled(weighted)
     told = (seconds > 0) & (counts.sum(axis=1) > 0) & (LEVELS[: seconds.size] > 0)
     if not told.any() or gaps_per_request <= 0:
@@ -163,15 +178,21 @@ def _crossing(
     slow = 1 - np.interp(too_long, factors[order], below, left=0.0, right=1.0)
     log_leaving = np.cumsum(np.log(gaps_per_s / gaps_per_request))
 
+    def gaps_at(log_rate: float) -> Float64[np.ndarray, " levels"]:
+        log_visits = level * log_rate - log_leaving
+        gaps: Float64[np.ndarray, " levels"] = np.exp(log_visits - log_visits.max()) * gaps_per_s
+        return gaps / gaps.sum()
+
     def excess(log_rate: float) -> float:
-        log_visits = np.arange(1, len(level) + 1) * log_rate - log_leaving
-        gaps = np.exp(log_visits - log_visits.max()) * gaps_per_s
-        return float(gaps @ slow / gaps.sum()) - allowed
+        return float(gaps_at(log_rate) @ slow) - allowed
 
     low, high = math.log(1e-5), math.log(float(gaps_per_s.max()) / gaps_per_request)
     if excess(high) <= 0:
         return None
-    return math.exp(low if excess(low) >= 0 else brentq(excess, low, high, xtol=1e-6))
+    found = low if excess(low) >= 0 else brentq(excess, low, high, xtol=1e-6)
+    seen = requests[total >= min(LEAST_GAPS, total.max())][-1]
+    beyond = np.average(np.log(np.maximum(level / seen, 1)), weights=gaps_at(found) * slow + 1e-300)
+    return math.exp(found), float(beyond) * (1 - float(slow[int(seen) - 1]))
 
 
 def _line(
