@@ -11,10 +11,10 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import Cache, LogitsProcessor, StoppingCriteria
+from transformers import Cache, LogitsProcessor
 
 from aqua_demo.messages import ConsumerResult
 from aqua_demo.models import build_llama
@@ -101,10 +101,20 @@ class Generation:
                 PromptTokenizer.eos_token_id,
             ],
             logits_processor=[self._recorder],
-            stopping_criteria=[_Ending(self._ending)],
+            stopping_criteria=[self._is_ending],
         )
         answer: list[int] = output[0, len(self._prompt) :].tolist()
         return answer
+
+    def _is_ending(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,
+        **_kwargs: object,
+    ) -> torch.Tensor:
+        """Whether each sequence ends here: transformers' form of a stopping criterion."""
+        del scores
+        return torch.full((len(input_ids),), self._ending.is_set(), device=input_ids.device)
 
 
 class LogitsRecorder(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
@@ -133,19 +143,3 @@ class LogitsRecorder(LogitsProcessor):  # type: ignore[misc]  # transformers is 
     def sha256(self) -> str:
         """Over all logits so far."""
         return self._digest.hexdigest()
-
-
-class _Ending(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped here
-    """Ends a generation from outside."""
-
-    def __init__(self, ending: threading.Event) -> None:
-        self._ending = ending
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        scores: torch.Tensor,
-        **_kwargs: Any,  # noqa: ANN401 - as transformers calls it
-    ) -> torch.Tensor:
-        del scores
-        return torch.full((len(input_ids),), self._ending.is_set(), device=input_ids.device)

@@ -12,7 +12,7 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,12 +103,10 @@ class Story:
         self._view = view
         self._record = RunRecord(time.monotonic())
         self._phase = StoryPhase.START
-        self._entered: ConsumerSample | None = None
-        self._reclaims_before = 0
+        self._seen = Observation(None, None, None)
         self._patience = Patience(time.monotonic())
         self._relief_due_s = RELIEF_AFTER_S
         self._quiet_factor = 1.0
-        self._compared = 0
         self._producer: Child | None = None
         self._results: dict[str, ConsumerResult] = {}
 
@@ -212,21 +210,22 @@ class Story:
                 else:
                     self._take(heard.name, heard.report)
             self._advance()
-            self._view.show(self._record, goals(self._phase, self._seen(), self._scale))
+            self._view.show(self._record, goals(self._phase, self._seen, self._scale))
             group.require_services()
             self._require_progress()
 
     def _take(self, name: str, report: Report) -> None:
         match report:
             case ProducerSample():
-                before = self._record.producer[-1] if self._record.producer else None
+                self._note_producer(self._seen.producer, report)
                 self._record.producer.append(report)
-                self._note_producer(before, report)
+                self._seen = replace(self._seen, producer=report)
             case ConsumerSample():
                 if name == "consumer":
                     self._record.consumer.append(report)
+                    self._seen = replace(self._seen, consumer=report)
             case ComparedTokens(tokens=tokens):
-                self._compared = tokens
+                self._seen = replace(self._seen, compared=tokens)
             case News(text=text):
                 self._note(name, text)
             case ConsumerResult():
@@ -251,18 +250,8 @@ class Story:
 
     # --- The story ---------------------------------------------------------------------
 
-    def _seen(self) -> Observation:
-        record = self._record
-        return Observation(
-            producer=record.producer[-1] if record.producer else None,
-            consumer=record.consumer[-1] if record.consumer else None,
-            entered=self._entered,
-            reclaims_before=self._reclaims_before,
-            compared=self._compared,
-        )
-
     def _advance(self) -> None:
-        phase = next_phase(self._phase, self._seen(), self._scale)
+        phase = next_phase(self._phase, self._seen, self._scale)
         if phase is not self._phase:
             self._enter(phase)
 
@@ -271,14 +260,17 @@ class Story:
         now_s = time.monotonic()
         self._patience = Patience(now_s)
         self._relief_due_s = RELIEF_AFTER_S
-        self._entered = self._record.consumer[-1] if self._record.consumer else None
-        producer = self._record.producer[-1] if self._record.producer else None
-        self._reclaims_before = len(producer.reclaims) if producer is not None else 0
+        producer = self._seen.producer
+        self._seen = replace(
+            self._seen,
+            entered=self._seen.consumer,
+            reclaims_before=0 if producer is None else len(producer.reclaims),
+        )
         self._record.enter(phase, now_s)
         self._note(phase.value, TITLES[phase])
 
     def _require_progress(self) -> None:
-        found = goals(self._phase, self._seen(), self._scale)
+        found = goals(self._phase, self._seen, self._scale)
         stalled_s = self._patience.stalled_s(found, time.monotonic())
         if self._phase in QUIET and stalled_s > self._relief_due_s:
             self._relief_due_s += RELIEF_AFTER_S

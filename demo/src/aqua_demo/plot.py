@@ -6,10 +6,12 @@ below. Ours adds where the consumer's bytes are, and what made the producer act.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
+from aqua_demo.messages import ConsumerSample, ProducerSample
 from aqua_demo.phases import GENERATING, StoryPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
@@ -19,22 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHADES: Final = {
-    StoryPhase.START: "#ffffff",
-    StoryPhase.PREFILL: "#f5f7fa",
-    StoryPhase.HARVEST: "#eaf7f5",
-    StoryPhase.BURST: "#fdf1e3",
-    StoryPhase.CALM: "#f5f7fa",
-    StoryPhase.AGAIN: "#eaf7f5",
+    StoryPhase.START: ("start", "#ffffff"),
+    StoryPhase.PREFILL: ("prefill", "#f5f7fa"),
+    StoryPhase.HARVEST: ("memory\nborrowed", "#eaf7f5"),
+    StoryPhase.BURST: ("twice the images:\ntaken back", "#fdf1e3"),
+    StoryPhase.CALM: ("burst\nover", "#f5f7fa"),
+    StoryPhase.AGAIN: ("borrowed\nagain", "#eaf7f5"),
 }
-NAMES: Final = {
-    StoryPhase.START: "start",
-    StoryPhase.PREFILL: "prefill",
-    StoryPhase.HARVEST: "memory\nborrowed",
-    StoryPhase.BURST: "twice the images:\ntaken back",
-    StoryPhase.CALM: "burst\nover",
-    StoryPhase.AGAIN: "borrowed\nagain",
-}
-
 LEAD_S: Final = 4.0
 """Seconds shown before the first key is stored: loading libraries is not the story."""
 
@@ -74,34 +67,34 @@ def _title(figure: Figure, subtitle: str) -> None:
     figure.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
 
 
+def _columns(
+    record: RunRecord, samples: Iterable[ConsumerSample | ProducerSample], *names: str
+) -> list[list[float]]:
+    """Seconds since the start, then the named fields of the samples."""
+    rows = [(s.at_s - record.started_s, *(getattr(s, name) for name in names)) for s in samples]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 def _draw_bytes(axis: Axes, record: RunRecord) -> None:
-    samples = record.consumer
-    at_s = [sample.at_s - record.started_s for sample in samples]
+    at_s, *places = _columns(record, record.consumer, "device_bytes", "peer_bytes", "host_bytes")
     axis.stackplot(
         at_s,
-        [sample.device_bytes / MIB for sample in samples],
-        [sample.peer_bytes / MIB for sample in samples],
-        [sample.host_bytes / MIB for sample in samples],
+        [[size / MIB for size in place] for place in places],
         labels=["own device (budget)", "borrowed from the image service", "host memory"],
         colors=[BLUE, TEAL, AMBER],
         linewidth=0,
     )
-    producer = record.producer
+    at_s, offered = _columns(record, record.producer, "offered_bytes")
     axis.plot(
-        [sample.at_s - record.started_s for sample in producer],
-        [sample.offered_bytes / MIB for sample in producer],
+        at_s,
+        [size / MIB for size in offered],
         color=INK,
-        linewidth=1.3,
         linestyle=(0, (4, 2)),
         label="on offer by the image service",
     )
     axis.set_ylabel("MiB")
-    top = max(
-        [s.device_bytes + s.peer_bytes + s.host_bytes for s in samples]
-        + [s.offered_bytes for s in producer]
-    )
     # Head room for the names of the phases and the legend.
-    axis.set_ylim(0, 1.5 * top / MIB)
+    axis.set_ylim(0, 1.5 * max(*map(sum, zip(*places, strict=True)), *offered) / MIB)
     axis.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.0, 0.86))
 
 
@@ -128,31 +121,18 @@ def _draw_tokens(axis: Axes, record: RunRecord) -> None:
 
 
 def _draw_producer(axis: Axes, record: RunRecord) -> None:
-    samples = record.producer
-    at_s = [sample.at_s - record.started_s for sample in samples]
-    queue = axis.plot(
-        at_s,
-        [sample.queue_length for sample in samples],
-        color=RED,
-        linewidth=1.5,
-        label="requests waiting",
-    )
+    at_s, waiting, asked = _columns(record, record.producer, "queue_length", "arrivals_per_s")
+    lines = axis.plot(at_s, waiting, color=RED, label="requests waiting")
     axis.set_ylabel("image service:\nrequests waiting")
-    axis.set_ylim(0, 1.3 * max(5, *(sample.queue_length for sample in samples)))
+    axis.set_ylim(0, 1.3 * max(5, *waiting))
     right = axis.twinx()
     right.spines["right"].set_visible(True)
     right.grid(visible=False)  # One grid is enough.
-    rates = record.image_rates()
-    served = right.plot(
-        [at for at, _ in rates],
-        [value for _, value in rates],
-        color=FAINT,
-        linewidth=1.5,
-        label="images / s",
-    )
-    asked = right.step(
+    served_at_s, served = zip(*record.image_rates(), strict=True)
+    lines += right.plot(served_at_s, served, color=FAINT, label="images / s")
+    lines += right.step(
         at_s,
-        [sample.arrivals_per_s for sample in samples],
+        asked,
         where="post",
         color=FAINT,
         linewidth=1.0,
@@ -160,8 +140,8 @@ def _draw_producer(axis: Axes, record: RunRecord) -> None:
         label="requests / s",
     )
     right.set_ylabel("images / s, requests / s")
-    right.set_ylim(0, 1.3 * max([1.0, *(value for _, value in rates)]))
-    axis.legend(handles=[*queue, *served, *asked], loc="upper left", ncols=3)
+    right.set_ylim(0, 1.3 * max(1.0, *served))
+    axis.legend(handles=lines, loc="upper left", ncols=3)
 
 
 def _shade(axis: Axes, record: RunRecord, begin_s: float, end_s: float, *, named: bool) -> None:
@@ -172,11 +152,12 @@ def _shade(axis: Axes, record: RunRecord, begin_s: float, end_s: float, *, named
         until_s = end_s if span.until_s is None else span.until_s
         if until_s <= since_s:
             continue
-        axis.axvspan(since_s, until_s, color=SHADES[span.phase], zorder=-2, linewidth=0)
+        name, shade = SHADES[span.phase]
+        axis.axvspan(since_s, until_s, color=shade, zorder=-2, linewidth=0)
         axis.axvline(since_s, color="#cbd2d9", linewidth=0.8, zorder=-1)
         if named and until_s - since_s > 0.05 * (end_s - begin_s):
             axis.annotate(
-                NAMES[span.phase],
+                name,
                 ((since_s + until_s) / 2, 0.985),
                 xycoords=("data", "axes fraction"),
                 ha="center",
