@@ -1,7 +1,7 @@
 """Which distributions of Aqua are installed here, in which versions, and which tools they bring.
 
 Tools are found by entry points of the group `aqua.commands`, each a Typer app; nothing is imported
-to find one. A tool of somebody else is found like ours.
+to find one. A third party's tool is found like ours.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ STYLE: Final[dict[str, Any]] = {
 FORMATS: Final = {".png": {"Software": None}, ".svg": {"Date": None}}
 """Formats by ending, with the metadata that would differ between two runs."""
 LINE_HEIGHT: Final = 1.25
-"""Height of a label with its gap, in font sizes: labels closer than this touch."""
+"""Height of a label with its gap, in font sizes: labels closer than this touch. Doubled, labels of
+lines that end together drift away from them."""
 
 
 @contextmanager

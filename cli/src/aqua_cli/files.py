@@ -92,7 +92,7 @@ def _refusal(path: Path, error: OSError) -> Exception:
 
 
 def _umask() -> int:
-    """The umask, which can only be read by setting it (or from /proc, which needs no moment)."""
+    """The umask. From /proc, since `os.umask` reads it only by setting it, for all threads."""
     with suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as lines:
         for line in lines:
             if line.startswith("Umask:"):

@@ -82,7 +82,8 @@ def _report_of(error: Exception) -> tuple[ErrorBody, int] | None:
         return body, exit_code_of(error)
     if isinstance(error, UsageError):
         context = getattr(error, "ctx", None)
-        remedy = f"`{context.command_path} --help` shows how." if context is not None else ""
+        is_help = type(error).__name__ == "NoArgsIsHelpError"  # Private, as its base is.
+        remedy = "" if is_help or context is None else f"`{context.command_path} --help` shows how."
         return _body("usage", error.format_message(), remedy), ExitCode.WRONG  # type: ignore[attr-defined] # of the private click
     return None
 
@@ -97,7 +98,9 @@ def _tell(body: ErrorBody, name: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": body.model_dump(mode="json", exclude={"retry_after_s"})})
         return
-    if not body.message:  # No arguments: the help was shown.
+    if body.code == "usage" and not body.remedy:  # No arguments: the message is the help,
+        if body.message:  # unless rich has shown it already.
+            say(body.message)
         return
     say(f"{name}: {body.message}" + ("" if body.code == body.message else f" [{body.code}]"))
     if body.remedy:

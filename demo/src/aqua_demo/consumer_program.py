@@ -37,12 +37,17 @@ from aqualib.ranges import Range
 from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
+"""Seconds between samples: ten a second draw a smooth plot. Doubled, the plot shows steps."""
+
 LEASE_WAIT_S: Final = 60.0
-"""Without another slab meanwhile."""
+"""Seconds without another slab meanwhile: a producer on a busy machine makes one in less than a
+second. Doubled, a demo that cannot borrow says so a minute later."""
 
 SIGN_BYTE: Final = 3
+"""Offset of the byte with the sign in a little-endian float32."""
+
 SIGN_BIT: Final = 0x80
-"""Of a little-endian float32. Another exponent could make it infinite, and fail too loudly."""
+"""Within that byte. Another exponent could make the number infinite, and fail too loudly."""
 
 
 class ConsumerSettings(ProgramSettings):

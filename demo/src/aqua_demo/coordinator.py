@@ -19,8 +19,11 @@ from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_protocol.leases import PlacementPlan
 
 START_LIMIT_S: Final = 30.0
-"""For a coordinator and its Valkey to listen, which takes one or two seconds on idle cores."""
+"""Seconds for a coordinator and its Valkey to listen. Doubled, a demo whose coordinator hangs says
+so half a minute later."""
+
 LOOK_AGAIN_S: Final = 0.05
+"""Seconds between looks at its log; doubled, the demo starts a twentieth of a second later."""
 
 PRODUCER_ID: Final = "image-service"
 CONSUMER_ID: Final = "llm"

@@ -1,6 +1,6 @@
 """Runs the story: starts the processes, drives the load, listens, and judges what happened.
 
-The parent does no work of its own and is on nobody's data path. It owns the order of things: the
+The parent does no work of its own and is on no data path. It owns the order of things: the
 coordinator, then the producer, then (when memory is on offer) the consumer; load doubled and halved
 at the turns of the story; then an uninterrupted run of the same generation in a process of its own,
 and the comparison.
@@ -42,19 +42,27 @@ from aqua_demo.view import RunView
 from aqua_protocol import TransportKind, error_from_body, format_bytes
 
 STALL_LIMIT_S: Final = 180.0
-"""A phase without progress for longer is stuck: on two busy cores each takes 10 to 20 seconds."""
+"""Seconds without progress after which a phase is stuck: on two busy cores each takes 10 to 20.
+Doubled, a demo that hangs says so three minutes later."""
 
 RELIEF_AFTER_S: Final = 30.0
-"""The service was measured at the start. When others have made the machine slower since, its queue
-never empties and memory is never offered again; so after that long fewer images are asked for."""
+"""Seconds. The service was measured at the start. When others have made the machine slower since,
+its queue never empties and memory is never offered again; so after that long fewer images are asked
+for. Doubled, such a machine waits half a minute longer for each halving."""
 
 LEAST_LOAD_FACTOR: Final = 0.125
+"""Share of the usual images at which relief ends. Doubled, it ends at a quarter."""
 
 QUIET: Final = (StoryPhase.HARVEST, StoryPhase.CALM, StoryPhase.AGAIN)
 """Phases that need memory to be on offer."""
 
 LISTEN_S: Final = 0.1
+"""Seconds between looks at the clock while nothing is heard. Doubled, a service that died is
+noticed a tenth of a second later."""
+
 BURST_FACTOR: Final = 2.0
+"""Arrivals in the burst over the usual: twice `quiet_load` of the capacity that lent memory leaves,
+so that random arrivals queue. Doubled, the queue grows for as long as the burst lasts."""
 
 
 @dataclass(frozen=True, slots=True)

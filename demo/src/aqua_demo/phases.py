@@ -48,7 +48,8 @@ GENERATING: Final = (StoryPhase.HARVEST, StoryPhase.BURST, StoryPhase.CALM, Stor
 """Phases with new tokens all the way through."""
 
 NEARLY_ALL: Final = 0.9
-"""Share of the pages that counts as all: new pages appear in host memory first."""
+"""Share of the pages that counts as all: new pages appear in host memory first. At 1 a phase would
+wait for a moment without new pages; at half of it, it would end with pages still on their way."""
 
 NOTHING_YET: Final = ConsumerSample(at_s=0.0)
 

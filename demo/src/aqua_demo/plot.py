@@ -29,7 +29,8 @@ SHADES: Final = {
     StoryPhase.AGAIN: ("borrowed\nagain", "#eaf7f5"),
 }
 LEAD_S: Final = 4.0
-"""Seconds shown before the first key is stored: loading libraries is not the story."""
+"""Seconds shown before the first key is stored: loading libraries is not the story. Doubled, four
+more seconds of it are shown."""
 
 
 def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:

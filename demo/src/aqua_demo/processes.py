@@ -26,7 +26,11 @@ from aqua_demo.messages import REPORTS, Failure, Finish, Message, Report
 from aqua_protocol import AquaError
 
 STOP_WAIT_S: Final = 10.0
+"""Seconds for a child to stop before it is killed. Doubled, a demo with a child that hangs ends ten
+seconds later."""
+
 LOG_TAIL_LINES: Final = 15
+"""Lines of a log in an error: a traceback of a few frames. Doubled, it fills a terminal."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -179,7 +183,7 @@ class ProcessGroup:
     def start_service(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> Child:
-        """Start somebody else's program, which ends with this process."""
+        """Start another program, which ends with this process."""
         tied = [sys.executable, "-m", "aqua_demo.parent_death", str(os.getpid()), *command]
         return self._keep(Child(name, tied, log=self._log(name), environment=environment))
 

@@ -39,22 +39,34 @@ from aqualib.topology import place
 from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
+"""Seconds between samples, as of the consumer."""
+
 RATE_WINDOW_S: Final = 2.0
+"""Seconds over which the rate of requests is taken, at least. Doubled, the informer sees a burst
+later."""
+
 RATE_WINDOW_REQUESTS: Final = 60
-"""A rate is taken over a time in which that many are expected, at least: it then varies by an
-eighth, and twice the mean stands out."""
+"""Requests to expect in the window, at least: the rate then varies by an eighth, and twice the mean
+stands out. Doubled, it varies by an eleventh and bursts are seen later."""
+
 IDLE_WAIT_S: Final = 0.02
+"""Seconds until the clock is looked at again, at most. Doubled, samples are less even."""
 
 STEADY_MARGIN: Final = 1.35
 """What counts as steady, in terms of the mean rate: random arrivals stay below it nearly always,
-and twice the mean is far above it, and above what the informer takes for pressure."""
+and twice the mean is far above it, and above what the informer takes for pressure. Doubled, the
+burst itself counts as steady."""
 
 STEADY_QUEUE_S: Final = 1.0
+"""Waiting requests that are steady, as the time in which so many arrive. Doubled, memory is offered
+while a second more of requests waits."""
+
 QUEUE_MARGIN_S: Final = 2.0
-"""Waiting requests, in terms of the time in which so many arrive: a machine that is busy for a
-moment is not a burst."""
+"""Waiting requests beyond the steady ones before memory is taken back, as time: a machine that is
+busy for a moment is not a burst. Doubled, the reclaim comes two seconds later."""
 
 CALM_S: Final = 2.0
+"""Seconds without pressure before memory is offered again. Doubled, the story is as much longer."""
 
 
 class ProducerSettings(ProgramSettings):

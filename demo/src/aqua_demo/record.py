@@ -15,9 +15,15 @@ from aqua_demo.messages import ConsumerSample, ProducerSample
 from aqua_demo.phases import StoryPhase
 
 MAX_SAMPLES: Final = 36_000
+"""Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two
+hours."""
+
 MAX_ENTRIES: Final = 1_000
+"""Lines of the log that are kept, of which a run writes dozens. Doubled, nothing changes."""
+
 RATE_WINDOW_S: Final = 2.0
-"""Rates are averaged over this: a burst of images lasts longer, and single steps do not show."""
+"""Seconds over which rates are averaged: a burst of images lasts longer, and single steps do not
+show. Doubled, the edges of the plot are flatter."""
 
 
 @dataclass(frozen=True, slots=True)

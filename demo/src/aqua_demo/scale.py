@@ -17,10 +17,11 @@ from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
 
 MOST_SPARE_IMAGES: Final = 2
 """Images that the service may keep room for and still offer enough. A profile finds its peak at one
-or at two images at once, whichever the machine made a little faster that day."""
+or at two images at once, whichever the machine made a little faster that day. Doubled, its device
+has to be larger by two workspaces."""
 
 WEIGHT_BYTES: Final = 1 * MIB
-"""Room for the image model's weights."""
+"""Room for the image model's weights. Doubled, a MiB less can be lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ FULL: Final = DemoScale(
     again_tokens=80,
 )
 
-QUICK: Final = DemoScale(
+QUICK: Final = replace(
+    FULL,
     llama=LlamaSize(layers=6, heads=4, head_dim=32, feed_forward=256),
     prompt_tokens=1360,
     answer_tokens=300,
@@ -117,11 +119,6 @@ QUICK: Final = DemoScale(
     slab_bytes=2 * MIB,
     memory_bytes=16 * MIB,
     image_bytes=2 * MIB,
-    spare_images=1,
-    unet_channels=8,
-    image_side=16,
-    image_steps=12,
-    quiet_load=0.4,
     harvest_tokens=60,
     burst_tokens=60,
     again_tokens=60,

@@ -22,10 +22,16 @@ from aqua_demo.report import DemoReport
 from aqua_protocol import format_bytes
 
 REFRESH_PER_S: Final = 8
-"""Pictures a second: fast enough to look alive, and 2% of a core. Doubled, twice that."""
+"""Pictures a second: fast enough to look alive. Doubled, drawing costs twice as much."""
+
 PLAIN_INTERVAL_S: Final = 5.0
+"""Seconds between lines of the state in a log. Doubled, a run of half a minute shows three."""
+
 BAR_WIDTH: Final = 40
+"""Characters; with names and sizes it fits a terminal of 80."""
+
 SHOWN_ENTRIES: Final = 7
+"""Lines of the log under the picture. Doubled, it is seven lines taller."""
 
 
 class RunView:
