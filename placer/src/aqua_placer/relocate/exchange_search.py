@@ -54,7 +54,7 @@ MAX_TRIMS: Final = 50
 MAX_LOSING: Final = 256
 """Servers that look for a partner in a round, those that lose most first."""
 
-MAX_PAIRS: Final = 3_000
+MAX_PAIRS: Final = 4_500
 MAX_WIDE_PAIRS: Final = 64
 """Pairs of a round, for exchanges of single groups and of up to two."""
 
