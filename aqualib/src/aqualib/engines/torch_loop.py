@@ -53,7 +53,7 @@ class MemoryLimit(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """What cannot be lent now: the program's recent peak, slabs, and other processes."""
+        """Bytes that cannot be lent now: the program's recent peak, slabs, and other processes."""
 
     def step_ended(self) -> None:
         """Measure the step that has just ended."""
@@ -96,7 +96,7 @@ class TorchLoop:
         timestep: Any,  # noqa: ANN401 - a number or a tensor, by pipeline
         callback_kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """For diffusers: pass it as `callback_on_step_end`; changes nothing."""
+        """Serve diffusers as `callback_on_step_end`; changes nothing."""
         del pipeline, step_index, timestep
         self.step_ended()
         return callback_kwargs
@@ -205,12 +205,12 @@ class CountedMemoryLimit:
 
     @property
     def used_bytes(self) -> int:
-        """What the program and its slabs have taken."""
+        """Bytes that the program and its slabs have taken."""
         return self._memory.used_bytes
 
     @property
     def own_bytes(self) -> int:
-        """What the program has taken."""
+        """Bytes that the program has taken."""
         return self._own_bytes
 
     def try_take(self, nbytes: int) -> bool:
@@ -232,7 +232,7 @@ class CountedMemoryLimit:
             self._own_bytes -= nbytes
 
     def step_ended(self) -> None:
-        """Nothing to measure: every allocation is counted."""
+        """Do nothing: every allocation is counted."""
 
     def shrink(self, nbytes: int) -> int:
         """Allow no allocation beyond what is to stay, and give up what is not in use already."""

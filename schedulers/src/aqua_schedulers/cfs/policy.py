@@ -149,7 +149,7 @@ class FairPolicy:
         return bool(len(self._waiting)) and (self._has_changed or self._is_slice_over)
 
     def decide(self, engine: EngineView) -> Decision:
-        """Which requests to preempt and to admit; called when `begin_step` said True."""
+        """Choose which requests to preempt and to admit; called when `begin_step` said True."""
         self._choose_ranking(engine.location)
         self._has_changed = False
         self._token_budget = engine.token_budget

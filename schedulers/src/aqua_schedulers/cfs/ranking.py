@@ -180,7 +180,7 @@ class FirstTokenFirst(Ranking):
         return -request.weight
 
     def decode_key(self, request: RequestView) -> float:
-        """In its first stint, then beyond; among the latter heavier requests first."""
+        """Requests in their first stint go first; among the others, heavier ones."""
         if request.output_tokens < self.stint_tokens * request.weight:
             return -inf
         return -request.weight

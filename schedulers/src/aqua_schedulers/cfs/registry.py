@@ -42,14 +42,14 @@ class PolicyName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FairSettings:
-    """What may be tuned; the defaults are from the bursts of `benchmarks/fair_policies.py`.
+    """The settings that may be tuned; `benchmarks/fair_policies.py` says what the defaults give.
 
     Attributes:
-        block_tokens: Tokens of a KV block of the engine.
-        slice_iterations: Engine steps of a time slice. Doubled, first tokens wait for about twice
-            as many steps and half as much is paged.
-        stint_tokens: For `first-token`: output of each request that goes before all further output.
-            Doubled, answers start more smoothly and prompts wait longer.
+        block_tokens: Tokens of a KV block of the engine; vLLM's default.
+        slice_iterations: Engine steps of a time slice; the paper leaves the number open. Doubled, a
+            prompt that finds memory full waits up to twice as long, and less is paged.
+        stint_tokens: For `first-token`: output of each request that goes before all further output,
+            by judgement. Doubled, answers pause later and prompts may wait longer.
         patience_turns: Slices of waiting after which a request goes before all others: a bound
             against starvation, not a target. Doubled, the longest wait may double.
         fcfs_on_host: First come, first served while paged state would go to host memory.

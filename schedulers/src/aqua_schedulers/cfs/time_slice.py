@@ -47,7 +47,7 @@ class Candidates:
 
 
 class TimeSlice:
-    """See the module.
+    """Gives out memory and running slots for one slice.
 
     Args:
         free_blocks: Blocks to give out, those of preemptible requests included.

@@ -263,7 +263,7 @@ class AquaLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum that masks should be made for: `max_tokens` bounds, it does not pad."""
+        """Name no maximum that masks should be made for: `max_tokens` bounds, it does not pad."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:

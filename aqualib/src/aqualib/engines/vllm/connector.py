@@ -48,7 +48,7 @@ class AquaWorkerReport(WorkerReport, KVConnectorWorkerMetadata):
 
 
 class AquaConnector(KVConnectorBase_V1):
-    """See the module. Made by vLLM."""
+    """Translates vLLM's connector calls for one half of paging; vLLM makes it."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -78,11 +78,11 @@ class AquaConnector(KVConnectorBase_V1):
         request: Any,
         num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
-        """See `KvPagingScheduler.matched`."""
+        """Answer as `KvPagingScheduler.matched` does."""
         return self._scheduler_half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `KvPagingScheduler.allocated`."""
+        """Tell `KvPagingScheduler.allocated`."""
         block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
         self._scheduler_half.allocated(request, block_ids, num_external_tokens)
 
@@ -107,7 +107,7 @@ class AquaConnector(KVConnectorBase_V1):
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """See `KvPagingScheduler.finished`; vLLM may free the blocks at once."""
+        """Tell `KvPagingScheduler.finished`; vLLM may free the blocks at once."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         self._scheduler_half.finished(request, block_ids, computed)
         return False, None
@@ -159,13 +159,13 @@ class AquaConnector(KVConnectorBase_V1):
             self.paging_worker.page_in(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are done when `start_load_kv` returns, or beside the model."""
+        """Do nothing: loads are done when `start_load_kv` returns, or beside the model."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are paged out whole, all layers at once."""
+        """Do nothing: blocks are paged out whole, all layers at once."""
 
     def wait_for_save(self) -> None:
-        """Nothing: page-outs are done before the model runs."""
+        """Do nothing: page-outs are done before the model runs."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous loads have ended."""
@@ -178,7 +178,7 @@ class AquaConnector(KVConnectorBase_V1):
         return self.paging_worker.take_failed_blocks() if self.paging_worker is not None else set()
 
     def build_connector_worker_meta(self) -> AquaWorkerReport | None:
-        """What the scheduler's half should know, if anything is new."""
+        """Report what the scheduler's half should know, if anything is new."""
         report = self.paging_worker.take_report() if self.paging_worker is not None else None
         if report is None:
             return None
@@ -187,7 +187,7 @@ class AquaConnector(KVConnectorBase_V1):
     # --- Figures --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> AquaStats | None:
-        """What this half has counted since the last call."""
+        """Read what this half has counted since the last call."""
         half = self.paging_scheduler or self.paging_worker
         return None if half is None else self._meter.read(half.totals())
 
@@ -266,7 +266,7 @@ def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """Of one block, all layers, on one worker."""
+    """The size of one block, all layers, on one worker."""
     (group,) = kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
     # Layers of different sizes come as one specification, which counts them all.

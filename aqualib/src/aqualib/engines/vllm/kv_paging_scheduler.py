@@ -305,7 +305,7 @@ class KvPagingScheduler:
 
     @property
     def planned_page_out_blocks(self) -> Collection[int]:
-        """Blocks that the next step pages out, whoever owns them by now."""
+        """Blocks that the next step pages out, whatever request owns them by now."""
         return self._plan.out_blocks
 
     # --- What policies ask ----------------------------------------------------------------

@@ -20,7 +20,7 @@ from aqualib.engines.vllm.plugin import CONNECTOR
 
 POLICY_DEFAULTS: Final = FairSettings()
 
-ADDITIONAL_CONFIG_KEY = "aqua"
+ADDITIONAL_CONFIG_KEY: Final = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class PolicyRequestQueue:
-    """See the module."""
+    """Holds all waiting requests and yields the admitted ones."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Any] = {}

@@ -52,7 +52,7 @@ a request could get 1/256 of another's share and seem to hang."""
 
 
 class AquaScheduler(LendingScheduler):
-    """See the module. Made by vLLM from `--scheduler-cls`."""
+    """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)

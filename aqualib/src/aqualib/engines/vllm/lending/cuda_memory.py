@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CudaKvMemory:
-    """See the module.
+    """KV memory of a GPU, mapped and unmapped by the granule.
 
     Args:
         device: The GPU.

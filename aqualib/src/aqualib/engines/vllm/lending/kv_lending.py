@@ -52,7 +52,7 @@ class EngineLoad:
 
 
 class KvLending:
-    """See the module; a `LoadSource`.
+    """An engine's KV cache as a `LoadSource`.
 
     Args:
         cache: The engine's.
@@ -101,13 +101,13 @@ class KvLending:
 
     @property
     def most_bytes(self) -> int:
-        """What an idle engine could give up."""
+        """Bytes that an idle engine could give up."""
         most = self._granules.bytes_above(self._keep_blocks)
         return most - most % self._slab_bytes
 
     @property
     def surrendered_bytes(self) -> int:
-        """What it has given up, in whole slabs."""
+        """Bytes that it has given up, in whole slabs."""
         return self._surrendered_bytes
 
     @property

@@ -42,7 +42,7 @@ logger: Final = logging.getLogger("aqualib")
 
 
 class LendingService:
-    """See the module.
+    """An engine's lending, as one thing that opens and closes.
 
     Args:
         options: What to lend.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class KvMemory(Protocol):
-    """What a KV cache is made of."""
+    """The memory that a KV cache is made of."""
 
     @property
     def granule_bytes(self) -> int:
@@ -38,11 +38,11 @@ class KvMemory(Protocol):
 
     @property
     def account(self) -> DeviceMemory:
-        """Of the device's memory, shared with the slabs; once everything is allocated."""
+        """Account of the device's memory, shared with the slabs; once everything is allocated."""
 
     @property
     def regions(self) -> list[Range]:
-        """What `allocate` handed out, in order; granules are numbered over all of it."""
+        """Ranges that `allocate` handed out, in order; granules are numbered over all of them."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A zeroed tensor of shape (nbytes,), int8, that lives as long as the process.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LenderMetrics(ProducerMetrics):
-    """See the module; on a registry of its own.
+    """A producer's and the engine's figures, on a registry of their own.
 
     A reclaim has ended here when the engine has its blocks: later than for the producer.
 

@@ -14,12 +14,12 @@ from aqualib.producer.informer import Profile
 from aqualib.settings import Size
 
 SPARE_SHARE: Final = 0.5
-"""Of the KV cache, what is lent unless the options say how much: by caution, since this engine has
-no profile. Doubled, an idle engine lends everything but its reserve and has more to take back."""
+"""Share of the KV cache that is lent unless the options say how much: by caution, since this engine
+has no profile. Doubled, an idle engine lends all but its reserve and has more to take back."""
 
 RESERVE_SHARE: Final = 0.1
-"""Of the KV cache, what stays free unless the options say how much: the next requests start while
-memory comes back. Doubled, fewer of them wait for a reclaim, and less is lent."""
+"""Share of the KV cache that stays free unless the options say how much: the next requests start
+while memory comes back. Doubled, fewer of them wait for a reclaim, and less is lent."""
 
 
 class LendingOptions(BaseModel):
@@ -57,7 +57,7 @@ class LendingOptions(BaseModel):
     )
 
     def profile(self, *, cache_bytes: int, most_bytes: int, slab_bytes: int) -> Profile:
-        """What the informer goes by.
+        """The profile that the informer goes by.
 
         Args:
             cache_bytes: Size of the KV cache.
@@ -78,7 +78,7 @@ class LendingOptions(BaseModel):
         )
 
     def reserve_of(self, cache_bytes: int) -> int:
-        """What stays free in a cache of this size."""
+        """Bytes that stay free in a cache of this size."""
         if self.reserve_bytes is None:
             return int(RESERVE_SHARE * cache_bytes)
         return self.reserve_bytes

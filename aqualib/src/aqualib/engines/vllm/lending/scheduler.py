@@ -85,7 +85,7 @@ class LendingScheduler(Scheduler):
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM, with the blocks that are there."""
+        """Schedule as vLLM does, with the blocks that are there."""
         service = self.lending_service
         if service is None:
             return super().schedule(*args, **kwargs)
@@ -100,7 +100,7 @@ class LendingScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As vLLM; a step has ended."""
+        """Note that a step has ended, and go on as vLLM does."""
         service = self.lending_service
         if service is None:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -109,7 +109,7 @@ class LendingScheduler(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def add_request(self, request: Any) -> None:
-        """As vLLM; a request has arrived."""
+        """Note an arrival, and go on as vLLM does."""
         if self.lending_service is None:
             super().add_request(request)
             return
@@ -118,12 +118,12 @@ class LendingScheduler(Scheduler):
             super().add_request(request)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM."""
+        """Finish requests as vLLM does, under the lock."""
         with self._block_lock:
             return super().finish_requests(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM."""
+        """Forget all prefixes as vLLM does, under the lock."""
         with self._block_lock:
             return super().reset_prefix_cache(*args, **kwargs)
 
@@ -139,7 +139,7 @@ class LendingScheduler(Scheduler):
         return ()
 
     def _read_load(self) -> EngineLoad:
-        """On the informer's thread."""
+        """Count the load; on the informer's thread."""
         since_s = time.monotonic() - RATE_WINDOW_S
         while self._arrivals_s and self._arrivals_s[0] < since_s:
             self._arrivals_s.popleft()

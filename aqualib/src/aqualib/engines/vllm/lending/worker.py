@@ -46,7 +46,7 @@ LENDABLE: Final[dict[str, LendableCache]] = {}
 
 
 class LendingWorker(PlatformWorker):
-    """See the module. Made by vLLM from `--worker-cls`."""
+    """vLLM's worker, lending; vLLM makes it from `--worker-cls`."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache, in memory of ours if this engine lends.
