@@ -279,14 +279,13 @@ class BlockStore:
                 f"parts of {self!r} are lost and have not been freed, so {count} blocks do not fit",
                 remedy="Free the blocks that page_in reports as lost.",
             )
-        starts = [self._ordinals[frame.number] * self._per_frame + run.start for frame, run in runs]
-        for start, (_, run) in zip(starts, runs, strict=True):
+        ranges = []
+        for frame, run in runs:
+            start = self._ordinals[frame.number] * self._per_frame + run.start
             self._taken[start : start + run.size] = True
-        if count == 1:  # The cheapest way to a tensor, where a page's other costs are few.
-            return runs, torch.frombuffer(array("q", starts), dtype=torch.int64)
-        ranges = [
-            np.arange(start, start + run.size) for start, (_, run) in zip(starts, runs, strict=True)
-        ]
+            if count == 1:  # The cheapest way to a tensor, where a page's other costs are few.
+                return runs, torch.frombuffer(array("q", (start,)), dtype=torch.int64)
+            ranges.append(np.arange(start, start + run.size))
         slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         return runs, torch.from_numpy(slots)
 

@@ -130,6 +130,8 @@ class RangeAllocator:
     def take(self, count: int) -> int | None:
         """Take `count` adjacent units; returns the first, or None when no range is long enough."""
         assert count > 0, f"count {count}"
+        if len(self._counts) == 1:  # Nothing to choose between, as in a store that is not torn.
+            return self._cut(0, count) if self._counts[0] >= count else None
         best = -1
         for position, free in enumerate(self._counts):
             if free >= count and (best < 0 or free < self._counts[best]):

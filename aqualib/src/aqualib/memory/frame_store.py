@@ -169,6 +169,8 @@ class FrameStore:
         found: list[tuple[Frame, Range]] = []
         with self._lock:
             for frame in _by_preference(frames):
+                if frame.room.free == 0:
+                    continue
                 while count and (run := frame.room.take_upto(count)) is not None:
                     self._table.note_taken(frame, run.size)
                     found.append((frame, run))
@@ -455,6 +457,6 @@ def _by_preference(frames: Iterable[Frame]) -> Iterator[Frame]:
     for frame in frames:
         if frame.state is FrameState.PEER and frame.peer and frame.peer.asked_at_s is None:
             yield frame
-        else:
+        elif frame.state is not FrameState.LOST:
             others.append(frame)
-    yield from (frame for frame in others if frame.state is not FrameState.LOST)
+    yield from others
