@@ -34,10 +34,12 @@ from aqua_coordinator.sweeper import sweep_forever
 from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError
 
 MAX_REDIS_CONNECTIONS: Final = 8
-"""The pipeline, the event watcher, and some to spare while lost ones are being replaced."""
+"""The pipeline, the event watcher, and some to spare while lost ones are being replaced. Doubled,
+nothing changes but what a leak may hold."""
 
 STORE_RETRY_S: Final = 0.1
-"""Between attempts to open the books: an embedded store is back in about that time."""
+"""Between attempts to open the books: an embedded store is back in about that time. Doubled, a
+start takes 50 ms longer on average."""
 
 _ROUTES: Final = [
     route for router in routes.ALL for route in router.routes if isinstance(route, APIRoute)
@@ -119,14 +121,14 @@ class Service:
                 services.metrics,
                 silent_s=services.settings.silent_member_s,
             )
-            chores = [asyncio.create_task(sweep), asyncio.create_task(services.event_watcher.run())]
+            tasks = [asyncio.create_task(sweep), asyncio.create_task(services.event_watcher.run())]
             try:
                 yield self
             finally:
                 services.event_watcher.close()
-                for chore in chores:
-                    chore.cancel()
-                await asyncio.gather(*chores, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await services.ledger.close()
 

@@ -2,7 +2,7 @@
 
 A request is authenticated once, from its `Authorization` header, into a `Caller`; operations then
 ask the caller, in one line each, whether it may act for the member they touch. Without a tokens
-file everybody is the operator, which is why such a coordinator listens on loopback only
+file every caller is the operator, which is why such a coordinator listens on loopback only
 (`CoordinatorSettings.require_safe_address`).
 """
 
@@ -61,15 +61,15 @@ class Caller:
             )
 
 
-EVERYBODY: Final = Caller(frozenset(Role))
-"""Who calls when there are no tokens: somebody on this machine."""
+ANONYMOUS: Final = Caller(frozenset(Role))
+"""The caller when there are no tokens: some process on this machine."""
 
 
 class Authenticator:
     """Turns `Authorization` headers into callers.
 
     Args:
-        tokens_file: None to let everybody in as operator.
+        tokens_file: None to let every caller in as operator.
 
     Raises:
         ConfigError: The file cannot be used.
@@ -84,7 +84,7 @@ class Authenticator:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether anybody is turned away."""
+        """Whether a request needs a token."""
         return self._path is not None
 
     def authenticate(self, header: str | None) -> Caller:
@@ -94,7 +94,7 @@ class Authenticator:
             UnauthenticatedError: No token, an unknown or revoked one, or one that has expired.
         """
         if self._path is None:
-            return EVERYBODY
+            return ANONYMOUS
         if header is None:
             raise UnauthenticatedError("this needs a token")
         scheme, _, token = header.partition(" ")
@@ -103,7 +103,7 @@ class Authenticator:
             raise UnauthenticatedError("the Authorization header carries no token of Aqua's")
         entry = self._entries.get(parts[1])
         # An unknown id is compared as well, so that time does not tell known ids from unknown.
-        expected = _NOBODY if entry is None else entry.sha256
+        expected = _NO_DIGEST if entry is None else entry.sha256
         matches = hmac.compare_digest(digest(token[:MAX_TOKEN_LENGTH]), expected)
         if entry is None or not matches:
             raise UnauthenticatedError("the token is unknown or has been revoked")
@@ -128,7 +128,7 @@ class Authenticator:
         self._entries = {entry.token_id: entry for entry in entries}
 
 
-_NOBODY: Final = "0" * 64
+_NO_DIGEST: Final = "0" * 64
 
 
 def _version_of(path: Path) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from aqua_coordinator.store.rows import Grant
 from aqua_protocol.capability import Claims, mint, producer_key
 
 MAX_CACHED_KEYS: Final = 4096
+"""Producers whose key is kept, 100 bytes each: more than a coordinator serves. Beyond that each
+grant derives a key anew, 4 us."""
 
 
 class CapabilitySigner:

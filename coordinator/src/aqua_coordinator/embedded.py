@@ -45,15 +45,21 @@ SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
 LOCK_NAME: Final = "aqua.lock"
 MAX_LOG_BYTES: Final = 8 << 20
-MAX_BACKOFF_S: Final = 5.0
+"""A longer log is put aside at a start: months of notices. One older log is kept."""
 MIN_BACKOFF_S: Final = 0.1
+MAX_BACKOFF_S: Final = 5.0
+"""Between restarts of a server that dies, doubling from the first to the second: a full disk is
+tried again every 5 s; twice as long would make members wait twice as long once there is room."""
 STEADY_S: Final = 30.0
-"""A server that ran this long has earned a fresh backoff."""
+"""A server that ran this long begins with the shortest backoff again: six times the longest."""
 POLL_S: Final = 0.02
+"""Between looks at a lock or a starting server; doubled, a start takes 10 ms longer on average."""
 STOP_TIMEOUT_S: Final = 10.0
+"""For the last sync of a server that stops; then it is killed, and its log ends as at a crash."""
 SYNC_PERIOD_S: Final = 1.0
-"""Between syncs under `everysec`."""
+"""Between syncs under `everysec`; doubled, a power cut takes up to three seconds instead of two."""
 MIN_FREE_BYTES: Final = 1 << 20
+"""With less free disk nothing could be booked: a start says so at once."""
 _PR_SET_PDEATHSIG: Final = 1
 _ALLOCATOR: Final = "glibc.malloc.tcache_count=512"
 """The bundled server uses glibc's allocator, whose cache of seven pieces a size is too small for
@@ -94,7 +100,7 @@ class EmbeddedValkey:
         self._start_timeout_s = start_timeout_s
         self._lock_fd = -1
         self._process: subprocess.Popen[bytes] | None = None
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
@@ -130,7 +136,7 @@ class EmbeddedValkey:
         try:
             self._launch()
             while not self._answers():
-                self._require_hope(deadline_s)
+                self._require_progress(deadline_s)
                 time.sleep(POLL_S)
         except BaseException:
             self.stop()
@@ -152,18 +158,18 @@ class EmbeddedValkey:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def keep(self) -> None:
+    def supervise(self) -> None:
         """From now on, on the running loop, sync the data, and restart the server if it dies."""
-        self._keepers = [asyncio.create_task(self._keep())]
+        self._supervisors = [asyncio.create_task(self._restart_forever())]
         if self._fsync is Fsync.EVERYSEC:
-            self._keepers.append(asyncio.create_task(self._sync_forever()))
+            self._supervisors.append(asyncio.create_task(self._sync_forever()))
 
-    async def unkeep(self) -> None:
+    async def stop_supervising(self) -> None:
         """Stop looking after the server."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers = []
+        for task in self._supervisors:
+            task.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._supervisors = []
 
     async def _sync_forever(self) -> None:
         while True:
@@ -180,19 +186,19 @@ class EmbeddedValkey:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as written:
                 os.fdatasync(written.fileno())
 
-    async def _keep(self) -> None:
+    async def _restart_forever(self) -> None:
         backoff_s = MIN_BACKOFF_S
         while True:
             started_s = time.monotonic()
-            await self._gone()
-            assert self._process is not None, "kept without being started"
+            await self._exited()
+            assert self._process is not None, "supervised without being started"
             if time.monotonic() - started_s > STEADY_S:
                 backoff_s = MIN_BACKOFF_S
             log.error(
                 "store died, starting it again",
                 exit_code=self._process.wait(),
                 backoff_s=backoff_s,
-                last_words=self._last_words(),
+                log_end=self._log_end(),
             )
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -201,9 +207,9 @@ class EmbeddedValkey:
             except ConfigError as error:
                 log.warning("store cannot be started, trying again", error=str(error))
 
-    async def _gone(self) -> None:
+    async def _exited(self) -> None:
         """Wait until the process has exited."""
-        assert self._process is not None, "kept without being started"
+        assert self._process is not None, "supervised without being started"
         loop = asyncio.get_running_loop()
         exited = asyncio.Event()
         try:
@@ -223,30 +229,27 @@ class EmbeddedValkey:
             free = shutil.disk_usage(self.data_dir).free
             writable = os.access(self.data_dir, os.W_OK | os.X_OK)
         except OSError as error:
-            raise ConfigError(
-                f"the data directory {self.data_dir} cannot be made: {error}",
-                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
-            ) from error
+            raise self._unusable(f"cannot be made: {error}") from error
         if not writable:
-            raise ConfigError(
-                f"the data directory {self.data_dir} is not writable",
-                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
-            )
+            raise self._unusable("is not writable")
         if free < MIN_FREE_BYTES:
             raise ConfigError(
                 f"the disk of the data directory {self.data_dir} is full",
                 remedy="Free some space there, or set AQUA_DATA_DIR to another disk.",
             )
 
+    def _unusable(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the data directory {self.data_dir} {why}",
+            remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
+        )
+
     def _lock(self, deadline_s: float) -> None:
         path = self.data_dir / LOCK_NAME
         try:
             self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"the data directory {self.data_dir} is not writable: {error}",
-                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
-            ) from error
+            raise self._unusable(f"is not writable: {error}") from error
         # A predecessor that was killed leaves a server behind that is syncing its data: wait.
         while True:
             try:
@@ -318,7 +321,7 @@ class EmbeddedValkey:
         except OSError:
             return False
 
-    def _require_hope(self, deadline_s: float) -> None:
+    def _require_progress(self, deadline_s: float) -> None:
         if time.monotonic() > deadline_s:
             raise ConfigError(
                 f"the store in {self.data_dir} was not ready in {self._start_timeout_s} s",
@@ -327,11 +330,11 @@ class EmbeddedValkey:
         if self._process is not None and self._process.poll() is not None:
             raise ConfigError(
                 f"the store in {self.data_dir} exited with {self._process.returncode}: "
-                f"{self._last_words()}",
+                f"{self._log_end()}",
                 remedy=f"Read {self.data_dir / LOG_NAME}.",
             )
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         """The end of the server's log, where it says why it died."""
         try:
             lines = (self.data_dir / LOG_NAME).read_bytes()[-4096:].decode(errors="replace")

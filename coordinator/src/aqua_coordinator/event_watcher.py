@@ -21,13 +21,16 @@ from aqua_protocol import UnavailableError
 log = structlog.get_logger(__name__)
 
 BLOCK_MS: Final = 5000
+"""How long one XREAD waits; doubled, a connection lost in silence is noticed 10 s later."""
 RETRY_S: Final = 0.5
+"""After a lost connection; an embedded store restarts in less. Doubled, streams lag by 1 s."""
 REST_S: Final = 0.02
-"""Between two wake-ups: a burst of changes wakes streams once, and Redis is not asked for each."""
+"""Between two wake-ups: a burst of changes wakes streams once, and Redis is not asked for each.
+Doubled, events arrive 20 ms later, and a burst costs half as many reads."""
 
 
 class EventWatcher:
-    """Wakes all who wait whenever events have been written. Rests while nobody does.
+    """Wakes all who wait whenever events have been written. Rests while none does.
 
     Attributes:
         listeners: Streams being served; kept by those who serve them.
@@ -51,7 +54,7 @@ class EventWatcher:
         return self._changed
 
     def close(self) -> None:
-        """Wake everybody for the last time."""
+        """Wake all for the last time."""
         self.closed = True
         self._wake()
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: what this coordinator did, and what the books hold.
 
 Counters and histograms are this process's own and add up over coordinators. Gauges about members
-and leases are read from the books when somebody scrapes, so every coordinator of one Redis shows
+and leases are read from the books at each scrape, so every coordinator of one Redis shows
 the same: take `max by (...)` over instances, not `sum`. Members are labels, leases never are.
 """
 

@@ -25,9 +25,10 @@ SMALL_BODY_BYTES: Final = 64 * KIB
 """What any body may have. No request but those below needs more than a few hundred bytes; twice as
 much would double what callers can make the coordinator hold at once."""
 REPORT_BODY_BYTES: Final = 4 * MIB
-"""A report of 4096 leases, the most that a member may hold, takes about 1 MiB."""
+"""A report of 4096 leases, the most that a member may hold, takes about 1 MiB; the rest is for
+longer names. Doubled, what 2048 requests may hold doubles with it."""
 PLACEMENTS_BODY_BYTES: Final = 16 * MIB
-"""A plan of 65,536 pairings with a few producers each."""
+"""A plan of 65,536 pairings with a few producers each. Doubled, Redis works twice as long on it."""
 BODY_BYTES: Final = {
     "producers": REPORT_BODY_BYTES,
     "consumers": REPORT_BODY_BYTES,
@@ -135,7 +136,7 @@ def _require_json(headers: dict[bytes, bytes], body: bytes) -> None:
     """Refuse a body that is not declared as JSON.
 
     Browsers send other types across sites without asking, and a coordinator without tokens trusts
-    everybody on its machine.
+    every process on its machine.
 
     Raises:
         RequestInvalidError: It is not.

@@ -27,10 +27,14 @@ from aqua_protocol import ConfigError
 log = structlog.get_logger(__name__)
 
 BACKLOG: Final = 2048
+"""Connections that the kernel keeps until they are accepted, uvicorn's default: a cluster that
+comes back at once. Doubled, more of them wait instead of being refused."""
 GRACE_S: Final = 5
-"""Requests under way at a shutdown get this long."""
+"""Seconds that requests under way get at a shutdown. Their time is bounded by the store's timeout;
+doubled, a supervisor waits longer for one that hangs."""
 KEEP_ALIVE_S: Final = 75
-"""Longer than any heartbeat, so that members keep their connections."""
+"""Seconds; longer than the longest heartbeat (60 s), so that members keep their connections.
+Doubled, idle connections are held for longer."""
 
 SERVER_OPTIONS: Final[dict[str, Any]] = {
     "loop": "uvloop",
@@ -107,7 +111,7 @@ def serve(settings: CoordinatorSettings) -> None:
         else:
             redis_url = settings.redis_url.get_secret_value()
         if settings.tokens_file is None:
-            log.warning("no tokens file: everybody on this machine is an operator")
+            log.warning("no tokens file: every process on this machine is an operator")
         service = Service(settings, redis_url)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(service, listener, embedded))
@@ -117,8 +121,8 @@ def serve(settings: CoordinatorSettings) -> None:
 async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValkey | None) -> None:
     async with contextlib.AsyncExitStack() as stack:
         if embedded is not None:
-            embedded.keep()
-            stack.push_async_callback(embedded.unkeep)
+            embedded.supervise()
+            stack.push_async_callback(embedded.stop_supervising)
         await stack.enter_async_context(service.running())
         await Server(service).serve(sockets=[listener])
 

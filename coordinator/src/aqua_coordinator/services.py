@@ -61,6 +61,7 @@ ServicesDep = Annotated[Services, Depends(_services)]
 CallerDep = Annotated[Caller, Depends(_caller)]
 
 MAX_KEY_LENGTH = 128
+"""Characters: a UUID takes 36. Doubled, a kept answer takes 128 bytes more."""
 KeyText = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LENGTH, pattern=r"^[!-~]+$")]
 IdempotencyKey = Annotated[
     str,

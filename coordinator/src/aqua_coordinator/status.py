@@ -25,14 +25,16 @@ from aqua_protocol.leases import Health, LeaseView, ReclaimView
 from aqua_protocol.members import ConsumerView, ProducerView
 
 TIMEOUT_S: Final = 5.0
-"""Bound of one request: a listing of thousands takes longer than what members ask for."""
+"""Bound of one request: a listing of thousands takes longer than what members ask for. Doubled, a
+hung coordinator is told of after 10 s."""
 MAX_ROWS: Final = 10_000
 """Rows read of each listing; doubled, a look at a huge ledger takes seconds."""
 SHOWN_RECLAIMS: Final = 8
 SHOWN_LEASES: Final = 20
 """The latest are shown, so that all tables fit on a screen."""
 STALE_S: Final = 3.0
-"""A member silent for longer than this is shown in red: three default heartbeats."""
+"""A member silent for longer than this is shown in red: three default heartbeats. Doubled, a dead
+member looks alive for 3 s more."""
 
 NUMBERS: Final = frozenset({"leased", "offered", "free", "spilled", "wanted", "bytes"}) | {
     *("expires in", "returned", "first slab", "total")

@@ -2,7 +2,7 @@
 
 Every coordinator sweeps, and any number may at once: each step is one script that looks at the
 books as they are. A sweep is also what makes the books' clock go on (`lua/lib/books.lua`), so
-while no coordinator or no Redis is there, nobody's lease or membership gets older.
+while no coordinator or no Redis is there, no lease or membership gets older.
 """
 
 from __future__ import annotations

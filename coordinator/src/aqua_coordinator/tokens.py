@@ -31,9 +31,13 @@ from aqua_protocol.ids import Name
 
 PREFIX: Final = "aqua"
 SECRET_BYTES: Final = 32
+"""256 bits, beyond guessing; more adds nothing."""
 ID_BYTES: Final = 6
+"""Enough that ids differ by chance; they are no secret."""
 MAX_TOKENS: Final = 65_536
+"""One for each member of the largest cluster; doubled, reading the file takes a second."""
 MAX_TOKEN_LENGTH: Final = 128
+"""Characters that are hashed of what claims to be a token: ours have 61."""
 PRIVATE: Final = 0o600
 """The file is its owner's alone."""
 

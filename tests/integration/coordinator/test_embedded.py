@@ -88,18 +88,18 @@ async def test_a_kept_server_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("aqua_coordinator.embedded.os.fdatasync", sync)
     with running_store() as store:
-        store.keep()
+        store.supervise()
         try:
             async with asyncio.timeout(HANG_S):
                 await done.wait()
         finally:
-            await store.unkeep()
+            await store.stop_supervising()
     assert set(synced) == {"appendonly.aof.1.incr.aof"}
 
 
 async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
     with running_store() as store:
-        store.keep()
+        store.supervise()
         try:
             for _ in range(3):
                 dead = store.pid
@@ -107,7 +107,7 @@ async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
                 os.kill(dead, signal.SIGKILL)
                 await until(lambda dead=dead: store.pid != dead)  # type: ignore[misc] # bound now
         finally:
-            await store.unkeep()
+            await store.stop_supervising()
 
 
 def test_two_coordinators_cannot_share_a_data_directory() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aqua_coordinator.auth import EVERYBODY, Authenticator, Caller
+from aqua_coordinator.auth import ANONYMOUS, Authenticator, Caller
 from aqua_coordinator.tokens import (
     Role,
     create_token,
@@ -90,9 +90,9 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(path: Pat
 
 
 def test_without_a_file_everybody_is_operator() -> None:
-    assert Authenticator(None).authenticate(None) == EVERYBODY
-    EVERYBODY.require(Role.OPERATOR)
-    EVERYBODY.require(Role.PRODUCER, member="anybody")
+    assert Authenticator(None).authenticate(None) == ANONYMOUS
+    ANONYMOUS.require(Role.OPERATOR)
+    ANONYMOUS.require(Role.PRODUCER, member="anybody")
 
 
 def test_roles_and_bindings_are_enforced() -> None:

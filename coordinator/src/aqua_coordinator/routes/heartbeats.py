@@ -35,7 +35,7 @@ async def _one(booking: Awaitable[AckT]) -> AckT | ErrorBody:
     try:
         return await booking
     except UnavailableError:
-        # The store's absence is nobody's fault in particular: the call fails as a whole.
+        # The store's absence is no fault of one report: the call fails as a whole.
         raise
     except AquaError as error:
         return error.to_body()

@@ -1,4 +1,4 @@
-"""Profiles: what `aqua-profile` has measured, for whoever starts an informer or a placement."""
+"""Profiles: what `aqua-profile` has measured, for informers and placements."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from aqua_protocol.leases import (
     LeaseView,
     Pairing,
     PlacementPlan,
-    ReclaimOrigin,
     ReclaimView,
 )
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
@@ -30,6 +29,21 @@ _COUNTS: Final = ("_bytes", "epoch", "revision")
 """Ends of the names of details that are numbers; an id may consist of digits and is none."""
 REBUILDING_RETRY_S: Final = 1.0
 """A heartbeat by default: then members have confirmed the books."""
+
+_MEMBER: Final = ("node", "domain", "gpu_uuid", "model")
+_PRODUCER: Final = (
+    *("producer_id", "silent_us", *_MEMBER, "endpoint", "transport"),
+    *("slab_bytes", "offered_bytes", "leased_bytes", "grantable", "queue_length"),
+)
+_CONSUMER: Final = (
+    *("consumer_id", "silent_us", "leased_bytes", *_MEMBER, "wanted_bytes", "spilled_bytes"),
+)
+_OFFER: Final = ("producer_id", "domain", "offered_bytes", "leased_bytes", "grantable")
+_RECLAIM: Final = (
+    *("reclaim_id", "producer_id", "origin", "requested_bytes", "returned_bytes", "deadline_s"),
+    *("done", "escalated", "first_slab_ms", "total_ms"),
+)
+"""Rows as the headers of `read_*.lua` and `update_offer.lua` name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ class Grant:
         lease: As the books had it at the moment of the grant.
         books_id: Books that granted it; their secret signs the token.
         incarnation: Life of the producer that will check the token.
-        not_after_s: Unix time by Redis, in seconds, after which nobody attaches.
+        not_after_s: Unix time by Redis, in seconds, after which no consumer attaches.
         endpoint, transport, slab_bytes: Of the producer.
     """
 
@@ -217,26 +231,12 @@ def producer_rows(answer: Sequence[Any]) -> list[ProducerRow]:
 
 
 def _producer(row: Sequence[Any]) -> ProducerRow:
-    (name, silent_us, node, domain, gpu_uuid, model, endpoint, transport) = row[:8]
-    slab, offered, leased, grantable, queue_length = row[8:]
-    return ProducerRow(
-        view=ProducerView(
-            producer_id=_text(name),
-            node=_text(node),
-            domain=_text(domain),
-            gpu_uuid=_text(gpu_uuid),
-            model=_text(model) or None,
-            endpoint=_text(endpoint),
-            transport=TransportKind(_text(transport)),
-            slab_bytes=int(slab),
-            offered_bytes=int(offered),
-            leased_bytes=int(leased),
-            free_bytes=int(offered) - int(leased),
-            grantable=grantable == b"1",
-            silent_s=silent_us / MICROSECONDS,
-        ),
-        queue_length=int(queue_length) if queue_length else None,
-    )
+    fields = _fields(_PRODUCER, row)
+    queue_length = fields.pop("queue_length")
+    fields["silent_s"] = fields.pop("silent_us") / MICROSECONDS
+    fields["free_bytes"] = int(fields["offered_bytes"]) - int(fields["leased_bytes"])
+    view = ProducerView.model_validate(fields)
+    return ProducerRow(view, None if queue_length is None else int(queue_length))
 
 
 def offer_of(view: ProducerView) -> OfferView:
@@ -253,15 +253,9 @@ def offer_of(view: ProducerView) -> OfferView:
 
 def offer_view(answer: Sequence[Any]) -> OfferView:
     """Of an `update_offer` answer."""
-    _, producer_id, domain, offered, leased, grantable = answer
-    return OfferView(
-        producer_id=_text(producer_id),
-        domain=_text(domain),
-        offered_bytes=offered,
-        leased_bytes=leased,
-        free_bytes=offered - leased,
-        grantable=bool(grantable),
-    )
+    fields = _fields(_OFFER, answer[1:])
+    fields["free_bytes"] = fields["offered_bytes"] - fields["leased_bytes"]
+    return OfferView.model_validate(fields)
 
 
 def consumer_views(answer: Sequence[Any]) -> list[ConsumerView]:
@@ -270,18 +264,9 @@ def consumer_views(answer: Sequence[Any]) -> list[ConsumerView]:
 
 
 def _consumer(row: Sequence[Any]) -> ConsumerView:
-    name, silent_us, leased, node, domain, gpu_uuid, model, wanted, spilled = row
-    return ConsumerView(
-        consumer_id=_text(name),
-        node=_text(node),
-        domain=_text(domain),
-        gpu_uuid=_text(gpu_uuid),
-        model=_text(model) or None,
-        leased_bytes=leased,
-        wanted_bytes=int(wanted),
-        spilled_bytes=int(spilled),
-        silent_s=silent_us / MICROSECONDS,
-    )
+    fields = _fields(_CONSUMER, row)
+    fields["silent_s"] = fields.pop("silent_us") / MICROSECONDS
+    return ConsumerView.model_validate(fields)
 
 
 def reclaim_view(answer: Sequence[Any]) -> ReclaimView:
@@ -295,20 +280,7 @@ def reclaim_page(answer: Sequence[Any]) -> tuple[list[ReclaimView], int | None]:
 
 
 def _reclaim(row: Sequence[Any]) -> ReclaimView:
-    (name, producer_id, origin, requested, returned) = row[:5]
-    deadline, done, escalated, first_slab_ms, total_ms = row[5:]
-    return ReclaimView(
-        reclaim_id=_text(name),
-        producer_id=_text(producer_id),
-        origin=ReclaimOrigin(_text(origin)),
-        requested_bytes=int(requested),
-        returned_bytes=int(returned),
-        deadline_s=float(deadline),
-        done=done == b"1",
-        escalated=escalated == b"1",
-        first_slab_ms=float(first_slab_ms) if first_slab_ms else None,
-        total_ms=float(total_ms) if total_ms else None,
-    )
+    return ReclaimView.model_validate(_fields(_RECLAIM, row))
 
 
 def placements(answer: Sequence[Any]) -> PlacementPlan:
@@ -363,6 +335,14 @@ def event(event_id: bytes, text: bytes) -> Event:
 
 def _notice(row: Sequence[Any]) -> LeaseNotice:
     return LeaseNotice(lease_id=_text(row[0]), epoch=row[1], reason=_text(row[2]) or "ended")
+
+
+def _fields(names: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
+    """A row by name; what is empty is None. Text becomes numbers in the wire model."""
+    return {
+        name: (value.decode() or None) if isinstance(value, bytes) else value
+        for name, value in zip(names, row, strict=True)
+    }
 
 
 def _text(raw: bytes | None) -> str:

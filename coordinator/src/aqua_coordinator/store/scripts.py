@@ -13,7 +13,7 @@ one that was meant. `Ledger.open` deletes those of other versions: who still nee
 Names are checked when the library is put together, not when it runs: `KEY.x` becomes a key of
 `keys.KEYS`, `STATE.x` and `EVENT.x` must be words of the lease machine, `KIND.x` an event kind,
 `CONST.x` a number below. The lease's transition table is written into the library from
-`aqua_protocol.LEASE`, so Lua follows the same table as everybody else and cannot disagree with it.
+`aqua_protocol.LEASE`, so Lua follows the same table as Python and cannot disagree with it.
 
 Redis refuses a function as a whole when memory or disk is full, unless it is flagged `no-writes`.
 It never fails at its first write that needs memory, with earlier deletions already done.
@@ -36,9 +36,11 @@ from aqua_protocol.leases import EventKind
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT
 
 SWEEP_PERIOD_S: Final = 0.5
-"""How often a coordinator sweeps. Far below any time to live, so expiry is late by little."""
+"""How often a coordinator sweeps: far below any time to live, so expiry is late by little. Doubled,
+expiry is up to a second late, and the sweep costs half."""
 MAX_GAP_S: Final = 6 * SWEEP_PERIOD_S
-"""Without a sweep for this long, nobody was there to take reports, and the books' clock stops."""
+"""Without a sweep for this long, no coordinator was there to take reports, and the books' clock
+stops. Doubled, members may age for 6 s without one."""
 
 CONSTANTS: Final[Mapping[str, int | str]] = {
     "initial_state": f"'{LEASE.initial}'",
@@ -58,7 +60,7 @@ CONSTANTS: Final[Mapping[str, int | str]] = {
     "max_leases_per_member": MAX_LEASES_PER_MEMBER,
     "max_open_reclaims": MAX_RECLAIMS_PER_REPORT,
     "max_retired_incarnations": 8,
-    # Kilobytes each, and read all at once by whoever lists them.
+    # Kilobytes each, and read all at once by a listing.
     "max_profiles": 1000,
     # Records that one listing call looks at, so that a narrow filter does not stall Redis.
     "max_scan": 1000,

@@ -6,7 +6,7 @@
 --          open_lease, set_deadline, book, write_list, next_epoch, close_reclaim
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
---            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' wishes, not yet taken up
+--            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' orders, not yet taken up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
 --            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
 -- Refuses  stale_revision, stale_epoch, protocol_violation
@@ -14,7 +14,7 @@
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books do
 -- not know, or hold ended, is adopted. If the offer no longer covers everything, grants that
--- nobody has attached to yet go, newest first; what is held always fits, the schema sees to it.
+-- no consumer has attached to yet go, newest first; what is held fits by the schema.
 
 local report = cjson.decode(ARGV[1])
 local fingerprint = redis.sha1hex(ARGV[1])

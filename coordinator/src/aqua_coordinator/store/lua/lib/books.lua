@@ -4,8 +4,8 @@
 -- a call that failed half-way leaves nothing behind that the next one would see.
 --
 -- Two times: `now_us` is Redis time. `clock_us` is the time that leases and members age by; it
--- stands still while no coordinator sweeps, because nobody may expire for the absence of those
--- whom he should have reported to. It never goes back, whatever Redis time does.
+-- stands still while no coordinator sweeps, because no member may expire for the absence
+-- of those it should have reported to. It never goes back, whatever Redis time does.
 
 local now_us, clock_us, paused_us, stood_still
 local books_id, min_epoch, epoch, issued, planned

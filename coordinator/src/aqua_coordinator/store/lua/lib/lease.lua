@@ -141,7 +141,7 @@ local function step(lease, event, reason)
     lease.reason = reason
     strike(KEY.deadlines, lease.lease_id)
     -- A lost producer may come back with its slabs and its lease (ADOPT), so that right only
-    -- rests; every other end is final, and a new epoch fences whoever still acts on the old one.
+    -- rests; every other end is final, and a new epoch fences what still acts on the old one.
     -- It has to be new for this lease only, so the books' counter is left alone.
     if after ~= STATE.lost then
       lease.epoch = math.max(lease.epoch + 1, now_us)

@@ -1,6 +1,6 @@
 -- Sorted sets that list leases and offers. A call gathers its changes and `settle` writes them: one
 -- command for each list instead of one for each member, since what a command costs is its call.
--- Whoever reads a list with a command of his own, after changes to it, calls `write_list` before.
+-- A script that reads a list by a command of its own after changes to it calls `write_list` before.
 
 local MAX_WORDS = 1000
 
