@@ -11,7 +11,7 @@ share or came back, takes as much of it as each living one would get. What had b
 answered. Requests that no engine survives would kill one after another: the run stops when
 `MOST_DEATHS` engines have died over the same requests without answering any of their share.
 
-Source: BlendServe section 6.1, "Data parallelism"; the rest of this page is ours.
+Source: BlendServe section 6.1, "Data parallelism"; the rest is ours.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class _RowSampling(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._owner)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - no slices: nobody takes them
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - no slices: none are taken
         (body,) = self._batch.bodies([self._entries[self._owner[index]]])
         return self._row_sampling(index, body)
 

@@ -2,7 +2,7 @@
 
 A stock engine takes requests whenever it is given some, and hides what it does with them. The feed
 therefore holds requests back, adds them as the policy says, and reckons from the engine's answers
-what the policy wants to know: who is decoding, how much prompt is still to compute, how much
+what the policy wants to know: which requests decode, how much prompt is still to compute, how much
 memory is in use. Prefix hits are predicted with a model of the engine's cache
 (`PrefixCacheModel`). The token budget of a step is the engine's own; pace comes from admission.
 

@@ -103,7 +103,7 @@ class LocalFleet:
         self._run = ShareRun(share, self._engine)
 
     def wait(self) -> list[Event]:
-        """One step."""
+        """Take one step."""
         run = self._run
         assert run is not None, "nothing to wait for"
         answers = run.step(self._now())

@@ -1,4 +1,4 @@
-"""From what an engine generated to a line of OpenAI's output file.
+"""Turns what an engine generated into lines of OpenAI's output file.
 
 An engine answers *rows*: one prompt, one answer. A line of the batch file may want more of them
 (`n`, or several prompts), which then run like any others, on whatever engine has room.

@@ -54,7 +54,7 @@ class EngineActor:
         """Start the engine.
 
         Args:
-            environment: Variables for it; a worker's own come from whoever started Ray.
+            environment: Variables for it; a worker's own are those that Ray was started with.
         """
         os.environ.update(environment)
         try:

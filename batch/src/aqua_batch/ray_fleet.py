@@ -207,7 +207,7 @@ class RayFleet:
         return [event for event in events if event is not None]
 
     def cache_counters(self) -> CacheCounters:
-        """Of the engines that live."""
+        """Sum of the counters of the engines that live."""
         counters = self._ray.get(
             [self._nodes[index].actor.cache_counters.remote() for index in self.ready_nodes()]
         )
@@ -274,7 +274,7 @@ class RayFleet:
             num_cpus=self._placement.cpus,
             num_gpus=self._gpus,
             scheduling_strategy=strategy,
-            max_restarts=0,  # a restarted actor would be an engine that nobody started
+            max_restarts=0,  # a restarted actor would be an engine without a start
         ).remote()
 
     # --- What becomes of a call ------------------------------------------------------------
@@ -373,7 +373,7 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - the modul
 
 
 def _probe(address: str, remedy: str) -> None:
-    """Fail at once where nobody listens."""
+    """Fail at once where nothing listens."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(

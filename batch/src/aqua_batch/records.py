@@ -92,7 +92,7 @@ class Entry:
 
 
 class _Content:
-    """A file that can be read in any order; a copy goes when nobody holds it any more."""
+    """A file that can be read in any order; a copy goes with its last reference."""
 
     def __init__(self, path: Path, *, is_copy: bool) -> None:
         self.path = path

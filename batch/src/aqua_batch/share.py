@@ -2,7 +2,7 @@
 
 A `Share` is complete: prompts as token ids, estimated lengths, sampling fields, policy. It refers
 to no file and to no other share, so it may travel to another machine. `ShareRun` takes it through
-an engine step by step, whoever calls the steps: the command's own loop, or an actor on a node.
+an engine step by step, called by the command's own loop or by an actor on a node.
 """
 
 from __future__ import annotations

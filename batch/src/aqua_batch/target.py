@@ -16,7 +16,7 @@ from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_schedulers.blendserve import ResourceCost
 
 DEFAULT_MODEL: Final = DECODERS["Llama-3.1-8B"]
-"""Where no model is named: the paper's, so that its numbers come out."""
+"""Fixed: the model of a plan that names none, the paper's, so that its numbers come out."""
 
 RESERVED_BYTES: Final = 4 * 10**9
 """Activations and buffers beside weights and KV cache. With an 8B model this leaves 60 GB of an

@@ -1,4 +1,4 @@
-"""From a batch file to a prepared pool: tokenise, collect lengths, order.
+"""Turns a batch file into a prepared pool: tokenise, collect lengths, order.
 
 Where lengths come from, best first: the request fixes them (`known_length`); an earlier output
 file names the same custom_id, or enough others to serve as the sample; the limit of the request.

@@ -3,7 +3,7 @@
 The plan needs to know which prompts share how much of their beginning; the engine needs the very
 same tokens, or what the plan calls shared is not. Without a tokenizer bytes serve for planning: a
 shared prefix of bytes is one of tokens too, only the counts are off, by about four bytes a token
-in English. Whoever falls back says so (`Tokenizer.exact`).
+in English. A tokenizer that stands in says so (`Tokenizer.exact`).
 """
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ class _FolderTokenizer:
             logger.warning("%s has no chat template: chats are written as 'role: content'", name)
 
     def text(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds to a prompt."""
+        """Token ids, with the special tokens that the tokenizer adds to a prompt."""
         return list(self._tokenizer(text)["input_ids"])
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """By the template; it brings its own special tokens."""
+        """Token ids by the template; it brings its own special tokens."""
         if not self._has_template:
             return self.text(plain_chat(messages))
         try:

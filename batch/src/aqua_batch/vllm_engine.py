@@ -102,7 +102,7 @@ class VllmEngine:
         self._running[name] = request
 
     def step(self, token_budget: int) -> StepEvents:
-        """One step of vLLM; its budget is its own."""
+        """Take one step of vLLM; its budget is its own."""
         del token_budget
         started, finished = list(self._refused), list(self._refused)
         tokens = [0] * len(self._refused)

@@ -2,7 +2,7 @@
 
 Items and the ends of lists live in one array: items have the numbers from 0, behind them comes one
 *sentinel* for each list, which is its own neighbour while the list is empty. So no operation asks
-whether an item is the first or the last. An item is in one list at most; whoever keeps the lists
+whether an item is the first or the last. An item is in one list at most, and its owner
 knows in which.
 """
 

@@ -1,6 +1,6 @@
 """How long requests will generate: known, sampled, or taken from the requests most like them.
 
-Output length decides whether a request is compute- or memory-bound, and nobody knows it before.
+Output length decides whether a request is compute- or memory-bound, and it is unknown before.
 Requests with a common prefix tend to have a common purpose, so the lengths of a small sample are
 spread over the prefix tree: a request takes the mean of the nearest subtree around it that holds
 a sample. For a subtree without a sample of its own that is its siblings' mean, as in the paper.
@@ -26,7 +26,7 @@ from aqua_schedulers.blendserve.tree import ROOT, PrefixTree
 from aqua_schedulers.compiled import compiled
 
 UNKNOWN: Final = -1
-"""In an array of lengths: nobody knows this one."""
+"""Fixed: stands for an unknown length in an array of lengths."""
 
 DEFAULT_OUTPUT_TOKENS: Final = 256.0
 """Tokens where there is neither a sample nor a limit: the mean that the paper gives chat requests.
@@ -35,7 +35,7 @@ Doubled, such pools count as more memory-bound."""
 
 @dataclass(frozen=True, eq=False)
 class LengthEstimate:
-    """Output lengths as far as anybody knows them before the run.
+    """Output lengths as far as they are known before the run.
 
     Attributes:
         mean: Expected output tokens, at least 1, shape (num_requests,).

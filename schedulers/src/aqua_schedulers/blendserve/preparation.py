@@ -39,7 +39,7 @@ class BlendMode(StrEnum):
     FORESIGHT = "foresight"
     """The default: beyond the paper."""
     PAPER = "paper"
-    """As published."""
+    """The policy as published."""
 
 
 @dataclass(frozen=True, eq=False)

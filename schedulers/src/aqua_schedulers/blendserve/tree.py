@@ -141,7 +141,8 @@ class PrefixTree:
             tokens: Tokens of each segment, shape (num_segments,).
             end: Segment at which each request's prompt ends, shape (num_requests,).
 
-        A segment that a single request ends at and nobody continues becomes that request's leaf.
+        A segment at which a single request ends and which no other continues becomes that
+        request's leaf.
         """
         users = np.bincount(end, minlength=len(parent))
         has_child = np.zeros(len(parent), dtype=bool)

@@ -1,1 +1,1 @@
-"""Offline batches: a pool of requests known in advance, one engine, nobody waiting for a token."""
+"""Offline batches: a pool of requests known in advance, one engine, no user waiting for a token."""

@@ -7,7 +7,7 @@ contexts are one running sum, and memory is counted, not placed.
 What is modelled, step by step:
 
 1. Decoding requests need one token of memory each. What is missing comes from cached prefixes that
-   nobody uses, oldest first; when these are gone, the latest admitted request is retracted: its
+   no request uses, oldest first; when these are gone, the latest admitted request is retracted: its
    memory is freed, its generated tokens will be computed again as prompt.
 2. Decoding requests run; prefill fills the rest of the token budget, first admitted first, cut
    into chunks.
@@ -16,8 +16,9 @@ What is modelled, step by step:
 
 A prompt's nodes count as present from admission on, so that two requests of one batch compute a
 shared prefix once (the paper's intra-batch sharing): prefill is first come first served, so the
-one who computes it is never behind the one who reads it. A request decodes for as many steps as
-it has output tokens, as in the paper's Mem(r); a real engine gets the first of them from prefill.
+request that computes it is never behind the one that reads it. A request decodes for as many steps
+as it has output tokens, as in the paper's Mem(r); a real engine gets the first of them from
+prefill.
 
 Source: BlendServe section 4, "Runtime prefix tree" and "Batch scheduler"; retraction as in SGLang.
 """
@@ -213,7 +214,7 @@ def _retract_latest(state: EngineState) -> None:
 def _drop_uncomputed(state: EngineState, request: int) -> None:
     """Forget the prompt nodes that a retracted request did not finish computing.
 
-    The request was the latest admitted, so nobody behind it reads them; those that somebody
+    The request was the latest admitted, so none behind it reads them; those that a request
     before it uses are that one's to compute.
     """
     node = state.leaf[request]
@@ -321,7 +322,7 @@ def advance(
 ) -> None:
     """Admit from the front of `admit`, then take one step, or steps until something happens.
 
-    Stuck is who has nothing running although the first of `admit` was refused or there was none:
+    The engine is stuck if nothing runs although the first of `admit` was refused or there was none:
     the policy waits for an event that cannot come.
     """
     count = state.counters[0]

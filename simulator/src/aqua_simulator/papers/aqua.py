@@ -1,4 +1,4 @@
-"""Aqua's bursts on the serving engine: who waits how long under which policy and link.
+"""Aqua's bursts on the serving engine: how long requests wait under which policy and link.
 
 A `BurstExperiment` is one of the paper: 25 requests at the stable rate, the rate times a factor for
 a minute, then 25 more at the stable rate (the burst's overflow goes to new instances by then, as in
@@ -188,7 +188,7 @@ class BurstExperiment:
         ]
 
     def stable_rate_per_s(self) -> float:
-        """By bisection, to one percent."""
+        """The highest rate that is stable, found by bisection to one percent."""
         low, high = 0.005, 50.0
         while high / low > 1.0 + RATE_TOLERANCE:
             rate = sqrt(low * high)

@@ -2,12 +2,12 @@
 
 Every step is planned under a token budget: running requests first, in order of admission, each
 with as much of its prompt as fits (chunked prefill) or its one next token; then waiting requests.
-When a running request finds no block, the latest admitted one is preempted; nobody is admitted in
+When a running request finds no block, the latest admitted one is preempted; none is admitted in
 a step that preempted for that reason. A request is admitted if its whole prompt would fit.
 
-Who leaves and who may come in is the policy's decision (`aqua_schedulers.cfs`), taken once per step
-as an adapter takes it in a real engine; first come, first served is vLLM's own. Under a policy that
-puts requests out, decodes run before prompts: section 7's partition of the batch.
+Which requests leave and which may come in is the policy's decision (`aqua_schedulers.cfs`), taken
+once per step as an adapter takes it in a real engine; first come, first served is vLLM's own. Under
+a policy that preempts, decodes run before prompts: section 7's partition of the batch.
 
 Steps are planned ahead: with asynchronous scheduling (vLLM's default) the step after the running
 one is already planned, so a request that arrives now waits for two step ends, and blocks come free
@@ -65,7 +65,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class _Step:
-    """A planned step: when it ends, who gets a token, who is done."""
+    """A planned step: when it ends, and which requests get a token."""
 
     end_s: float
     sampled: list[tuple[Job, int]]
@@ -79,7 +79,7 @@ class Engine:
         time_of: Seconds of a step.
         memory: The KV cache.
         store: Where preempted contexts go; None computes them again.
-        policy: Who holds memory; this engine's own object.
+        policy: Decides which requests hold memory; this engine's own object.
         finished: Served requests, in order of their last token.
         busy_s: Time in which a step was running.
         step_count: Steps planned.

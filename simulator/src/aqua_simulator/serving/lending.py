@@ -81,7 +81,7 @@ class LeaseLedger:
         """Lease from the lender with most to spare, as much as it has up to `wanted_bytes`.
 
         Raises:
-            CapacityError: Nobody has a slab to spare.
+            CapacityError: No lender has a slab to spare.
         """
         by_room = sorted(self.offered_bytes, key=lambda name: (-self.free_bytes(name), name))
         room = self.free_bytes(by_room[0]) if by_room else 0

@@ -28,7 +28,7 @@ class PagedMemory:
     """Blocks of `block_tokens` tokens each.
 
     Attributes:
-        free_count: Blocks that nobody uses, remembered contents or not.
+        free_count: Blocks without a user, remembered contents or not.
         hit_tokens, asked_tokens: Prompt tokens found cached, and prompt tokens looked up, both at
             the first admission of a request.
     """
@@ -78,7 +78,7 @@ class PagedMemory:
         if job.preemption_count == 0:
             self.hit_tokens += job.computed_tokens
             self.asked_tokens += job.arrival.prompt_tokens
-        # Of no use, to anybody, behind chunks that others have published since.
+        # Of no use behind chunks that other requests have published since.
         left = self._free.pop(("job", job.arrival.request_id), 0)
         self.free_count -= left
         if job.shared_chunks == job.retired_chunks:

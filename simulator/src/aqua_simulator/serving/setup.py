@@ -1,4 +1,4 @@
-"""From names (model, GPU, width) to an engine: iteration time, memory and page store."""
+"""Makes an engine from names (model, GPU, width): iteration time, memory and page store."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineSpec:
         page_bytes: Size of that store.
         link_bytes_per_s: Rate of one GPU's link instead of the data sheet's; 0 for that.
         copies_overlap: Copies hide behind computation; False puts them on top.
-        policy: Who holds memory.
+        policy: Decides which requests hold memory.
         fair: The policy's settings.
         max_num_batched_tokens, max_num_seqs: As vLLM names them.
     """

@@ -113,7 +113,7 @@ class IterationTime:
 
 
 def from_kernels(fit: Fit, gpu: str, model_key: str, model: DecoderModel) -> IterationTime:
-    """From one model's own kernel tables, on one GPU.
+    """Take the times from one model's own kernel tables, on one GPU.
 
     Raises:
         ConfigError: The fit lacks one of them.
@@ -159,7 +159,7 @@ def _rounded(tokens: float) -> float:
 def from_operators(
     fit: Fit, gpu: str, model_key: str, model: DecoderModel, *, width: int = 1
 ) -> IterationTime:
-    """From a profiled model's operators and a GPU's attention and all-reduce.
+    """Take the times from a profiled model's operators and a GPU's attention and all-reduce.
 
     Args:
         gpu: As in the file names, for example `a100`.
@@ -189,7 +189,7 @@ def from_operators(
 
 
 def from_shapes(fit: Fit, gpu: str, model: DecoderModel, *, width: int = 1) -> IterationTime:
-    """For a model that nobody profiled: its matrices from the GPU's GEMM surface.
+    """Look an unprofiled model's matrices up in the GPU's GEMM surface.
 
     Element-wise operators are not in the tables; they are left out, about a tenth at small batches.
 
@@ -233,7 +233,7 @@ ROOFLINE_EXPONENT: Final = 1.5
 
 
 def from_data_sheet(gpu: GpuModel, model: DecoderModel, *, width: int = 1) -> IterationTime:
-    """Without any profile: a roofline of the data sheet with the shares above.
+    """Assume a roofline of the data sheet with the shares above, without any profile.
 
     Good for "does it fit, roughly how fast": linear layers are within a few percent where the
     shares were measured, attention is a quarter off, and other GPUs reach other shares.

@@ -69,7 +69,7 @@ def _moved(row: Arrival, arrival_s: float, request_id: str) -> Arrival:
 
 
 def _arrival(path: Path, number: int, row: dict[str, str]) -> Arrival:
-    """One line; NaN as its time where the format has none."""
+    """Read one line; its time is NaN where the format has none."""
     try:
         if "input_toks" in row:
             return Arrival(
