@@ -2,7 +2,7 @@
 
 Honest queues: every request takes its own service, drawn or following its lengths, and waits in
 line for a slot. Nothing is tuned to the search; the truth is found by brute force, with requests
-drawn one by one and not in decks.
+drawn one by one and not stratified.
 """
 
 from __future__ import annotations

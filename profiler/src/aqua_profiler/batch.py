@@ -34,8 +34,10 @@ LEAST_GAIN: Final = 0.05
 fall short of the best. Doubled, the peak is a batch size sooner and more memory is spare."""
 
 LEAST_REPEATS: Final = 3
+"""Batches of a size at the least, for a standard error. Six take steady programs twice as long."""
+
 MOST_REPEATS: Final = 30
-"""Batches of a size: for a standard error at the least, and a bound at the most."""
+"""Batches of a size at the most: a bound. Sixty only make noisy programs slower to profile."""
 
 ENOUGH_ERROR: Final = 0.02
 """Relative standard error of throughput at which a size is known: well below `LEAST_GAIN`. Halved,

@@ -34,8 +34,14 @@ from aqua_profiler.spec import ProfileSpec
 from aqua_protocol.profile import ModelProfile
 
 LONE_REQUESTS: Final = 6
+"""Requests one at a time: one warms up, five make a median. Twelve cost slow engines a minute."""
+
 FIRST_PROMPT: Final = 8
+"""Tokens of the first prompt at the most: it fits any context, however many tokens a word has."""
+
 LONE_SHARE: Final = 0.1
+"""Of the budget, after which no more lone requests follow. Doubled, slow engines lose a trial."""
+
 LEAST_STALL_S: Final = 5.0
 """Busy machines halt for seconds."""
 
@@ -43,6 +49,8 @@ STALL_SHARE: Final = 0.25
 """Of the budget: a stall must be found out while there is budget left to say so."""
 
 SETTLE_FACTOR: Final = 3.0
+"""Of the unloaded TTFT: a probe faster than that finds the engine idle again. Doubled, the next
+trial may begin beside what is left of the last."""
 
 
 class ProfileListener(Protocol):

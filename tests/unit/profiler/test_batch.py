@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_profiler.batch import BatchSpec, profile_batch, profile_context
+from aqua_profiler.batch import profile_batch, profile_context
 from aqua_profiler.errors import EndpointError, EndpointGoneError
 from aqua_profiler.measure.memory import ProgramMeter
+from aqua_profiler.spec import BatchSpec
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 GB = 10**9

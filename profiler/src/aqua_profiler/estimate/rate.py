@@ -50,6 +50,7 @@ that is wrong if two did: by chance one fails so far below a limit, but seldom t
 whose tokens hardly slow down contradict themselves."""
 
 CUT_OFF: Final = frozenset({StopReason.SLOW_TOKENS, StopReason.SHED, StopReason.OVERLOAD})
+"""Trials that were ended because they were too much violate the objective as measured ones do."""
 
 
 @dataclass(frozen=True, slots=True)

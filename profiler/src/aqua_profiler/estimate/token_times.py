@@ -60,10 +60,9 @@ the way up, so that what is known of a level comes from a single moment. Weights
 searches beyond 5%, of 0 put 3 there; any in between does."""
 
 LEAST_LONG_GAPS: Final = 20
-"""Gaps of more than 0.6 of the limit (`LONG_BIN`) that must have been seen: from fast tokens alone
-it is not guessed how they slow down. With twice as many a search steps up once more."""
-
 LONG_BIN: Final = round(math.log(0.6) / GAP_BIN)
+"""Gaps of more than 0.6 of the limit that must have been seen: from fast tokens alone it is not
+guessed how they slow down. With twice as many a search steps up once more."""
 
 LEAST_ERROR: Final = 0.01
 """Relative error that parts of the same trials cannot show: of the straight line. Doubled, searches
@@ -180,8 +179,9 @@ def _crossing(
 
     def gaps_at(log_rate: float) -> Float64[np.ndarray, " levels"]:
         log_visits = level * log_rate - log_leaving
-        gaps: Float64[np.ndarray, " levels"] = np.exp(log_visits - log_visits.max()) * gaps_per_s
-        return gaps / gaps.sum()
+        gaps = np.exp(log_visits - log_visits.max()) * gaps_per_s
+        shares: Float64[np.ndarray, " levels"] = gaps / gaps.sum()
+        return shares
 
     def excess(log_rate: float) -> float:
         return float(gaps_at(log_rate) @ slow) - allowed

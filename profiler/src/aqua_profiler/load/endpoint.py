@@ -29,7 +29,12 @@ from aqua_profiler.load.http import no_answer
 from aqua_protocol import ConfigError
 
 CONNECT_TIMEOUT_S: Final = 10.0
+"""Seconds to connect, and for pages beside the load; twice as many only delay the error."""
+
 KEEPALIVE_S: Final = 2.0
+"""Seconds that an idle connection is kept: servers close theirs after 5 and more (uvicorn), and one
+that is about to be closed costs a request. At 10 it would be."""
+
 TOO_MANY, UNAVAILABLE, NOT_FOUND, BAD, UNPROCESSABLE = 429, 503, 404, 400, 422
 
 WORDS: Final = tuple(

@@ -1,8 +1,9 @@
 """Prompt and output lengths of a deployment, and requests drawn from them.
 
 Owns the reading of CSV files and traces (`docs/profiling.md` lists the columns): lenient on the
-names of columns, strict on their values. And the drawing: requests come in *decks*. A deck holds
-one request from each of 8 x 8 equal shares of the distribution, by output and prompt, shuffled.
+names of columns, strict on their values. And the drawing: sampling is
+stratified. A block holds one request from each of 8 x 8 equal strata, by output and prompt,
+shuffled.
 Every row is as likely as any other, but a stretch of requests carries nearly the same work as any
 other stretch, so that two runs, or two rates, differ by the server and not by who drew the long
 prompts. Independent drawing needs several times as many requests for the same precision.
@@ -11,7 +12,7 @@ Not promised: correlations between requests. A trace is read for its lengths; it
 replayed, for the search sets the rate.
 
 Source: Aqua section 4.1, "samples requests for profiling using input and output token
-distributions from individual LLM deployments". Decks are ours.
+distributions from individual LLM deployments". Strata are ours.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ from typing import Any, Final
 
 from aqua_profiler.errors import LengthsInvalidError
 
-DECK_SIDE: Final = 8
-"""A deck has the square of that many requests."""
+STRATA: Final = 8
+"""Strata by output, and within each by prompt: a block has the square of that many requests. With
+16 a block of 256 outlasts the trials of slow servers."""
 
 GOLDEN: Final = (5**0.5 - 1) / 2
-"""Steps of this share visit a cell evenly, however many there are (van der Corput, Weyl)."""
+"""Steps of this share of a stratum visit it evenly, however many (van der Corput, Weyl)."""
 
-MAX_ROWS: Final = 5_000_000
 MAX_TOKENS: Final = 10_000_000
-MAX_FILE_BYTES: Final = 1 << 30
+"""Tokens of a prompt or an output: ten times the longest context on offer. Beyond, a cell is no
+count of tokens, but a time or an id."""
 
+MAX_FILE_BYTES: Final = 1 << 30
+"""Bytes of a file of lengths, unpacked: it is read at once. Twice as many need 10 GB of memory."""
+
+# Names of columns as traces of Azure, Mooncake, BurstGPT, vLLM and others have them.
 PROMPT_NAMES: Final = (
     "prompt_tokens",
     "input_tokens",
@@ -110,15 +116,17 @@ class LengthDistribution:
         cells = _cells(self.pairs)
         places = [generator.random() for _ in cells]
         while True:
-            deck = [cell[int(place * len(cell))] for cell, place in zip(cells, places, strict=True)]
+            block = [
+                cell[int(place * len(cell))] for cell, place in zip(cells, places, strict=True)
+            ]
             places = [(place + GOLDEN) % 1.0 for place in places]
-            generator.shuffle(deck)
-            yield from deck
+            generator.shuffle(block)
+            yield from block
 
 
 def _cells(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
     """Equal shares of the distribution: by output, then within each share by prompt."""
-    return [cell for band in _parts(pairs, DECK_SIDE) for cell in _parts(sorted(band), DECK_SIDE)]
+    return [cell for band in _parts(pairs, STRATA) for cell in _parts(sorted(band), STRATA)]
 
 
 def _parts(pairs: Sequence[tuple[int, int]], count: int) -> list[Sequence[tuple[int, int]]]:

@@ -27,6 +27,7 @@ BAD: Final = 400
 """HTTP statuses from here on are refusals."""
 
 SIZE_MARK: Final = '"$batch"'
+"""What stands for the size of a batch in the body of a request."""
 
 
 class BatchProgram(Protocol):

@@ -23,12 +23,20 @@ from aqua_profiler.load.endpoint import Endpoint
 USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
 OF_INTEREST: Final = (*USAGE_NAMES, *CONFIG_NAMES)
+"""Metrics of the cache's use and configuration; names of vLLM, present and former, and SGLang."""
+
 LEAST_POLL_S: Final = 0.25
+"""Seconds between two looks at the least: a trial's peak lasts longer. Halved, nothing changes."""
+
 MOST_POLL_S: Final = 2.0
+"""Seconds between two looks at the most: a trial of ten seconds must be seen. Doubled, peaks of
+short trials are missed."""
+
 LOOKING_SHARE: Final = 0.01
 """Of the server's time that looking may take: an engine's page has hundreds of lines and is made by
 the process that also sends its tokens, for 10 ms or more each time."""
 
+# Bytes of an element, by the names of Hugging Face and of vLLM's cache_dtype.
 DTYPE_BYTES: Final = {
     "float32": 4,
     "float": 4,

@@ -24,7 +24,11 @@ from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 TICK_S: Final = 0.05
+"""Seconds between two looks at the stop rules; twice as many end trials a request or two later."""
+
 LEAD_S: Final = 0.02
+"""Seconds before the first request is due, so that the trial's own start makes none late."""
+
 FAULTS_ALLOWED: Final = 2
 FAULT_SHARE: Final = 0.01
 """A connection may break now and then on any network; more is the endpoint."""

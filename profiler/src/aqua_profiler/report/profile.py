@@ -23,6 +23,8 @@ from aqua_profiler.spec import ProfileSpec
 from aqua_protocol.profile import Burst, ModelProfile, ProfileKind, ProfileLabel, label_of
 
 LATENESS_LIMIT_S: Final = 0.010
+"""Seconds (p99) from which the generator's own lateness is noted: a tenth of the limit of TBT.
+Doubled, it would be a fifth of what is measured before anyone is told."""
 
 
 @dataclass(slots=True)

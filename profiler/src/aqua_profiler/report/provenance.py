@@ -13,6 +13,7 @@ from typing import Final
 from aqua_protocol.profile import Provenance
 
 SECRET_OPTIONS: Final = ("--token", "--api-key")
+"""Options whose values do not go into a profile."""
 
 
 def provenance(workload_sha256: str = "", *, hardware: str = "", engine: str = "") -> Provenance:

@@ -11,9 +11,15 @@ from aqua_protocol import format_bytes
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 PREFIX: Final = "aqua.dev/"
-LABEL_LENGTH: Final = 63
-DEFAULT_HBM_GB: Final = 80.0
+"""Of Kubernetes labels and annotations."""
 
+LABEL_LENGTH: Final = 63
+"""Characters of a label's value, by Kubernetes' rules."""
+
+DEFAULT_HBM_GB: Final = 80.0
+"""GB of a GPU where no profile says it: an A100's or H100's."""
+
+# Fields of weight, in which two profiles are compared.
 COMPARED: Final = (
     "label",
     "spare_bytes",

@@ -81,11 +81,12 @@ EXCEEDED_AT: Final = 1.15
 before the search is content. From below, a rate that is too low looks like any other: without this
 5 of 52 searches were beyond 5% instead of 2."""
 
-EXCEEDED_FROM: Final = 1.1
-EXCEEDED_BY: Final = 1.18
+EXCEEDED_RANGE: Final = (1.1, 1.18)
+"""Shares of the estimate about `EXCEEDED_AT`: the estimate moves a little after the look."""
+
 EXCEEDING_TRIES: Final = 2
-"""Trials between these shares of the estimate that may meet the objective by chance before it is
-taken as exceeded. Each costs a trial."""
+"""Trials in that range that may meet the objective by chance before it is taken as exceeded. With
+four, servers whose tokens hardly slow down spend all their requests there."""
 
 RELATIVE_STEP: Final = 0.04
 """Of the rate, the largest linear step: section 4.1 steps by 0.5 of up to 10 requests/s."""
@@ -97,8 +98,11 @@ TRIAL_S: Final = 30.0
 60 the requests are spent in half as many trials, which say less of how the machine changes."""
 
 LEAST_TRIAL_REQUESTS: Final = 100
+"""Requests of a trial of token times, for a p99 of gaps; with 200 slow servers need most of their
+requests for one."""
+
 MOST_TRIAL_REQUESTS: Final = 1500
-"""Requests of a trial of token times: for a p99 of gaps, and a bound on one trial."""
+"""Requests of any trial of token times: a bound. Doubled, fast servers make half as many trials."""
 
 GLANCE_REQUESTS: Final = 40
 """Of a trial while next to nothing is known, with an error of `HARDLY_KNOWN` and more."""
@@ -126,9 +130,12 @@ LEAST_PRECISION: Final = 0.1
 """A rate whose relative error is larger makes a partial profile, and is approached from below."""
 
 LOWEST_SHARE: Final = 0.35
+"""Of the rate at which lone requests follow each other: where a search from below starts, for two
+seldom meet there. At 0.7 a server of one slot already queues."""
+
 LOWEST_TRIES: Final = 3
-"""Trials below 1.5 times that share of the rate at which lone requests follow each other, after
-which a search that saw none meet the objective gives up."""
+"""Trials near that rate after which a search that saw none meet the objective gives up. Six find
+out the same."""
 
 DRIFT_SHARE: Final = 0.6
 """Of the budget, for a search on a machine that changes its speed: there more requests in a row say
@@ -353,14 +360,15 @@ class _Search:
 
     def _is_exceeded(self) -> bool:
         """A trial a little above the estimate violated the objective, or several met it."""
+        nearest, farthest = EXCEEDED_RANGE
         above = [
             trial
             for trial in self.trials
-            if not trial.ramp and self._rate < trial.rate_per_s <= EXCEEDED_BY * self._rate
+            if not trial.ramp and self._rate < trial.rate_per_s <= farthest * self._rate
         ]
         if any(not trial.meets(self.objective) for trial in above):
             return True
-        far = [trial for trial in above if trial.rate_per_s > EXCEEDED_FROM * self._rate]
+        far = [trial for trial in above if trial.rate_per_s > nearest * self._rate]
         return len(far) >= EXCEEDING_TRIES
 
     # --- Trials -------------------------------------------------------------------------
