@@ -1,6 +1,6 @@
 """What a memfd slab costs to make, map, unmap and free, with small pages and with huge ones.
 
-Reproduces the table in `aqualib.transports.host_mapping`, which decided how slabs are made. On
+Reproduces the table in `aqualib.transports.host_pages`, which decided how slabs are made. On
 virtual machines that return free memory to their host, the first touch of a page costs many times
 more than later ones; medians over several slabs that reuse the same memory hide that.
 """
@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from aqua_protocol import MIB, format_bytes
-from aqualib.transports.host_mapping import HostMapping
+from aqualib.transports.host_pages import HostMapping
 from aqualib.transports.memfd import sealed_memory
 
 ResultT = TypeVar("ResultT")

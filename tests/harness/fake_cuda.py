@@ -22,7 +22,7 @@ from aqualib.transports.cuda_driver import CudaDriver
 from aqualib.transports.cuda_ipc import CudaIpcTransport
 from aqualib.transports.cuda_vmm import CudaVmmTransport
 from aqualib.transports.host import CPU, HostCopier
-from aqualib.transports.host_mapping import HostMapping
+from aqualib.transports.host_pages import HostMapping
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
 COUNTERS: Final = ("handles", "mappings", "reservations", "pinned", "contexts")

@@ -15,7 +15,7 @@ from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
 from aqualib.engines.vllm.lending.lendable_cache import lendable_cache
 from aqualib.engines.vllm.lending.memory import HostKvMemory
 from aqualib.engines.vllm.versions import VllmVersion
-from aqualib.transports.host_mapping import PAGE_BYTES
+from aqualib.transports.host_pages import PAGE_BYTES
 
 # vLLM and torch warn about themselves and each other; not ours to mend.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
-from aqualib.transports import Handle, host_mapping, memfd
-from aqualib.transports.host_mapping import HUGE_PAGE_BYTES, HostMapping
+from aqualib.transports import Handle, host_pages, memfd
+from aqualib.transports.host_pages import HUGE_PAGE_BYTES, HostMapping
 from aqualib.transports.memfd import MemfdTransport
 from harness.transport_peer import pattern
 
@@ -77,7 +77,7 @@ def test_large_slabs_start_at_a_huge_page(transport: MemfdTransport) -> None:
 def test_a_slab_works_where_the_kernel_refuses_huge_pages(
     transport: MemfdTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_mapping, "_MADV_COLLAPSE", 9999)
+    monkeypatch.setattr(host_pages, "_MADV_COLLAPSE", 9999)
     slab = transport.create(NBYTES)
     slab.tensor.copy_(pattern(1, NBYTES))
     assert (slab.tensor == pattern(1, NBYTES)).all()
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_is_a_typed_error(
         ctypes.set_errno(errno.ENOMEM)
         return -1
 
-    monkeypatch.setattr(host_mapping._libc, "madvise", refuse)
+    monkeypatch.setattr(host_pages._libc, "madvise", refuse)
     for make in (transport.create, transport.create_host):
         with pytest.raises(TransportError, match="Cannot allocate memory"):
             make(NBYTES)

@@ -10,7 +10,7 @@ import torch
 
 from aqua_protocol import MIB, TransportError
 from aqualib.engines.vllm.lending.memory import HostKvMemory
-from aqualib.transports.host_mapping import PAGE_BYTES
+from aqualib.transports.host_pages import PAGE_BYTES
 
 
 def rights(address: int) -> str:

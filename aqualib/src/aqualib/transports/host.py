@@ -23,7 +23,7 @@ from jaxtyping import Int64, UInt8
 
 from aqualib.ranges import are_neighbours
 from aqualib.transports.borrowed import BorrowedSlab
-from aqualib.transports.host_mapping import HostMapping
+from aqualib.transports.host_pages import HostMapping
 from aqualib.transports.rows import (
     as_words,
     bytes_of,

@@ -25,7 +25,7 @@ from aqua_protocol import TransportError, TransportKind, TransportUnavailableErr
 from aqualib.transports.base import Handle
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.host import CPU, HostCopier, HostSlab
-from aqualib.transports.host_mapping import PAGE_BYTES, HostMapping, require_whole_pages
+from aqualib.transports.host_pages import PAGE_BYTES, HostMapping, require_whole_pages
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -20,7 +20,7 @@ import torch
 
 from aqualib.producer.device import EmulatedMemory
 from aqualib.ranges import Range, runs_of
-from aqualib.transports.host_mapping import PAGE_BYTES, HostMapping
+from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

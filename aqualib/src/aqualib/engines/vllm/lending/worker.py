@@ -24,7 +24,7 @@ from aqualib.engines.vllm.lending.lendable_cache import LendableCache, lendable_
 from aqualib.engines.vllm.lending.memory import HostKvMemory
 from aqualib.engines.vllm.options import options_of
 from aqualib.settings import load_settings
-from aqualib.transports.host_mapping import PAGE_BYTES
+from aqualib.transports.host_pages import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
