@@ -68,7 +68,7 @@ class CoordinatorProcess:
 
     def kill(self) -> None:
         """SIGKILL the coordinator and its store, and wait until both are gone."""
-        for child in self._children():
+        for child in self.children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         self.process.kill()
@@ -76,7 +76,8 @@ class CoordinatorProcess:
         if self.process.stderr is not None:
             self.process.stderr.close()
 
-    def _children(self) -> list[int]:
+    def children(self) -> list[int]:
+        """Its child processes: the embedded store."""
         listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         try:
             return [int(pid) for pid in listing.read_text().split()]

@@ -6,6 +6,8 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,23 +120,38 @@ def test_two_coordinators_cannot_share_a_data_directory() -> None:
         rival.stop()
 
 
+HOLDER = """
+import sys
+from pathlib import Path
+from aqua_coordinator.embedded import EmbeddedValkey
+store = EmbeddedValkey(Path(sys.argv[1]))
+store.start()
+print(store.pid, file=sys.stderr, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_the_lock_waits_for_a_predecessor_that_is_still_on_its_way_out() -> None:
     with short_directory() as directory:
-        first = EmbeddedValkey(directory / "d")
-        first.start()
-        assert first.pid is not None
-        server = psutil.Process(first.pid)
-        # What is left of a coordinator that was killed: a server that holds the lock.
-        os.close(first._lock_fd)
-        second = EmbeddedValkey(directory / "d", start_timeout_s=0.2)
+        data_dir = directory / "d"
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(data_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as first:
+            assert first.stderr is not None
+            server = psutil.Process(int(first.stderr.readline()))
+            # What is left of a coordinator that was killed: a server that takes long to end.
+            server.suspend()
+            first.kill()
+        second = EmbeddedValkey(data_dir, start_timeout_s=0.2)
         with pytest.raises(ConfigError, match="another coordinator uses"):
             second.start()
-        server.terminate()
-        patient = EmbeddedValkey(directory / "d", start_timeout_s=HANG_S)
+        server.resume()
+        patient = EmbeddedValkey(data_dir, start_timeout_s=HANG_S)
         patient.start()
         patient.stop()
-        first._lock_fd = -1
-        first.stop()
 
 
 def test_a_path_too_long_for_a_socket_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ async def test_killed_under_load_it_comes_back_with_books_that_agree(victim: str
             with Load([url]) as load:
                 for _ in range(3):
                     load.wait_for(50)
-                    store = [psutil.Process(pid) for pid in coordinator._children()]
+                    store = [psutil.Process(pid) for pid in coordinator.children()]
                     if victim == "coordinator":
                         os.kill(coordinator.process.pid, signal.SIGKILL)
                         coordinator.process.wait(HANG_S)
@@ -227,7 +227,7 @@ def test_sigterm_stops_it_with_its_store_even_while_events_are_streamed() -> Non
     with short_directory() as directory:
         coordinator = CoordinatorProcess(directory / "d")
         try:
-            store_pid = coordinator._children()[0]
+            store_pid = coordinator.children()[0]
             with httpx.stream("GET", f"{coordinator.url}/v1/events", trust_env=False) as stream:
                 lines = stream.iter_lines()
                 assert next(lines).startswith("retry:")

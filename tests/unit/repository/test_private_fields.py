@@ -37,8 +37,6 @@ REACHES: Final[dict[str, int]] = {
     "integration/aqualib/test_producer_channel.py": 25,
     "integration/aqualib/test_producer_informer.py": 4,
     "integration/aqualib/test_producer_lifetime.py": 1,
-    "integration/coordinator/test_embedded.py": 2,
-    "integration/coordinator/test_processes.py": 2,
     "integration/demo/test_processes.py": 2,
     "property/aqualib/test_memory_machine.py": 1,
     "property/aqualib/test_producer_fuzz.py": 5,
