@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from aqua_placer.problem.instance import GRAIN_GB
-from aqua_placer.value.matching import ConsumerGroup, ProducerShard, ServerMatch
+from aqua_placer.value.matches import ConsumerGroup, ProducerShard, ServerMatch
 
 
 class BlockingPair(NamedTuple):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from aqua_protocol import ConfigError
 
 MAX_TIME_LIMIT_S = 86_400.0
+"""A day, in seconds: more is a slip of the unit."""
 
 
 @dataclass(frozen=True)

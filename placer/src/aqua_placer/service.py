@@ -38,8 +38,13 @@ MAX_BODY_BYTES: Final = 64 << 20
 """A million groups as columns take some 40 MB."""
 
 MAX_TIME_LIMIT_S: Final = 600.0
+"""Seconds that a caller may ask for; doubled, a slot is held twice as long."""
+
 MAX_CONCURRENT: Final = 2
+"""Solves at once, each on one thread; doubled, all of them are slower on two cores."""
+
 DISCONNECT_POLL_S: Final = 0.25
+"""Seconds between looks at the connection; doubled, an abandoned solve runs that much longer."""
 
 
 class PlanRequest(Wire):

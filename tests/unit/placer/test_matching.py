@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aqua_placer.problem.parser import instance_from
-from aqua_placer.value.matching import ServerMatch, match_servers
+from aqua_placer.value.matches import ServerMatch, match_servers
 from aqua_protocol.plan import MatchingMode
 from harness.matching import blocking_pairs
 

@@ -25,7 +25,8 @@ from aqua_placer.bounds.layer_cake import can_be_served, lendable_shards
 from aqua_placer.problem.instance import Instance
 
 MAX_STATES: Final = 12_000
-"""Numbers of the less numerous kinds, some 20 us each where they fit the cluster."""
+"""Numbers of the less numerous kinds, some 20 us each where they fit the cluster. Doubled, the
+bound may take half a second."""
 
 
 def lockstep_bound_gb(instance: Instance) -> float:

@@ -17,7 +17,8 @@ from aqua_placer.problem.instance import Instance, Types, sign_of
 
 MAX_COMPOSITIONS: Final = 2_500
 """Per server class; servers of 16 GPUs with groups of 1, 2 and 4 shards have 2,300. Racks have
-more: their bound counts GPUs alone, which is nearly all there is to count on a rack."""
+more: their bound counts GPUs alone, which is nearly all there is to count on a rack. Doubled, wider
+servers are listed, at twice the time."""
 
 
 @dataclass(frozen=True, eq=False)

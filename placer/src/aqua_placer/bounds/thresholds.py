@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from aqua_placer.budget import Budget
 
 MAX_CLASS_CONTENTS: Final = 8_000
-"""Servers of 8 GPUs have hundreds of contents of classes; racks beyond this go without."""
+"""Servers of 8 GPUs have hundreds of contents of classes; racks beyond this go without.
+Doubled, wider servers take part, and their program takes twice as long."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Request
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
 from aqua_placer.value.coverage import demand_gb
-from aqua_placer.value.matching import ServerMatch
+from aqua_placer.value.matches import ServerMatch
 from aqua_protocol.plan import Assignment, Match, Move, Objective, Plan, Unmatched
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aqua_placer.problem.instance import GRAIN_GB
-from aqua_placer.value.matching import ConsumerGroup, ProducerShard, ServedGroup, ServerMatch
+from aqua_placer.value.matches import ConsumerGroup, ProducerShard, ServedGroup, ServerMatch
 from aqua_protocol.plan import MatchingMode
 
 CHOICE = {

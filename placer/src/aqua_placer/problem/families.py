@@ -24,7 +24,10 @@ import numpy as np
 from aqua_protocol import ConfigError
 
 SPREAD: Final = (0.7, 1.3)
+"""Range of the factors that make all sizes of a `-cont` family differ."""
+
 WEIGHTS: Final = (1.0, 2.0, 5.0)
+"""Worth of a covered GB of a best-effort, a usual and a premium model."""
 
 
 @dataclass(frozen=True)

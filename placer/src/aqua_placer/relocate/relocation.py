@@ -20,7 +20,7 @@ from aqua_placer.relocate.moves import order_moves
 from aqua_placer.search.layout import Layout
 from aqua_placer.solve.minmax import solve_minmax
 from aqua_placer.value.balance import BalanceMode, worst
-from aqua_placer.value.matching import match_servers
+from aqua_placer.value.matches import match_servers
 from aqua_protocol.plan import Objective, Plan
 
 

@@ -26,26 +26,31 @@ from aqua_placer.value.balance import keyed
 
 MAX_CELLS: Final = 60_000
 """Exchanges evaluated at once: half a MB a column, so that columns stay in the cache and the
-allocator keeps their memory; with more, fresh pages took most of a round."""
+allocator keeps their memory; with more, fresh pages took most of a round.
+Doubled, columns leave the cache."""
 
 EARLY_ROUNDS: Final = 24
 """Rounds in which a large cluster pairs extremes as well while more than `MAX_BAD` servers exceed;
-later only those that do."""
+later only those that do. Doubled, up to as many more rounds look at all servers."""
 
 MAX_BAD: Final = 256
 
 MAX_BAD_SINGLES: Final = 4_096
 MAX_BAD_PAIRS: Final = 256
-"""Pairs of servers in a round for those that exceed, for exchanges of single groups and of two."""
+"""Pairs of servers in a round for those that exceed, for exchanges of single groups and of two.
+Doubled, a round takes twice as long and as many rounds are needed."""
 
 MAX_PARTNERS: Final = 64
-"""Partners that a server which exceeds is tried with in one round."""
+"""Partners that a server which exceeds is tried with in one round; doubled, half as many servers
+are tried once few pairs are left."""
 
 ROOMIEST: Final = 3
-"""Times as many servers as are needed, those with most room, that partners are drawn from."""
+"""Times as many servers as are needed, those with most room, that partners are drawn from: 1 would
+draw the same ones every round, twice as many half as roomy ones."""
 
 MEAN_WEIGHT: Final = 1e-6
-"""Weight of the distance to the mean beside the squared excess."""
+"""Weight of the distance to the mean beside the squared excess: it breaks ties and nothing else,
+also when doubled."""
 
 
 def excess(

@@ -27,13 +27,15 @@ from aqua_placer.value.prefixes import covered_gb
 from aqua_placer.value.roster import Roster, at_most_gb, roster
 
 MAX_ROWS: Final = 60_000
-"""Exchanges costd at once: some 50 MB of columns."""
+"""Exchanges costd at once: some 50 MB of columns; doubled, twice that."""
 
 ALL_EVERY: Final = 4
-"""Every fourth round pairs all servers; the others only those that lose coverage."""
+"""Every fourth round pairs all servers; the others only those that lose coverage. Doubled,
+servers that lose nothing but could help are tried half as often."""
 
 EXCESS_PRICE: Final = 3.0
-"""GB of coverage that a GB beyond the memory threshold costs: above any gain from it."""
+"""GB of coverage that a GB beyond the memory threshold costs: above any gain from it, also when
+doubled."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ ATTEMPTS: Final = ((300, 12), (300, 40), (1_500, 40), (1_500, 120))
 """Contents offered and servers handed back, in turn. Small clusters are handed back whole."""
 
 MAX_NODES: Final = 300
-"""Of one program's search; most end at the first. Twice as many take twice as long and gain a
-quantum of balance in one problem of a hundred."""
+"""Of one program's search; most end at the first. Twice as many take twice as long
+where the search is hard."""
 
 RELATIVE_GAP: Final = 1e-4
 """Of the worth: a hundredth of the precision of profiles."""

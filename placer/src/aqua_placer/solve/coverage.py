@@ -40,18 +40,22 @@ from aqua_placer.value.balance import BalanceMode, worst
 from aqua_placer.value.coverage import content_worth_gb
 
 COARSE_QUANTUM_GB: Final = 1.0
-"""Where all sizes differ there is no grid; memory within this of the optimum is as good."""
+"""Where all sizes differ there is no grid; memory within this of the optimum is as good.
+Doubled, it is still one part in eighty of a card."""
 
 MAX_WIDENINGS: Final = 2
-"""Quanta by which the memory threshold may grow when whole servers fall short of the bound."""
+"""Quanta by which the memory threshold may grow when whole servers fall short of the bound.
+Doubled, up to twice as many programs are rounded."""
 
 UNIT_ROUNDS: Final = 60
-"""Rounds of exchanging whole units; where they are too coarse for the bound, more do not help."""
+"""Rounds of exchanging whole units; where they are too coarse for the bound, more do not help.
+Doubled, units that do not pack take twice as long."""
 
 SINGLE_ROUNDS: Final = 40
+"""Rounds of exchanges of single groups; most searches end before, so doubling costs little."""
 
 PAIR_ROUNDS: Final = 2_400
-"""Servers x rounds of two-group exchanges per start: half a second."""
+"""Servers x rounds of two-group exchanges per start: half a second; doubled, a second."""
 
 ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), (0.75, 2, 8.0), (0.75, 2, 8.0), (2.5, 2, 8.0))
 """How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
@@ -59,17 +63,21 @@ servers may get worse, start after start: what the last groups need to change pl
 the balance, and the balance is regained after."""
 
 EVENING_ROUNDS: Final = 640
-"""Servers x rounds of two-group exchanges per step towards balance."""
+"""Servers x rounds of two-group exchanges per step towards balance; doubled, steps take twice as
+long."""
 
 EVENING_STEP: Final = 0.6
-"""Share of the memory beyond the optimum's that a step leaves, at first."""
+"""Share of the memory beyond the optimum's that a step leaves, at first: less asks for
+too much at once, doubled it would ask for nothing."""
 
 MAX_FAILURES: Final = 2
 MAX_STEPS: Final = 12
-"""Steps towards balance: the later ones bring a few GB each, and cost as much as the first."""
+"""Steps towards balance: the later ones bring a few GB each, and cost as much as the first.
+Doubled, up to twice the time goes into balance."""
 
 EVENING_PRICE: Final = 1.0
-"""GB of coverage for a GB beyond the threshold: the usual price gives up too much."""
+"""GB of coverage for a GB beyond the threshold: the usual price (three times as much) gives up too
+much coverage, and so would twice this."""
 
 
 def solve_coverage(instance: Instance, budget: Budget, seed: int) -> CoverageIncumbent:

@@ -32,19 +32,21 @@ from aqua_placer.solve.incumbent import BalanceIncumbent
 from aqua_placer.value.balance import BalanceMode
 
 GOOD_GAP: Final = 0.002
-"""Relative gap that all-distinct sizes aim at: a ninth of what a profile can tell. Half of it takes
-twice as many rounds."""
+"""Relative gap that all-distinct sizes aim at: a ninth of what a profile can tell. Half of it
+took up to twice the time."""
 
 NEARLY: Final = 0.004
-"""Relative gap at which exchanges of two groups are no longer worth their time."""
+"""Relative gap at which exchanges of two groups are no longer worth their time; doubled, it is
+still below the 1% that all-distinct sizes may be off."""
 
 ROUNDS: Final = 200
-"""Rounds of exchanges of single groups, at most; of two groups twice as many."""
+"""Rounds of exchanges of single groups, at most; of two groups twice as many. Doubled, the
+time of instances that do not meet their bound doubles."""
 
 PATIENCE: Final = 120
 PATIENCE_BEFORE_CONTENTS: Final = 30
 """Rounds of exchanges of two groups without progress. Where contents can be listed they may soon
-prove that the aim cannot be reached."""
+prove that the aim cannot be reached. Doubled, hopeless searches take twice as long."""
 
 LARGE_CLUSTER: Final = 600
 """Servers above which contents come before exchanges, and only those that exceed look for a

@@ -23,7 +23,7 @@ from aqua_placer.solve.coverage import solve_coverage
 from aqua_placer.solve.minmax import solve_minmax
 from aqua_placer.solve.paper_program import solve_paper_program
 from aqua_placer.value.balance import BalanceMode
-from aqua_placer.value.matching import match_servers
+from aqua_placer.value.matches import match_servers
 from aqua_protocol.plan import Objective, Plan
 
 Strategy: TypeAlias = Callable[[Instance, Request, Budget], Found]

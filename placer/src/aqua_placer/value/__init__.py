@@ -2,5 +2,5 @@
 
 - `roster`, `prefixes`: the program over prefixes of producers, for thousands of servers at once.
 - `coverage`, `balance`: the two levels of the objective.
-- `matching`: the pairs of one server, with no pair that would rather have each other.
+- `matches`: the pairs of one server, with no pair that would rather have each other.
 """

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 MAX_STATES_PER_GPU: Final = 20
 """States of the exact program, per GPU of a server: 36 matched shards of a rack of 72, of sizes
 1, 2 and 4, make 1,300, and a state is one numpy expression over all servers. Four times as many
-cover three weights on servers of 16, at ten times the time of the ranked program, and gain nothing
-that was measured."""
+cover three weights on servers of 16, and gained nothing that was measured."""
 
 
 @dataclass(frozen=True, eq=False)
