@@ -163,7 +163,7 @@ def _profile(
     spare = None if best is None or partial else best.free_bytes
     if error is not None:
         notes = [*notes, f"the endpoint failed: {error.message}"]
-    # A batch model waits for nobody's swap: it needs none.
+    # A batch model needs no swap: it has no partial responses to wait for.
     needed = None if partial else 0
     more: dict[str, Any] = {
         "batches": [asdict(step) for step in steps],

@@ -52,7 +52,7 @@ class EndpointError(UnavailableError):
 
 
 class EndpointGoneError(EndpointError):
-    """Nobody listens there, or connections break."""
+    """Nothing listens there, or connections break."""
 
     code = "endpoint_gone"
     default_remedy = "Check the URL and that the engine runs; the partial profile can be resumed."
@@ -84,4 +84,4 @@ class MeterUnavailableError(UnavailableError):
 
     code = "meter_unavailable"
     http_status = 501
-    default_remedy = "Install nvidia-ml-py or torch, or have the program keep its own books."
+    default_remedy = "Install nvidia-ml-py or torch, or let the program tell its memory."

@@ -189,7 +189,7 @@ class _LlmProfile:
         for number in range(LONE_REQUESTS):
             prompt, output = next(draw)
             if number == 0:
-                # Nobody knows yet how many tokens a word has: this one fits whatever they are.
+                # How many tokens a word has is not known yet: this one fits whatever they are.
                 prompt = min(prompt, FIRST_PROMPT)
             times, answered = await self._lone_request(endpoint, prompt, output, seed=number)
             if answered.prompt_tokens:
@@ -242,7 +242,7 @@ class _LlmProfile:
         except ShedError as error:
             raise EndpointRefusedError(
                 "the endpoint turns away a lone request (429)",
-                remedy="Profile it while nobody else uses it.",
+                remedy="Profile it while nothing else uses it.",
             ) from error
         finally:
             if not task.done():

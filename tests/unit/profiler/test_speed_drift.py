@@ -26,7 +26,7 @@ OBJECTIVE: Final = LatencyObjective()
 GENERATOR: Final = random.Random(4)
 LENGTHS: Final = lengths_of([(10, GENERATOR.randrange(2, 24)) for _ in range(400)])
 BUDGET_S: Final = 600.0
-WEATHER: Final = (0.0, 0.12, -0.1, 0.05, -0.12, 0.1, -0.05)
+SLOWNESS: Final = (0.0, 0.12, -0.1, 0.05, -0.12, 0.1, -0.05)
 """Logarithms of how slow the machine is, trial by trial."""
 
 
@@ -45,11 +45,11 @@ def _run(slowness: float, seed: int, rate: float = 12.0) -> TrialSummary:
 
 
 def _search(
-    weather: Callable[[], float], seed: int
+    slowness: Callable[[], float], seed: int
 ) -> tuple[SearchResult, list[TrialSummary], float]:
     unloaded = unloaded_of(_server(0.0), LENGTHS.drawn(seed), seed)
     return search(
-        lambda: _server(weather()), LENGTHS, seed, OBJECTIVE, unloaded=unloaded, budget_s=BUDGET_S
+        lambda: _server(slowness()), LENGTHS, seed, OBJECTIVE, unloaded=unloaded, budget_s=BUDGET_S
     )
 
 
@@ -60,10 +60,10 @@ def test_a_constant_machine_has_no_drift_at_any_load() -> None:
 
 def test_the_speed_of_each_run_is_told_apart_from_its_load() -> None:
     rates = (12.0, 10.0, 13.0, 11.0, 12.5, 10.5, 11.5)
-    trials = [_run(slow, seed, rates[seed]) for seed, slow in enumerate(WEATHER)]
+    trials = [_run(slow, seed, rates[seed]) for seed, slow in enumerate(SLOWNESS)]
     drift = drift_of([trial.paces for trial in trials])
     assert drift is not None
-    assert drift.slowness == pytest.approx(WEATHER, abs=0.03)
+    assert drift.slowness == pytest.approx(SLOWNESS, abs=0.03)
 
 
 def test_two_runs_are_too_few_to_speak_of_drift() -> None:
@@ -87,8 +87,8 @@ def test_a_run_put_to_another_speed_is_as_if_it_had_been_made_at_it() -> None:
 def test_a_search_on_a_drifting_machine_goes_on_and_finds_the_usual_rate() -> None:
     truth = true_rate_in_steps(_server(0.0), LENGTHS, OBJECTIVE, low=5.0, high=40.0)
     for seed in range(3):
-        weather = cycle(WEATHER[seed:] + WEATHER[:seed])
-        verdict, trials, used_s = _search(partial(next, weather), seed)
+        slowness = cycle(SLOWNESS[seed:] + SLOWNESS[:seed])
+        verdict, trials, used_s = _search(partial(next, slowness), seed)
         steady, _, short_s = _search(lambda: 0.0, seed)
         rate = verdict.estimate.rate_per_s
         assert rate is not None

@@ -136,7 +136,7 @@ class Endpoint:
         """What a side door of the server answers; None where it has none.
 
         Raises:
-            EndpointError: Nobody answers.
+            EndpointError: There is no answer.
         """
         try:
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)

@@ -3,7 +3,7 @@
 A factory takes no argument and returns an object. A *batch* program has `run(size)`, which makes a
 batch of that size and returns when it is done. A *context* program has `read(tokens)`, which reads
 a prompt of so many tokens and returns the bytes of its context (keys and values). Either may keep
-books of an emulated device: `used_bytes`, the highest of the last call, and `total_bytes`.
+account of an emulated device: `used_bytes`, the highest of the last call, and `total_bytes`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class KvCache:
 
     Attributes:
         tokens: That it holds, None if the engine does not say.
-        nbytes: Its size, None if nobody says.
+        nbytes: Its size, None if it is not known.
         source: Who says it.
     """
 

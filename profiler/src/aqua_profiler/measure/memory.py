@@ -1,4 +1,4 @@
-"""Device memory while something trials: from NVML, from torch, or from the program's own books.
+"""Device memory while something runs: from NVML, from torch, or from the program's own account.
 
 A meter yields the highest use since it was last reset, for what is free between two peaks is not
 spare. NVML sees every process on the device, so it also measures a server; it is polled, and what
@@ -143,7 +143,7 @@ class NvmlMeter:
 
 
 class ProgramMeter:
-    """A program that keeps books of an emulated device itself.
+    """A program that accounts for an emulated device itself.
 
     Args:
         program: With `used_bytes` (the highest of the last batch) and `total_bytes`.

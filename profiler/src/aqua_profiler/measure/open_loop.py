@@ -1,6 +1,6 @@
 """Open-loop load on a real endpoint: every request at its scheduled time, whatever the answers do.
 
-Each request is a task of its own, so one that waits holds nobody up; nothing limits how many are
+Each request is a task of its own, so one that waits delays no other; nothing limits how many are
 outstanding but the stop rules of `recorder`. Times count from the schedule, and the distance
 between schedule and socket, the generator's own lateness, is measured and reported.
 

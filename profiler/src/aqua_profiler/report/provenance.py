@@ -17,7 +17,7 @@ SECRET_OPTIONS: Final = ("--token", "--api-key")
 
 
 def provenance(workload_sha256: str = "", *, hardware: str = "", engine: str = "") -> Provenance:
-    """This process, now; names of the host and of its user are nobody's business."""
+    """This process, now; names of the host and of its user stay out."""
     return Provenance(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(sys.argv),

@@ -22,7 +22,7 @@ def push(profile: ModelProfile, url: str, token: str | None) -> None:
     Raises:
         ProfileInvalidError: It is partial or has no label: nothing may act on it.
         AquaError: What the coordinator answered, as its own type.
-        UnavailableError: Nobody answers there.
+        UnavailableError: There is no answer.
     """
     if profile.partial or profile.label is ProfileLabel.UNKNOWN:
         raise ProfileInvalidError(
