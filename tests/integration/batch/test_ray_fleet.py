@@ -26,10 +26,13 @@ from aqua_batch.tokenization import tokenize
 from aqua_batch.tokens import ByteTokenizer
 from aqua_protocol.errors import AquaError, CapacityError, ConfigError, UnavailableError
 from harness import counting_engine
+from harness.bounds import HANG_S
 from harness.counting_engine import CountingEngine
 from harness.ray_nodes import RayNodes, ray_nodes
 
 pytestmark = [
+    # Each actor imports and compiles for itself: minutes with cold caches beside busy neighbours.
+    pytest.mark.timeout(900),
     # Ray leaves sockets and files to the end of the process, and warns of its own future.
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -47,7 +50,7 @@ def cluster() -> Iterator[RayNodes]:
         yield nodes
 
 
-def placement(node_count: int = 2, *, wait_s: float = 60.0, gpus: int = 0) -> Placement:
+def placement(node_count: int = 2, *, wait_s: float = HANG_S, gpus: int = 0) -> Placement:
     return Placement(node_count, gpus=gpus, gpus_are_asked=gpus > 0, cpus=1, wait_s=wait_s)
 
 
