@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from pydantic import BaseModel
+
 from aqua_protocol.ids import new_idempotency_key
 from aqua_protocol.leases import (
     Health,
@@ -46,8 +48,6 @@ from aqua_protocol.pages import ConsumerPage, LeasePage, OfferPage, ProducerPage
 from aqua_protocol.profile import ModelProfile, Profiles
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from aqua_protocol.lease import LeaseState
 
 PAGE_LIMIT: Final = 1000
@@ -55,6 +55,7 @@ PAGE_LIMIT: Final = 1000
 double the requests of a listing; it grants no more."""
 
 AnswerT = TypeVar("AnswerT")
+ModelT = TypeVar("ModelT", bound=BaseModel)
 PageT = TypeVar("PageT", bound=Page)
 EntryT = TypeVar("EntryT")
 
@@ -96,9 +97,11 @@ class Listing(Generic[PageT, EntryT]):
     first: Call[PageT]
     entries: Callable[[PageT], list[EntryT]]
 
-    def page_at(self, cursor: str) -> Call[PageT]:
-        """The call for the page after `cursor`."""
-        return replace(self.first, params={**self.first.params, "cursor": cursor})
+    def after(self, page: PageT) -> Call[PageT] | None:
+        """Return the call for the page after `page`, or None at the end."""
+        if page.next_cursor is None:
+            return None
+        return replace(self.first, params={**self.first.params, "cursor": page.next_cursor})
 
 
 # --- Members ------------------------------------------------------------------------------
@@ -106,72 +109,57 @@ class Listing(Generic[PageT, EntryT]):
 
 def report_producer(report: ProducerReport) -> Call[ProducerAck]:
     """Tell the books a producer's full state; sent once."""
-    path = f"/v1/producers/{report.producer_id}"
-    return Call(method="PUT", path=path, body=_json(report), read=ProducerAck.model_validate_json)
+    return _call("PUT", f"/v1/producers/{report.producer_id}", ProducerAck, report)
 
 
 def report_consumer(report: ConsumerReport) -> Call[ConsumerAck]:
     """Tell the books a consumer's full state, which renews its leases; sent once."""
-    path = f"/v1/consumers/{report.consumer_id}"
-    return Call(method="PUT", path=path, body=_json(report), read=ConsumerAck.model_validate_json)
+    return _call("PUT", f"/v1/consumers/{report.consumer_id}", ConsumerAck, report)
 
 
 def heartbeat(reports: Heartbeat) -> Call[HeartbeatAck]:
     """Tell the books the full state of many members; sent once."""
-    return Call(
-        method="POST",
-        path="/v1/heartbeats",
-        body=_json(reports),
-        read=HeartbeatAck.model_validate_json,
-    )
+    return _call("POST", "/v1/heartbeats", HeartbeatAck, reports)
 
 
 def remove_producer(producer_id: str, incarnation: str) -> Call[None]:
     """Take a producer that holds nothing any more out of the books; not there is fine."""
-    return _leave(f"/v1/producers/{producer_id}", incarnation)
+    return _remove(f"/v1/producers/{producer_id}", incarnation)
 
 
 def remove_consumer(consumer_id: str, incarnation: str) -> Call[None]:
     """Take a consumer that holds nothing any more out of the books; not there is fine."""
-    return _leave(f"/v1/consumers/{consumer_id}", incarnation)
+    return _remove(f"/v1/consumers/{consumer_id}", incarnation)
 
 
 def get_producer(producer_id: str) -> Call[ProducerView]:
-    """One producer as the books have it."""
-    return _get(f"/v1/producers/{producer_id}", ProducerView.model_validate_json)
+    """Read one producer as the books have it."""
+    return _get(f"/v1/producers/{producer_id}", ProducerView)
 
 
 def get_consumer(consumer_id: str) -> Call[ConsumerView]:
-    """One consumer as the books have it."""
-    return _get(f"/v1/consumers/{consumer_id}", ConsumerView.model_validate_json)
+    """Read one consumer as the books have it."""
+    return _get(f"/v1/consumers/{consumer_id}", ConsumerView)
 
 
 def list_producers() -> Listing[ProducerPage, ProducerView]:
-    """Producers by name."""
-    first = _first_page("/v1/producers", ProducerPage.model_validate_json)
-    return Listing(first, lambda page: page.producers)
+    """List producers by name."""
+    return Listing(_first_page("/v1/producers", ProducerPage), lambda page: page.producers)
 
 
 def list_consumers() -> Listing[ConsumerPage, ConsumerView]:
-    """Consumers by name."""
-    first = _first_page("/v1/consumers", ConsumerPage.model_validate_json)
-    return Listing(first, lambda page: page.consumers)
+    """List consumers by name."""
+    return Listing(_first_page("/v1/consumers", ConsumerPage), lambda page: page.consumers)
 
 
 def list_offers() -> Listing[OfferPage, OfferView]:
-    """Offers by the producer's name."""
-    first = _first_page("/v1/offers", OfferPage.model_validate_json)
-    return Listing(first, lambda page: page.offers)
+    """List offers by the producer's name."""
+    return Listing(_first_page("/v1/offers", OfferPage), lambda page: page.offers)
 
 
 def update_offer(producer_id: str, update: OfferUpdate) -> Call[OfferView]:
     """Change an offer between two reports; sent once."""
-    return Call(
-        method="PUT",
-        path=f"/v1/offers/{producer_id}",
-        body=_json(update),
-        read=OfferView.model_validate_json,
-    )
+    return _call("PUT", f"/v1/offers/{producer_id}", OfferView, update)
 
 
 # --- Leases and reclaims ------------------------------------------------------------------
@@ -189,7 +177,7 @@ def grant_lease(request: LeaseRequest, *, idempotency_key: str | None = None) ->
         UnavailableError: No answer. The lease may have been granted: call again with the same
             key, or let it expire unattached.
     """
-    return _post_once("/v1/leases", request, LeaseGrant.model_validate_json, idempotency_key)
+    return _post_once("/v1/leases", LeaseGrant, request, idempotency_key)
 
 
 def renew_lease(lease_id: str, renewal: LeaseRenewal) -> Call[LeaseView]:
@@ -199,22 +187,23 @@ def renew_lease(lease_id: str, renewal: LeaseRenewal) -> Call[LeaseView]:
         LeaseLostError: It has ended.
         StaleEpochError: It was granted under another epoch.
     """
-    return _act_on_lease(lease_id, "renew", renewal, repeatable=True)
+    return _call("POST", f"/v1/leases/{lease_id}/renew", LeaseView, renewal, repeatable=True)
 
 
 def release_lease(lease_id: str, epoch: int) -> Call[LeaseView]:
     """Give up a lease's right; a second release is harmless."""
-    return _act_on_lease(lease_id, "release", LeaseAction(epoch=epoch), repeatable=True)
+    action = LeaseAction(epoch=epoch)
+    return _call("POST", f"/v1/leases/{lease_id}/release", LeaseView, action, repeatable=True)
 
 
 def revoke_lease(lease_id: str, epoch: int) -> Call[LeaseView]:
     """End the right to a lease, as an operator; sent once."""
-    return _act_on_lease(lease_id, "revoke", LeaseAction(epoch=epoch), repeatable=False)
+    return _call("POST", f"/v1/leases/{lease_id}/revoke", LeaseView, LeaseAction(epoch=epoch))
 
 
 def get_lease(lease_id: str) -> Call[LeaseView]:
-    """One lease as the books have it."""
-    return _get(f"/v1/leases/{lease_id}", LeaseView.model_validate_json)
+    """Read one lease as the books have it."""
+    return _get(f"/v1/leases/{lease_id}", LeaseView)
 
 
 def list_leases(
@@ -223,29 +212,27 @@ def list_leases(
     producer_id: str | None = None,
     consumer_id: str | None = None,
 ) -> Listing[LeasePage, LeaseView]:
-    """Booked leases by producer, all or those of a state or member."""
+    """List booked leases by producer, all or those of a state or member."""
     wanted = {"state": state, "producer_id": producer_id, "consumer_id": consumer_id}
     params = {name: str(value) for name, value in wanted.items() if value is not None}
-    first = _first_page("/v1/leases", LeasePage.model_validate_json, params)
-    return Listing(first, lambda page: page.leases)
+    return Listing(_first_page("/v1/leases", LeasePage, params), lambda page: page.leases)
 
 
 def open_reclaim(
     request: ReclaimRequest, *, idempotency_key: str | None = None
 ) -> Call[ReclaimView]:
     """Ask a producer to take memory back, as an operator; repeated under one key."""
-    return _post_once("/v1/reclaims", request, ReclaimView.model_validate_json, idempotency_key)
+    return _post_once("/v1/reclaims", ReclaimView, request, idempotency_key)
 
 
 def get_reclaim(reclaim_id: str) -> Call[ReclaimView]:
-    """One reclaim as the books have it."""
-    return _get(f"/v1/reclaims/{reclaim_id}", ReclaimView.model_validate_json)
+    """Read one reclaim as the books have it."""
+    return _get(f"/v1/reclaims/{reclaim_id}", ReclaimView)
 
 
 def list_reclaims() -> Listing[ReclaimPage, ReclaimView]:
-    """Reclaims in the order they were opened, also for a while after their end."""
-    first = _first_page("/v1/reclaims", ReclaimPage.model_validate_json)
-    return Listing(first, lambda page: page.reclaims)
+    """List reclaims in the order they were opened, also for a while after their end."""
+    return Listing(_first_page("/v1/reclaims", ReclaimPage), lambda page: page.reclaims)
 
 
 # --- Plans, profiles, health --------------------------------------------------------------
@@ -253,18 +240,12 @@ def list_reclaims() -> Listing[ReclaimPage, ReclaimView]:
 
 def put_placements(plan: PlacementPlan) -> Call[PlacementPlan]:
     """Replace the plan that new leases follow, as an operator."""
-    return Call(
-        method="PUT",
-        path="/v1/placements",
-        body=_json(plan),
-        read=PlacementPlan.model_validate_json,
-        repeatable=True,
-    )
+    return _call("PUT", "/v1/placements", PlacementPlan, plan, repeatable=True)
 
 
 def get_placements() -> Call[PlacementPlan]:
-    """The plan in force."""
-    return _get("/v1/placements", PlacementPlan.model_validate_json)
+    """Read the plan in force."""
+    return _get("/v1/placements", PlacementPlan)
 
 
 def put_profile(profile: ModelProfile) -> Call[ModelProfile]:
@@ -272,79 +253,66 @@ def put_profile(profile: ModelProfile) -> Call[ModelProfile]:
 
     Only the fields that the schema fixes are sent: the measurements behind them stay in the file.
     """
+    call = _call("PUT", "/v1/profiles", ModelProfile, profile, repeatable=True)
+    fixed = profile.model_dump_json(exclude=set(profile.model_extra or ()))
+    return replace(call, body=fixed.encode())
+
+
+def get_profiles(model: str = "") -> Call[list[ModelProfile]]:
+    """Read the profiles of all models, or of one, if it was pushed."""
     return Call(
-        method="PUT",
+        method="GET",
         path="/v1/profiles",
-        body=profile.model_dump_json(exclude=set(profile.model_extra or ())).encode(),
-        read=ModelProfile.model_validate_json,
+        read=lambda body: Profiles.model_validate_json(body).profiles,
+        params={"model": model} if model else {},
         repeatable=True,
     )
 
 
-def get_profiles(model: str = "") -> Call[list[ModelProfile]]:
-    """The profiles of all models, or of one, if it was pushed."""
-
-    def read(body: bytes) -> list[ModelProfile]:
-        return Profiles.model_validate_json(body).profiles
-
-    return _get("/v1/profiles", read, {"model": model} if model else {})
-
-
 def healthz() -> Call[Health]:
-    """Whether the process lives; needs no token."""
-    return _get("/healthz", Health.model_validate_json)
+    """Ask whether the process lives; needs no token."""
+    return _get("/healthz", Health)
 
 
 def readyz() -> Call[Health]:
-    """Whether the store answers and takes writes; needs no token."""
-    return _get("/readyz", Health.model_validate_json)
+    """Ask whether the store answers and takes writes; needs no token."""
+    return _get("/readyz", Health)
 
 
 # --- Shapes -------------------------------------------------------------------------------
 
 
-def _json(model: BaseModel) -> bytes:
-    return model.model_dump_json().encode()
-
-
-def _get(
-    path: str, read: Callable[[bytes], AnswerT], params: Mapping[str, str] | None = None
-) -> Call[AnswerT]:
-    return Call(method="GET", path=path, read=read, params=params or {}, repeatable=True)
-
-
-def _first_page(
-    path: str, read: Callable[[bytes], PageT], params: Mapping[str, str] | None = None
-) -> Call[PageT]:
-    return _get(path, read, {**(params or {}), "limit": str(PAGE_LIMIT)})
-
-
-def _post_once(
-    path: str, body: BaseModel, read: Callable[[bytes], AnswerT], idempotency_key: str | None
-) -> Call[AnswerT]:
+def _call(
+    method: str, path: str, answer: type[ModelT], body: BaseModel, *, repeatable: bool = False
+) -> Call[ModelT]:
     return Call(
-        method="POST",
+        method=method,
         path=path,
-        body=_json(body),
-        read=read,
-        idempotency_key=idempotency_key or new_idempotency_key(),
-        repeatable=True,
-    )
-
-
-def _act_on_lease(
-    lease_id: str, action: str, body: LeaseAction, *, repeatable: bool
-) -> Call[LeaseView]:
-    return Call(
-        method="POST",
-        path=f"/v1/leases/{lease_id}/{action}",
-        body=_json(body),
-        read=LeaseView.model_validate_json,
+        body=body.model_dump_json().encode(),
+        read=answer.model_validate_json,
         repeatable=repeatable,
     )
 
 
-def _leave(path: str, incarnation: str) -> Call[None]:
+def _post_once(
+    path: str, answer: type[ModelT], body: BaseModel, idempotency_key: str | None
+) -> Call[ModelT]:
+    call = _call("POST", path, answer, body, repeatable=True)
+    return replace(call, idempotency_key=idempotency_key or new_idempotency_key())
+
+
+def _get(path: str, answer: type[ModelT], params: Mapping[str, str] | None = None) -> Call[ModelT]:
+    read = answer.model_validate_json
+    return Call(method="GET", path=path, read=read, params=params or {}, repeatable=True)
+
+
+def _first_page(
+    path: str, answer: type[PageT], params: Mapping[str, str] | None = None
+) -> Call[PageT]:
+    return _get(path, answer, {**(params or {}), "limit": str(PAGE_LIMIT)})
+
+
+def _remove(path: str, incarnation: str) -> Call[None]:
     return Call(
         method="DELETE",
         path=path,

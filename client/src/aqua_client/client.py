@@ -17,8 +17,16 @@ import httpx
 
 from aqua_client import calls
 from aqua_client.calls import EntryT, PageT
-from aqua_client.event_stream import event_of, stream_ended, stream_request
-from aqua_client.http import address_of, answer_of, error_of, no_answer, options_of, request_of
+from aqua_client.http import (
+    address_of,
+    answer_of,
+    as_no_answer,
+    error_of,
+    event_of,
+    options_of,
+    request_of,
+    stream_request,
+)
 from aqua_client.retry import RetryRule
 from aqua_protocol.errors import UnavailableError
 
@@ -35,120 +43,102 @@ DEFAULT_RETRY: Final = RetryRule()
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
+SyncT = TypeVar("SyncT")
+AsyncT = TypeVar("AsyncT")
 
 
-class Operation(Generic[P, AnswerT]):
-    """A method that builds a call and sends it."""
+class Operation(Generic[P, SyncT, AsyncT]):
+    """A method that builds a call or a listing and hands it to another method of its client.
 
-    def __init__(self, build: Callable[P, Call[AnswerT]]) -> None:
+    Args:
+        build: A function of `aqua_client.calls`.
+        sender: Name of the method that sends what `build` returns.
+    """
+
+    def __init__(self, build: Callable[P, object], sender: str) -> None:
         self.build = build
+        self._sender = sender
         self.__doc__ = build.__doc__
 
     @overload
-    def __get__(self, client: None, owner: type | None = None) -> Self: ...
-    @overload
     def __get__(
         self, client: CoordinatorClient, owner: type | None = None
-    ) -> Callable[P, AnswerT]: ...
+    ) -> Callable[P, SyncT]: ...
     @overload
     def __get__(
         self, client: AsyncCoordinatorClient, owner: type | None = None
-    ) -> Callable[P, Awaitable[AnswerT]]: ...
-    def __get__(
-        self, client: CoordinatorClient | AsyncCoordinatorClient | None, owner: type | None = None
-    ) -> object:
+    ) -> Callable[P, AsyncT]: ...
+    def __get__(self, client: object, owner: type | None = None) -> object:
         if client is None:
             return self
 
         def method(*args: P.args, **kwargs: P.kwargs) -> object:
-            return client.send(self.build(*args, **kwargs))
+            return getattr(client, self._sender)(self.build(*args, **kwargs))
 
         return method
 
 
-class ListOperation(Generic[P, PageT, EntryT]):
-    """A method that builds a listing and iterates over its entries, page after page."""
+def operation(
+    build: Callable[P, Call[AnswerT]],
+) -> Operation[P, AnswerT, Awaitable[AnswerT]]:
+    """Make the method of a single call."""
+    return Operation(build, "send")
 
-    def __init__(self, build: Callable[P, Listing[PageT, EntryT]]) -> None:
-        self.build = build
-        self.__doc__ = build.__doc__
 
-    @overload
-    def __get__(self, client: None, owner: type | None = None) -> Self: ...
-    @overload
-    def __get__(
-        self, client: CoordinatorClient, owner: type | None = None
-    ) -> Callable[P, Iterator[EntryT]]: ...
-    @overload
-    def __get__(
-        self, client: AsyncCoordinatorClient, owner: type | None = None
-    ) -> Callable[P, AsyncIterator[EntryT]]: ...
-    def __get__(
-        self, client: CoordinatorClient | AsyncCoordinatorClient | None, owner: type | None = None
-    ) -> object:
-        if client is None:
-            return self
-
-        def method(*args: P.args, **kwargs: P.kwargs) -> object:
-            return client.entries(self.build(*args, **kwargs))
-
-        return method
+def listing(
+    build: Callable[P, Listing[PageT, EntryT]],
+) -> Operation[P, Iterator[EntryT], AsyncIterator[EntryT]]:
+    """Make the method that iterates over the entries of a listing, page after page."""
+    return Operation(build, "entries")
 
 
 class Operations:
     """What both clients can do; see `aqua_client.calls` for each."""
 
-    report_producer = Operation(calls.report_producer)
-    report_consumer = Operation(calls.report_consumer)
-    heartbeat = Operation(calls.heartbeat)
-    remove_producer = Operation(calls.remove_producer)
-    remove_consumer = Operation(calls.remove_consumer)
-    get_producer = Operation(calls.get_producer)
-    get_consumer = Operation(calls.get_consumer)
-    list_producers = ListOperation(calls.list_producers)
-    list_consumers = ListOperation(calls.list_consumers)
-    list_offers = ListOperation(calls.list_offers)
-    update_offer = Operation(calls.update_offer)
+    report_producer = operation(calls.report_producer)
+    report_consumer = operation(calls.report_consumer)
+    heartbeat = operation(calls.heartbeat)
+    remove_producer = operation(calls.remove_producer)
+    remove_consumer = operation(calls.remove_consumer)
+    get_producer = operation(calls.get_producer)
+    get_consumer = operation(calls.get_consumer)
+    list_producers = listing(calls.list_producers)
+    list_consumers = listing(calls.list_consumers)
+    list_offers = listing(calls.list_offers)
+    update_offer = operation(calls.update_offer)
 
-    grant_lease = Operation(calls.grant_lease)
-    renew_lease = Operation(calls.renew_lease)
-    release_lease = Operation(calls.release_lease)
-    revoke_lease = Operation(calls.revoke_lease)
-    get_lease = Operation(calls.get_lease)
-    list_leases = ListOperation(calls.list_leases)
-    open_reclaim = Operation(calls.open_reclaim)
-    get_reclaim = Operation(calls.get_reclaim)
-    list_reclaims = ListOperation(calls.list_reclaims)
+    grant_lease = operation(calls.grant_lease)
+    renew_lease = operation(calls.renew_lease)
+    release_lease = operation(calls.release_lease)
+    revoke_lease = operation(calls.revoke_lease)
+    get_lease = operation(calls.get_lease)
+    list_leases = listing(calls.list_leases)
+    open_reclaim = operation(calls.open_reclaim)
+    get_reclaim = operation(calls.get_reclaim)
+    list_reclaims = listing(calls.list_reclaims)
 
-    put_placements = Operation(calls.put_placements)
-    get_placements = Operation(calls.get_placements)
-    put_profile = Operation(calls.put_profile)
-    get_profiles = Operation(calls.get_profiles)
-    healthz = Operation(calls.healthz)
-    readyz = Operation(calls.readyz)
+    put_placements = operation(calls.put_placements)
+    get_placements = operation(calls.get_placements)
+    put_profile = operation(calls.put_profile)
+    get_profiles = operation(calls.get_profiles)
+    healthz = operation(calls.healthz)
+    readyz = operation(calls.readyz)
 
 
 class _Client(Operations):
     """What both clients have: the address, and the rule of repetition with its randomness."""
 
-    def __init__(self, url: str, retry: RetryRule, seed: int | None) -> None:
+    def __init__(self, url: str, retry: RetryRule) -> None:
         self.url: Final = address_of(url)
         self._retry = retry
-        self._random = Random(seed)
+        self._random = Random()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
 
-    def _pause_s(
-        self, error: UnavailableError, attempt: int, began_s: float, *, repeatable: bool = True
-    ) -> float:
+    def _pause_s(self, error: UnavailableError, attempt: int, *, repeatable: bool = True) -> float:
         """Seconds until the next sending; raises the error if there is to be none."""
-        pause_s = self._retry.pause_s(
-            error,
-            attempt=attempt,
-            elapsed_s=time.monotonic() - began_s,
-            random=self._random,
-        )
+        pause_s = self._retry.pause_s(error, attempt=attempt, random=self._random)
         if pause_s is None or not repeatable:
             raise error
         return pause_s
@@ -163,7 +153,6 @@ class CoordinatorClient(_Client):
         ca_file: Certificates to trust instead of the system's, for https.
         timeout_s: Bound of a single sending.
         retry: When calls are repeated.
-        seed: Of the jitter of pauses; None for one of its own.
         sleep: Waits between sendings; replaced in tests.
         transport: Replaces the network in tests.
 
@@ -179,11 +168,10 @@ class CoordinatorClient(_Client):
         ca_file: Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryRule = DEFAULT_RETRY,
-        seed: int | None = None,
         sleep: Callable[[float], None] = time.sleep,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(url, retry, seed)
+        super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.Client(**options_of(url, token, ca_file, timeout_s), transport=transport)
 
@@ -204,26 +192,26 @@ class CoordinatorClient(_Client):
             AquaError: What the coordinator refused with.
             UnavailableError: No answer, or not the answer of a coordinator.
         """
-        began_s = time.monotonic()
         attempt = 1
         while True:
             try:
-                return self._send_once(call)
+                with as_no_answer(self.url):
+                    return answer_of(call, self._http.request(**request_of(call)))
             except UnavailableError as error:
-                pause_s = self._pause_s(error, attempt, began_s, repeatable=call.repeatable)
+                pause_s = self._pause_s(error, attempt, repeatable=call.repeatable)
             self._sleep(pause_s)
             attempt += 1
 
     def entries(self, listing: Listing[PageT, EntryT]) -> Iterator[EntryT]:
-        """Entries of a listing; the next page is asked for when the one before is used up."""
-        page = self.send(listing.first)
-        yield from listing.entries(page)
-        while page.next_cursor is not None:
-            page = self.send(listing.page_at(page.next_cursor))
+        """Iterate over a listing; the next page is asked for when the one before is used up."""
+        call: Call[PageT] | None = listing.first
+        while call is not None:
+            page = self.send(call)
             yield from listing.entries(page)
+            call = listing.after(page)
 
     def events(self, *, after: str | None = None) -> Iterator[Event]:
-        """Changes of the books as they happen, until the caller stops.
+        """Report changes of the books as they happen, until the caller stops.
 
         A broken stream is taken up again behind the last event that was seen.
 
@@ -234,34 +222,24 @@ class CoordinatorClient(_Client):
             AquaError: What the coordinator refused with.
             UnavailableError: The stream broke, and again at each attempt to take it up.
         """
-        began_s, attempt = time.monotonic(), 0
+        attempt = 0
         while True:
+            attempt += 1
             try:
-                for event in self._stream_once(after):
-                    after, began_s, attempt = event.event_id, time.monotonic(), 0
-                    yield event
+                with (
+                    as_no_answer(self.url),
+                    self._http.stream(**stream_request(after)) as response,
+                ):
+                    if not response.is_success:
+                        response.read()
+                        raise error_of(response)
+                    for event in filter(None, map(event_of, response.iter_lines())):
+                        after, attempt = event.event_id, 1
+                        yield event
+                broken = UnavailableError(f"the coordinator at {self.url} closed the event stream")
             except UnavailableError as error:
-                attempt += 1
-                pause_s = self._pause_s(error, attempt, began_s)
-            self._sleep(pause_s)
-
-    def _send_once(self, call: Call[AnswerT]) -> AnswerT:
-        try:
-            response = self._http.request(**request_of(call))
-        except httpx.HTTPError as error:
-            raise no_answer(self.url, error) from error
-        return answer_of(call, response)
-
-    def _stream_once(self, after: str | None) -> Iterator[Event]:
-        try:
-            with self._http.stream(**stream_request(after)) as response:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response)
-                yield from filter(None, map(event_of, response.iter_lines()))
-        except httpx.HTTPError as error:
-            raise no_answer(self.url, error) from error
-        raise stream_ended(self.url)
+                broken = error
+            self._sleep(self._pause_s(broken, attempt))
 
 
 class AsyncCoordinatorClient(_Client):
@@ -275,11 +253,10 @@ class AsyncCoordinatorClient(_Client):
         ca_file: Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryRule = DEFAULT_RETRY,
-        seed: int | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(url, retry, seed)
+        super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.AsyncClient(
             **options_of(url, token, ca_file, timeout_s), transport=transport
@@ -296,56 +273,42 @@ class AsyncCoordinatorClient(_Client):
         await self._http.aclose()
 
     async def send(self, call: Call[AnswerT]) -> AnswerT:
-        """As `CoordinatorClient.send`."""
-        began_s = time.monotonic()
+        """Work as `CoordinatorClient.send` does."""
         attempt = 1
         while True:
             try:
-                return await self._send_once(call)
+                with as_no_answer(self.url):
+                    return answer_of(call, await self._http.request(**request_of(call)))
             except UnavailableError as error:
-                pause_s = self._pause_s(error, attempt, began_s, repeatable=call.repeatable)
+                pause_s = self._pause_s(error, attempt, repeatable=call.repeatable)
             await self._sleep(pause_s)
             attempt += 1
 
     async def entries(self, listing: Listing[PageT, EntryT]) -> AsyncIterator[EntryT]:
-        """As `CoordinatorClient.entries`."""
-        page = await self.send(listing.first)
-        for entry in listing.entries(page):
-            yield entry
-        while page.next_cursor is not None:
-            page = await self.send(listing.page_at(page.next_cursor))
+        """Work as `CoordinatorClient.entries` does."""
+        call: Call[PageT] | None = listing.first
+        while call is not None:
+            page = await self.send(call)
             for entry in listing.entries(page):
                 yield entry
+            call = listing.after(page)
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[Event]:
-        """As `CoordinatorClient.events`."""
-        began_s, attempt = time.monotonic(), 0
+        """Work as `CoordinatorClient.events` does."""
+        attempt = 0
         while True:
+            attempt += 1
             try:
-                async for event in self._stream_once(after):
-                    after, began_s, attempt = event.event_id, time.monotonic(), 0
-                    yield event
+                with as_no_answer(self.url):
+                    async with self._http.stream(**stream_request(after)) as response:
+                        if not response.is_success:
+                            await response.aread()
+                            raise error_of(response)
+                        async for line in response.aiter_lines():
+                            if (event := event_of(line)) is not None:
+                                after, attempt = event.event_id, 1
+                                yield event
+                broken = UnavailableError(f"the coordinator at {self.url} closed the event stream")
             except UnavailableError as error:
-                attempt += 1
-                pause_s = self._pause_s(error, attempt, began_s)
-            await self._sleep(pause_s)
-
-    async def _send_once(self, call: Call[AnswerT]) -> AnswerT:
-        try:
-            response = await self._http.request(**request_of(call))
-        except httpx.HTTPError as error:
-            raise no_answer(self.url, error) from error
-        return answer_of(call, response)
-
-    async def _stream_once(self, after: str | None) -> AsyncIterator[Event]:
-        try:
-            async with self._http.stream(**stream_request(after)) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(response)
-                async for line in response.aiter_lines():
-                    if (event := event_of(line)) is not None:
-                        yield event
-        except httpx.HTTPError as error:
-            raise no_answer(self.url, error) from error
-        raise stream_ended(self.url)
+                broken = error
+            await self._sleep(self._pause_s(broken, attempt))

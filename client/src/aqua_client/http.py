@@ -1,7 +1,10 @@
-"""Calls in the terms of httpx: addresses, trust, requests, answers, errors.
+"""Calls and events in the terms of httpx: addresses, trust, requests, answers, errors.
 
 Errors arrive as the types of `aqua_protocol.errors`, rebuilt from the body. No answer, or an answer
 that is not Aqua's, is an `UnavailableError` that names the address.
+
+Server-sent events (WHATWG HTML, section 9.2.6) are read as far as the coordinator uses them: each
+carries one `data` line, which is a whole `Event`.
 
 Environment proxies are not used: the coordinator is an address inside the cluster, and a proxy
 variable set for downloads must not carry its tokens elsewhere.
@@ -10,6 +13,8 @@ variable set for downloads must not carry its tokens elsewhere.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import httpx
@@ -23,6 +28,7 @@ from aqua_protocol.errors import (
     UnknownResourceError,
     error_from_body,
 )
+from aqua_protocol.leases import Event
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +39,13 @@ AnswerT = TypeVar("AnswerT")
 
 MAX_CONNECTIONS: Final = 4
 """Connections kept open: a member reports from one thread and allocates from another, and twice
-that is room for a listing beside them. More would only lie idle at the coordinator."""
+that is room for a listing beside them. Doubled, the others lie idle at the coordinator."""
+
+SILENCE_S: Final = 45.0
+"""A stream silent for longer than this is broken: three of the coordinator's signs of life (15 s).
+Doubled, a dead connection is noticed a minute later; halved, a slow proxy cuts good streams."""
+
+OTHER_SERVER: Final = "Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version."
 
 
 def options_of(
@@ -127,13 +139,44 @@ def error_of(response: httpx.Response) -> AquaError:
         return _not_aqua(response)
 
 
-def no_answer(url: str, error: httpx.HTTPError) -> UnavailableError:
-    """Nothing came back."""
-    return UnavailableError(
-        f"no answer from the coordinator at {url}: {str(error) or type(error).__name__}",
-        remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
-        url=url,
-    )
+def stream_request(after: str | None) -> dict[str, Any]:
+    """Arguments of `stream` of either httpx client: from behind event `after` on, or from now."""
+    return {
+        "method": "GET",
+        "url": "/v1/events",
+        "headers": {} if after is None else {"Last-Event-ID": after},
+        "timeout": SILENCE_S,
+    }
+
+
+def event_of(line: str) -> Event | None:
+    """Return the event of a line, None for lines that carry none.
+
+    Raises:
+        UnavailableError: The data is not an event of this version.
+    """
+    name, _, data = line.partition(":")
+    if name != "data":
+        return None
+    try:
+        return Event.model_validate_json(data)
+    except ValidationError as error:
+        raise UnavailableError(
+            f"the event stream carries what is no event: {data[:80]!r}", remedy=OTHER_SERVER
+        ) from error
+
+
+@contextmanager
+def as_no_answer(url: str) -> Iterator[None]:
+    """Turn a failure of the network into the error that nothing came back from `url`."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise UnavailableError(
+            f"no answer from the coordinator at {url}: {str(error) or type(error).__name__}",
+            remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
+            url=url,
+        ) from error
 
 
 def _not_aqua(response: httpx.Response) -> UnavailableError:
@@ -141,7 +184,7 @@ def _not_aqua(response: httpx.Response) -> UnavailableError:
     return UnavailableError(
         f"{response.request.method} {response.request.url} was answered with status "
         f"{response.status_code} and a body that is not Aqua's",
-        remedy="Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version.",
+        remedy=OTHER_SERVER,
         retry_after_s=_retry_after_s(response),
         status=response.status_code,
     )

@@ -29,27 +29,22 @@ class RetryRule:
         max_attempts: Sendings of one call, the first included; 1 repeats nothing.
         first_pause_s: Before the second sending, before jitter.
         max_pause_s: Of any pause, also of one that the coordinator asks for.
-        deadline_s: From the first sending; no pause begins that would end after it.
     """
 
     max_attempts: int = 3
     first_pause_s: float = 0.05
     max_pause_s: float = 1.0
-    deadline_s: float = 30.0
 
-    def pause_s(
-        self, error: UnavailableError, *, attempt: int, elapsed_s: float, random: Random
-    ) -> float | None:
-        """Seconds to wait before sending again, or None to give up.
+    def pause_s(self, error: UnavailableError, *, attempt: int, random: Random) -> float | None:
+        """Return the seconds to wait before sending again, or None to give up.
 
         Args:
             error: Of the sending that failed.
             attempt: Its number, from 1.
-            elapsed_s: Since the first sending began.
             random: Source of the jitter.
         """
         if attempt >= self.max_attempts:
             return None
-        jittered_s = self.first_pause_s * GROWTH ** (attempt - 1) * random.uniform(0.5, 1.5)
-        pause_s = min(max(jittered_s, error.retry_after_s or 0.0), self.max_pause_s)
-        return None if elapsed_s + pause_s > self.deadline_s else pause_s
+        grown_s: float = self.first_pause_s * GROWTH ** (attempt - 1)
+        jittered_s = grown_s * random.uniform(0.5, 1.5)
+        return min(max(jittered_s, error.retry_after_s or 0.0), self.max_pause_s)

@@ -62,7 +62,6 @@ class Driver:
         return CoordinatorClient(
             URL,
             retry=self._retry,
-            seed=1,
             sleep=self.pauses.append,
             transport=httpx.MockTransport(self._handler),
         )
@@ -74,7 +73,6 @@ class Driver:
         return AsyncCoordinatorClient(
             URL,
             retry=self._retry,
-            seed=1,
             sleep=sleep,
             transport=httpx.MockTransport(self._handler),
         )
