@@ -92,7 +92,7 @@ class Lender:
                 bytes=nbytes,
                 expires_in_s=RECLAIM_TIMEOUT_S,
             ),
-            token=capability.mint(claims, self._key),
+            token=capability.sign(claims, self._key),
             endpoint=str(self._endpoint),
             transport=TransportKind.MEMFD,
             slab_bytes=self._slab_bytes,

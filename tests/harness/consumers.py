@@ -18,7 +18,7 @@ from aqualib.reporter import Identity
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
 from harness.producers import SLAB
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,7 +94,7 @@ def consuming_late(host_slabs: int = 64, **options: Any) -> Iterator[tuple[Aqua,
 
 
 def grant(
-    mint: Mint,
+    issuer: TokenIssuer,
     endpoint: Path,
     slab_count: int,
     *,
@@ -116,7 +116,7 @@ def grant(
             bytes=nbytes,
             expires_in_s=600.0,
         ),
-        token=mint.token(nbytes, consumer_id=consumer_id, epoch=epoch, lease_id=lease_id),
+        token=issuer.token(nbytes, consumer_id=consumer_id, epoch=epoch, lease_id=lease_id),
         endpoint=str(endpoint),
         transport=TransportKind.MEMFD,
         slab_bytes=slab_bytes,

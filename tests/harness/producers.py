@@ -14,7 +14,7 @@ from aqua_protocol import TransportKind
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,8 +34,8 @@ def socket_dir() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def lending(mint: Mint, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
-    """A producer that offers `slab_count` slabs and trusts `mint`; audited, then closed."""
+def lending(issuer: TokenIssuer, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
+    """A producer that offers `slab_count` slabs and trusts `issuer`; audited, then closed."""
     with socket_dir() as directory:
         producer = Producer(
             "producer",
@@ -48,7 +48,7 @@ def lending(mint: Mint, slab_count: int, **options: Any) -> Iterator[Producer]: 
         )
         try:
             producer.offer(slab_count * SLAB)
-            producer.acknowledge(mint.ack())
+            producer.acknowledge(issuer.ack())
             yield producer
             producer.audit()
         finally:

@@ -5,8 +5,8 @@ choose; that is what it is for. `ConsumerProcess` runs one in a process of its o
 killed or frozen between two calls. It maps memfd slabs with `mmap` and imports no torch, so a
 process starts in a fraction of a second.
 
-`Mint` stands in for the coordinator's part of an attach: the key that a producer trusts, and tokens
-under it.
+`TokenIssuer` stands in for the coordinator's part of an attach: the key that a producer trusts, and
+tokens under it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WITHIN_S: Final = HANG_S
 """Bound of every wait; far above what anything takes."""
 
 
-class Mint:
+class TokenIssuer:
     """Makes tokens that one producer accepts.
 
     Args:
@@ -64,7 +64,7 @@ class Mint:
         ended: list[LeaseNotice] | None = None,
         reclaims: list[ReclaimOrder] | None = None,
     ) -> ProducerAck:
-        """The coordinator's answer that makes a producer trust this mint."""
+        """The coordinator's answer that makes a producer trust this issuer."""
         return ProducerAck(
             books_id="books",
             heartbeat_s=1.0,
@@ -94,7 +94,7 @@ class Mint:
             bytes=nbytes,
             not_after_s=time.time() + valid_s,
         )
-        return capability.mint(claims, self.key)
+        return capability.sign(claims, self.key)
 
 
 class RefusedError(Exception):

@@ -13,7 +13,7 @@ from typing import Final
 
 from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.rows import Grant
-from aqua_protocol.capability import Claims, mint, producer_key
+from aqua_protocol.capability import Claims, producer_key, sign
 
 MAX_CACHED_KEYS: Final = 4096
 """Producers whose key is kept, 100 bytes each: more than a coordinator serves. Beyond that each
@@ -45,7 +45,7 @@ class CapabilitySigner:
             bytes=lease.bytes,
             not_after_s=grant.not_after_s,
         )
-        return mint(claims, self._key(secret, lease.producer_id, grant.incarnation))
+        return sign(claims, self._key(secret, lease.producer_id, grant.incarnation))
 
     async def checking_key(self, books_id: str, producer_id: str, incarnation: str) -> str:
         """The key that one life of a producer checks its tokens with, in base64."""

@@ -1,6 +1,6 @@
 """Capability tokens: how a producer knows, offline, that a stranger may have its slabs.
 
-The coordinator mints one token per lease; the producer checks it without asking anyone, so a dead
+The coordinator signs one token per lease; the producer checks it without asking anyone, so a dead
 coordinator stops no attach of a lease that was granted before. Each producer has its own key,
 derived from the coordinator's secret, and gets it in the answer to its reports: a producer can
 check tokens made for itself and can forge none for others.
@@ -53,7 +53,7 @@ def producer_key(secret: bytes, producer_id: str, incarnation: str) -> bytes:
     return hmac.new(secret, label, hashlib.sha256).digest()
 
 
-def mint(claims: Claims, key: bytes) -> str:
+def sign(claims: Claims, key: bytes) -> str:
     """Sign `claims` with a producer's key."""
     payload = _encode(claims.model_dump_json().encode())
     return f"{payload}.{_encode(_sign(payload, key))}"

@@ -14,7 +14,7 @@ from aqualib.engines.transformers import AquaCache
 from aqualib.producer.producer import Producer
 from harness.consumers import await_rest, consuming, grant
 from harness.producers import SLAB, lending
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 from harness.tiny_models import llama, prompt
 
 PROMPT = 60
@@ -49,20 +49,20 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture
-def producer(mint: Mint) -> Iterator[Producer]:
-    with lending(mint, SLABS) as producer:
+def producer(issuer: TokenIssuer) -> Iterator[Producer]:
+    with lending(issuer, SLABS) as producer:
         yield producer
 
 
 @pytest.fixture
-def aqua(mint: Mint, producer: Producer) -> Iterator[Aqua]:
+def aqua(issuer: TokenIssuer, producer: Producer) -> Iterator[Aqua]:
     with consuming(SLABS, is_checking=True) as aqua:
-        aqua.attach(grant(mint, producer.endpoint, SLABS))
+        aqua.attach(grant(issuer, producer.endpoint, SLABS))
         yield aqua
 
 
@@ -96,7 +96,7 @@ def _assert_same(ours: GenerateDecoderOnlyOutput, reference: GenerateDecoderOnly
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["sampled", "beams"])
 def test_memory_taken_back_and_lent_again_mid_generation_changes_no_logit(
-    producer: Producer, aqua: Aqua, mint: Mint, options: dict[str, object]
+    producer: Producer, aqua: Aqua, issuer: TokenIssuer, options: dict[str, object]
 ) -> None:
     model = llama()
     reference = _generate(model, DynamicCache(config=model.config), **options)
@@ -104,7 +104,7 @@ def test_memory_taken_back_and_lent_again_mid_generation_changes_no_logit(
 
     def lend_again() -> None:
         producer.offer(half)
-        aqua.attach(grant(mint, producer.endpoint, SLABS // 2))
+        aqua.attach(grant(issuer, producer.endpoint, SLABS // 2))
 
     acts = AtTokens(
         {

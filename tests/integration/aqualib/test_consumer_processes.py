@@ -17,7 +17,7 @@ from harness.bounds import HANG_S
 from harness.consumers import await_rest, consuming, grant
 from harness.lender_process import LenderProcess
 from harness.producers import SLAB, lending, socket_dir, until
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,25 +39,25 @@ blocks = aqua.block_store(1024, 100)
 
 
 @pytest.fixture
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture
-def lender(mint: Mint) -> Iterator[LenderProcess]:
+def lender(issuer: TokenIssuer) -> Iterator[LenderProcess]:
     with (
         socket_dir() as directory,
         LenderProcess(
-            directory / "p.sock", slab_bytes=SLAB, slab_count=COUNT, ack=mint.ack()
+            directory / "p.sock", slab_bytes=SLAB, slab_count=COUNT, ack=issuer.ack()
         ) as process,
     ):
         yield process
 
 
 @pytest.fixture
-def aqua(lender: LenderProcess, mint: Mint) -> Iterator[Aqua]:
+def aqua(lender: LenderProcess, issuer: TokenIssuer) -> Iterator[Aqua]:
     with consuming() as aqua:
-        aqua.attach(grant(mint, lender.endpoint, COUNT))
+        aqua.attach(grant(issuer, lender.endpoint, COUNT))
         yield aqua
 
 
@@ -72,7 +72,7 @@ def require_intact(pairs: list[tuple[AquaTensor, torch.Tensor]]) -> None:
 
 
 def test_memory_is_lent_filled_taken_back_in_part_and_lent_again(
-    aqua: Aqua, lender: LenderProcess, mint: Mint
+    aqua: Aqua, lender: LenderProcess, issuer: TokenIssuer
 ) -> None:
     pairs = fill(aqua)
     assert {tensor.location for tensor, _ in pairs} == {Location.PEER}
@@ -82,7 +82,7 @@ def test_memory_is_lent_filled_taken_back_in_part_and_lent_again(
     assert lender.slabs() == {"offered": 3, "free": 0, "leased": 3, "quarantined": 0}
     assert aqua.stats().spilled_bytes == 5 * SLAB
     lender.offer(COUNT)
-    aqua.attach(grant(mint, lender.endpoint, 5))
+    aqua.attach(grant(issuer, lender.endpoint, 5))
     await_rest(aqua)
     assert {tensor.location for tensor, _ in pairs} == {Location.PEER}
     require_intact(pairs)
@@ -137,19 +137,23 @@ def test_a_frozen_producer_stops_neither_paging_nor_closing(
     ["", "raise SystemExit(3)", "del aqua, tensor, blocks"],
     ids=["falls off the end", "exits", "forgets everything"],
 )
-def test_an_interpreter_that_ends_gives_every_slab_back_by_itself(mint: Mint, ending: str) -> None:
-    with lending(mint, COUNT) as producer:
-        terms = grant(mint, producer.endpoint, COUNT)
+def test_an_interpreter_that_ends_gives_every_slab_back_by_itself(
+    issuer: TokenIssuer, ending: str
+) -> None:
+    with lending(issuer, COUNT) as producer:
+        terms = grant(issuer, producer.endpoint, COUNT)
         run_python(LEAVING.format(ending=ending), terms.model_dump_json())
         # Free, not retired and replaced: they were returned, not found after a death.
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
         assert {slab.generation for slab in producer._lending.pool._free.values()} == {1}
 
 
-def test_a_consumer_that_is_killed_costs_its_slabs_and_they_are_replaced(mint: Mint) -> None:
+def test_a_consumer_that_is_killed_costs_its_slabs_and_they_are_replaced(
+    issuer: TokenIssuer,
+) -> None:
     ending = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    with lending(mint, COUNT) as producer:
-        terms = grant(mint, producer.endpoint, COUNT)
+    with lending(issuer, COUNT) as producer:
+        terms = grant(issuer, producer.endpoint, COUNT)
         run_python(LEAVING.format(ending=ending), terms.model_dump_json())
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
         assert {slab.generation for slab in producer._lending.pool._free.values()} == {0}
@@ -188,7 +192,9 @@ def test_a_forked_child_is_told_to_connect_anew_and_disturbs_its_parent_in_nothi
         os.waitpid(child, 0)
 
 
-def test_a_child_that_outlives_its_killed_parent_does_not_hide_the_death(mint: Mint) -> None:
+def test_a_child_that_outlives_its_killed_parent_does_not_hide_the_death(
+    issuer: TokenIssuer,
+) -> None:
     ending = (
         "import os, signal, time\n"
         "if os.fork() == 0:\n"
@@ -196,8 +202,8 @@ def test_a_child_that_outlives_its_killed_parent_does_not_hide_the_death(mint: M
         "    signal.pause()\n"
         "signal.pause()\n"
     )
-    with lending(mint, COUNT) as producer:
-        terms = grant(mint, producer.endpoint, COUNT)
+    with lending(issuer, COUNT) as producer:
+        terms = grant(issuer, producer.endpoint, COUNT)
         process = start_python(LEAVING.format(ending=ending), terms.model_dump_json())
         assert process.stdout is not None
         child = int(process.stdout.readline())

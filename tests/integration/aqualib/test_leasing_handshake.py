@@ -39,7 +39,7 @@ from aqualib.leasing.handshake import attach
 from aqualib.transports import select
 from harness.consumers import consuming, grant
 from harness.producers import SLAB, socket_dir, until
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ def directory() -> Iterator[Path]:
 
 def meet(directory: Path, script: Script, **options: Any) -> tuple[AquaError, list[Any]]:  # noqa: ANN401 - of `attach`
     """Attach to a producer that follows `script`; returns the error and what it heard after."""
-    terms = grant(Mint(), directory / "crook.sock", COUNT)
+    terms = grant(TokenIssuer(), directory / "crook.sock", COUNT)
     heard: list[Any] = []
     with listen(directory / "crook.sock") as listener:
 
@@ -261,7 +261,7 @@ def test_a_slab_that_is_none_is_declined_together_with_all_others(directory: Pat
 def test_a_producer_that_breaks_the_protocol_later_loses_its_channel_and_no_data(
     directory: Path,
 ) -> None:
-    terms = grant(Mint(), directory / "crook.sock", COUNT)
+    terms = grant(TokenIssuer(), directory / "crook.sock", COUNT)
     broken = threading.Event()
 
     def play(listener: socket.socket) -> None:
@@ -289,7 +289,7 @@ def test_a_producer_that_breaks_the_protocol_later_loses_its_channel_and_no_data
 
 
 def test_reclaims_of_unknown_slabs_and_old_generations_change_nothing(directory: Path) -> None:
-    terms = grant(Mint(), directory / "crook.sock", COUNT)
+    terms = grant(TokenIssuer(), directory / "crook.sock", COUNT)
     done = threading.Event()
 
     def play(listener: socket.socket) -> None:

@@ -32,7 +32,7 @@ from aqualib.transports import select
 from aqualib.transports.host import HostCopier
 from harness.consumers import await_rest, consuming, grant
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,13 +43,13 @@ COUNT = 8
 
 
 @pytest.fixture
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture
-def producer(mint: Mint) -> Iterator[Producer]:
-    with lending(mint, COUNT) as producer:
+def producer(issuer: TokenIssuer) -> Iterator[Producer]:
+    with lending(issuer, COUNT) as producer:
         yield producer
 
 
@@ -59,8 +59,8 @@ def aqua() -> Iterator[Aqua]:
         yield aqua
 
 
-def lend(aqua: Aqua, mint: Mint, producer: Producer, count: int = COUNT) -> None:
-    aqua.attach(grant(mint, producer.endpoint, count))
+def lend(aqua: Aqua, issuer: TokenIssuer, producer: Producer, count: int = COUNT) -> None:
+    aqua.attach(grant(issuer, producer.endpoint, count))
 
 
 def values(count: int = COUNT, nbytes: int = SLAB, seed: int = 1) -> list[torch.Tensor]:
@@ -87,40 +87,40 @@ def locations(tensors: list[AquaTensor]) -> list[Location]:
 
 class TestAttaching:
     def test_data_in_host_memory_moves_to_a_peer_that_begins_to_lend(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
         assert locations(tensors) == [Location.HOST] * COUNT
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         await_rest(aqua)
         assert locations(tensors) == [Location.PEER] * COUNT
         assert aqua.stats().promoted_bytes == COUNT * SLAB
         require_intact(tensors, stored)
 
     def test_new_data_goes_to_the_peer_first_and_to_host_memory_when_that_is_full(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 2)
+        lend(aqua, issuer, producer, 2)
         stored = values(3)
         tensors = [aqua.offload(value) for value in stored]
         assert locations(tensors) == [Location.PEER, Location.PEER, Location.HOST]
         require_intact(tensors, stored)
 
     def test_a_tensor_larger_than_the_lease_lies_in_both_places(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 2)
+        lend(aqua, issuer, producer, 2)
         (value,) = values(1, 3 * SLAB + 5)
         tensor = aqua.offload(value)
         assert tensor.location is Location.MIXED
         require_intact([tensor], [value])
 
     def test_the_measured_path_is_logged_and_exported(
-        self, aqua: Aqua, mint: Mint, producer: Producer, caplog: pytest.LogCaptureFixture
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.INFO, "aqualib"):
-            lend(aqua, mint, producer)
+            lend(aqua, issuer, producer)
         assert "GB/s" in caplog.text
         (link,) = aqua.stats().links
         assert link.transport is TransportKind.MEMFD
@@ -135,28 +135,28 @@ class TestAttaching:
         self, aqua: Aqua, producer: Producer
     ) -> None:
         with pytest.raises(CapabilityError, match="not signed"):
-            lend(aqua, Mint(), producer)
+            lend(aqua, TokenIssuer(), producer)
         assert not aqua.attachments
 
     def test_a_producer_of_another_version_is_refused_by_name(
-        self, aqua: Aqua, mint: Mint, producer: Producer, monkeypatch: pytest.MonkeyPatch
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 999)
         with pytest.raises(VersionMismatchError) as caught:
-            lend(aqua, mint, producer)
+            lend(aqua, issuer, producer)
         assert "Install" in caught.value.remedy
 
-    def test_a_socket_path_that_is_too_long_is_named(self, aqua: Aqua, mint: Mint) -> None:
+    def test_a_socket_path_that_is_too_long_is_named(self, aqua: Aqua, issuer: TokenIssuer) -> None:
         endpoint = Path("/tmp") / ("x" * 200)
         with pytest.raises(SocketPathTooLongError) as caught:
-            aqua.attach(_with_endpoint(grant(mint, Path("/tmp/x"), 1), endpoint))
+            aqua.attach(_with_endpoint(grant(issuer, Path("/tmp/x"), 1), endpoint))
         assert caught.value.details["path"] == str(endpoint)
 
     def test_a_producer_that_is_not_there_is_a_transport_error(
-        self, aqua: Aqua, mint: Mint, tmp_path: Path
+        self, aqua: Aqua, issuer: TokenIssuer, tmp_path: Path
     ) -> None:
         with pytest.raises(ChannelClosedError, match="no producer answers"):
-            aqua.attach(grant(mint, Path("/tmp/aqua-nobody.sock"), 1))
+            aqua.attach(grant(issuer, Path("/tmp/aqua-nobody.sock"), 1))
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -166,23 +166,23 @@ class TestAttaching:
         ],
     )
     def test_what_does_not_fit_this_store_is_refused_before_connecting(
-        self, aqua: Aqua, mint: Mint, change: dict[str, Any], message: str
+        self, aqua: Aqua, issuer: TokenIssuer, change: dict[str, Any], message: str
     ) -> None:
-        unfit = grant(mint, Path("/tmp/aqua-nobody.sock"), 1).model_copy(update=change)
+        unfit = grant(issuer, Path("/tmp/aqua-nobody.sock"), 1).model_copy(update=change)
         with pytest.raises(ConfigError, match=message):
             aqua.attach(unfit)
 
     def test_a_welcome_under_another_epoch_is_refused_and_every_slab_goes_back(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        genuine = grant(mint, producer.endpoint, 2)
+        genuine = grant(issuer, producer.endpoint, 2)
         lease = genuine.lease.model_copy(update={"epoch": genuine.lease.epoch + 1})
         with pytest.raises(ProtocolError, match="welcomes under"):
             aqua.attach(genuine.model_copy(update={"lease": lease}))
         assert not aqua.attachments
 
     def test_slabs_that_cannot_be_mapped_are_declined_so_that_others_may_have_them(
-        self, mint: Mint, producer: Producer, monkeypatch: pytest.MonkeyPatch
+        self, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         transport = select(TransportKind.MEMFD)
         opened: list[MappedSlab] = []
@@ -197,27 +197,27 @@ class TestAttaching:
         monkeypatch.setattr(transport, "open", open_two)
         with consuming(transport=transport) as aqua:
             with pytest.raises(TransportError, match="address space"):
-                lend(aqua, mint, producer)
+                lend(aqua, issuer, producer)
             until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
             assert producer.quarantined_bytes == 0
 
     def test_no_descriptor_is_left_open_by_attaches_that_fail_or_end(
-        self, mint: Mint, producer: Producer
+        self, issuer: TokenIssuer, producer: Producer
     ) -> None:
         def descriptors() -> int:
             return len(list(Path("/proc/self/fd").iterdir()))
 
         with consuming() as aqua:
-            lend(aqua, mint, producer)
+            lend(aqua, issuer, producer)
             producer.reclaim(producer.offered_bytes).wait(WITHIN_S)
             until(lambda: not aqua.attachments, "the lease has ended")
         before = descriptors()
         with consuming() as aqua:
             for _ in range(5):
                 producer.offer(COUNT * SLAB)
-                lend(aqua, mint, producer)
+                lend(aqua, issuer, producer)
                 with pytest.raises(CapabilityError):
-                    lend(aqua, Mint(), producer)
+                    lend(aqua, TokenIssuer(), producer)
                 producer.reclaim(producer.offered_bytes).wait(WITHIN_S)
                 until(lambda: not aqua.attachments, "the lease has ended")
         until(lambda: descriptors() <= before, "no descriptor is left")
@@ -225,9 +225,9 @@ class TestAttaching:
 
 class TestReclaim:
     def test_a_reclaim_moves_data_to_host_memory_and_gives_every_slab_back(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
         assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
@@ -243,9 +243,9 @@ class TestReclaim:
         assert record.first_slab_ms <= record.total_ms
 
     def test_a_reclaim_is_partial_and_slabs_that_hold_nothing_go_without_a_move(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         stored = values(3)
         tensors = [aqua.offload(value) for value in stored]
         assert producer.reclaim(5 * SLAB).wait(WITHIN_S)
@@ -254,12 +254,12 @@ class TestReclaim:
         require_intact(tensors, stored)
 
     def test_data_moves_to_another_lender_while_one_has_room(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 4)
+        lend(aqua, issuer, producer, 4)
         stored = values(4)
         tensors = [aqua.offload(value) for value in stored]
-        other_mint = Mint()
+        other_mint = TokenIssuer()
         with lending(other_mint, 3) as other:
             lend(aqua, other_mint, other, 3)
             assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
@@ -271,11 +271,11 @@ class TestReclaim:
             require_intact(tensors, stored)
 
     def test_what_was_only_read_since_its_promotion_leaves_without_a_copy(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         await_rest(aqua)
         with tensors[3].pinned() as view:
             view[7] += 1
@@ -287,7 +287,7 @@ class TestReclaim:
         assert aqua.stats().drain_copied_bytes == SLAB  # Of one tensor in eight.
 
     def test_memory_comes_and_goes_while_threads_store_and_load(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
         stop = threading.Event()
         wrong: list[str] = []
@@ -318,7 +318,7 @@ class TestReclaim:
         try:
             for _ in range(15):
                 producer.offer(COUNT * SLAB)
-                lend(aqua, mint, producer)
+                lend(aqua, issuer, producer)
                 await_progress(rounds)
                 assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
         finally:
@@ -331,9 +331,9 @@ class TestReclaim:
         assert stats.drained_bytes > 0
 
     def test_a_lease_whose_right_has_ended_is_drained_and_left(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
         (attachment,) = aqua.attachments
@@ -343,9 +343,9 @@ class TestReclaim:
         require_intact(tensors, stored)
 
     def test_a_channel_that_breaks_is_drained_from_the_surviving_mappings(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
         aqua.attachments[0].channel.shutdown()
@@ -356,9 +356,9 @@ class TestReclaim:
         assert producer.quarantined_bytes == COUNT * SLAB
 
     def test_a_producer_that_closes_leaves_the_data_behind(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer)
+        lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
         producer.close(deadline_s=WITHIN_S)
@@ -366,10 +366,10 @@ class TestReclaim:
         require_intact(tensors, stored)
 
     def test_a_closed_consumer_has_given_everything_back(
-        self, mint: Mint, producer: Producer
+        self, issuer: TokenIssuer, producer: Producer
     ) -> None:
         with consuming() as aqua:
-            lend(aqua, mint, producer)
+            lend(aqua, issuer, producer)
             tensors = [aqua.offload(value) for value in values(12)]
             aqua.block_store(SLAB // 2, 8)
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
@@ -380,9 +380,9 @@ class TestReclaim:
 
 class TestPins:
     def test_a_pinned_tensor_stays_until_the_block_ends(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 1)
+        lend(aqua, issuer, producer, 1)
         (value,) = values(1)
         tensor = aqua.offload(value)
         with tensor.pinned() as view:
@@ -397,9 +397,9 @@ class TestPins:
         assert locations([tensor]) == [Location.HOST]
 
     def test_a_pin_held_too_long_is_reported_and_never_unmapped(
-        self, aqua: Aqua, mint: Mint, producer: Producer, caplog: pytest.LogCaptureFixture
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lend(aqua, mint, producer, 1)
+        lend(aqua, issuer, producer, 1)
         tensor = aqua.offload(torch.zeros(16))
         with tensor.pinned() as view:
             reclaim = producer.reclaim(COUNT * SLAB)
@@ -411,9 +411,9 @@ class TestPins:
         assert tensor.load().tolist() == [5.0] * 16
 
     def test_a_view_that_outlives_its_block_keeps_the_bytes_in_place_and_is_reported_once(
-        self, aqua: Aqua, mint: Mint, producer: Producer, caplog: pytest.LogCaptureFixture
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lend(aqua, mint, producer, 1)
+        lend(aqua, issuer, producer, 1)
         tensor = aqua.offload(torch.zeros(16))
         with tensor.pinned() as view:
             leaked = view[3:].numpy()
@@ -431,13 +431,13 @@ class TestPins:
         assert tensor.load()[3] == 9
 
     def test_a_view_that_outlives_its_block_keeps_its_tensor_out_of_a_promotion_too(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
         tensor = aqua.offload(torch.zeros(SLAB // 4))
         others = [aqua.offload(value) for value in values(3)]
         with tensor.pinned() as view:
             leaked = view[3:]
-        lend(aqua, mint, producer, 4)
+        lend(aqua, issuer, producer, 4)
         until(lambda: set(locations(others)) == {Location.PEER}, "the others are promoted")
         assert locations([tensor]) == [Location.HOST]
         leaked[0] = 9
@@ -447,9 +447,9 @@ class TestPins:
         assert tensor.load()[3] == 9
 
     def test_a_spare_slab_that_cannot_be_unmapped_yet_is_given_back_later(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 2)
+        lend(aqua, issuer, producer, 2)
         strays = [slab.memory.tensor[5:6] for slab in aqua.attachments[0].slabs]
         reclaim = producer.reclaim(COUNT * SLAB)
         until(lambda: aqua.stats().moves_abandoned > 3, "unmapping was refused again and again")
@@ -458,9 +458,9 @@ class TestPins:
         assert reclaim.wait(WITHIN_S)
 
     def test_a_slab_that_cannot_be_unmapped_yet_stays_the_place_of_its_bytes(
-        self, aqua: Aqua, mint: Mint, producer: Producer, caplog: pytest.LogCaptureFixture
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lend(aqua, mint, producer, 1)
+        lend(aqua, issuer, producer, 1)
         (value,) = values(1)
         tensor = aqua.offload(value)
         (slab,) = aqua.attachments[0].slabs
@@ -476,9 +476,9 @@ class TestPins:
         assert torch.equal(tensor.load(), value.flip(0))
 
     def test_a_thread_that_holds_one_frame_and_waits_for_another_cannot_lock_anyone_out(
-        self, aqua: Aqua, mint: Mint, producer: Producer
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        lend(aqua, mint, producer, 2)
+        lend(aqua, issuer, producer, 2)
         one, other = (aqua.offload(value) for value in values(2))
         barrier = threading.Barrier(2, timeout=WITHIN_S)
 
@@ -503,10 +503,10 @@ class TestPins:
 
 class TestLoss:
     def test_a_slab_that_cannot_be_read_raises_for_what_was_in_it_and_nothing_else(
-        self, mint: Mint, producer: Producer
+        self, issuer: TokenIssuer, producer: Producer
     ) -> None:
         with broken_reads() as (transport, broken), consuming(transport=transport) as aqua:
-            lend(aqua, mint, producer, 2)
+            lend(aqua, issuer, producer, 2)
             stored = values(3)
             tensors = [aqua.offload(value) for value in stored]
             broken.append(address_of(tensors[1]))
@@ -530,12 +530,12 @@ class TestLoss:
             require_intact(tensors, stored)
 
     def test_a_host_copy_that_is_still_good_saves_the_bytes(
-        self, mint: Mint, producer: Producer
+        self, issuer: TokenIssuer, producer: Producer
     ) -> None:
         with broken_reads() as (transport, broken), consuming(transport=transport) as aqua:
             stored = values(1)
             tensors = [aqua.offload(value) for value in stored]
-            lend(aqua, mint, producer, 1)
+            lend(aqua, issuer, producer, 1)
             await_rest(aqua)
             assert tensors[0].location is Location.PEER
             broken.append(address_of(tensors[0]))
@@ -543,10 +543,10 @@ class TestLoss:
             require_intact(tensors, stored)
 
     def test_lost_blocks_are_named_and_their_slots_come_back_when_freed(
-        self, mint: Mint, producer: Producer
+        self, issuer: TokenIssuer, producer: Producer
     ) -> None:
         with broken_reads() as (transport, broken), consuming(transport=transport) as aqua:
-            lend(aqua, mint, producer, 2)
+            lend(aqua, issuer, producer, 2)
             blocks = aqua.block_store(SLAB // 4, 8)
             src = torch.stack(values(7, SLAB // 4))
             slots, transfer = blocks.page_out(src)
@@ -573,10 +573,10 @@ class TestLoss:
 
     @pytest.mark.parametrize("is_checking", [True, False])
     def test_a_flipped_bit_is_detected_by_the_checksum_and_by_nothing_else(
-        self, mint: Mint, producer: Producer, is_checking: bool
+        self, issuer: TokenIssuer, producer: Producer, is_checking: bool
     ) -> None:
         with consuming(is_checking=is_checking) as aqua:
-            lend(aqua, mint, producer)
+            lend(aqua, issuer, producer)
             (value,) = values(1)
             tensor = aqua.offload(value)
             blocks = aqua.block_store(SLAB // 4, 8)

@@ -19,7 +19,7 @@ from aqualib.producer import server
 from aqualib.producer.escalation import Escalation
 from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import WITHIN_S, ConsumerProcess, Mint, RawConsumer, RefusedError
+from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, RefusedError, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture
-def producer(mint: Mint) -> Iterator[Producer]:
-    with lending(mint, 8) as producer:
+def producer(issuer: TokenIssuer) -> Iterator[Producer]:
+    with lending(issuer, 8) as producer:
         yield producer
 
 
@@ -49,37 +49,41 @@ def refusal_code(consumer: RawConsumer) -> str:
 # --- Attaching ---------------------------------------------------------------------------------
 
 
-def test_a_token_opens_a_channel_and_brings_zeroed_slabs(producer: Producer, mint: Mint) -> None:
+def test_a_token_opens_a_channel_and_brings_zeroed_slabs(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        slabs = consumer.attach(mint.token(3 * SLAB))
+        slabs = consumer.attach(issuer.token(3 * SLAB))
         assert len(slabs) == 3
         assert all(consumer.values(slab) == [0] for slab in slabs)
         assert producer.leased_bytes == 3 * SLAB
         assert producer.free_bytes == 5 * SLAB
 
 
-def test_slabs_come_in_packets_that_the_kernel_can_carry(mint: Mint) -> None:
+def test_slabs_come_in_packets_that_the_kernel_can_carry(issuer: TokenIssuer) -> None:
     count = 2 * MAX_SLABS_PER_PACKET + 3
-    with lending(mint, count) as producer, RawConsumer(producer.endpoint) as consumer:
-        assert len(set(consumer.attach(mint.token(count * SLAB)))) == count
+    with lending(issuer, count) as producer, RawConsumer(producer.endpoint) as consumer:
+        assert len(set(consumer.attach(issuer.token(count * SLAB)))) == count
 
 
 def test_a_lease_that_exceeds_what_is_free_gets_what_is_free(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        assert len(consumer.attach(mint.token(20 * SLAB))) == 8
+        assert len(consumer.attach(issuer.token(20 * SLAB))) == 8
 
 
-def test_nothing_free_is_refused_as_capacity(producer: Producer, mint: Mint) -> None:
+def test_nothing_free_is_refused_as_capacity(producer: Producer, issuer: TokenIssuer) -> None:
     producer.reclaim(8 * SLAB)
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(SLAB))
+        consumer.hello(issuer.token(SLAB))
         assert refusal_code(consumer) == "capacity_exhausted"
 
 
-def test_a_token_cannot_be_replayed_while_its_lease_lives(producer: Producer, mint: Mint) -> None:
-    token = mint.token(SLAB)
+def test_a_token_cannot_be_replayed_while_its_lease_lives(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
+    token = issuer.token(SLAB)
     with RawConsumer(producer.endpoint) as first, RawConsumer(producer.endpoint) as second:
         first.attach(token)
         second.hello(token)
@@ -87,9 +91,9 @@ def test_a_token_cannot_be_replayed_while_its_lease_lives(producer: Producer, mi
 
 
 def test_a_token_cannot_be_replayed_after_its_lease_has_ended(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
-    token = mint.token(SLAB)
+    token = issuer.token(SLAB)
     with RawConsumer(producer.endpoint) as first:
         for slab in first.attach(token):
             first.give_back(slab)
@@ -99,20 +103,20 @@ def test_a_token_cannot_be_replayed_after_its_lease_has_ended(
         assert refusal_code(second) == "capability_rejected"
 
 
-def test_a_token_of_lost_books_is_refused(producer: Producer, mint: Mint) -> None:
-    producer.acknowledge(mint.ack(min_epoch=1000))
+def test_a_token_of_lost_books_is_refused(producer: Producer, issuer: TokenIssuer) -> None:
+    producer.acknowledge(issuer.ack(min_epoch=1000))
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(SLAB, epoch=999))
+        consumer.hello(issuer.token(SLAB, epoch=999))
         assert refusal_code(consumer) == "capability_rejected"
 
 
 def test_a_late_answer_of_the_coordinator_does_not_reopen_lost_books(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
-    producer.acknowledge(mint.ack(min_epoch=1000))
-    producer.acknowledge(mint.ack(min_epoch=1))
+    producer.acknowledge(issuer.ack(min_epoch=1000))
+    producer.acknowledge(issuer.ack(min_epoch=1))
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(SLAB, epoch=999))
+        consumer.hello(issuer.token(SLAB, epoch=999))
         assert refusal_code(consumer) == "capability_rejected"
 
 
@@ -127,12 +131,14 @@ def test_a_token_that_is_none_is_refused(producer: Producer, token: str) -> None
         assert refusal_code(consumer) == "capability_rejected"
 
 
-def test_tokens_for_others_and_expired_ones_are_refused(producer: Producer, mint: Mint) -> None:
-    forged = Mint().token(SLAB)
+def test_tokens_for_others_and_expired_ones_are_refused(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
+    forged = TokenIssuer().token(SLAB)
     for token, consumer_id in [
         (forged, "consumer"),
-        (mint.token(SLAB, valid_s=-1), "consumer"),
-        (mint.token(SLAB, consumer_id="somebody"), "consumer"),
+        (issuer.token(SLAB, valid_s=-1), "consumer"),
+        (issuer.token(SLAB, consumer_id="somebody"), "consumer"),
     ]:
         with RawConsumer(producer.endpoint) as consumer:
             consumer.hello(token, consumer_id)
@@ -140,10 +146,10 @@ def test_tokens_for_others_and_expired_ones_are_refused(producer: Producer, mint
     assert producer.free_bytes == 8 * SLAB
 
 
-def test_a_user_that_is_not_allowed_is_refused(mint: Mint) -> None:
-    with lending(mint, 1, allowed_uids={os.getuid() + 1}) as producer:
+def test_a_user_that_is_not_allowed_is_refused(issuer: TokenIssuer) -> None:
+    with lending(issuer, 1, allowed_uids={os.getuid() + 1}) as producer:
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.hello(mint.token(SLAB))
+            consumer.hello(issuer.token(SLAB))
             assert refusal_code(consumer) == "capability_rejected"
         # The kernel lets others connect only where others are allowed at all.
         assert producer.endpoint.stat().st_mode & 0o777 == 0o666
@@ -153,24 +159,28 @@ def test_only_this_user_can_connect_unless_others_are_allowed(producer: Producer
     assert producer.endpoint.stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_coordinator_ever_seen_nobody_attaches(mint: Mint) -> None:
-    with lending(mint, 1) as producer:
+def test_without_a_coordinator_ever_seen_nobody_attaches(issuer: TokenIssuer) -> None:
+    with lending(issuer, 1) as producer:
         producer._admission._key = None
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.hello(mint.token(SLAB))
+            consumer.hello(issuer.token(SLAB))
             assert refusal_code(consumer) == "service_unavailable"
 
 
-def test_another_protocol_version_is_refused_by_name(producer: Producer, mint: Mint) -> None:
+def test_another_protocol_version_is_refused_by_name(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(SLAB), version=999)
+        consumer.hello(issuer.token(SLAB), version=999)
         assert refusal_code(consumer) == "version_mismatch"
 
 
-def test_an_attach_to_a_producer_that_is_leaving_is_refused(producer: Producer, mint: Mint) -> None:
+def test_an_attach_to_a_producer_that_is_leaving_is_refused(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     producer._closed = True
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(SLAB))
+        consumer.hello(issuer.token(SLAB))
         assert refusal_code(consumer) == "service_unavailable"
     producer._closed = False
 
@@ -185,22 +195,26 @@ def break_exports(producer: Producer, *, good_count: int, error: Exception) -> N
         slab.memory.export = fail  # type: ignore[method-assign] # a driver that fails
 
 
-def test_a_handout_that_fails_at_once_costs_no_slab(producer: Producer, mint: Mint) -> None:
+def test_a_handout_that_fails_at_once_costs_no_slab(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     break_exports(producer, good_count=0, error=TransportError("no handles left"))
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(3 * SLAB))
+        consumer.hello(issuer.token(3 * SLAB))
         with pytest.raises(RefusedError, match="no handles left"):
             consumer.take()
     assert producer.free_bytes == 8 * SLAB
     assert producer.quarantined_bytes == 0
 
 
-def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(mint: Mint) -> None:
+def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(
+    issuer: TokenIssuer,
+) -> None:
     count = MAX_SLABS_PER_PACKET + 2
-    with lending(mint, count) as producer:
+    with lending(issuer, count) as producer:
         break_exports(producer, good_count=count - 1, error=TransportError("no handles left"))
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.hello(mint.token(count * SLAB))
+            consumer.hello(issuer.token(count * SLAB))
             with pytest.raises(RefusedError, match="no handles left"):
                 consumer.take()
             assert producer.quarantined_bytes == MAX_SLABS_PER_PACKET * SLAB
@@ -208,12 +222,12 @@ def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(mint: M
 
 
 def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
-    producer: Producer, mint: Mint, caplog: pytest.LogCaptureFixture
+    producer: Producer, issuer: TokenIssuer, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = [slab.memory.export for slab in producer._lending.pool._slabs.values()]
     break_exports(producer, good_count=0, error=RuntimeError("device-side assert"))
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(3 * SLAB))
+        consumer.hello(issuer.token(3 * SLAB))
         with pytest.raises(RefusedError, match="could not hand out") as refusal:
             consumer.take()
     assert refusal.value.body.code == "transport_failed"
@@ -222,45 +236,45 @@ def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
     for slab, export in zip(producer._lending.pool._slabs.values(), whole, strict=True):
         slab.memory.export = export  # type: ignore[method-assign] # the driver has recovered
     with RawConsumer(producer.endpoint) as consumer:
-        assert len(consumer.attach(mint.token(8 * SLAB))) == 8
+        assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
 
 
 def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_silent(
-    producer: Producer, mint: Mint, monkeypatch: pytest.MonkeyPatch
+    producer: Producer, issuer: TokenIssuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(mint.token(3 * SLAB))
+        consumer.hello(issuer.token(3 * SLAB))
         assert refusal_code(consumer) == "capacity_exhausted"
     monkeypatch.undo()
     assert producer.free_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
-        assert len(consumer.attach(mint.token(8 * SLAB))) == 8
+        assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
 
 
 # --- Another consumer's bytes ------------------------------------------------------------------
 
 
-def test_a_slab_is_zeroed_before_another_consumer_gets_it(mint: Mint) -> None:
-    with lending(mint, 2) as producer:
+def test_a_slab_is_zeroed_before_another_consumer_gets_it(issuer: TokenIssuer) -> None:
+    with lending(issuer, 2) as producer:
         with RawConsumer(producer.endpoint) as first:
-            for slab in first.attach(mint.token(2 * SLAB, consumer_id="first"), "first"):
+            for slab in first.attach(issuer.token(2 * SLAB, consumer_id="first"), "first"):
                 first.fill(slab, 0xAB)
                 first.give_back(slab)
             first.await_end()
         with RawConsumer(producer.endpoint) as second:
-            slabs = second.attach(mint.token(2 * SLAB, consumer_id="second"), "second")
+            slabs = second.attach(issuer.token(2 * SLAB, consumer_id="second"), "second")
             assert [second.values(slab) for slab in slabs] == [[0], [0]]
 
 
-def test_a_slab_keeps_its_bytes_for_the_consumer_that_had_it(mint: Mint) -> None:
-    with lending(mint, 1) as producer:
+def test_a_slab_keeps_its_bytes_for_the_consumer_that_had_it(issuer: TokenIssuer) -> None:
+    with lending(issuer, 1) as producer:
         for expected in ([0], [0xAB]):
             with RawConsumer(producer.endpoint) as consumer:
-                (slab,) = consumer.attach(mint.token(SLAB))
+                (slab,) = consumer.attach(issuer.token(SLAB))
                 assert consumer.values(slab) == expected
                 consumer.fill(slab, 0xAB)
                 consumer.give_back(slab)
@@ -270,9 +284,9 @@ def test_a_slab_keeps_its_bytes_for_the_consumer_that_had_it(mint: Mint) -> None
 # --- Reclaiming --------------------------------------------------------------------------------
 
 
-def test_a_partial_reclaim_returns_slab_by_slab_in_the_order_asked(mint: Mint) -> None:
-    with lending(mint, 4) as producer, RawConsumer(producer.endpoint) as consumer:
-        slabs = consumer.attach(mint.token(4 * SLAB))
+def test_a_partial_reclaim_returns_slab_by_slab_in_the_order_asked(issuer: TokenIssuer) -> None:
+    with lending(issuer, 4) as producer, RawConsumer(producer.endpoint) as consumer:
+        slabs = consumer.attach(issuer.token(4 * SLAB))
         reclaim = producer.reclaim(2 * SLAB)
         asked = consumer.await_reclaim()
         assert asked == slabs[:1:-1]
@@ -287,40 +301,42 @@ def test_a_partial_reclaim_returns_slab_by_slab_in_the_order_asked(mint: Mint) -
         assert consumer.ping(1) == 1
 
 
-def test_free_slabs_serve_a_reclaim_before_anyone_is_asked(producer: Producer, mint: Mint) -> None:
+def test_free_slabs_serve_a_reclaim_before_anyone_is_asked(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(2 * SLAB))
+        consumer.attach(issuer.token(2 * SLAB))
         reclaim = producer.reclaim(6 * SLAB)
         assert reclaim.wait(HANG_S)
         assert consumer.ping(1) == 1  # And not a Reclaim.
         assert producer.offered_bytes == 2 * SLAB
 
 
-def test_a_reclaim_takes_the_newest_lease_first(producer: Producer, mint: Mint) -> None:
+def test_a_reclaim_takes_the_newest_lease_first(producer: Producer, issuer: TokenIssuer) -> None:
     with RawConsumer(producer.endpoint) as old, RawConsumer(producer.endpoint) as new:
-        old.attach(mint.token(4 * SLAB))
-        new.attach(mint.token(4 * SLAB))
+        old.attach(issuer.token(4 * SLAB))
+        new.attach(issuer.token(4 * SLAB))
         producer.reclaim(5 * SLAB)
         assert len(new.await_reclaim()) == 4
         assert len(old.await_reclaim()) == 1
 
 
 def test_memory_given_up_by_another_consumer_serves_an_open_reclaim(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with RawConsumer(producer.endpoint) as kind, RawConsumer(producer.endpoint) as slow:
-        mine = kind.attach(mint.token(4 * SLAB))
-        slow.attach(mint.token(4 * SLAB))
+        mine = kind.attach(issuer.token(4 * SLAB))
+        slow.attach(issuer.token(4 * SLAB))
         reclaim = producer.reclaim(SLAB)
         slow.await_reclaim()
         kind.give_back(mine[0])
         assert reclaim.wait(HANG_S)
 
 
-def test_a_large_reclaim_is_split_into_packets(mint: Mint) -> None:
+def test_a_large_reclaim_is_split_into_packets(issuer: TokenIssuer) -> None:
     count = MAX_SLABS_PER_PACKET + 5
-    with lending(mint, count) as producer, RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(count * SLAB))
+    with lending(issuer, count) as producer, RawConsumer(producer.endpoint) as consumer:
+        consumer.attach(issuer.token(count * SLAB))
         reclaim = producer.reclaim(count * SLAB)
         asked = consumer.await_reclaim() + consumer.await_reclaim()
         assert len(set(asked)) == count
@@ -338,28 +354,28 @@ def test_reclaiming_more_than_is_offered_takes_all_of_it(producer: Producer) -> 
     assert producer.reclaim(SLAB).done
 
 
-def test_reclaimed_memory_returns_to_the_operating_system(mint: Mint) -> None:
-    with lending(mint, 4) as producer:
+def test_reclaimed_memory_returns_to_the_operating_system(issuer: TokenIssuer) -> None:
+    with lending(issuer, 4) as producer:
         before = _memfd_count()
         assert producer.reclaim(4 * SLAB).wait(HANG_S)
         assert _memfd_count() == before - 4
 
 
-def test_an_offer_grows_again_after_a_reclaim(producer: Producer, mint: Mint) -> None:
+def test_an_offer_grows_again_after_a_reclaim(producer: Producer, issuer: TokenIssuer) -> None:
     assert producer.reclaim(8 * SLAB).wait(HANG_S)
     assert producer.offer(2 * SLAB) == 2 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
         # Slab ids are never used again.
-        assert min(consumer.attach(mint.token(2 * SLAB))) >= 8
+        assert min(consumer.attach(issuer.token(2 * SLAB))) >= 8
 
 
-def test_answers_for_an_older_generation_change_nothing(mint: Mint) -> None:
-    with lending(mint, 1) as producer, RawConsumer(producer.endpoint) as first:
-        (slab,) = first.attach(mint.token(SLAB))
+def test_answers_for_an_older_generation_change_nothing(issuer: TokenIssuer) -> None:
+    with lending(issuer, 1) as producer, RawConsumer(producer.endpoint) as first:
+        (slab,) = first.attach(issuer.token(SLAB))
         first.give_back(slab)
         first.await_end()
         with RawConsumer(producer.endpoint) as second:
-            second.attach(mint.token(SLAB))
+            second.attach(issuer.token(SLAB))
             assert second.generations[slab] == 2
             second.released(slab, generation=1)
             second.released(slab + 1, generation=2)
@@ -369,13 +385,13 @@ def test_answers_for_an_older_generation_change_nothing(mint: Mint) -> None:
 
 
 def test_an_ended_lease_is_asked_back_whole_and_stays_offered(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(3 * SLAB, lease_id="ended", epoch=50))
+        consumer.attach(issuer.token(3 * SLAB, lease_id="ended", epoch=50))
         notice = LeaseNotice(lease_id="ended", epoch=51, reason="expired")
-        producer.acknowledge(mint.ack(ended=[notice]))
-        producer.acknowledge(mint.ack(ended=[notice]))
+        producer.acknowledge(issuer.ack(ended=[notice]))
+        producer.acknowledge(issuer.ack(ended=[notice]))
         asked = consumer.await_reclaim()
         for slab in asked:
             consumer.give_back(slab)
@@ -384,27 +400,29 @@ def test_an_ended_lease_is_asked_back_whole_and_stays_offered(
         assert producer.free_bytes == producer.offered_bytes == 8 * SLAB
 
 
-def test_a_notice_for_an_earlier_epoch_ends_nothing(producer: Producer, mint: Mint) -> None:
+def test_a_notice_for_an_earlier_epoch_ends_nothing(
+    producer: Producer, issuer: TokenIssuer
+) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(SLAB, lease_id="mine", epoch=50))
+        consumer.attach(issuer.token(SLAB, lease_id="mine", epoch=50))
         notice = LeaseNotice(lease_id="mine", epoch=49, reason="expired")
-        producer.acknowledge(mint.ack(ended=[notice]))
+        producer.acknowledge(issuer.ack(ended=[notice]))
         assert consumer.ping(1) == 1
 
 
-def test_an_operators_order_is_carried_out_once(producer: Producer, mint: Mint) -> None:
+def test_an_operators_order_is_carried_out_once(producer: Producer, issuer: TokenIssuer) -> None:
     order = ReclaimOrder(reclaim_id="order-1", bytes=2 * SLAB, deadline_s=5)
     for _ in range(3):
-        producer.acknowledge(mint.ack(reclaims=[order]))
+        producer.acknowledge(issuer.ack(reclaims=[order]))
     assert producer.offered_bytes == 6 * SLAB
 
 
 # --- Deadlines ---------------------------------------------------------------------------------
 
 
-def test_a_passed_deadline_quarantines_and_a_late_answer_retires(mint: Mint) -> None:
-    with lending(mint, 2) as producer, RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(2 * SLAB))
+def test_a_passed_deadline_quarantines_and_a_late_answer_retires(issuer: TokenIssuer) -> None:
+    with lending(issuer, 2) as producer, RawConsumer(producer.endpoint) as consumer:
+        consumer.attach(issuer.token(2 * SLAB))
         reclaim = producer.reclaim(SLAB, deadline_s=0.01)
         (asked,) = consumer.await_reclaim()
         until(lambda: producer.quarantined_bytes == SLAB, "the slab is quarantined")
@@ -417,26 +435,26 @@ def test_a_passed_deadline_quarantines_and_a_late_answer_retires(mint: Mint) -> 
         assert producer.offered_bytes == SLAB
 
 
-def test_a_quarantined_slab_of_an_ended_lease_is_replaced_by_a_new_one(mint: Mint) -> None:
-    with lending(mint, 1, deadline_s=0.01) as producer:
+def test_a_quarantined_slab_of_an_ended_lease_is_replaced_by_a_new_one(issuer: TokenIssuer) -> None:
+    with lending(issuer, 1, deadline_s=0.01) as producer:
         with RawConsumer(producer.endpoint) as consumer:
-            (slab,) = consumer.attach(mint.token(SLAB, lease_id="ended", epoch=50))
+            (slab,) = consumer.attach(issuer.token(SLAB, lease_id="ended", epoch=50))
             notice = LeaseNotice(lease_id="ended", epoch=50, reason="revoked")
-            producer.acknowledge(mint.ack(ended=[notice]))
+            producer.acknowledge(issuer.ack(ended=[notice]))
             consumer.await_reclaim()
             until(lambda: producer.quarantined_bytes == SLAB, "the slab is quarantined")
             consumer.give_back(slab)
             until(lambda: producer.free_bytes == SLAB, "a new slab is in its place")
         with RawConsumer(producer.endpoint) as second:
-            assert second.attach(mint.token(SLAB)) == [slab + 1]
+            assert second.attach(issuer.token(SLAB)) == [slab + 1]
 
 
-def test_the_kill_policy_ends_a_hung_consumer_and_gets_the_memory(mint: Mint) -> None:
+def test_the_kill_policy_ends_a_hung_consumer_and_gets_the_memory(issuer: TokenIssuer) -> None:
     with (
-        lending(mint, 1, policy=Escalation.KILL, grace_s=0.01) as producer,
+        lending(issuer, 1, policy=Escalation.KILL, grace_s=0.01) as producer,
         ConsumerProcess(producer.endpoint) as consumer,
     ):
-        consumer.call("attach", mint.token(SLAB))
+        consumer.call("attach", issuer.token(SLAB))
         consumer.freeze()
         reclaim = producer.reclaim(SLAB, deadline_s=0.01)
         assert reclaim.wait(HANG_S)
@@ -444,9 +462,12 @@ def test_the_kill_policy_ends_a_hung_consumer_and_gets_the_memory(mint: Mint) ->
         assert consumer.process.wait(HANG_S) == -9
 
 
-def test_the_wait_policy_lets_a_hung_consumer_live(mint: Mint) -> None:
-    with lending(mint, 1, grace_s=0.0) as producer, ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("attach", mint.token(SLAB))
+def test_the_wait_policy_lets_a_hung_consumer_live(issuer: TokenIssuer) -> None:
+    with (
+        lending(issuer, 1, grace_s=0.0) as producer,
+        ConsumerProcess(producer.endpoint) as consumer,
+    ):
+        consumer.call("attach", issuer.token(SLAB))
         consumer.freeze()
         reclaim = producer.reclaim(SLAB, deadline_s=0.01)
         until(lambda: producer.quarantined_bytes == SLAB, "the slab is quarantined")
@@ -469,30 +490,30 @@ def test_a_consumer_killed_before_hello_leaves_no_trace(producer: Producer) -> N
 
 
 def test_a_consumer_killed_with_slabs_is_replaced_by_new_slabs(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with ConsumerProcess(producer.endpoint) as consumer:
-        old = consumer.call("attach", mint.token(3 * SLAB))
+        old = consumer.call("attach", issuer.token(3 * SLAB))
         consumer.kill()
     until(lambda: producer.free_bytes == 8 * SLAB, "every slab is free again")
     with RawConsumer(producer.endpoint) as survivor:
-        new = survivor.attach(mint.token(8 * SLAB))
+        new = survivor.attach(issuer.token(8 * SLAB))
     assert not set(old) & set(new)
 
 
 def test_a_consumer_killed_while_its_slabs_are_on_the_way_is_cleaned_up(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("hello", mint.token(3 * SLAB))
+        consumer.call("hello", issuer.token(3 * SLAB))
         consumer.kill()
     until(lambda: not producer._server._peers, "the connection is gone")
     until(lambda: producer.free_bytes == 8 * SLAB, "every slab is free again")
 
 
-def test_a_consumer_killed_during_a_reclaim_completes_it(mint: Mint) -> None:
-    with lending(mint, 4) as producer, ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("attach", mint.token(4 * SLAB))
+def test_a_consumer_killed_during_a_reclaim_completes_it(issuer: TokenIssuer) -> None:
+    with lending(issuer, 4) as producer, ConsumerProcess(producer.endpoint) as consumer:
+        consumer.call("attach", issuer.token(4 * SLAB))
         reclaim = producer.reclaim(3 * SLAB)
         asked = consumer.call("await_reclaim")
         consumer.call("unmap", asked[0])
@@ -502,9 +523,9 @@ def test_a_consumer_killed_during_a_reclaim_completes_it(mint: Mint) -> None:
         until(lambda: producer.free_bytes == producer.offered_bytes == SLAB, "one is offered")
 
 
-def test_answers_sent_before_a_kill_still_count(mint: Mint) -> None:
-    with lending(mint, 4) as producer, ConsumerProcess(producer.endpoint) as consumer:
-        old = consumer.call("attach", mint.token(4 * SLAB))
+def test_answers_sent_before_a_kill_still_count(issuer: TokenIssuer) -> None:
+    with lending(issuer, 4) as producer, ConsumerProcess(producer.endpoint) as consumer:
+        old = consumer.call("attach", issuer.token(4 * SLAB))
         with producer._lock:  # The server sees answers and death in one go.
             for slab in old:
                 consumer.call("give_back", slab)
@@ -512,13 +533,13 @@ def test_answers_sent_before_a_kill_still_count(mint: Mint) -> None:
         until(lambda: producer.free_bytes == 4 * SLAB, "every slab is free again")
         with RawConsumer(producer.endpoint) as survivor:
             # Returned, not retired: the same physical slabs.
-            assert sorted(survivor.attach(mint.token(4 * SLAB))) == sorted(old)
+            assert sorted(survivor.attach(issuer.token(4 * SLAB))) == sorted(old)
 
 
-def test_answers_sent_before_a_close_with_unread_packets_still_count(mint: Mint) -> None:
+def test_answers_sent_before_a_close_with_unread_packets_still_count(issuer: TokenIssuer) -> None:
     """Such a close resets the connection, and Linux tells that ahead of what was sent before."""
-    with lending(mint, 2) as producer, RawConsumer(producer.endpoint) as consumer:
-        slabs = consumer.attach(mint.token(2 * SLAB))
+    with lending(issuer, 2) as producer, RawConsumer(producer.endpoint) as consumer:
+        slabs = consumer.attach(issuer.token(2 * SLAB))
         reclaim = producer.reclaim(SLAB)
         with producer._lock:
             for slab in slabs:
@@ -529,13 +550,13 @@ def test_answers_sent_before_a_close_with_unread_packets_still_count(mint: Mint)
         assert producer.quarantined_bytes == 0
 
 
-def test_a_closed_channel_quarantines_until_the_process_is_dead(mint: Mint) -> None:
-    with lending(mint, 2) as producer, ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("attach", mint.token(2 * SLAB))
+def test_a_closed_channel_quarantines_until_the_process_is_dead(issuer: TokenIssuer) -> None:
+    with lending(issuer, 2) as producer, ConsumerProcess(producer.endpoint) as consumer:
+        consumer.call("attach", issuer.token(2 * SLAB))
         consumer.call("hang_up")
         until(lambda: producer.quarantined_bytes == 2 * SLAB, "both slabs are quarantined")
         with RawConsumer(producer.endpoint) as other:
-            other.hello(mint.token(SLAB))
+            other.hello(issuer.token(SLAB))
             assert refusal_code(other) == "capacity_exhausted"
         assert producer.quarantined_bytes == 2 * SLAB
         consumer.kill()
@@ -543,20 +564,20 @@ def test_a_closed_channel_quarantines_until_the_process_is_dead(mint: Mint) -> N
 
 
 def test_a_goodbye_with_slabs_in_hand_is_silence_and_no_return(
-    producer: Producer, mint: Mint
+    producer: Producer, issuer: TokenIssuer
 ) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(SLAB))
+        consumer.attach(issuer.token(SLAB))
         consumer.goodbye()
         until(lambda: producer.quarantined_bytes == SLAB, "the slab is quarantined")
 
 
-def test_descriptors_do_not_leak_over_two_hundred_attachments(mint: Mint) -> None:
-    with lending(mint, 2) as producer:
+def test_descriptors_do_not_leak_over_two_hundred_attachments(issuer: TokenIssuer) -> None:
+    with lending(issuer, 2) as producer:
         before = _descriptor_count()
         for _ in range(200):
             with RawConsumer(producer.endpoint) as consumer:
-                for slab in consumer.attach(mint.token(2 * SLAB)):
+                for slab in consumer.attach(issuer.token(2 * SLAB)):
                     consumer.give_back(slab)
                 consumer.await_end()
         until(lambda: not producer._server._peers, "every connection is gone")
@@ -586,13 +607,15 @@ def test_descriptors_from_a_consumer_are_closed_and_refused(producer: Producer) 
 
 
 @pytest.mark.parametrize("stage", ["before hello", "after attach"])
-def test_a_message_out_of_place_is_refused(producer: Producer, mint: Mint, stage: str) -> None:
+def test_a_message_out_of_place_is_refused(
+    producer: Producer, issuer: TokenIssuer, stage: str
+) -> None:
     with RawConsumer(producer.endpoint) as consumer:
         if stage == "before hello":
             consumer.released(0, generation=1)
         else:
-            consumer.attach(mint.token(SLAB))
-            consumer.hello(mint.token(SLAB))
+            consumer.attach(issuer.token(SLAB))
+            consumer.hello(issuer.token(SLAB))
         with pytest.raises(RefusedError, match="not allowed while"):
             consumer.receive()
     # What it held is safe: nobody gets it.
@@ -632,23 +655,23 @@ def test_a_peer_that_reads_nothing_is_dropped_and_the_others_live(
         assert other.ping(1) == 1
 
 
-def test_a_peer_that_is_slow_to_read_a_reclaim_gets_it_whole(mint: Mint) -> None:
+def test_a_peer_that_is_slow_to_read_a_reclaim_gets_it_whole(issuer: TokenIssuer) -> None:
     # Far more packets than the kernel queues for one reader.
     count = 40 * MAX_SLABS_PER_PACKET
-    with lending(mint, count) as producer, RawConsumer(producer.endpoint) as slow:
-        slow.attach(mint.token(count * SLAB))
+    with lending(issuer, count) as producer, RawConsumer(producer.endpoint) as slow:
+        slow.attach(issuer.token(count * SLAB))
         for _ in range(count // MAX_SLABS_PER_PACKET):
             producer.reclaim(MAX_SLABS_PER_PACKET * SLAB)
         asked = {slab for _ in range(40) for slab in slow.await_reclaim()}
         assert len(asked) == count
 
 
-def test_pings_are_answered_while_slabs_come_and_go(mint: Mint) -> None:
-    with lending(mint, 64) as producer, RawConsumer(producer.endpoint) as steady:
-        steady.attach(mint.token(SLAB))
+def test_pings_are_answered_while_slabs_come_and_go(issuer: TokenIssuer) -> None:
+    with lending(issuer, 64) as producer, RawConsumer(producer.endpoint) as steady:
+        steady.attach(issuer.token(SLAB))
         for number in range(20):
             with RawConsumer(producer.endpoint) as busy:
-                slabs = busy.attach(mint.token(63 * SLAB))
+                slabs = busy.attach(issuer.token(63 * SLAB))
                 for slab in slabs:
                     busy.give_back(slab)
                 assert steady.ping(number) == number

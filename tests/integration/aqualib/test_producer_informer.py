@@ -11,7 +11,7 @@ from aqua_protocol.members import LoadReport, ReclaimOrder
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, OfferMore, Profile, TakeBack
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import ConsumerProcess, Mint, RawConsumer
+from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +64,8 @@ class Engine:
 
 
 @pytest.fixture
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture
@@ -79,20 +79,20 @@ def engine(device: EmulatedMemory) -> Engine:
 
 
 @pytest.fixture
-def producer(mint: Mint, device: EmulatedMemory) -> Iterator[Producer]:
-    with lending(mint, 0, device=device) as producer:
+def producer(issuer: TokenIssuer, device: EmulatedMemory) -> Iterator[Producer]:
+    with lending(issuer, 0, device=device) as producer:
         yield producer
 
 
 def test_a_steady_load_offers_and_a_rising_one_takes_back_and_a_falling_one_offers_again(
-    producer: Producer, engine: Engine, mint: Mint
+    producer: Producer, engine: Engine, issuer: TokenIssuer
 ) -> None:
     informer = Informer(producer, engine, PROFILE)
     assert informer.look(0.0) is None
     assert informer.look(CALM_S) == OfferMore(8 * SLAB)
     assert producer.offered_bytes == engine.device.total_bytes - engine.own_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.attach(mint.token(8 * SLAB))
+        consumer.attach(issuer.token(8 * SLAB))
 
         engine.requests_per_s = 20.0
         assert informer.look(10.0) == TakeBack(8 * SLAB)
@@ -143,26 +143,26 @@ def test_an_offer_that_does_not_fit_gives_the_rest_back_to_the_engine(
 
 
 def test_an_operators_order_gives_memory_to_the_engine_as_well(
-    producer: Producer, engine: Engine, mint: Mint
+    producer: Producer, engine: Engine, issuer: TokenIssuer
 ) -> None:
     informer = Informer(producer, engine, PROFILE)
     informer.look(0.0)
     informer.look(CALM_S)
     order = ReclaimOrder(reclaim_id="order-1", bytes=2 * SLAB, deadline_s=5)
-    producer.acknowledge(mint.ack(reclaims=[order]))
+    producer.acknowledge(issuer.ack(reclaims=[order]))
     until(lambda: producer.committed_bytes == 6 * SLAB, "two slabs are closed")
     informer.look(CALM_S + 0.1)
     assert engine.own_bytes + producer.offered_bytes == TOTAL * SLAB
 
 
 def test_a_lost_slab_is_replaced_within_the_budget(
-    producer: Producer, engine: Engine, mint: Mint
+    producer: Producer, engine: Engine, issuer: TokenIssuer
 ) -> None:
     informer = Informer(producer, engine, PROFILE)
     informer.look(0.0)
     informer.look(CALM_S)
     with ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("attach", mint.token(8 * SLAB))
+        consumer.call("attach", issuer.token(8 * SLAB))
         consumer.kill()
         until(lambda: producer.free_bytes == 8 * SLAB, "every slab is replaced")
     informer.look(CALM_S + 0.1)
@@ -173,7 +173,7 @@ def test_a_lost_slab_is_replaced_within_the_budget(
 def test_an_engine_that_raises_is_logged_once_and_watched_again_when_it_recovers(
     producer: Producer,
     engine: Engine,
-    mint: Mint,
+    issuer: TokenIssuer,
     caplog: pytest.LogCaptureFixture,
     method: str,
 ) -> None:
@@ -198,7 +198,7 @@ def test_an_engine_that_raises_is_logged_once_and_watched_again_when_it_recovers
         engine.queue_length = 0
         until(lambda: producer.free_bytes == 8 * SLAB, "the memory is offered")
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.attach(mint.token(8 * SLAB))
+            consumer.attach(issuer.token(8 * SLAB))
             engine.queue_length = 100
             for slab in consumer.await_reclaim():
                 consumer.give_back(slab)
@@ -227,12 +227,12 @@ def test_calm_has_to_be_seen_anew_after_an_outage(producer: Producer, engine: En
 
 
 def test_the_thread_follows_the_load_by_itself(
-    producer: Producer, engine: Engine, mint: Mint
+    producer: Producer, engine: Engine, issuer: TokenIssuer
 ) -> None:
     with Informer(producer, engine, replace(PROFILE, calm_s=0.0), poll_s=0.001) as informer:
         until(lambda: producer.offered_bytes == 8 * SLAB, "the memory is offered")
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.attach(mint.token(8 * SLAB))
+            consumer.attach(issuer.token(8 * SLAB))
             engine.queue_length = 100
             for slab in consumer.await_reclaim():
                 consumer.give_back(slab)

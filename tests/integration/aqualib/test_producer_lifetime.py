@@ -27,7 +27,7 @@ from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.producers import IDENTITY, SLAB, lending, socket_dir, until
-from harness.raw_consumer import WITHIN_S, ConsumerProcess, Mint, RawConsumer
+from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, TokenIssuer
 
 
 def make(path: Path, **options: object) -> Producer:
@@ -65,7 +65,10 @@ def test_a_socket_path_that_is_too_long_is_refused_by_name() -> None:
 
 
 def test_two_producers_cannot_share_a_socket(tmp_path: Path) -> None:
-    with lending(Mint(), 1) as producer, pytest.raises(TransportError, match="cannot listen"):
+    with (
+        lending(TokenIssuer(), 1) as producer,
+        pytest.raises(TransportError, match="cannot listen"),
+    ):
         make(producer.endpoint)
 
 
@@ -95,7 +98,7 @@ def test_the_socket_of_a_killed_producer_is_taken_over() -> None:
 
 
 def test_an_offer_beyond_the_device_keeps_what_could_be_made() -> None:
-    with lending(Mint(), 0, device=EmulatedMemory(3 * SLAB)) as producer:
+    with lending(TokenIssuer(), 0, device=EmulatedMemory(3 * SLAB)) as producer:
         with pytest.raises(TransportError, match="out of device memory"):
             producer.offer(5 * SLAB)
         assert producer.offered_bytes == 3 * SLAB
@@ -112,9 +115,9 @@ def test_a_transport_that_fails_takes_nothing_from_the_device() -> None:
 
 def test_a_replacement_waits_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_memory, "FIRST_PAUSE_S", 1e-4)
-    mint, device = Mint(), ContendedMemory(SLAB)
-    with lending(mint, 1, device=device) as producer:
-        _lose_a_slab(producer, mint, device)
+    issuer, device = TokenIssuer(), ContendedMemory(SLAB)
+    with lending(issuer, 1, device=device) as producer:
+        _lose_a_slab(producer, issuer, device)
         assert producer.offered_bytes == 0
         device.give_back(SLAB)
         until(lambda: producer.free_bytes == SLAB, "the slab is replaced")
@@ -124,9 +127,9 @@ def test_a_replacement_that_never_fits_is_written_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slab_memory, "FIRST_PAUSE_S", 1e-5)
-    mint, device = Mint(), ContendedMemory(SLAB)
-    with lending(mint, 1, device=device) as producer:
-        _lose_a_slab(producer, mint, device)
+    issuer, device = TokenIssuer(), ContendedMemory(SLAB)
+    with lending(issuer, 1, device=device) as producer:
+        _lose_a_slab(producer, issuer, device)
         until(lambda: producer._lending.owed_count == 0, "the slab is written off")
         assert "stays smaller" in caplog.text
         device.give_back(SLAB)
@@ -155,7 +158,7 @@ def test_a_cpu_has_a_budget_only_if_one_is_given() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_reclaiming_nothing_is_refused(nbytes: int) -> None:
-    with lending(Mint(), 1) as producer, pytest.raises(RequestInvalidError):
+    with lending(TokenIssuer(), 1) as producer, pytest.raises(RequestInvalidError):
         producer.reclaim(nbytes)
 
 
@@ -163,14 +166,14 @@ def test_reclaiming_nothing_is_refused(nbytes: int) -> None:
 
 
 def test_closing_takes_everything_back_and_leaves_nothing_behind() -> None:
-    mint = Mint()
+    issuer = TokenIssuer()
     with socket_dir() as directory:
         before = _descriptor_count()
         producer = make(directory / "p.sock")
         producer.offer(4 * SLAB)
-        producer.acknowledge(mint.ack())
+        producer.acknowledge(issuer.ack())
         with RawConsumer(producer.endpoint) as consumer:
-            consumer.attach(mint.token(2 * SLAB))
+            consumer.attach(issuer.token(2 * SLAB))
             closing = threading.Thread(target=producer.close)
             closing.start()
             for slab in consumer.await_reclaim():
@@ -186,9 +189,9 @@ def test_closing_takes_everything_back_and_leaves_nothing_behind() -> None:
 def test_closing_with_a_slow_consumer_ends_at_the_deadline_and_takes_nothing_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    mint = Mint()
-    with lending(mint, 1) as producer, RawConsumer(producer.endpoint) as consumer:
-        (slab,) = consumer.attach(mint.token(SLAB))
+    issuer = TokenIssuer()
+    with lending(issuer, 1) as producer, RawConsumer(producer.endpoint) as consumer:
+        (slab,) = consumer.attach(issuer.token(SLAB))
         consumer.fill(slab, 0x5A)
         producer.close(deadline_s=0.01)
         assert consumer.await_reclaim() == [slab]
@@ -198,7 +201,7 @@ def test_closing_with_a_slow_consumer_ends_at_the_deadline_and_takes_nothing_fro
 
 
 def test_a_closed_producer_offers_nothing() -> None:
-    with lending(Mint(), 1) as producer:
+    with lending(TokenIssuer(), 1) as producer:
         producer.close(deadline_s=0.01)
         with pytest.raises(UnavailableError, match="is closed"):
             producer.offer(2 * SLAB)
@@ -206,20 +209,20 @@ def test_a_closed_producer_offers_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_that_unwinds_closes_nothing_of_its_parents() -> None:
-    mint = Mint()
-    with lending(mint, 1) as producer:
+    issuer = TokenIssuer()
+    with lending(issuer, 1) as producer:
         child = os.fork()
         if child == 0:
             producer.close()
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
         with RawConsumer(producer.endpoint) as consumer:
-            assert len(consumer.attach(mint.token(SLAB))) == 1
+            assert len(consumer.attach(issuer.token(SLAB))) == 1
 
 
 def test_a_forked_child_keeps_no_channel_open_when_its_producer_dies() -> None:
     """Engines fork data loaders; a child must not stand in for a dead producer."""
-    mint = Mint()
+    issuer = TokenIssuer()
     with socket_dir() as directory:
         program = f"""
             import os, signal, sys
@@ -253,11 +256,11 @@ def test_a_forked_child_keeps_no_channel_open_when_its_producer_dies() -> None:
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(mint.ack().model_dump_json() + "\n")
+            process.stdin.write(issuer.ack().model_dump_json() + "\n")
             process.stdin.flush()
             assert process.stdout.readline() == "ready\n"
             with RawConsumer(directory / "p.sock") as consumer:
-                consumer.attach(mint.token(SLAB))
+                consumer.attach(issuer.token(SLAB))
                 process.stdin.write("\n")
                 process.stdin.flush()
                 child = int(process.stdout.readline())
@@ -280,11 +283,11 @@ class ContendedMemory(EmulatedMemory):
             self.take(nbytes)
 
 
-def _lose_a_slab(producer: Producer, mint: Mint, device: ContendedMemory) -> None:
+def _lose_a_slab(producer: Producer, issuer: TokenIssuer, device: ContendedMemory) -> None:
     """The holder dies, and the memory is gone before the slab can be replaced."""
     device.thief_waits = True
     with ConsumerProcess(producer.endpoint) as consumer:
-        consumer.call("attach", mint.token(SLAB))
+        consumer.call("attach", issuer.token(SLAB))
         consumer.kill()
     until(lambda: not device.thief_waits, "the memory is taken")
 

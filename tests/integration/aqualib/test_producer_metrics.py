@@ -15,7 +15,7 @@ from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.producer import Producer
 from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, socket_dir, until
-from harness.raw_consumer import Mint, RawConsumer
+from harness.raw_consumer import RawConsumer, TokenIssuer
 
 
 def found(registry: CollectorRegistry) -> dict[str, float]:
@@ -29,11 +29,11 @@ def found(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def test_metrics_follow_what_is_lent_and_taken_back() -> None:
-    mint = Mint()
-    with lending(mint, 4) as producer, RawConsumer(producer.endpoint) as consumer:
+    issuer = TokenIssuer()
+    with lending(issuer, 4) as producer, RawConsumer(producer.endpoint) as consumer:
         registry = ProducerMetrics(producer).registry
         assert registry is not prometheus_client.REGISTRY
-        held = consumer.attach(mint.token(2 * SLAB))
+        held = consumer.attach(issuer.token(2 * SLAB))
         sizes = {"offered_bytes": 4 * SLAB, "leased_bytes": 2 * SLAB, "quarantined_bytes": 0}
         counts = {"reclaims_total": 0, "reclaimed_bytes_total": 0, "reclaim_seconds_total": 0}
         assert found(registry) == sizes | counts
@@ -61,11 +61,11 @@ def test_metrics_follow_what_is_lent_and_taken_back() -> None:
 
 
 def test_a_reclaim_of_nothing_and_an_operators_order_count_as_what_they_are() -> None:
-    mint = Mint()
-    with lending(mint, 1) as producer:
+    issuer = TokenIssuer()
+    with lending(issuer, 1) as producer:
         registry = ProducerMetrics(producer).registry
         order = ReclaimOrder(reclaim_id="order", bytes=SLAB, deadline_s=1.0)
-        producer.acknowledge(mint.ack(reclaims=[order]))
+        producer.acknowledge(issuer.ack(reclaims=[order]))
         until(lambda: found(registry)["reclaims_total"] == 1, "the order is carried out")
         assert producer.reclaim(SLAB).done
         assert found(registry)["reclaims_total"] == 1
@@ -73,10 +73,10 @@ def test_a_reclaim_of_nothing_and_an_operators_order_count_as_what_they_are() ->
 
 
 def test_a_consumer_that_overruns_its_deadline_shows_as_quarantined() -> None:
-    mint = Mint()
-    with lending(mint, 1) as producer, RawConsumer(producer.endpoint) as consumer:
+    issuer = TokenIssuer()
+    with lending(issuer, 1) as producer, RawConsumer(producer.endpoint) as consumer:
         registry = ProducerMetrics(producer).registry
-        consumer.attach(mint.token(SLAB))
+        consumer.attach(issuer.token(SLAB))
         producer.reclaim(SLAB, deadline_s=0.001)
         until(lambda: found(registry)["quarantined_bytes"] == SLAB, "the slab is quarantined")
 

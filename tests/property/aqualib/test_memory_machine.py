@@ -33,7 +33,7 @@ from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor
 from harness.consumers import await_rest, consuming, consuming_late, grant
 from harness.producers import SLAB, lending
-from harness.raw_consumer import WITHIN_S, Mint
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 from harness.slices import examples
 
 BLOCK = SLAB // 4
@@ -61,9 +61,9 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cleanup = contextlib.ExitStack()
-        self.mints = [Mint() for _ in range(PRODUCERS)]
+        self.issuers = [TokenIssuer() for _ in range(PRODUCERS)]
         self.producers: list[Producer] = [
-            self.cleanup.enter_context(lending(mint, SLABS)) for mint in self.mints
+            self.cleanup.enter_context(lending(issuer, SLABS)) for issuer in self.issuers
         ]
         self.values: dict[AquaTensor, torch.Tensor] = {}
         self.blocks: dict[int, torch.Tensor] = {}
@@ -197,7 +197,7 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
         producer = self.producers[which]
         producer.offer(SLABS * SLAB)
         if producer.free_bytes:
-            self.aqua.attach(grant(self.mints[which], producer.endpoint, count))
+            self.aqua.attach(grant(self.issuers[which], producer.endpoint, count))
 
     @rule(which=st.integers(0, PRODUCERS - 1), count=st.integers(1, SLABS), waits=st.booleans())
     def reclaim(self, which: int, count: int, waits: bool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aqualib.channel import ChannelClosedError
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import Mint, RawConsumer, RefusedError
+from harness.raw_consumer import RawConsumer, RefusedError, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,13 +43,13 @@ packets = st.lists(st.one_of(st.binary(max_size=300), nearly_messages), min_size
 
 
 @pytest.fixture(scope="module")
-def mint() -> Mint:
-    return Mint()
+def issuer() -> TokenIssuer:
+    return TokenIssuer()
 
 
 @pytest.fixture(scope="module")
-def producer(mint: Mint) -> Iterator[Producer]:
-    with lending(mint, 4) as producer:
+def producer(issuer: TokenIssuer) -> Iterator[Producer]:
+    with lending(issuer, 4) as producer:
         yield producer
 
 
@@ -69,11 +69,11 @@ def test_garbage_from_a_stranger_harms_nobody(producer: Producer, packets: list[
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_garbage_from_a_holder_costs_only_its_own_slabs(
-    producer: Producer, mint: Mint, packets: list[bytes]
+    producer: Producer, issuer: TokenIssuer, packets: list[bytes]
 ) -> None:
     """What the holder had is lent to nobody, unless it said truthfully that it is back."""
     with RawConsumer(producer.endpoint) as holder:
-        (slab,) = holder.attach(mint.token(SLAB))
+        (slab,) = holder.attach(issuer.token(SLAB))
         generation = holder.generations[slab]
         send(holder, packets)
         with contextlib.suppress(RefusedError, ChannelClosedError):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqua_protocol import CapabilityError
-from aqua_protocol.capability import Claims, mint, producer_key, verify
+from aqua_protocol.capability import Claims, producer_key, sign, verify
 
 KEY = producer_key(b"secret of the coordinator", "producer-0", "life-1")
 CLAIMS = Claims(
@@ -16,7 +16,7 @@ CLAIMS = Claims(
     bytes=1 << 26,
     not_after_s=100.0,
 )
-TOKEN = mint(CLAIMS, KEY)
+TOKEN = sign(CLAIMS, KEY)
 
 
 def check(
@@ -25,7 +25,7 @@ def check(
     return verify(token, KEY, producer_id=producer_id, now_s=now_s, min_epoch=min_epoch)
 
 
-def test_a_minted_token_grants_what_was_claimed() -> None:
+def test_a_signed_token_grants_what_was_claimed() -> None:
     assert check(TOKEN) == CLAIMS
 
 
@@ -52,7 +52,7 @@ def test_garbage_is_refused_and_never_crashes(text: str) -> None:
 def test_a_token_of_another_key_producer_time_or_books_is_refused() -> None:
     other = producer_key(b"secret of the coordinator", "producer-0", "life-2")
     with pytest.raises(CapabilityError, match="not signed"):
-        check(mint(CLAIMS, other))
+        check(sign(CLAIMS, other))
     with pytest.raises(CapabilityError, match="another producer"):
         check(TOKEN, producer_id="producer-1")
     with pytest.raises(CapabilityError, match="expired"):

@@ -41,7 +41,7 @@ from aqualib.producer.pool import Slab, SlabPool
 from aqualib.producer.reclaims import ReclaimTicket, choose
 from harness.memory import PaperSlab
 from harness.producers import IDENTITY
-from harness.raw_consumer import Mint
+from harness.raw_consumer import TokenIssuer
 
 SLAB = 64 * 1024
 ME = PeerCredentials(pid=1, uid=os.getuid(), gid=os.getgid())
@@ -346,22 +346,22 @@ def test_spent_tokens_are_remembered_until_they_expire_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_SPENT_TOKENS", 2)
-    mint, gate = Mint(), Admission(ProducerId("producer"))
-    gate.trust(mint.key, 1)
+    issuer, gate = TokenIssuer(), Admission(ProducerId("producer"))
+    gate.trust(issuer.key, 1)
     now_s = time.time()
     for _ in range(2):
-        gate.admit(mint.token(SLAB, valid_s=10), "consumer", ME, now_s)
+        gate.admit(issuer.token(SLAB, valid_s=10), "consumer", ME, now_s)
     with pytest.raises(CapacityError, match="within their tokens"):
-        gate.admit(mint.token(SLAB), "consumer", ME, now_s)
-    gate.admit(mint.token(SLAB), "consumer", ME, now_s + 20)
+        gate.admit(issuer.token(SLAB), "consumer", ME, now_s)
+    gate.admit(issuer.token(SLAB), "consumer", ME, now_s + 20)
 
 
 def test_a_clock_that_is_set_back_revives_no_token() -> None:
-    mint, gate = Mint(), Admission(ProducerId("producer"))
-    gate.trust(mint.key, 1)
+    issuer, gate = TokenIssuer(), Admission(ProducerId("producer"))
+    gate.trust(issuer.key, 1)
     now_s = time.time()
-    expired = mint.token(SLAB, valid_s=10)
-    gate.admit(mint.token(SLAB), "consumer", ME, now_s + 60)
+    expired = issuer.token(SLAB, valid_s=10)
+    gate.admit(issuer.token(SLAB), "consumer", ME, now_s + 60)
     with pytest.raises(CapabilityError, match="expired"):
         gate.admit(expired, "consumer", ME, now_s)
 
