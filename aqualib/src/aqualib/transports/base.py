@@ -70,10 +70,14 @@ class MappedSlab(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The whole slab, shape (nbytes,), uint8, on this side's device."""
+        """The whole slab, shape (nbytes,), uint8, on this side's device.
+
+        Raises:
+            ValueError: The slab is closed.
+        """
 
     def close(self) -> None:
-        """Unmap.
+        """Unmap; copies must have been fenced. Harmless when repeated.
 
         Raises:
             BufferError: Tensors over this memory are still alive; nothing was unmapped.
@@ -85,7 +89,11 @@ class OwnedSlab(MappedSlab, Protocol):
     """A slab that this process created and may lend."""
 
     def export(self) -> Handle:
-        """A fresh handle for one importer."""
+        """A fresh handle for one importer.
+
+        Raises:
+            TransportError: The slab is closed, or the driver or the limit of descriptors refuses.
+        """
 
 
 class Copier(Protocol):
@@ -108,10 +116,18 @@ class Copier(Protocol):
         """
 
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[i] = src[index[i]]` for rows; dst (n, ...) contiguous, index int64 on CPU (n,)."""
+        """`dst[i] = src[index[i]]` for rows; dst (n, ...) contiguous, index int64 on CPU (n,).
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
 
     def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[index[i]] = src[i]` for rows; src (n, ...) contiguous, index distinct."""
+        """`dst[index[i]] = src[i]` for rows; src (n, ...) contiguous, index distinct.
+
+        Raises:
+            IndexError: An index is out of range; nothing was copied.
+        """
 
     def fence(self) -> None:
         """Wait until every copy submitted so far is complete and visible to the other side."""
@@ -139,7 +155,8 @@ class Transport(Protocol):
         """Allocate a zeroed slab.
 
         Raises:
-            TransportError: Out of memory, or a size the transport cannot map.
+            TransportError: Memory or descriptors ran out, or a size the transport cannot map: memfd
+                wants whole pages, CUDA multiples of 2 MiB.
         """
 
     def open(self, handle: Handle, nbytes: int) -> MappedSlab:
@@ -154,6 +171,9 @@ class Transport(Protocol):
 
         First touch of fresh memory runs an order of magnitude below memcpy, and a reclaim must not
         pay for it: a landing area is prepared before a lease is accepted.
+
+        Raises:
+            TransportError: Memory or the limit of locked memory ran out.
         """
 
     def copier(self) -> Copier:

@@ -18,9 +18,12 @@ from typing import cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
+
+from aqualib.transports.base import MappedSlab
 
 
-class BorrowedSlab(abc.ABC):
+class BorrowedSlab(MappedSlab, abc.ABC):
     """`nbytes` bytes at `address` as a tensor; `_let_go` says how they are given back.
 
     Nothing is unmapped when the object is collected, because views may outlive it: close it.
@@ -42,17 +45,13 @@ class BorrowedSlab(abc.ABC):
         self._lock = threading.Lock()
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._nbytes
 
     @property
+    @override
     def tensor(self) -> torch.Tensor:
-        """The whole slab, shape (nbytes,), uint8.
-
-        Raises:
-            ValueError: The slab is closed.
-        """
         if (tensor := self._tensor) is not None:
             return tensor
         with self._lock:  # A `close` that is being refused may be about to put it back.
@@ -60,12 +59,8 @@ class BorrowedSlab(abc.ABC):
                 raise ValueError("the slab is closed")
             return self._tensor
 
+    @override
     def close(self) -> None:
-        """Unmap; copies must have been fenced. Harmless when repeated.
-
-        Raises:
-            BufferError: Tensors over this memory are still alive; nothing was unmapped.
-        """
         with self._lock:
             if self._tensor is None:
                 return

@@ -9,20 +9,11 @@ Source: CUDA Driver API, "Virtual Memory Management" and "Driver Entry Point Acc
 from __future__ import annotations
 
 import ctypes
-from ctypes import (
-    POINTER,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint64,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Final
 
+# Values of enumerations, fixed by cuda.h.
 SUCCESS: Final = 0
-
 ALLOCATION_TYPE_PINNED: Final = 1
 LOCATION_TYPE_DEVICE: Final = 1
 HANDLE_TYPE_POSIX_FD: Final = 1

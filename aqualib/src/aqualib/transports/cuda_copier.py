@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from aqua_protocol import KIB, MIB, TransportError
+from aqualib.transports.base import Copier
 from aqualib.transports.host import HostCopier
 from aqualib.transports.rows import (
     RowRuns,
@@ -55,11 +57,11 @@ MAX_IN_FLIGHT: Final = 4096
 twice as many."""
 
 
-class CudaCopier:
+class CudaCopier(Copier):
     """Copies between this GPU, its peers' slabs and host memory.
 
-    Tensors handed in are kept alive until `fence`. One copier belongs to one thread. Host memory
-    should be pinned (`create_host`); pageable memory works, and waits.
+    Tensors handed in are kept alive until `fence`. Host memory should be pinned (`create_host`);
+    pageable memory works, and waits.
 
     Args:
         device: The GPU whose copy engines do the work.
@@ -85,8 +87,8 @@ class CudaCopier:
                 remedy="Leave the library some memory: lower the engine's memory fraction.",
             ) from error
 
+    @override
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy `src` into `dst` (same shape and dtype); may still be under way on return."""
         require_alike(dst, src)
         if dst.is_cpu and src.is_cpu:
             self._host.copy(dst, src)
@@ -95,21 +97,17 @@ class CudaCopier:
         with torch.cuda.stream(self._stream):
             dst.copy_(src, non_blocking=True)
 
+    @override
     def copy_bytes(
         self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
     ) -> None:
-        """Copy a range of bytes; see `Copier.copy_bytes`."""
         if dst.is_cpu and src.is_cpu:
             self._host.copy_bytes(dst, dst_at, src, src_at, nbytes)
         else:
             self.copy(bytes_of(dst, dst_at, nbytes), bytes_of(src, src_at, nbytes))
 
+    @override
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[i] = src[index[i]]`; see `Copier.gather`.
-
-        Raises:
-            IndexError: An index is out of range; nothing was copied.
-        """
         if dst.is_cpu and src.is_cpu:
             self._host.gather(dst, src, index)
             return
@@ -128,12 +126,8 @@ class CudaCopier:
                 torch.index_select(table, 0, where[rows_of_stage], out=stage)
                 packed[rows_of_stage].copy_(stage, non_blocking=True)
 
+    @override
     def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[index[i]] = src[i]`; see `Copier.scatter`.
-
-        Raises:
-            IndexError: An index is out of range; nothing was copied.
-        """
         if dst.is_cpu and src.is_cpu:
             self._host.scatter(dst, src, index)
             return
@@ -152,8 +146,8 @@ class CudaCopier:
                 stage.copy_(packed[rows_of_stage], non_blocking=True)
                 table.index_copy_(0, where[rows_of_stage], stage)
 
+    @override
     def fence(self) -> None:
-        """Wait until every copy submitted so far is complete and visible to the other side."""
         self._stream.synchronize()
         self._in_flight.clear()
 

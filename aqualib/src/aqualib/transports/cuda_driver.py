@@ -17,14 +17,7 @@ import functools
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from ctypes import (
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
 from typing import Final
 
 import numpy as np
@@ -57,8 +50,8 @@ Words = npt.NDArray[np.uint64]
 LIBRARY: Final = "libcuda.so.1"
 
 _BATCH_SYMBOL: Final = b"cuMemcpyBatchAsync"
+# Versions of CUDA, fixed by its ABI; later drivers still serve that of 12.8 when asked for it.
 _BATCH_WITH_FAIL_INDEX: Final = 12080
-"""The ABI of CUDA 12.8, which later drivers still serve when asked for this version."""
 _BATCH_WITHOUT_FAIL_INDEX: Final = 13000
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 import torch
+from typing_extensions import override
 
 from aqua_protocol import (
     MIB,
@@ -34,7 +35,7 @@ from aqua_protocol import (
     TransportUnavailableError,
     format_bytes,
 )
-from aqualib.transports.base import Handle
+from aqualib.transports.base import Handle, OwnedSlab
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.cuda_driver import CudaDriver
 from aqualib.transports.cuda_side import CudaSide
@@ -78,10 +79,10 @@ class Runtime(Protocol):
         """Map another process's memory; the address."""
 
     def close(self, address: int) -> None:
-        """Undo `open`."""
+        """Unmap what `open` has mapped."""
 
 
-class CupyRuntime:
+class CupyRuntime(Runtime):
     """`Runtime` by CuPy.
 
     Raises:
@@ -99,28 +100,28 @@ class CupyRuntime:
         self._device = cupy.cuda.Device(ordinal)
         self._runtime: Any = cupy.cuda.runtime
 
+    @override
     def allocate(self, nbytes: int) -> int:
-        """Device memory with an address of its own."""
         with self._calling("malloc"):
             return int(self._runtime.malloc(nbytes))
 
+    @override
     def free(self, address: int) -> None:
-        """Give memory back that no process has mapped."""
         with self._calling("free"):
             self._runtime.free(address)
 
+    @override
     def handle_of(self, address: int) -> bytes:
-        """The 64 bytes that another process opens."""
         with self._calling("ipcGetMemHandle"):
             return bytes(self._runtime.ipcGetMemHandle(address))
 
+    @override
     def open(self, handle: bytes) -> int:
-        """Map another process's memory; the address."""
         with self._calling("ipcOpenMemHandle"):
             return int(self._runtime.ipcOpenMemHandle(handle))
 
+    @override
     def close(self, address: int) -> None:
-        """Undo `open`."""
         with self._calling("ipcCloseMemHandle"):
             self._runtime.ipcCloseMemHandle(address)
 
@@ -153,7 +154,7 @@ class IpcSlab(BorrowedSlab):
         os.close(self._release_pipe)  # Only now: it tells the owner that the mapping is gone.
 
 
-class OwnedIpcSlab(BorrowedSlab):
+class OwnedIpcSlab(BorrowedSlab, OwnedSlab):
     """A slab that this process made and may lend; use `CudaIpcTransport.create`."""
 
     def __init__(self, runtime: Runtime, address: int, nbytes: int, device: torch.device) -> None:
@@ -161,12 +162,8 @@ class OwnedIpcSlab(BorrowedSlab):
         self._runtime = runtime
         self._pipes: ReleasePipes | None = ReleasePipes()
 
+    @override
     def export(self) -> Handle:
-        """A fresh handle for one importer.
-
-        Raises:
-            TransportError: The slab is closed, or CUDA or descriptors ran out.
-        """
         with self._lock:
             if self._pipes is None:
                 raise TransportError("a closed slab cannot be lent")
@@ -205,23 +202,13 @@ class CudaIpcTransport(CudaSide):
         super().__init__(device, driver)
         self._runtime_if_loaded = runtime
 
-    @property
-    def kind(self) -> TransportKind:
-        """Name on the wire."""
-        return TransportKind.CUDA_IPC
+    kind = TransportKind.CUDA_IPC
 
+    @override
     def check(self) -> None:
-        """Make a slab and a handle to it. Opening one takes another process.
-
-        Raises:
-            TransportUnavailableError: With what is missing and what to do about it.
-        """
-        try:
-            slab = self.create(BLOCK_BYTES)
-            try:
+        try:  # A slab and a handle to it; opening one takes another process.
+            with contextlib.closing(self.create(BLOCK_BYTES)) as slab:
                 slab.export().close()
-            finally:
-                slab.close()
         except TransportUnavailableError:
             raise
         except TransportError as error:
@@ -232,12 +219,8 @@ class CudaIpcTransport(CudaSide):
                 **error.details,
             ) from error
 
+    @override
     def create(self, nbytes: int) -> OwnedIpcSlab:
-        """Allocate a zeroed slab on this GPU.
-
-        Raises:
-            TransportError: Out of memory, or not a multiple of 2 MiB.
-        """
         if nbytes <= 0 or nbytes % BLOCK_BYTES:
             raise TransportError(
                 f"{nbytes} bytes cannot be shared alone",
@@ -251,12 +234,8 @@ class CudaIpcTransport(CudaSide):
             undo.pop_all()
         return slab
 
+    @override
     def open(self, handle: Handle, nbytes: int) -> IpcSlab:
-        """Map a slab of another process; consumes the handle, also on failure.
-
-        Raises:
-            TransportError: Not a slab of `nbytes`, our own, or it cannot be mapped here.
-        """
         with handle:
             if len(handle.payload) != PAYLOAD.size or handle.fd is None:
                 raise TransportError("not the handle of a CUDA IPC slab")

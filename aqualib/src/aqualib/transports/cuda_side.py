@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from aqualib.transports.base import Copier, Transport
 from aqualib.transports.cuda_copier import CudaCopier
 from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, load_driver
 from aqualib.transports.host import HostSlab
@@ -11,10 +14,8 @@ from aqualib.transports.host import HostSlab
 if TYPE_CHECKING:
     import torch
 
-    from aqualib.transports.base import Copier
 
-
-class CudaSide:
+class CudaSide(Transport):
     """One process's side of a transport between GPUs.
 
     Args:
@@ -28,20 +29,16 @@ class CudaSide:
         self._driver = driver
 
     @property
+    @override
     def device(self) -> torch.device:
-        """The GPU of this side's tensors."""
         return self._device
 
+    @override
     def create_host(self, nbytes: int) -> HostSlab:
-        """Host memory to spill to, faulted in and page-locked.
-
-        Raises:
-            TransportError: Memory or the locked-memory limit ran out.
-        """
         return HostSlab(nbytes, pin=self._gpu.pin)
 
+    @override
     def copier(self) -> Copier:
-        """A stream of its own on this GPU."""
         return CudaCopier(self._device, self._gpu)
 
     @property

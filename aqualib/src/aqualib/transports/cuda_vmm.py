@@ -23,14 +23,10 @@ import struct
 from typing import Final
 
 import torch
+from typing_extensions import override
 
-from aqua_protocol import (
-    TransportError,
-    TransportKind,
-    TransportUnavailableError,
-    format_bytes,
-)
-from aqualib.transports.base import Handle
+from aqua_protocol import TransportError, TransportKind, TransportUnavailableError, format_bytes
+from aqualib.transports.base import Handle, OwnedSlab
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.cuda_driver import CudaDevice, CudaError
 from aqualib.transports.cuda_side import CudaSide
@@ -50,7 +46,7 @@ class VmmSlab(BorrowedSlab):
         self._gpu.unmap(self._address, self._nbytes)
 
 
-class OwnedVmmSlab(VmmSlab):
+class OwnedVmmSlab(VmmSlab, OwnedSlab):
     """A slab that this process made and may lend; use `CudaVmmTransport.create`."""
 
     def __init__(
@@ -59,12 +55,8 @@ class OwnedVmmSlab(VmmSlab):
         super().__init__(gpu, address, nbytes, device)
         self._memory: int | None = memory
 
+    @override
     def export(self) -> Handle:
-        """A fresh handle for one importer.
-
-        Raises:
-            TransportError: The slab is closed, or the driver refuses.
-        """
         with self._lock:
             if self._memory is None:
                 raise TransportError("a closed slab cannot be lent")
@@ -84,20 +76,12 @@ class CudaVmmTransport(CudaSide):
     Importers need not use the exporter's GPU.
     """
 
-    @property
-    def kind(self) -> TransportKind:
-        """Name on the wire."""
-        return TransportKind.CUDA_VMM
+    kind = TransportKind.CUDA_VMM
 
+    @override
     def check(self) -> None:
-        """Lend a piece of memory to ourselves, from allocation to unmapping.
-
-        Attributes of the device say what the hardware can do; sandboxes that filter the driver's
-        requests still refuse. So it is tried.
-
-        Raises:
-            TransportUnavailableError: With what is missing and what to do about it.
-        """
+        # Attributes of the device say what the hardware can do; sandboxes that filter the driver's
+        # requests still refuse. So a piece of memory is lent to ourselves.
         gpu = self._gpu
         if not gpu.shares_by_descriptor:
             raise TransportUnavailableError(
@@ -115,12 +99,8 @@ class CudaVmmTransport(CudaSide):
                 **error.details,
             ) from error
 
+    @override
     def create(self, nbytes: int) -> OwnedVmmSlab:
-        """Allocate a zeroed slab on this GPU.
-
-        Raises:
-            TransportError: Out of memory, or not a multiple of the driver's granularity (2 MiB).
-        """
         gpu = self._gpu
         _require_granules(nbytes, gpu)
         with contextlib.ExitStack() as undo:
@@ -133,12 +113,8 @@ class CudaVmmTransport(CudaSide):
             undo.pop_all()
         return slab
 
+    @override
     def open(self, handle: Handle, nbytes: int) -> VmmSlab:
-        """Map a slab of another process for this GPU; consumes the handle, also on failure.
-
-        Raises:
-            TransportError: Not a slab of `nbytes`, or out of this GPU's reach.
-        """
         gpu = self._gpu
         with handle:
             if handle.fd is None:
@@ -161,12 +137,8 @@ class CudaVmmTransport(CudaSide):
         return VmmSlab(gpu, address, nbytes, self._device)
 
     def _lend_to_ourselves(self, gpu: CudaDevice) -> None:
-        slab = self.create(gpu.granularity)
-        try:
-            mapped = self.open(slab.export(), slab.nbytes)
-            mapped.close()
-        finally:
-            slab.close()
+        with contextlib.closing(self.create(gpu.granularity)) as slab:
+            self.open(slab.export(), slab.nbytes).close()
 
 
 def _require_granules(nbytes: int, gpu: CudaDevice) -> None:

@@ -20,8 +20,10 @@ from typing import Final
 import numpy as np
 import torch
 from jaxtyping import Int64, UInt8
+from typing_extensions import override
 
 from aqualib.ranges import are_neighbours
+from aqualib.transports.base import Copier
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.host_pages import HostMapping
 from aqualib.transports.rows import (
@@ -63,21 +65,21 @@ class HostSlab(BorrowedSlab):
         self._undo.close()
 
 
-class HostCopier:
+class HostCopier(Copier):
     """Copies on the calling thread; each is complete when the call returns."""
 
+    @override
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy `src` into `dst`, of the same shape and dtype; one memcpy if both are dense."""
         require_alike(dst, src)
         if _is_dense(dst) and _is_dense(src):
             ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
         else:
             dst.copy_(src)
 
+    @override
     def copy_bytes(
         self, dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int, nbytes: int
     ) -> None:
-        """Copy a range of bytes; see `Copier.copy_bytes`. One memcpy, and no view on the way."""
         if not (dst.is_cpu and src.is_cpu):
             self.copy(bytes_of(dst, dst_at, nbytes), bytes_of(src, src_at, nbytes))
             return
@@ -85,12 +87,8 @@ class HostCopier:
         require_bytes(src, src_at, nbytes)
         ctypes.memmove(dst.data_ptr() + dst_at, src.data_ptr() + src_at, nbytes)
 
+    @override
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[i] = src[index[i]]`; see `Copier.gather`.
-
-        Raises:
-            IndexError: An index is out of range; nothing was copied.
-        """
         rows = checked_rows(index, packed=dst, table=src)
         if not dst.nbytes:
             return
@@ -109,12 +107,8 @@ class HostCopier:
                 ctypes.memmove(to, base + row * stride, row_bytes)
                 to += row_bytes
 
+    @override
     def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
-        """`dst[index[i]] = src[i]`; see `Copier.scatter`.
-
-        Raises:
-            IndexError: An index is out of range; nothing was copied.
-        """
         rows = checked_rows(index, packed=src, table=dst)
         if not src.nbytes:
             return
@@ -125,6 +119,7 @@ class HostCopier:
         else:
             _bytes_of(dst)[rows] = _bytes_of(src)
 
+    @override
     def fence(self) -> None:
         """Nothing to wait for: copies are done when they return.
 

@@ -33,6 +33,7 @@ doubled, no mapping would be huge."""
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 
+# Fixed by the ABI of Linux; `mmap` of Python 3.11 names none of the numbers.
 _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10

@@ -19,10 +19,10 @@ import sys
 import weakref
 from typing import Final
 
-import torch
+from typing_extensions import override
 
 from aqua_protocol import TransportError, TransportKind, TransportUnavailableError
-from aqualib.transports.base import Handle
+from aqualib.transports.base import Handle, OwnedSlab, Transport
 from aqualib.transports.borrowed import BorrowedSlab
 from aqualib.transports.host import CPU, HostCopier, HostSlab
 from aqualib.transports.host_pages import PAGE_BYTES, HostMapping, require_whole_pages
@@ -30,7 +30,7 @@ from aqualib.transports.host_pages import PAGE_BYTES, HostMapping, require_whole
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MFD_NOEXEC_SEAL: Final = 0x0008
-"""Linux 6.3; hosts with `vm.memfd_noexec=2` refuse memory that could be executed."""
+"""Fixed by the ABI of Linux 6.3. Hosts with `vm.memfd_noexec=2` refuse memory that could be run."""
 
 
 class MemfdSlab(BorrowedSlab):
@@ -44,7 +44,7 @@ class MemfdSlab(BorrowedSlab):
         self._mapping.unmap()
 
 
-class OwnedMemfdSlab(MemfdSlab):
+class OwnedMemfdSlab(MemfdSlab, OwnedSlab):
     """A slab that this process made and may lend; use `MemfdTransport.create`."""
 
     def __init__(self, mapping: HostMapping, fd: int) -> None:
@@ -52,12 +52,8 @@ class OwnedMemfdSlab(MemfdSlab):
         self._fd = fd
         _owned_slabs.add(self)
 
+    @override
     def export(self) -> Handle:
-        """A fresh handle for one importer.
-
-        Raises:
-            TransportError: The slab is closed, or descriptors ran out.
-        """
         with self._lock:
             if self._fd < 0:
                 raise TransportError("a closed slab cannot be lent")
@@ -77,25 +73,14 @@ class OwnedMemfdSlab(MemfdSlab):
             os.close(fd)
 
 
-class MemfdTransport:
+class MemfdTransport(Transport):
     """Slabs in host memory; works on every Linux host. See the module docstring."""
 
-    @property
-    def kind(self) -> TransportKind:
-        """Name on the wire."""
-        return TransportKind.MEMFD
+    kind = TransportKind.MEMFD
+    device = CPU
 
-    @property
-    def device(self) -> torch.device:
-        """Slabs are CPU tensors on both sides."""
-        return CPU
-
+    @override
     def check(self) -> None:
-        """Verify that sealed anonymous memory can be made here.
-
-        Raises:
-            TransportUnavailableError: Not Linux, or the sandbox forbids it.
-        """
         if not sys.platform.startswith("linux"):
             raise TransportUnavailableError(
                 f"memfd does not exist on {sys.platform}", remedy="Run on Linux."
@@ -108,18 +93,14 @@ class MemfdTransport:
                 remedy="Allow memfd_create and fcntl(F_ADD_SEALS) in the sandbox's seccomp filter.",
             ) from error
 
+    @override
     def create(self, nbytes: int) -> OwnedMemfdSlab:
-        """Allocate a zeroed slab, faulted in: what is lent is warm.
-
-        Raises:
-            TransportError: Memory or descriptors ran out, or not a multiple of the page size.
-        """
         require_whole_pages(nbytes)
         fd = sealed_memory(nbytes)
         try:
             mapping = HostMapping(nbytes, fd=fd)
             try:
-                mapping.collapse(fd)
+                mapping.collapse(fd)  # What is lent is warm.
                 mapping.populate()
             except TransportError:
                 mapping.unmap()
@@ -129,12 +110,8 @@ class MemfdTransport:
             os.close(fd)
             raise
 
+    @override
     def open(self, handle: Handle, nbytes: int) -> MemfdSlab:
-        """Map a slab of another process; consumes the handle, also on failure.
-
-        Raises:
-            TransportError: Not a sealed slab of `nbytes`, or it cannot be mapped here.
-        """
         with handle:
             if handle.fd is None:
                 raise TransportError("a memfd slab came without its descriptor")
@@ -149,16 +126,12 @@ class MemfdTransport:
             raise
         return MemfdSlab(mapping)
 
+    @override
     def create_host(self, nbytes: int) -> HostSlab:
-        """Private host memory to spill to, faulted in.
-
-        Raises:
-            TransportError: Memory ran out, or not a multiple of the page size.
-        """
         return HostSlab(nbytes)
 
+    @override
     def copier(self) -> HostCopier:
-        """A memcpy on the calling thread."""
         return HostCopier()
 
 

@@ -1,4 +1,4 @@
-"""A release_pipe: how an exporter learns, from the kernel alone, that importers have let go.
+"""A release pipe: how an exporter learns, from the kernel alone, that importers have let go.
 
 Legacy CUDA IPC counts no references: memory freed while another process has it mapped is undefined
 behaviour. So each handle carries the writing end of a pipe that is never written to. An importer

@@ -1,7 +1,7 @@
 """Rows of a table: indexes that are known to be good, and runs of neighbours among them.
 
 Gather and scatter take an index from an engine's block table. Both copiers check it once, here:
-an index out of range would read or write somebody else's memory, and on a GPU it would do so
+an index out of range would read or write another owner's memory, and on a GPU it would do so
 without an exception. Neighbouring rows that lie next to each other in memory are one copy.
 """
 

@@ -1,4 +1,4 @@
-"""Which transport this process uses: the one asked for, or the best that works here.
+"""Selects the transport that this process uses: the one asked for, or the best that works here.
 
 A transport that was named and cannot work is an error that says what to do; nothing is silently
 replaced by something slower. Modules of transports are imported when they are tried, so that a
