@@ -175,8 +175,8 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     )
     # The search usually ends before its budget does.
     with progress("starting", total=budget_s, quiet=as_json) as shown:
-        outcome = profile_llm(spec, ProgressListener(shown, budget_s))
-    _deliver(outcome.profile, outcome.error, output, plot, as_json=as_json)
+        profile, error = profile_llm(spec, ProgressListener(shown, budget_s))
+    _deliver(profile, error, output, plot, as_json=as_json)
 
 
 Program = Annotated[str | None, typer.Option(help="module:factory; see docs/profiling.md.")]

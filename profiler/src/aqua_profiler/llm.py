@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,7 +24,7 @@ from aqua_profiler.estimate.rate import Estimate, estimate_rate
 from aqua_profiler.load.endpoint import Completion, Endpoint, ShedError
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
-from aqua_profiler.measure.open_loop import OpenLoopTrial, TrialProgress
+from aqua_profiler.measure.open_loop import OpenLoopTrial
 from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.objective import UnloadedLatency
 from aqua_profiler.report.profile import Findings, compose, spare_bytes
@@ -34,23 +34,26 @@ from aqua_profiler.spec import ProfileSpec
 from aqua_protocol.profile import ModelProfile
 
 LONE_REQUESTS: Final = 6
-"""Requests one at a time: one warms up, five make a median. Twelve cost slow engines a minute."""
+"""Requests one at a time: one warms up, five make a median. Doubled, slow engines spend twice as
+much of the budget before the search."""
 
 FIRST_PROMPT: Final = 8
-"""Tokens of the first prompt at the most: it fits any context, however many tokens a word has."""
+"""Tokens of the first prompt at the most, chosen by hand: it fits any context, however many tokens
+a word has. Doubled, it still does."""
 
 LONE_SHARE: Final = 0.1
-"""Of the budget, after which no more lone requests follow. Doubled, slow engines lose a trial."""
+"""Share of the budget after which no more lone requests follow, chosen by hand. Doubled, slow
+engines lose a trial."""
 
 LEAST_STALL_S: Final = 5.0
-"""Busy machines halt for seconds."""
-
 STALL_SHARE: Final = 0.25
-"""Of the budget: a stall must be found out while there is budget left to say so."""
+"""Seconds of silence and share of the budget: the larger bounds `--stall-s`, for busy machines halt
+for seconds, and a stall must be found out while there is budget left to say so. Chosen by hand;
+doubled, a short budget may end before the stall does."""
 
 SETTLE_FACTOR: Final = 3.0
-"""Of the unloaded TTFT: a probe faster than that finds the engine idle again. Doubled, the next
-trial may begin beside what is left of the last."""
+"""A probe faster than so many unloaded TTFTs finds the engine idle again. Chosen by hand; doubled,
+the next trial may begin beside what is left of the last."""
 
 
 class ProfileListener(Protocol):
@@ -59,28 +62,23 @@ class ProfileListener(Protocol):
     def stage(self, name: str) -> None:
         """A new part has begun."""
 
-    def progress(self, progress: TrialProgress, left_s: float) -> None:
+    def progress(self, rate_per_s: float, outstanding: int, left_s: float) -> None:
         """A trial goes on."""
 
     def found(self, known: Estimate) -> None:
         """A trial has ended, and this is known now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileResult:
-    """A profile, and why it is partial if an endpoint failed."""
+def profile_llm(
+    spec: ProfileSpec, listener: ProfileListener
+) -> tuple[ModelProfile, EndpointError | None]:
+    """Measure an endpoint; the error says why the profile is partial, if an endpoint failed.
 
-    profile: ModelProfile
-    error: EndpointError | None = None
-
-
-def profile_llm(spec: ProfileSpec, listener: ProfileListener) -> ProfileResult:
-    """Measure an endpoint; all times are those of the event loop that `asyncio.run` makes.
+    All times are those of the event loop that `asyncio.run` makes.
 
     Raises:
         JournalMismatchError: The journal is of another profile.
         LengthsInvalidError: No request fits the engine's context.
-        EndpointError: It failed before anything could be measured.
     """
     return asyncio.run(_LlmProfile(spec, listener).measure())
 
@@ -89,99 +87,91 @@ class _LlmProfile:
     def __init__(self, spec: ProfileSpec, listener: ProfileListener) -> None:
         self._spec = spec
         self._listener = listener
-        self._began_s = 0.0
         self._journal = Journal(spec.journal, spec.subject())
         self._lengths = spec.lengths
         self._findings = Findings(engine=spec.provenance.engine)
+        self._endpoint = Endpoint(spec.url, spec.model, api=spec.api, token=spec.token)
+        self._gauge = KvCachePoller(self._endpoint)
+        self._stall_s = min(spec.stall_s, max(LEAST_STALL_S, STALL_SHARE * spec.budget_s))
 
-    @staticmethod
-    def _clock() -> float:
-        return asyncio.get_running_loop().time()
-
-    @property
-    def _left_s(self) -> float:
-        return self._spec.budget_s - (self._clock() - self._began_s)
-
-    @property
-    def _stall_s(self) -> float:
-        return min(self._spec.stall_s, max(LEAST_STALL_S, STALL_SHARE * self._spec.budget_s))
-
-    async def measure(self) -> ProfileResult:
-        """Everything."""
-        spec = self._spec
+    async def measure(self) -> tuple[ModelProfile, EndpointError | None]:
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._began_s = self._clock()
-        async with Endpoint(spec.url, spec.model, api=spec.api, token=spec.token) as endpoint:
-            gauge = KvCachePoller(endpoint)
-            error: EndpointError | None = None
+        error: EndpointError | None = None
+        async with self._endpoint:
             try:
-                await self._introduce(endpoint, gauge)
-                unloaded = await self._lone_requests(endpoint)
-                following = asyncio.create_task(gauge.follow())
+                await self._introduce()
+                unloaded = await self._lone_requests()
+                following = asyncio.create_task(self._gauge.follow())
                 try:
-                    await self._search(endpoint, gauge, unloaded)
-                    await self._burst(endpoint, gauge, unloaded)
+                    await self._search(unloaded)
+                    await self._burst(unloaded)
                 finally:
                     following.cancel()
                     await asyncio.gather(following, return_exceptions=True)
             except EndpointError as failure:
                 error = failure
-        profile = compose(spec, self._findings, self._journal, error)
+        profile = compose(self._spec, self._findings, self._journal, error)
         if not profile.partial:
             self._journal.remove()
-        return ProfileResult(profile, error)
+        return profile, error
+
+    @property
+    def _left_s(self) -> float:
+        return self._spec.budget_s - (self._clock() - self._began_s)
 
     # --- Before the load ------------------------------------------------------------------
 
-    async def _introduce(self, endpoint: Endpoint, gauge: KvCachePoller) -> None:
+    async def _introduce(self) -> None:
         """What the engine says of itself; it need not say anything."""
         self._listener.stage("introduction")
-        folder = self._spec.model_folder
-        page = None
-        # A server that knows nothing but its operation may break such connections off.
-        with contextlib.suppress(EndpointError):
-            page = await endpoint.get("/v1/models")
-        card = _card(page, self._spec.model)
+        findings, folder = self._findings, self._spec.model_folder
+        card = _card(await self._page("/v1/models"), self._spec.model)
         if folder is None and card.get("root"):
             # The path that the engine loaded the model from: on this machine, or on another.
             folder = Path(str(card["root"]))
         context = card.get("max_model_len")
         if isinstance(context, int) and context > 0:
-            kept = self._lengths.fitting(context)
-            dropped = len(self._lengths.pairs) - len(kept.pairs)
-            if dropped:
-                self._findings.notes.append(
-                    f"{dropped} of {len(self._lengths.pairs)} requests exceed the engine's context"
-                    f" of {context} tokens and were left out"
+            asked = len(self._lengths.pairs)
+            self._lengths = self._lengths.fitting(context)
+            self._endpoint.most_tokens = context
+            if dropped := asked - len(self._lengths.pairs):
+                findings.notes.append(
+                    f"{dropped} of {asked} requests exceed the engine's context of {context} tokens"
+                    " and were left out"
                 )
-            self._lengths = kept
-            endpoint.most_tokens = context
-        readings = await gauge.look()
+        readings = await self._gauge.look()
         if readings is None or readings.usage is None:
-            self._findings.notes.append(
+            findings.notes.append(
                 "the engine does not report the use of its KV cache (/metrics), so what it spares"
                 " is not known"
             )
         else:
-            self._findings.cache = cache_of(readings.config, folder, self._spec.kv_bytes)
-            if self._findings.cache.nbytes is None:
-                self._findings.notes.append(
+            findings.cache = cache_of(readings.config, folder, self._spec.kv_bytes)
+            if findings.cache.nbytes is None:
+                findings.notes.append(
                     "the engine does not say how many bytes its KV cache has; give --kv-bytes or"
                     " --model-folder"
                 )
-        if not self._findings.engine and card.get("owned_by"):
-            version = None
-            with contextlib.suppress(EndpointError):
-                version = await endpoint.get("/version")
-            number = _json(version).get("version", "") if version else ""
-            self._findings.engine = f"{card['owned_by']} {number}".strip()
+        if not findings.engine and card.get("owned_by"):
+            version = (await self._page("/version")).get("version", "")
+            findings.engine = f"{card['owned_by']} {version}".strip()
 
-    async def _lone_requests(self, endpoint: Endpoint) -> UnloadedLatency:
+    async def _page(self, path: str) -> dict[str, Any]:
+        """A JSON object that the engine may show; a server that has none may even break off."""
+        with contextlib.suppress(EndpointError, ValueError):
+            content = json.loads(await self._endpoint.get(path) or b"")
+            if isinstance(content, dict):
+                return content
+        return {}
+
+    async def _lone_requests(self) -> UnloadedLatency:
         """One request at a time: the first warms up, the rest are measured."""
+        endpoint, draw = self._endpoint, self._lengths.drawn(self._spec.seed)
         if self._journal.unloaded is not None:
-            await self._lone_request(endpoint, *next(self._lengths.drawn(self._spec.seed)), seed=0)
+            await self._lone_request(*next(draw), seed=0)
             return self._journal.unloaded
         self._listener.stage("lone requests")
-        draw = self._lengths.drawn(self._spec.seed)
         firsts: list[float] = []
         stays: list[float] = []
         gaps: list[float] = []
@@ -191,16 +181,17 @@ class _LlmProfile:
             if number == 0:
                 # How many tokens a word has is not known yet: this one fits whatever they are.
                 prompt = min(prompt, FIRST_PROMPT)
-            times, answered = await self._lone_request(endpoint, prompt, output, seed=number)
+            times, answered = await self._lone_request(prompt, output, seed=number)
             if answered.prompt_tokens:
                 words += prompt * endpoint.words_per_token
                 tokens += answered.prompt_tokens
                 endpoint.words_per_token = min(max(words / tokens, 0.1), 10.0)
-            if number > 0 or self._is_late():
+            is_late = self._left_s < (1 - LONE_SHARE) * self._spec.budget_s
+            if number > 0 or is_late:
                 firsts.append(times[1] - times[0])
                 stays.append(times[-1] - times[0])
                 gaps += [later - earlier for earlier, later in pairwise(times[1:])]
-            if firsts and self._is_late():
+            if is_late:
                 break
         if not tokens:
             self._findings.notes.append(
@@ -215,45 +206,34 @@ class _LlmProfile:
         self._journal.note_unloaded(unloaded)
         return unloaded
 
-    def _is_late(self) -> bool:
-        return self._left_s < (1 - LONE_SHARE) * self._spec.budget_s
-
     async def _lone_request(
-        self, endpoint: Endpoint, prompt: int, output: int, *, seed: int
+        self, prompt: int, output: int, *, seed: int
     ) -> tuple[list[float], Completion]:
         """Times of sending and of each piece."""
         times = [self._clock()]
-        asking = endpoint.ask(
-            prompt, output, seed, lambda: None, lambda: times.append(self._clock())
-        )
         self._findings.lone_requests += 1
-        task = asyncio.ensure_future(asking)
-        seen, quiet_since_s = 1, self._clock()
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.05)
-                if len(times) > seen:
-                    seen, quiet_since_s = len(times), self._clock()
-                if self._clock() - quiet_since_s > self._stall_s and not task.done():
-                    raise EndpointStalledError(
-                        f"a lone request had no token for {self._stall_s:.0f} s"
-                    )
-            return times, task.result()
+            async with asyncio.timeout(self._stall_s) as silence:
+
+                def heard() -> None:
+                    times.append(self._clock())
+                    silence.reschedule(times[-1] + self._stall_s)
+
+                answered = await self._endpoint.ask(prompt, output, seed, lambda: None, heard)
+        except TimeoutError as error:
+            raise EndpointStalledError(
+                f"a lone request had no token for {self._stall_s:.0f} s"
+            ) from error
         except ShedError as error:
             raise EndpointRefusedError(
                 "the endpoint turns away a lone request (429)",
                 remedy="Profile it while nothing else uses it.",
             ) from error
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        return times, answered
 
     # --- Load -----------------------------------------------------------------------------
 
-    async def _search(
-        self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
-    ) -> None:
+    async def _search(self, unloaded: UnloadedLatency) -> None:
         spec, trials = self._spec, self._journal.trials
         while True:
             step = next_trial(
@@ -268,17 +248,15 @@ class _LlmProfile:
                 self._findings.verdict = step
                 return
             self._listener.stage("ramp" if step.doubling_s else f"{step.rate_per_s:.2f} requests/s")
-            summary = await self._load(endpoint, gauge, unloaded, step)
-            self._journal.note_trial(summary)
+            waits_s = step.patience * spec.objective.ttft_s
+            drain_s = 2.0 + 3 * unloaded.residence_s + 2 * waits_s
+            self._journal.note_trial(await self._load(unloaded, step, min(drain_s, self._left_s)))
             self._listener.found(estimate_rate(spec.objective, unloaded, trials))
 
-    async def _burst(
-        self, endpoint: Endpoint, gauge: KvCachePoller, unloaded: UnloadedLatency
-    ) -> None:
+    async def _burst(self, unloaded: UnloadedLatency) -> None:
         """Bursts above the stable rate, for models that are no producers."""
         spec, cache, verdict = self._spec, self._findings.cache, self._findings.verdict
-        rate = None if verdict is None else verdict.estimate.rate_per_s
-        if not rate or verdict is None or not verdict.complete:
+        if verdict is None or not verdict.complete or not verdict.estimate.rate_per_s:
             return
         if cache is None or cache.bytes_per_token is None:
             return
@@ -294,72 +272,51 @@ class _LlmProfile:
                 continue
             self._listener.stage(f"burst of {factor:g} x")
             trial = Trial(
-                rate_per_s=factor * rate,
+                rate_per_s=factor * verdict.estimate.rate_per_s,
                 seed=spec.seed * 1_000 + 900 + round(10 * factor),
                 most_s=spec.burst_s,
                 to_the_end=True,
             )
             # What has not been answered at the end of the minute has been counted already.
-            summary = await self._load(endpoint, gauge, unloaded, trial, drain_s=1.0)
-            self._journal.note_burst(factor, summary)
+            drain_s = min(1.0, self._left_s - spec.burst_s)
+            self._journal.note_burst(factor, await self._load(unloaded, trial, drain_s))
 
-    async def _load(
-        self,
-        endpoint: Endpoint,
-        gauge: KvCachePoller,
-        unloaded: UnloadedLatency,
-        trial: Trial,
-        *,
-        drain_s: float | None = None,
-    ) -> TrialSummary:
-        if drain_s is None:
-            waits_s = trial.patience * self._spec.objective.ttft_s
-            drain_s = 2.0 + 3 * unloaded.residence_s + 2 * waits_s
+    async def _load(self, unloaded: UnloadedLatency, trial: Trial, drain_s: float) -> TrialSummary:
         load = OpenLoopTrial(
-            endpoint,
+            self._endpoint,
             self._lengths.drawn(trial.seed),
             trial,
             self._spec.objective,
             unloaded,
             stall_s=self._stall_s,
-            drain_s=max(
-                0.5, min(drain_s, self._left_s - trial.most_s if trial.to_the_end else self._left_s)
-            ),
-            listen=lambda progress: self._listener.progress(progress, self._left_s),
-            kv_usage=lambda: gauge.usage,
+            drain_s=max(0.5, drain_s),
+            listen=lambda rate, waiting: self._listener.progress(rate, waiting, self._left_s),
+            kv_usage=lambda: self._gauge.usage,
         )
         try:
             summary = await load.go()
         except EndpointError:
-            self._findings.failed_sends = load.summary_so_far().sent
+            self._findings.failed_sends = load.sent
             raise
         if load.cancelled:
-            await self._settle(endpoint, unloaded)
+            await self._settle(unloaded)
         return summary
 
-    async def _settle(self, endpoint: Endpoint, unloaded: UnloadedLatency) -> None:
+    async def _settle(self, unloaded: UnloadedLatency) -> None:
         """After a trial that had to be cut off: wait until the engine has forgotten it."""
         prompt, output = min(self._lengths.pairs)
         until_s = self._clock() + min(20.0, 0.2 * max(self._left_s, 0.0))
         while self._clock() < until_s:
             times, _ = await self._lone_request(
-                endpoint, prompt, min(output, 2), seed=self._findings.lone_requests
+                prompt, min(output, 2), seed=self._findings.lone_requests
             )
             if times[1] - times[0] <= SETTLE_FACTOR * unloaded.ttft_s:
                 return
             await asyncio.sleep(0.5)
 
 
-def _card(page: bytes | None, model: str) -> dict[str, Any]:
+def _card(page: dict[str, Any], model: str) -> dict[str, Any]:
     """What `/v1/models` says about the model."""
-    listed = _json(page).get("data") if page else None
+    listed = page.get("data")
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     return next((card for card in cards if card.get("id") == model), {})
-
-
-def _json(page: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        content = json.loads(page)
-        if isinstance(content, dict):
-            return content
-    return {}

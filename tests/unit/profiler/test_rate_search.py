@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Final
 
@@ -115,7 +116,8 @@ def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
     server, objective = CASES["five slots"].server, LatencyObjective()
     verdict, trials, _ = _search(server, 4, objective)
     unloaded = unloaded_of(server, CHAT.drawn(4), 4)
-    kept = [TrialSummary.from_json(trial.as_json()) for trial in trials]
+    kept = [TrialSummary.from_json(json.loads(json.dumps(trial.as_json()))) for trial in trials]
+    assert kept == trials
     step = next_trial(objective, unloaded, kept, left_s=100.0, budget_s=BUDGET_S, seed=4)
     assert isinstance(step, SearchResult)
     assert step.estimate == verdict.estimate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from aqua_profiler.estimate.token_times import TrialGaps, token_time_rate
 from aqua_profiler.load.lengths import lengths_of
 from aqua_profiler.load.trial import Trial
-from aqua_profiler.measure.gap_histogram import GapHistogram, gap_histograms
+from aqua_profiler.measure.gap_histogram import gap_histograms
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 from harness.queueing import Server, drive
 
@@ -110,8 +109,3 @@ def test_a_gap_as_long_as_the_limit_keeps_it(limit_s: float) -> None:
         times, (np.array([0.5]), np.array([limit_s]), np.array([1.0])), limit_s, 0.0, 1.0
     )
     assert [gap for part in parts for _, gap, _ in part.gaps] == [0]
-
-
-def test_paces_survive_the_journal() -> None:
-    paced, _, _ = _paced(8.0, 1, requests=60)
-    assert tuple(GapHistogram.from_json(asdict(part)) for part in paced.parts) == paced.parts

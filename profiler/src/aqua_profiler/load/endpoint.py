@@ -23,9 +23,13 @@ from typing import Any, Final, Self
 
 import aiohttp
 
-from aqua_profiler.errors import EndpointRefusedError
+from aqua_profiler.errors import (
+    EndpointError,
+    EndpointGarbledError,
+    EndpointGoneError,
+    EndpointRefusedError,
+)
 from aqua_profiler.load.answer_stream import SHOWN, AnswerStream
-from aqua_profiler.load.http import no_answer
 from aqua_protocol import ConfigError
 
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -145,7 +149,7 @@ class Endpoint:
         except TimeoutError:
             return None
         except aiohttp.ClientError as error:
-            raise no_answer(error, self.url) from error
+            raise _no_answer(error, self.url) from error
 
     async def ask(
         self,
@@ -197,7 +201,7 @@ class Endpoint:
                         on_token()
                 stream.end()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise no_answer(error, self.url) from error
+            raise _no_answer(error, self.url) from error
         return Completion(stream.tokens, stream.prompt_tokens, stream.output_tokens)
 
     def _body(self, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
@@ -233,6 +237,16 @@ class Endpoint:
         raise EndpointRefusedError(
             f"{response.url} answered {status}: {said[:SHOWN]!r}", status=status
         )
+
+
+def _no_answer(error: aiohttp.ClientError | TimeoutError, url: str) -> EndpointError:
+    """What a failed request says of the endpoint."""
+    said = str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL | TimeoutError):
+        return EndpointGoneError(f"cannot connect to {url}: {said}", connecting=True)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return EndpointGarbledError(f"{url} does not speak HTTP: {error.message or said}")
+    return EndpointGoneError(f"{url} broke off an answer: {said}")
 
 
 class _TryOtherwiseError(Exception):

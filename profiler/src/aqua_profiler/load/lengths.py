@@ -24,8 +24,10 @@ import io
 import json
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -46,37 +48,20 @@ count of tokens, but a time or an id."""
 MAX_FILE_BYTES: Final = 1 << 30
 """Bytes of a file of lengths, unpacked: it is read at once. Twice as many need 10 GB of memory."""
 
-# Names of columns as traces of Azure, Mooncake, BurstGPT, vLLM and others have them.
-PROMPT_NAMES: Final = (
-    "prompt_tokens",
-    "input_tokens",
-    "prompt_len",
-    "input_len",
-    "prompt_length",
-    "input_length",
-    "num_prefill_tokens",
-    "context_tokens",
-    "contexttokens",
-    "request_tokens",
-    "request tokens",
-    "prompt",
-    "input",
+# Names of columns as traces of Azure, Mooncake, BurstGPT, vLLM and others have them, in order of
+# preference; compared without case and spaces around, with `_` for `-` and for a space.
+PROMPT_NAMES: Final = tuple(
+    (  # noqa: SIM905 - a list of them would take a page
+        "prompt_tokens input_tokens prompt_len input_len prompt_length input_length"
+        " num_prefill_tokens context_tokens contexttokens request_tokens prompt input"
+    ).split()
 )
-OUTPUT_NAMES: Final = (
-    "output_tokens",
-    "completion_tokens",
-    "generated_tokens",
-    "generatedtokens",
-    "output_len",
-    "output_length",
-    "num_decode_tokens",
-    "response_tokens",
-    "response tokens",
-    "max_tokens",
-    "completion",
-    "output",
+OUTPUT_NAMES: Final = tuple(
+    (  # noqa: SIM905 - as above
+        "output_tokens completion_tokens generated_tokens generatedtokens output_len output_length"
+        " num_decode_tokens response_tokens max_tokens completion output"
+    ).split()
 )
-"""In order of preference; compared without case, spaces around, and `-` for `_`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +136,8 @@ def read_lengths(path: Path) -> LengthDistribution:
             message names the line.
     """
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rb") as stream:
-                raw = stream.read(MAX_FILE_BYTES + 1)
-        else:
-            with path.open("rb") as stream:
-                raw = stream.read(MAX_FILE_BYTES + 1)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            raw = stream.read(MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise LengthsInvalidError(
@@ -166,8 +147,8 @@ def read_lengths(path: Path) -> LengthDistribution:
         raise LengthsInvalidError(
             f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="Sample its rows."
         )
-    lines = text.lstrip()
-    pairs = list(_from_json(text, path) if lines.startswith("{") else _from_csv(text, path))
+    rows = _json_rows if text.lstrip().startswith("{") else _csv_rows
+    pairs = [_pair(row, f"{path}, line {number}") for number, row in rows(text, path)]
     if not pairs:
         raise LengthsInvalidError(
             f"{path} has no rows", remedy="Give one row per request: prompt_tokens,output_tokens."
@@ -175,66 +156,53 @@ def read_lengths(path: Path) -> LengthDistribution:
     return lengths_of(pairs)
 
 
-def _from_csv(text: str, path: Path) -> Iterator[tuple[int, int]]:
-    header = text.lstrip().splitlines()[0] if text.strip() else ""
-    delimiter = next((mark for mark in "\t;" if mark in header and "," not in header), ",")
+def _csv_rows(text: str, _: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    delimiter = next((mark for mark in "\t;" if mark in first and "," not in first), ",")
     rows = csv.reader(io.StringIO(text), delimiter=delimiter)
-    columns: tuple[int, int] | None = None
+    header: list[str] | None = None
     for row in rows:
-        if not any(cell.strip() for cell in row):
-            continue
-        if columns is None:
-            columns = _columns([_plain(cell) for cell in row], path)
-            continue
-        if len(row) <= max(columns):
-            raise LengthsInvalidError(
-                f"{path}, line {rows.line_num}: {len(row)} cells, too few for the header",
-                remedy="Complete or remove the line.",
-            )
-        place = f"{path}, line {rows.line_num}"
-        prompt, output = (_tokens(row[column], place) for column in columns)
-        yield prompt, output
+        if any(cell.strip() for cell in row):
+            if header is None:
+                header = row
+            else:
+                yield rows.line_num, dict(zip(header, row, strict=False))
 
 
-def _from_json(text: str, path: Path) -> Iterator[tuple[int, int]]:
+def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise LengthsInvalidError(
-                f"{place} is not JSON: {error.msg}", remedy="Write one JSON object per line."
-            ) from error
+        except json.JSONDecodeError:
+            entry = None
         if not isinstance(entry, dict):
             raise LengthsInvalidError(
-                f"{place} is not an object", remedy="Write one JSON object per line."
+                f"{path}, line {number} is not a JSON object",
+                remedy="Write one JSON object per line.",
             )
-        named = {_plain(str(name)): value for name, value in entry.items()}
-        names = list(named)
-        first, second = _columns(names, path)
-        yield _tokens(named[names[first]], place), _tokens(named[names[second]], place)
+        yield number, entry
 
 
+@cache
 def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "_")
+    return re.sub("[- ]", "_", name.strip().lower())
 
 
-def _columns(names: Sequence[str], path: Path) -> tuple[int, int]:
-    found = []
-    for wanted in (PROMPT_NAMES, OUTPUT_NAMES):
-        match = next((name for name in wanted if name in names), None)
-        if match is None:
-            raise LengthsInvalidError(
-                f"{path} has no column for {wanted[0]}; it has: {', '.join(names) or 'nothing'}",
-                remedy="Name the columns prompt_tokens and output_tokens, with a header line.",
-            )
-        found.append(names.index(match))
-    return found[0], found[1]
+def _pair(row: dict[str, Any], place: str) -> tuple[int, int]:
+    named = {_plain(name): value for name, value in row.items()}
+    return _tokens(named, PROMPT_NAMES, place), _tokens(named, OUTPUT_NAMES, place)
 
 
-def _tokens(value: Any, place: str) -> int:  # noqa: ANN401 - a cell of CSV or JSON
+def _tokens(named: dict[str, Any], names: tuple[str, ...], place: str) -> int:
+    name = next((name for name in names if name in named), None)
+    if name is None:
+        raise LengthsInvalidError(
+            f"{place} has no {names[0]}; it has: {', '.join(named) or 'nothing'}",
+            remedy="Name the columns prompt_tokens and output_tokens, with a header line.",
+        )
+    value = named[name]
     try:
         number = math.nan if isinstance(value, bool) else float(value)
         count = int(number)

@@ -14,17 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from aqua_profiler.errors import EndpointRefusedError
+import httpx
+
+from aqua_profiler.errors import EndpointGoneError, EndpointRefusedError
 from aqua_profiler.load.answer_stream import SHOWN
-from aqua_profiler.load.http import BlockingHttp
 from aqua_protocol import ConfigError
 
 TIMEOUT_S: Final = 600.0
 """Seconds of one batch: diffusion of a thousand images takes minutes. Doubled, a hung server is
 found out twice as late."""
-
-BAD: Final = 400
-"""HTTP statuses from here on are refusals."""
 
 SIZE_MARK: Final = '"$batch"'
 """What stands for the size of a batch in the body of a request."""
@@ -95,7 +93,12 @@ class HttpBatchProgram:
         except ValueError as error:
             raise ConfigError(f"the body is not JSON: {error}", remedy="Mend --body.") from error
         self._url, self._body = url, body
-        self._http = BlockingHttp(TIMEOUT_S, token)
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        self._http = httpx.Client(
+            headers=headers, timeout=TIMEOUT_S, follow_redirects=True, trust_env=False
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -109,9 +112,13 @@ class HttpBatchProgram:
             EndpointError: It failed otherwise.
         """
         body = self._body.replace(SIZE_MARK, str(size))
-        status, said = self._http.request("POST", self._url, body)
-        if status < BAD:
+        try:
+            answer = self._http.post(self._url, content=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EndpointGoneError(f"no answer from {self._url}: {error!r}") from error
+        if not answer.is_error:
             return
-        if "out of memory" in said.lower():
-            raise MemoryError(said[:SHOWN])
-        raise EndpointRefusedError(f"{self._url} answered {status}: {said[:SHOWN]!r}")
+        said = answer.text[:SHOWN]
+        if "out of memory" in answer.text.lower():
+            raise MemoryError(said)
+        raise EndpointRefusedError(f"{self._url} answered {answer.status_code}: {said!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -43,11 +43,6 @@ class GapHistogram:
 
     seconds: tuple[float, ...]
     gaps: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> GapHistogram:
-        """Read what `asdict` wrote."""
-        return cls(tuple(content["seconds"]), tuple((a, b, c) for a, b, c in content["gaps"]))
 
 
 def gap_histograms(

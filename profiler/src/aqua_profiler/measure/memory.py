@@ -7,29 +7,21 @@ rises and falls between two looks stays unseen. torch sees its own allocator exa
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from aqua_profiler.errors import EndpointError, MeterUnavailableError
-from aqua_profiler.load.http import BlockingHttp
+import httpx
+
+from aqua_profiler.errors import MeterUnavailableError
 
 POLL_S: Final = 0.005
 """Seconds between two looks of NVML, which take 0.1 ms each; twice as many miss shorter peaks."""
 
-URL_TIMEOUT_S: Final = 10.0
-"""Seconds for a server to tell its memory; twice as many only delay the error."""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """A device's memory.
-
-    Attributes:
-        used_bytes: Highest use since the last look.
-        total_bytes: All of it.
-    """
+    """A device's memory: the highest use since the last `reset`, and all of it."""
 
     used_bytes: int
     total_bytes: int
@@ -40,22 +32,23 @@ class MemoryUse:
         return max(0, self.total_bytes - self.used_bytes)
 
 
-class MemoryMeter(Protocol):
-    """Reads a device's memory."""
+class MemoryMeter:
+    """Reads a device's memory; a source that forgets old peaks by itself needs only `read`."""
 
-    name: str
+    name = ""
 
     def reset(self) -> None:
         """Forget the highest use."""
 
     def read(self) -> MemoryUse:
         """The highest use since `reset`."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop looking."""
 
 
-class TorchMeter:
+class TorchMeter(MemoryMeter):
     """torch's allocator in this process, with what others hold on the device.
 
     Raises:
@@ -87,11 +80,8 @@ class TorchMeter:
         peak = self._cuda.max_memory_allocated(self._device)
         return MemoryUse(min(total, int(elsewhere + peak)), int(total))
 
-    def close(self) -> None:
-        """Nothing to stop."""
 
-
-class NvmlMeter:
+class NvmlMeter(MemoryMeter):
     """The whole device, polled on a thread.
 
     Raises:
@@ -119,11 +109,11 @@ class NvmlMeter:
         while not self._done.wait(POLL_S):
             self._look()
 
-    def _look(self) -> int:
+    def _look(self) -> MemoryUse:
         info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         with self._lock:
             self._peak = max(self._peak, int(info.used))
-        return int(info.total)
+            return MemoryUse(self._peak, int(info.total))
 
     def reset(self) -> None:
         """Forget the highest use."""
@@ -132,9 +122,7 @@ class NvmlMeter:
 
     def read(self) -> MemoryUse:
         """The highest use since `reset`."""
-        total = self._look()
-        with self._lock:
-            return MemoryUse(self._peak, total)
+        return self._look()
 
     def close(self) -> None:
         """Stop looking."""
@@ -142,7 +130,7 @@ class NvmlMeter:
         self._thread.join()
 
 
-class ProgramMeter:
+class ProgramMeter(MemoryMeter):
     """A program that accounts for an emulated device itself.
 
     Args:
@@ -154,18 +142,12 @@ class ProgramMeter:
     def __init__(self, program: Any) -> None:  # noqa: ANN401 - whatever the user's factory made
         self._program = program
 
-    def reset(self) -> None:
-        """The program does it with every batch."""
-
     def read(self) -> MemoryUse:
-        """What the program says."""
+        """The highest use since `reset`."""
         return MemoryUse(int(self._program.used_bytes), int(self._program.total_bytes))
 
-    def close(self) -> None:
-        """Nothing to stop."""
 
-
-class UrlMeter:
+class UrlMeter(MemoryMeter):
     """A server that tells the memory of its device, emulated or not.
 
     Args:
@@ -176,30 +158,17 @@ class UrlMeter:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._http = BlockingHttp(URL_TIMEOUT_S)
-
-    def reset(self) -> None:
-        """The server looks at recent batches by itself."""
 
     def read(self) -> MemoryUse:
-        """What the server says.
-
-        Raises:
-            MeterUnavailableError: It does not say it.
-        """
+        """The highest use since `reset`."""
         try:
-            _, text = self._http.request("GET", self._url)
-            said = json.loads(text)
+            said = httpx.get(self._url, timeout=10.0, follow_redirects=True, trust_env=False).json()
             return MemoryUse(int(said["used_bytes"]), int(said["total_bytes"]))
-        except (EndpointError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise MeterUnavailableError(
                 f"{self._url} does not tell its memory: {error}",
                 remedy="Answer JSON with used_bytes and total_bytes.",
             ) from error
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
 
 
 def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from aqua_profiler.errors import EndpointError, EndpointStalledError
@@ -33,27 +32,6 @@ FAULTS_ALLOWED: Final = 2
 FAULT_SHARE: Final = 0.01
 """A connection may break now and then on any network; more is the endpoint."""
 
-Gauge = Callable[[], float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrialProgress:
-    """Where a trial is.
-
-    Attributes:
-        trial: Which one.
-        rate_per_s: Due now.
-        sent: Requests so far.
-        outstanding: Requests without their last token.
-        elapsed_s: Since its start.
-    """
-
-    trial: Trial
-    rate_per_s: float
-    sent: int
-    outstanding: int
-    elapsed_s: float
-
 
 class OpenLoopTrial:
     """One trial on an endpoint.
@@ -66,7 +44,7 @@ class OpenLoopTrial:
         unloaded: What a lone request takes.
         stall_s: No news for so long, with requests outstanding, is a stall.
         drain_s: How long outstanding requests may take at the end.
-        listen: Called at every tick.
+        listen: Called at every tick with the rate that is due and how many are outstanding.
         kv_usage: Share of the KV cache in use, as last seen.
 
     Attributes:
@@ -83,8 +61,8 @@ class OpenLoopTrial:
         *,
         stall_s: float,
         drain_s: float,
-        listen: Callable[[TrialProgress], None] = lambda _: None,
-        kv_usage: Gauge = lambda: None,
+        listen: Callable[[float, int], None] = lambda _rate, _outstanding: None,
+        kv_usage: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._endpoint = endpoint
         self._lengths = lengths
@@ -98,15 +76,13 @@ class OpenLoopTrial:
         self._tasks: set[asyncio.Task[None]] = set()
         self._faults: list[EndpointError] = []
         self._began_s = 0.0
-        self._sending_s = 0.0
-        self._ended_s = 0.0
         self.cancelled = 0
 
     async def go(self) -> TrialSummary:
         """Send until a stop rule holds, wait for the answers, sum up.
 
         Raises:
-            EndpointError: The endpoint failed; `summary_so_far` has what was seen until then.
+            EndpointError: The endpoint failed.
         """
         # A collection in the middle of a trial would be late for tens of requests.
         gc.collect()
@@ -114,22 +90,18 @@ class OpenLoopTrial:
         try:
             self._began_s = asyncio.get_running_loop().time() + LEAD_S
             stop = await self._send()
-            self._sending_s = self._now_s()
+            sending_s = self._now_s()
             await self._drain()
-            self._ended_s = self._now_s()
-            return self._summary(stop)
+            rate = self._schedule.rate_at(sending_s)
+            return self._watch.summary(stop, rate, sending_s, self._now_s())
         finally:
             await self._cancel()
             gc.unfreeze()
 
-    def summary_so_far(self) -> TrialSummary:
-        """What was seen of a trial that failed; from within the loop that ran it."""
-        return self._summary(StopReason.FAULT)
-
-    def _summary(self, stop: StopReason) -> TrialSummary:
-        now_s = self._ended_s or self._now_s()
-        sending_s = self._sending_s or now_s
-        return self._watch.summary(stop, self._schedule.rate_at(sending_s), sending_s, now_s)
+    @property
+    def sent(self) -> int:
+        """Requests handed to the socket, also of a trial that failed."""
+        return self._watch.sent_count
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() - self._began_s
@@ -162,7 +134,7 @@ class OpenLoopTrial:
             self._schedule.freeze(now_s)
         else:
             self._schedule.thaw(now_s)
-        self._listen(TrialProgress(self._run, rate, watch.count, watch.outstanding, now_s))
+        self._listen(rate, watch.outstanding)
         return watch.should_stop(now_s, rate)
 
     def _check(self, now_s: float) -> None:

@@ -153,7 +153,7 @@ class TrialRecorder:
         self._leave(number, at_s)
 
     def abandon(self, number: int, at_s: float) -> None:
-        """It was cancelled after the end of the trial."""
+        """It failed, which says nothing about the endpoint's capacity."""
         self._leave(number, at_s)
 
     # --- Decisions ----------------------------------------------------------------------
@@ -171,6 +171,11 @@ class TrialRecorder:
     def count(self) -> int:
         """Requests due so far."""
         return len(self._due)
+
+    @property
+    def sent_count(self) -> int:
+        """Requests handed to the socket so far."""
+        return len(self._late)
 
     @property
     def outstanding(self) -> int:
@@ -283,7 +288,7 @@ class TrialRecorder:
             rate_per_s=rate_per_s,
             ramp=self._trial.doubling_s is not None,
             stop=stop,
-            sent=len(self._late),
+            sent=self.sent_count,
             finished=self.finished,
             shed=self.shed,
             seconds=sending_s,

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from aqua_profiler.measure.gap_histogram import GapHistogram
 from aqua_profiler.objective import LatencyObjective
 
@@ -22,7 +24,6 @@ class StopReason(StrEnum):
     SLOW_TOKENS = "slow_tokens"
     SHED = "shed"
     TIME = "time"
-    FAULT = "fault"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class TrialSummary:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TrialSummary:
         """Read what `as_json` wrote."""
-        backlogs = tuple(Backlog(**entry) for entry in content["backlogs"])
-        paces = tuple(GapHistogram.from_json(entry) for entry in content["paces"])
-        read = {"stop": StopReason(content["stop"]), "backlogs": backlogs, "paces": paces}
-        return cls(**{**content, **read})
+        return _SUMMARIES.validate_python(content)
+
+
+_SUMMARIES = TypeAdapter(TrialSummary)

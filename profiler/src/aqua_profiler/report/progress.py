@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aqua_cli import ProgressDisplay
     from aqua_profiler.estimate.rate import Estimate
-    from aqua_profiler.measure.open_loop import TrialProgress
 
 
 class ProgressListener:
@@ -26,11 +25,11 @@ class ProgressListener:
         """A new part has begun."""
         self._shown.update(title=name)
 
-    def progress(self, progress: TrialProgress, left_s: float) -> None:
+    def progress(self, rate_per_s: float, outstanding: int, left_s: float) -> None:
         """A trial goes on."""
         self._shown.update(
             done=self._budget_s - left_s,
-            title=f"{progress.rate_per_s:.2f} requests/s, {progress.outstanding} outstanding",
+            title=f"{rate_per_s:.2f} requests/s, {outstanding} outstanding",
         )
 
     def found(self, known: Estimate) -> None:
