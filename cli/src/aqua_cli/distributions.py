@@ -1,4 +1,4 @@
-"""Which distributions of Aqua are installed here, in which versions, and which tools they bring.
+"""The distributions of Aqua that are installed here, their versions, and the tools they bring.
 
 Tools are found by entry points of the group `aqua.commands`, each a Typer app; nothing is imported
 to find one. A third party's tool is found like ours.
@@ -6,6 +6,7 @@ to find one. A third party's tool is found like ours.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Final
 
@@ -41,15 +42,13 @@ def installed() -> dict[str, str]:
     """Versions of the distributions that are installed."""
     found = {}
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def disagreement(versions: dict[str, str]) -> str:
-    """Which distributions are of another version than most, in words; empty if none is."""
+    """Name the distributions of another version than most; empty if there is none."""
     kinds = list(versions.values())
     usual = max(kinds, key=kinds.count, default="")
     others = [f"{name} {found}" for name, found in versions.items() if found != usual]

@@ -17,7 +17,6 @@ from aqua_cli.distributions import disagreement, installed
 from aqua_protocol.findings import Finding, FindingLevel, Probe
 
 PROBES_GROUP: Final = "aqua.doctor"
-OLDEST_PYTHON: Final = (3, 11)
 STYLES: Final = {
     FindingLevel.OK: "green",
     FindingLevel.WARN: "yellow",
@@ -26,14 +25,14 @@ STYLES: Final = {
 
 
 def probes() -> dict[str, Probe]:
-    """The probes that are installed, the doctor's own first."""
-    found: dict[str, Probe] = {"python": probe_python, "versions": probe_versions}
-    for entry in sorted(entry_points(group=PROBES_GROUP)):
-        found[entry.name] = partial(_loaded, entry)
-    return found
+    """Find the probes that are installed, the doctor's own first; none is loaded yet."""
+    others = sorted(entry_points(group=PROBES_GROUP))
+    return {"python": probe_python, "versions": probe_versions} | {
+        entry.name: partial(_run_probe, entry) for entry in others
+    }
 
 
-def _loaded(entry: EntryPoint) -> Iterable[Finding]:
+def _run_probe(entry: EntryPoint) -> Iterable[Finding]:
     probe: Probe = entry.load()
     return probe()
 
@@ -58,19 +57,17 @@ def examine(*, on_probe: Callable[[str], None] = lambda _: None) -> list[Finding
 
 
 def probe_python() -> Iterator[Finding]:
-    """The interpreter."""
-    supported = sys.version_info >= OLDEST_PYTHON
+    """Name the interpreter; an installation for an older one does not get this far."""
     yield Finding(
         check="Python",
-        level=FindingLevel.OK if supported else FindingLevel.FAIL,
+        level=FindingLevel.OK,
         message=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        remedy="" if supported else f"Use Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.",
         details={"executable": sys.executable},
     )
 
 
 def probe_versions() -> Iterator[Finding]:
-    """The distributions of Aqua, which are released together."""
+    """Compare the distributions of Aqua, which are released together."""
     versions = installed()
     differs = disagreement(versions)
     yield Finding(

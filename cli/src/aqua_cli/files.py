@@ -61,7 +61,12 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
         place = path.resolve()
         handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
     except OSError as error:
-        raise _refusal(path, error) from error
+        from aqua_protocol.errors import ConfigError
+
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}",
+            remedy="Choose a folder that exists and is writable.",
+        ) from error
     draft = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -80,15 +85,6 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
             draft.unlink()
         raise
     _sync_folder(place.parent)
-
-
-def _refusal(path: Path, error: OSError) -> Exception:
-    from aqua_protocol.errors import ConfigError
-
-    return ConfigError(
-        f"cannot write {path}: {error.strerror or error}",
-        remedy="Choose a folder that exists and is writable.",
-    )
 
 
 def _umask() -> int:

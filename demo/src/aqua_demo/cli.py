@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,6 @@ from aqua_cli import main as run_app
 from aqua_protocol import ConfigError, TransportKind
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from aqua_demo.planned import Arrangement
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -59,7 +57,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     """Show one process's idle memory harvested by another, taken back and lent again."""
     # A terminal that hangs up, or a supervisor that stops us, ends the children as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     logs = _prepare(output_directory)
     from rich.console import Console
 
@@ -85,10 +83,8 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     except KeyboardInterrupt:
         say("everything is stopped")
         raise
-    report_path, plot_path = (
-        output_directory / "demo-report.json",
-        output_directory / "demo-plot.png",
-    )
+    report_path = output_directory / "demo-report.json"
+    plot_path = output_directory / "demo-plot.png"
     write_json(report_path, report)
     draw(story.record, plot_path, subtitle=report.caption)
     if as_json:
@@ -128,11 +124,6 @@ def _prepare(directory: Path) -> Path:
             remedy="Choose a writable directory with --output-dir.",
         ) from error
     return logs
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    raise KeyboardInterrupt
 
 
 def main() -> None:

@@ -43,12 +43,6 @@ LEASE_WAIT_S: Final = 60.0
 """Seconds without another slab meanwhile: a producer on a busy machine makes one in less than a
 second. Doubled, a demo that cannot borrow says so a minute later."""
 
-SIGN_BYTE: Final = 3
-"""Offset of the byte with the sign in a little-endian float32."""
-
-SIGN_BIT: Final = 0x80
-"""Within that byte. Another exponent could make the number infinite, and fail too loudly."""
-
 
 class ConsumerSettings(ProgramSettings):
     """What the consumer program needs to know; the reference has no coordinator.
@@ -69,6 +63,11 @@ class ConsumerProgram:
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._scale = scale_of(settings.scale, settings.spare_images)
+        self._answer_lengths: Iterable[int] = (
+            repeat(self._scale.answer_tokens)
+            if settings.answer_lengths is None
+            else settings.answer_lengths
+        )
         self._finished = threading.Event()
         self._generation: Generation | None = None
         self._must_corrupt = threading.Event()
@@ -121,10 +120,6 @@ class ConsumerProgram:
             self._wait_for_memory(parent, aqua)
             parent.tell(self._harvest(parent, generation, cache, aqua))
 
-    def _answer_lengths(self) -> Iterable[int]:
-        lengths = self._settings.answer_lengths
-        return repeat(self._scale.answer_tokens) if lengths is None else lengths
-
     def _wait_for_memory(self, parent: Parent, aqua: aqualib.Aqua) -> None:
         """Wait until memory is lent, so that the first page goes there.
 
@@ -157,7 +152,7 @@ class ConsumerProgram:
         """Generate without interruption, everything on the own device."""
         cache = DynamicCache(config=generation.config)
         with watching(lambda: parent.tell(ComparedTokens(tokens=generation.tokens))):
-            return generation.run(cache, self._answer_lengths())
+            return generation.run(cache, self._answer_lengths)
 
     def _harvest(
         self, parent: Parent, generation: Generation, cache: AquaCache, aqua: aqualib.Aqua
@@ -173,7 +168,7 @@ class ConsumerProgram:
                 parent.news("one stored byte has been changed, as asked")
 
         with watching(watch):
-            result = generation.run(cache, self._answer_lengths())
+            result = generation.run(cache, self._answer_lengths)
         parent.tell(sample(generation, cache, aqua))
         return result.model_copy(
             update={
@@ -204,7 +199,7 @@ def watching(look: Callable[[], None]) -> Iterator[None]:
 
 
 def sample(generation: Generation, cache: AquaCache, aqua: aqualib.Aqua) -> ConsumerSample:
-    """State of this moment."""
+    """Sample the state of this moment."""
     stats, statistics = aqua.stats(), cache.statistics
     return ConsumerSample(
         at_s=time.monotonic(),
@@ -216,19 +211,21 @@ def sample(generation: Generation, cache: AquaCache, aqua: aqualib.Aqua) -> Cons
         paged_in_bytes=statistics.paged_in_bytes,
         spilled_bytes_peak=stats.spilled_bytes_peak,
         returned_bytes=stats.promoted_bytes,
-        stall_s=statistics.stall_s,
     )
 
 
 def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
-    """Give a stored number the opposite sign, behind the store's back."""
+    """Give a stored float32 the opposite sign, behind the store's back.
+
+    Another exponent could make the number infinite, and fail too loudly.
+    """
     store = aqua._store  # noqa: SLF001 - a fault comes from outside every interface
     frames = store._table.frames.values()  # noqa: SLF001 - as above
     frame = next(frame for frame in frames if frame.used_bytes)
-    at = frame.used_ranges()[0].start + SIGN_BYTE
+    at = frame.used_ranges()[0].start + 3  # Little-endian: the last byte begins with the sign.
     memory = store.pin(frame, Range(at, 1))
     try:
-        memory.tensor[at] ^= SIGN_BIT
+        memory.tensor[at] ^= 0x80
     finally:
         store.unpin(frame)
 

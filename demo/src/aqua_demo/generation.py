@@ -11,21 +11,17 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, LogitsProcessor
 
 from aqua_demo.messages import ConsumerResult
-from aqua_demo.models import build_llama
+from aqua_demo.models import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.scale import DemoScale
-from aqua_demo.text import PromptTokenizer, load_prompt
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedConfig
-
-SAMPLING_SEED_OFFSET: Final = 1
-"""Weights are drawn from the seed itself."""
 
 
 class Generation:
@@ -52,7 +48,7 @@ class Generation:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The model's."""
+        """The model's configuration."""
         return self._model.config
 
     @property
@@ -87,7 +83,7 @@ class Generation:
 
     def _answer(self, cache: Cache, number: int, length: int) -> list[int]:
         inputs = torch.tensor([self._prompt], device=self._device)
-        torch.manual_seed(self._seed + SAMPLING_SEED_OFFSET + number)
+        torch.manual_seed(self._seed + 1 + number)  # Weights are drawn from the seed itself.
         output = self._model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
@@ -96,9 +92,9 @@ class Generation:
             do_sample=True,
             top_k=0,
             suppress_tokens=[
-                PromptTokenizer.pad_token_id,
-                PromptTokenizer.bos_token_id,
-                PromptTokenizer.eos_token_id,
+                ByteVocabulary.pad_token_id,
+                ByteVocabulary.bos_token_id,
+                ByteVocabulary.eos_token_id,
             ],
             logits_processor=[self._recorder],
             stopping_criteria=[self._is_ending],
@@ -106,14 +102,8 @@ class Generation:
         answer: list[int] = output[0, len(self._prompt) :].tolist()
         return answer
 
-    def _is_ending(
-        self,
-        input_ids: torch.Tensor,
-        scores: torch.Tensor,
-        **_kwargs: object,
-    ) -> torch.Tensor:
+    def _is_ending(self, input_ids: torch.Tensor, *_: object, **_kwargs: object) -> torch.Tensor:
         """Whether each sequence ends here: transformers' form of a stopping criterion."""
-        del scores
         return torch.full((len(input_ids),), self._ending.is_set(), device=input_ids.device)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from typing import Final
 
 import torch
@@ -54,16 +53,12 @@ class Arrivals:
         self._next_s = now_s + self._gap_s()
 
     def due(self, now_s: float) -> int:
-        """Requests that have arrived since the last call."""
+        """Count the requests that have arrived since the last call."""
         count = 0
         while self._next_s <= now_s:
             count += 1
             self._next_s += self._gap_s()
         return count
-
-    def next_in_s(self, now_s: float) -> float:
-        """Time until the next request."""
-        return max(0.0, self._next_s - now_s)
 
     def _gap_s(self) -> float:
         return self._random.expovariate(self.per_s)
@@ -80,7 +75,7 @@ class ImageService:
 
     Attributes:
         images: Finished so far.
-        turned_away: Requests refused because too many were waiting.
+        queue_length: Requests that wait for memory.
     """
 
     def __init__(
@@ -94,32 +89,24 @@ class ImageService:
         self._shape = (3, scale.image_side, scale.image_side)
         self._latents = torch.empty((0, *self._shape), device=device)
         self._at = torch.empty(0, dtype=torch.long, device=device)
-        self._waiting: deque[float] = deque()
+        self.queue_length = 0
         self.images = 0
-        self.turned_away = 0
         self.weight_bytes: Final = sum(p.nbytes for p in self._model.parameters())
         assert memory.try_take(self.weight_bytes), f"{self.weight_bytes} bytes of weights"
 
     @property
-    def queue_length(self) -> int:
-        """Requests that wait for memory."""
-        return len(self._waiting)
-
-    @property
     def batch(self) -> int:
-        """Images being denoised."""
+        """The number of images being denoised."""
         return len(self._at)
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do until a request arrives."""
-        return not self._waiting and not self.batch
+        return not self.queue_length and not self.batch
 
-    def request(self, count: int, now_s: float) -> None:
-        """Requests have arrived."""
-        accepted = min(count, MAX_WAITING - len(self._waiting))
-        self._waiting.extend([now_s] * accepted)
-        self.turned_away += count - accepted
+    def request(self, count: int) -> None:
+        """Take in new requests, as many as may wait."""
+        self.queue_length = min(MAX_WAITING, self.queue_length + count)
 
     def step(self) -> None:
         """Take up what fits, and denoise all images in flight by one step."""
@@ -158,10 +145,10 @@ class ImageService:
 
     def _take_up(self) -> None:
         new = 0
-        while self._waiting and self.batch + new < MAX_BATCH:
+        while self.queue_length and self.batch + new < MAX_BATCH:
             if not self._memory.try_take(self._scale.image_bytes):
                 break  # Lent or in use: the request waits.
-            self._waiting.popleft()
+            self.queue_length -= 1
             new += 1
         if new:
             device = self._latents.device

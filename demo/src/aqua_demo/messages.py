@@ -54,14 +54,14 @@ class ProducerSample(Message):
 
     type: Literal["producer"] = "producer"
     at_s: float
-    arrivals_per_s: float = Field(description="Mean rate at which requests arrive now.")
-    queue_length: int = Field(description="Requests that wait.")
-    batch: int = Field(description="Images being denoised.")
-    images: int = Field(description="Images finished so far.")
-    memory_total_bytes: int
-    memory_used_bytes: int = Field(description="By the service itself.")
-    offered_bytes: int
-    leased_bytes: int
+    arrivals_per_s: float = Field(default=0.0, description="Mean rate at which requests arrive.")
+    queue_length: int = Field(default=0, description="Requests that wait.")
+    batch: int = Field(default=0, description="Images being denoised.")
+    images: int = Field(default=0, description="Images finished so far.")
+    memory_total_bytes: int = 0
+    memory_used_bytes: int = Field(default=0, description="By the service itself.")
+    offered_bytes: int = 0
+    leased_bytes: int = 0
     reclaims: list[ReclaimMeasure] = Field(default_factory=list)
 
 
@@ -79,9 +79,6 @@ class ConsumerSample(Message):
     spilled_bytes_peak: int = 0
     returned_bytes: int = Field(
         default=0, description="Moved from host memory back to a peer so far."
-    )
-    stall_s: float = Field(
-        default=0.0, description="Time that the model waited for its cache so far."
     )
 
 

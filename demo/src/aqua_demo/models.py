@@ -4,12 +4,17 @@ The image model is a U-Net that predicts the noise in an image (Ho, Jain and Abb
 Diffusion Probabilistic Models", 2020), with its sampling loop; the language model is transformers'
 own Llama. Weights are drawn wider than usual: at the customary deviation of 0.02 a random Llama
 is nearly indifferent between tokens, and the demo wants one that is swayed by every cached value.
+
+The prompt is the Declaration of Independence of 1776, in the spelling of the engrossed parchment,
+one token a byte: such a vocabulary needs no download and no training, and makes a text of eight
+thousand characters a prompt of eight thousand tokens.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Final, cast
 
 import torch
@@ -17,11 +22,26 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aqua_demo.text import PromptTokenizer
-
 WEIGHT_DEVIATION: Final = 0.1
 """Of the weights of the Llama, five times the customary 0.02. Doubled, its logits spread further,
 and sampling depends on fewer of them."""
+
+
+class ByteVocabulary:
+    """Bytes as tokens: 0, 1 and 2 pad, begin and end a sequence; 3 + b is the byte b."""
+
+    pad_token_id: Final = 0
+    bos_token_id: Final = 1
+    eos_token_id: Final = 2
+    size: Final = 3 + 256
+
+
+def load_prompt(token_count: int) -> list[int]:
+    """Read the first `token_count` tokens of the text, the one that begins a sequence included."""
+    text = files("aqua_demo").joinpath("texts/declaration.txt").read_bytes()
+    tokens = [ByteVocabulary.bos_token_id, *(3 + byte for byte in text)][:token_count]
+    assert len(tokens) == token_count, f"the text has only {len(tokens)} tokens"
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +55,7 @@ class LlamaSize:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * 4 * self.layers * self.heads * self.head_dim
 
 
@@ -43,7 +63,7 @@ def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausa
     """A Llama with random weights; the same seed gives the same weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=PromptTokenizer.vocab_size,
+        vocab_size=ByteVocabulary.size,
         hidden_size=size.heads * size.head_dim,
         intermediate_size=size.feed_forward,
         num_hidden_layers=size.layers,
@@ -51,9 +71,9 @@ def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausa
         num_key_value_heads=size.heads,
         max_position_embeddings=max_tokens,
         initializer_range=WEIGHT_DEVIATION,
-        pad_token_id=PromptTokenizer.pad_token_id,
-        bos_token_id=PromptTokenizer.bos_token_id,
-        eos_token_id=PromptTokenizer.eos_token_id,
+        pad_token_id=ByteVocabulary.pad_token_id,
+        bos_token_id=ByteVocabulary.bos_token_id,
+        eos_token_id=ByteVocabulary.eos_token_id,
     )
     return cast("LlamaForCausalLM", LlamaForCausalLM(config).eval())
 

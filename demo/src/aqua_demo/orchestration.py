@@ -67,14 +67,10 @@ so that random arrivals queue. Doubled, the queue grows for as long as the burst
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose.
+    """What the user chose: the options of the command, as `aqua-demo --help` explains them.
 
     Attributes:
         scale: A name in `SCALES`.
-        transport: None for the best that works here.
-        seed: Of weights, sampling, noise and arrivals.
-        checksum: Check every block that comes back.
-        corrupt_one_byte: Negative control: change a stored byte, which must not go unnoticed.
         logs: Directory for the children's logs.
         arrangement: What profiles and a plan say, if there are any.
     """
@@ -89,12 +85,7 @@ class Options:
 
 
 class Story:
-    """One run of the demo.
-
-    Args:
-        options: What the user chose.
-        view: Shows it.
-    """
+    """One run of the demo, shown by a view."""
 
     def __init__(self, options: Options, view: RunView) -> None:
         self._options = options
@@ -109,19 +100,14 @@ class Story:
             "spare_images": spare_images,
         }
         self._view = view
-        self._record = RunRecord(time.monotonic())
+        self.record: Final = RunRecord(time.monotonic())
         self._phase = StoryPhase.START
-        self._seen = Observation(None, None, None)
+        self._seen = Observation()
         self._patience = Patience(time.monotonic())
         self._relief_due_s = RELIEF_AFTER_S
         self._quiet_factor = 1.0
         self._producer: Child | None = None
         self._results: dict[str, ConsumerResult] = {}
-
-    @property
-    def record(self) -> RunRecord:
-        """The record so far."""
-        return self._record
 
     def run(self) -> DemoReport:
         """Tell the story from beginning to end, and judge it.
@@ -130,8 +116,8 @@ class Story:
             AquaError: A process failed, or a phase did not come to its end; the reason is in it.
         """
         # What cannot work is said before anything is started.
-        devices = choose_devices(self._options.transport)
-        common = self._common | {"device": devices.consumer}
+        producer_device, consumer_device = choose_devices(self._options.transport)
+        common = self._common | {"device": consumer_device}
         with (
             # Sockets are in a short path: a Unix address holds 107 bytes.
             tempfile.TemporaryDirectory(prefix="aqua-demo-") as scratch,
@@ -148,13 +134,13 @@ class Story:
                 "producer_program",
                 ProducerSettings(
                     **self._common,
-                    device=devices.producer,
+                    device=producer_device,
                     coordinator_url=coordinator.url,
                     token=coordinator.producer_token,
                     socket=Path(scratch) / "image-service.sock",
                 ),
             )
-            self._until(group, StoryPhase.PREFILL)
+            self._listen_until(group, lambda: self._phase is StoryPhase.PREFILL)
             consumer = group.start_program(
                 "consumer",
                 "consumer_program",
@@ -165,13 +151,13 @@ class Story:
                     checksum=self._options.checksum,
                 ),
             )
-            self._until(group, StoryPhase.BURST)
+            self._listen_until(group, lambda: self._phase is StoryPhase.BURST)
             self._set_load(BURST_FACTOR)
             if self._options.corrupt_one_byte:
                 consumer.send(CorruptOneByte())
-            self._until(group, StoryPhase.CALM)
+            self._listen_until(group, lambda: self._phase is StoryPhase.CALM)
             self._set_load(self._quiet_factor)
-            self._until(group, StoryPhase.VERIFY)
+            self._listen_until(group, lambda: self._phase is StoryPhase.VERIFY)
             consumer.send(Finish())
             harvested = self._result(group, "consumer")
             consumer.finish()
@@ -183,9 +169,9 @@ class Story:
                 ConsumerSettings(**common, answer_lengths=answer_lengths),
             )
             compared = self._result(group, "reference")
-            self._record.close(time.monotonic())
+            self.record.close(time.monotonic())
         return make_report(
-            self._record,
+            self.record,
             harvested,
             compared,
             kv_bytes=self._scale.kv_bytes,
@@ -196,10 +182,6 @@ class Story:
         )
 
     # --- Listening ---------------------------------------------------------------------
-
-    def _until(self, group: ProcessGroup, phase: StoryPhase) -> None:
-        """Listen until the story has come to `phase`."""
-        self._listen_until(group, lambda: self._phase is phase)
 
     def _result(self, group: ProcessGroup, name: str) -> ConsumerResult:
         """Listen until the named child has reported its result."""
@@ -217,8 +199,10 @@ class Story:
                     self._require_done(group, heard.name)
                 else:
                     self._take(heard.name, heard.report)
-            self._advance()
-            self._view.show(self._record, goals(self._phase, self._seen, self._scale))
+            phase = next_phase(self._phase, self._seen, self._scale)
+            if phase is not self._phase:
+                self._enter(phase)
+            self._view.show(self.record, goals(self._phase, self._seen, self._scale))
             group.require_services()
             self._require_progress()
 
@@ -226,11 +210,11 @@ class Story:
         match report:
             case ProducerSample():
                 self._note_producer(self._seen.producer, report)
-                self._record.producer.append(report)
+                self.record.producer.append(report)
                 self._seen = replace(self._seen, producer=report)
             case ConsumerSample():
                 if name == "consumer":
-                    self._record.consumer.append(report)
+                    self.record.consumer.append(report)
                     self._seen = replace(self._seen, consumer=report)
             case ComparedTokens(tokens=tokens):
                 self._seen = replace(self._seen, compared=tokens)
@@ -241,12 +225,10 @@ class Story:
             case Failure(error=error):
                 raise error_from_body(error)
 
-    def _note_producer(self, before: ProducerSample | None, now: ProducerSample) -> None:
-        offered_before = before.offered_bytes if before is not None else 0
-        reclaims_before = len(before.reclaims) if before is not None else 0
-        if now.offered_bytes >= self._scale.offer_bytes > offered_before:
+    def _note_producer(self, before: ProducerSample, now: ProducerSample) -> None:
+        if now.offered_bytes >= self._scale.offer_bytes > before.offered_bytes:
             self._note("producer", f"offers {format_bytes(now.offered_bytes)}")
-        for measure in now.reclaims[reclaims_before:]:
+        for measure in now.reclaims[len(before.reclaims) :]:
             self._note("producer", f"took back {measure}")
 
     def _require_done(self, group: ProcessGroup, name: str) -> None:
@@ -258,23 +240,17 @@ class Story:
 
     # --- The story ---------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        phase = next_phase(self._phase, self._seen, self._scale)
-        if phase is not self._phase:
-            self._enter(phase)
-
     def _enter(self, phase: StoryPhase) -> None:
         self._phase = phase
         now_s = time.monotonic()
         self._patience = Patience(now_s)
         self._relief_due_s = RELIEF_AFTER_S
-        producer = self._seen.producer
         self._seen = replace(
             self._seen,
-            entered=self._seen.consumer,
-            reclaims_before=0 if producer is None else len(producer.reclaims),
+            before=self._seen.consumer,
+            reclaims_before=len(self._seen.producer.reclaims),
         )
-        self._record.enter(phase, now_s)
+        self.record.enter(phase, now_s)
         self._note(phase.value, TITLES[phase])
 
     def _require_progress(self) -> None:
@@ -296,9 +272,8 @@ class Story:
             )
 
     def _set_load(self, factor: float) -> None:
-        """Change the arrivals, in terms of the usual rate."""
         assert self._producer is not None, "the service has been started"
         self._producer.send(SetLoad(factor=factor))
 
     def _note(self, source: str, text: str) -> None:
-        self._view.tell(self._record.note(source, text, time.monotonic()))
+        self._view.tell(self.record.note(source, text, time.monotonic()))

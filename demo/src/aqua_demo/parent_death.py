@@ -14,6 +14,7 @@ import sys
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+"""Fixed by the kernel's ABI (`linux/prctl.h`)."""
 
 
 def end_with(parent_pid: int) -> None:

@@ -51,34 +51,26 @@ NEARLY_ALL: Final = 0.9
 """Share of the pages that counts as all: new pages appear in host memory first. At 1 a phase would
 wait for a moment without new pages; at half of it, it would end with pages still on their way."""
 
-NOTHING_YET: Final = ConsumerSample(at_s=0.0)
+
+NO_PRODUCER: Final = ProducerSample(at_s=0.0)
+NO_CONSUMER: Final = ConsumerSample(at_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The latest that both programs have said; None before they have said anything.
+    """The latest that both programs have said; zeros before they have said anything.
 
     Attributes:
-        entered: The consumer's sample when the present phase began.
+        before: The consumer's sample when the present phase began.
         reclaims_before: Reclaims that had finished by then.
         compared: New tokens that the uninterrupted run has made.
     """
 
-    producer: ProducerSample | None
-    consumer: ConsumerSample | None
-    entered: ConsumerSample | None
+    producer: ProducerSample = NO_PRODUCER
+    consumer: ConsumerSample = NO_CONSUMER
+    before: ConsumerSample = NO_CONSUMER
     reclaims_before: int = 0
     compared: int = 0
-
-    @property
-    def latest(self) -> ConsumerSample:
-        """The consumer's sample; zeros before there is one."""
-        return self.consumer or NOTHING_YET
-
-    @property
-    def before(self) -> ConsumerSample:
-        """The consumer's sample when the phase began; zeros where there was none."""
-        return self.entered or NOTHING_YET
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,33 +87,31 @@ class Goal:
 
 
 def _on_peer(seen: Observation) -> Goal:
-    peer, host = seen.latest.peer_bytes, seen.latest.host_bytes
+    peer, host = seen.consumer.peer_bytes, seen.consumer.host_bytes
     return Goal("all pages with the peer", peer > 0 and peer >= NEARLY_ALL * (peer + host))
 
 
 def _tokens(seen: Observation, wanted: int) -> Goal:
-    made = seen.latest.tokens - seen.before.tokens
+    made = seen.consumer.tokens - seen.before.tokens
     return Goal(f"{min(made, wanted)}/{wanted} tokens", made >= wanted)
 
 
 def goals(  # noqa: PLR0911 - the table of phases, a row each
     phase: StoryPhase, seen: Observation, scale: DemoScale
 ) -> list[Goal]:
-    """What the present phase waits for; it is over when all goals are met."""
-    latest = seen.latest
+    """List what the present phase waits for; it is over when all goals are met."""
+    latest = seen.consumer
     match phase:
         case StoryPhase.START:
-            offered = 0 if seen.producer is None else seen.producer.offered_bytes
-            met = offered >= scale.offer_bytes
+            met = seen.producer.offered_bytes >= scale.offer_bytes
             return [Goal(f"{format_bytes(scale.offer_bytes)} offered", met)]
         case StoryPhase.PREFILL:
             return [Goal("the first new token", latest.tokens > 0)]
         case StoryPhase.HARVEST:
             return [_on_peer(seen), _tokens(seen, scale.harvest_tokens)]
         case StoryPhase.BURST:
-            reclaims = 0 if seen.producer is None else len(seen.producer.reclaims)
             return [
-                Goal("a reclaim finished", reclaims > seen.reclaims_before),
+                Goal("a reclaim finished", len(seen.producer.reclaims) > seen.reclaims_before),
                 Goal("pages in host memory", latest.host_bytes > latest.peer_bytes),
                 _tokens(seen, scale.burst_tokens),
             ]
@@ -144,7 +134,7 @@ def next_phase(phase: StoryPhase, seen: Observation, scale: DemoScale) -> StoryP
 
 
 class Patience:
-    """For how long a phase has made no progress.
+    """A watch on how long a phase has made no progress.
 
     Args:
         now_s: When the phase began.
@@ -155,7 +145,7 @@ class Patience:
         self._since_s = now_s
 
     def stalled_s(self, found: list[Goal], now_s: float) -> float:
-        """Seconds since `found`, the goals as they stand at `now_s`, last had any news."""
+        """Return the seconds since `found`, the goals as they stand at `now_s`, last had news."""
         # What was there before is no news: goals that are met now and then would last for ever.
         if not self._known.issuperset(found):
             self._known.update(found)

@@ -39,7 +39,7 @@ class Arrangement:
 
 
 def read_arrangement(scale: DemoScale, profiles: list[Path], plan: Path) -> Arrangement:
-    """From files to an arrangement.
+    """Read files and make an arrangement of them.
 
     Raises:
         ConfigError: A file is not what it should be, or the plan does not suit the demo.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
 from aqua_demo.messages import ConsumerSample, ProducerSample
@@ -18,7 +18,6 @@ from aqua_protocol import MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SHADES: Final = {
     StoryPhase.START: ("start", "#ffffff"),
@@ -54,18 +53,9 @@ def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
             _shade(axis, record, begin_s, end_s, named=axis is above)
         below.set_xlabel("seconds since the start")
         below.set_xlim(begin_s, end_s)
-        _title(drawing, subtitle)
-
-
-def _title(figure: Figure, subtitle: str) -> None:
-    figure.suptitle(
-        "Borrowed, taken back and borrowed again: where the LLM's keys and values live",
-        fontsize=13,
-        fontweight="bold",
-        x=0.01,
-        ha="left",
-    )
-    figure.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
+        title = "Borrowed, taken back and borrowed again: where the LLM's keys and values live"
+        drawing.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
 
 
 def _columns(
@@ -131,15 +121,8 @@ def _draw_producer(axis: Axes, record: RunRecord) -> None:
     right.grid(visible=False)  # One grid is enough.
     served_at_s, served = zip(*record.image_rates(), strict=True)
     lines += right.plot(served_at_s, served, color=FAINT, label="images / s")
-    lines += right.step(
-        at_s,
-        asked,
-        where="post",
-        color=FAINT,
-        linewidth=1.0,
-        linestyle=(0, (1, 1.5)),
-        label="requests / s",
-    )
+    dotted: dict[str, Any] = {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (1, 1.5))}
+    lines += right.step(at_s, asked, where="post", label="requests / s", **dotted)
     right.set_ylabel("images / s, requests / s")
     right.set_ylim(0, 1.3 * max(1.0, *served))
     axis.legend(handles=lines, loc="upper left", ncols=3)

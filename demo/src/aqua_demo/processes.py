@@ -169,23 +169,15 @@ class ProcessGroup:
             module: Within `aqua_demo`.
             settings: Handed over as JSON, in the one argument.
         """
-        command = [
-            sys.executable,
-            "-m",
-            f"aqua_demo.{module}",
-            str(os.getpid()),
-            settings.model_dump_json(),
-        ]
-        return self._keep(
-            Child(name, command, log=self._log(name), environment={}, heard=self.heard)
-        )
+        arguments = [f"aqua_demo.{module}", str(os.getpid()), settings.model_dump_json()]
+        return self._start(name, [sys.executable, "-m", *arguments], {}, self.heard)
 
     def start_service(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> Child:
         """Start another program, which ends with this process."""
         tied = [sys.executable, "-m", "aqua_demo.parent_death", str(os.getpid()), *command]
-        return self._keep(Child(name, tied, log=self._log(name), environment=environment))
+        return self._start(name, tied, environment)
 
     def require_services(self) -> None:
         """Refuse to go on without a service that has ended.
@@ -198,7 +190,7 @@ class ProcessGroup:
                 raise self.died(child.name)
 
     def died(self, name: str) -> DemoError:
-        """What to say about a child that ended before its time."""
+        """Make the error of a child that ended before its time."""
         child = next(child for child in self._children if child.name == name)
         status = child.wait(STOP_WAIT_S)
         return DemoError(
@@ -214,9 +206,14 @@ class ProcessGroup:
         for child in reversed(self._children):
             child.stop(self._patience_s)
 
-    def _keep(self, child: Child) -> Child:
+    def _start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        heard: queue.Queue[Heard] | None = None,
+    ) -> Child:
+        log = self._directory / f"{name}.log"
+        child = Child(name, command, log=log, environment=environment, heard=heard)
         self._children.append(child)
         return child
-
-    def _log(self, name: str) -> Path:
-        return self._directory / f"{name}.log"

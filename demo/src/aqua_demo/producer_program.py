@@ -39,7 +39,7 @@ from aqualib.topology import place
 from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
-"""Seconds between samples, as of the consumer."""
+"""Seconds between samples, as of the consumer. Doubled, the plot shows steps."""
 
 RATE_WINDOW_S: Final = 2.0
 """Seconds over which the rate of requests is taken, at least. Doubled, the informer sees a burst
@@ -50,7 +50,8 @@ RATE_WINDOW_REQUESTS: Final = 60
 stands out. Doubled, it varies by an eleventh and bursts are seen later."""
 
 IDLE_WAIT_S: Final = 0.02
-"""Seconds until the clock is looked at again, at most. Doubled, samples are less even."""
+"""Seconds until the clock is looked at again. Doubled, a request waits that much longer for its
+start, and samples are less even."""
 
 STEADY_MARGIN: Final = 1.35
 """What counts as steady, in terms of the mean rate: random arrivals stay below it nearly always,
@@ -191,7 +192,7 @@ class ProducerProgram:
             arrivals.per_s = self._load_factor * base_per_s
             due = arrivals.due(now_s)
             meter.count(due, now_s)
-            service.request(due, now_s)
+            service.request(due)
             if now_s >= next_sample_s:
                 next_sample_s = now_s + SAMPLE_INTERVAL_S
                 parent.tell(
@@ -209,7 +210,7 @@ class ProducerProgram:
                     )
                 )
             if service.is_idle:
-                self._finished.wait(min(arrivals.next_in_s(now_s), IDLE_WAIT_S))
+                self._finished.wait(IDLE_WAIT_S)
             else:
                 service.step()
                 loop.step_ended()

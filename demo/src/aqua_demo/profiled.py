@@ -9,7 +9,6 @@ keys and values are. Both are the code that the demo runs.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
@@ -51,7 +50,7 @@ class Images:
         """
         if size * self._scale.image_bytes > self.total_bytes - self._memory.used_bytes:
             raise MemoryError(f"{size} images do not fit {self.total_bytes} bytes")
-        self._service.request(size, time.monotonic())
+        self._service.request(size)
         self.used_bytes = 0
         while not self._service.is_idle:
             self._service.step()

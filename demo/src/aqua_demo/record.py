@@ -18,8 +18,8 @@ MAX_SAMPLES: Final = 36_000
 """Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two
 hours."""
 
-MAX_ENTRIES: Final = 1_000
-"""Lines of the log that are kept, of which a run writes dozens. Doubled, nothing changes."""
+MAX_ENTRIES: Final = 7
+"""Lines of the log that are kept for the view. Doubled, its picture is seven lines taller."""
 
 RATE_WINDOW_S: Final = 2.0
 """Seconds over which rates are averaged: a burst of images lasts longer, and single steps do not

@@ -12,14 +12,10 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aqua_demo.machine import describe_machine
-from aqua_demo.messages import (
-    ConsumerResult,
-    Message,
-    ReclaimMeasure,
-)
+from aqua_demo.messages import ConsumerResult, Message, ReclaimMeasure
 from aqua_demo.phases import GENERATING, TITLES, StoryPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
@@ -32,10 +28,8 @@ HOST_REMARK: Final = (
 GPU_REMARK: Final = "Borrowed memory is a GPU's, host memory is behind PCIe."
 
 
-class PhaseReport(BaseModel):
+class PhaseReport(Message):
     """One phase; times in seconds since the start."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     title: str
@@ -44,20 +38,16 @@ class PhaseReport(BaseModel):
     tokens_per_s: float | None = None
 
 
-class Claim(BaseModel):
+class Claim(Message):
     """Something the demo shows, and whether it did."""
-
-    model_config = ConfigDict(extra="forbid")
 
     text: str
     holds: bool
     reason: str = Field(default="", description="Why not, with figures.")
 
 
-class DemoReport(BaseModel):
-    """`demo-report.json`."""
-
-    model_config = ConfigDict(extra="forbid")
+class DemoReport(Message):
+    """The content of `demo-report.json`."""
 
     tokens_identical: bool
     logits_identical: bool
@@ -162,17 +152,8 @@ def judge(
 ) -> list[Claim]:
     """The claims, in the order in which a reader asks."""
     last, reclaims = record.consumer[-1], record.producer[-1].reclaims
-    paged_out, paged_in, spilled, returned, peak, budget = map(
-        format_bytes,
-        (
-            last.paged_out_bytes,
-            last.paged_in_bytes,
-            last.spilled_bytes_peak,
-            returned_bytes(record),
-            harvested.peak_resident_bytes,
-            harvested.budget_bytes,
-        ),
-    )
+    returned = returned_bytes(record)
+    peak, budget = harvested.peak_resident_bytes, harvested.budget_bytes
     found = [
         (
             "tokens equal those of an uninterrupted run",
@@ -186,23 +167,23 @@ def judge(
         ),
         (
             "keys and values exceeded the budget, and kept to it",
-            harvested.peak_resident_bytes <= harvested.budget_bytes < kv_bytes,
-            f"peak {peak}, budget {budget}",
+            peak <= budget < kv_bytes,
+            f"peak {format_bytes(peak)}, budget {format_bytes(budget)}",
         ),
         (
             "layers were paged out and in",
             0 < last.paged_out_bytes < last.paged_in_bytes,
-            f"{paged_out} out, {paged_in} in",
+            f"{format_bytes(last.paged_out_bytes)} out, {format_bytes(last.paged_in_bytes)} in",
         ),
         (
             "memory was taken back mid-generation",
             bool(reclaims) and last.spilled_bytes_peak > 0,
-            f"{len(reclaims)} reclaims, {spilled} spilled",
+            f"{len(reclaims)} reclaims, {format_bytes(last.spilled_bytes_peak)} spilled",
         ),
         (
             "and was lent again",
-            returned_bytes(record) > 0 and last.peer_bytes > 0,
-            f"{returned} returned to borrowed memory",
+            returned > 0 and last.peer_bytes > 0,
+            f"{format_bytes(returned)} returned to borrowed memory",
         ),
         (
             "the image service served all the while",

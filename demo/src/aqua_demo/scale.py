@@ -36,15 +36,15 @@ class DemoScale:
         slab_bytes: Unit of lending and of reclaim; GPUs map memory in multiples of 2 MiB.
         memory_bytes: The image service's device, emulated where there is no GPU.
         image_bytes: Workspace of one image in flight on that device.
+        harvest_tokens: New tokens to see with the spare memory in use, before the burst.
+        burst_tokens: New tokens to see in host memory.
+        again_tokens: New tokens to see after the memory is back.
         spare_images: Images for which the service keeps room while it lends the rest.
         unet_channels: Width of the image model.
         image_side: Pixels.
         image_steps: Denoising steps of one image.
         quiet_load: Share of its capacity, with the memory lent, that the service is asked for at
             first; the burst doubles it.
-        harvest_tokens: New tokens to see with the spare memory in use, before the burst.
-        burst_tokens: New tokens to see in host memory.
-        again_tokens: New tokens to see after the memory is back.
     """
 
     llama: LlamaSize
@@ -54,18 +54,18 @@ class DemoScale:
     slab_bytes: int
     memory_bytes: int
     image_bytes: int
-    spare_images: int
-    unet_channels: int
-    image_side: int
-    image_steps: int
-    quiet_load: float
     harvest_tokens: int
     burst_tokens: int
     again_tokens: int
+    spare_images: int = 1
+    unet_channels: int = 8
+    image_side: int = 16
+    image_steps: int = 12
+    quiet_load: float = 0.4
 
     @property
     def max_tokens(self) -> int:
-        """Text and answer together."""
+        """Tokens of text and answer together."""
         return self.prompt_tokens + self.answer_tokens
 
     @property
@@ -100,11 +100,6 @@ FULL: Final = DemoScale(
     slab_bytes=8 * MIB,
     memory_bytes=168 * MIB,
     image_bytes=20 * MIB,
-    spare_images=1,
-    unet_channels=8,
-    image_side=16,
-    image_steps=12,
-    quiet_load=0.4,
     harvest_tokens=100,
     burst_tokens=80,
     again_tokens=80,

@@ -12,6 +12,7 @@ from typing import Final, Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -28,10 +29,7 @@ PLAIN_INTERVAL_S: Final = 5.0
 """Seconds between lines of the state in a log. Doubled, a run of half a minute shows three."""
 
 BAR_WIDTH: Final = 40
-"""Characters; with names and sizes it fits a terminal of 80."""
-
-SHOWN_ENTRIES: Final = 7
-"""Lines of the log under the picture. Doubled, it is seven lines taller."""
+"""Characters; with names and sizes it fits a terminal of 80, and doubled no longer would."""
 
 
 class RunView:
@@ -89,7 +87,7 @@ class PlainView(RunView):
         )
 
     def tell(self, entry: LogEntry) -> None:
-        """A line."""
+        """Print it as a line."""
         self._print(f"[{entry.at_s:6.1f} s] {entry.source}: {entry.text}")
 
     def _print(self, line: str) -> None:
@@ -129,7 +127,7 @@ def picture(record: RunRecord, goals: list[Goal], now_s: float) -> RenderableTyp
     rows.append("")
     rows += [
         Text.assemble((f"{entry.at_s:6.1f} s  ", "dim"), (f"{entry.source}  ", "cyan"), entry.text)
-        for entry in list(record.log)[-SHOWN_ENTRIES:]
+        for entry in record.log
     ]
     title = f"[bold]Aqua[/]  {now_s - record.started_s:.0f} s"
     return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
@@ -194,8 +192,7 @@ def _bars(title: str, total: int, sizes: list[tuple[str, int, str]]) -> Table:
     table.title_justify = "left"
     table.title_style = "bold"
     for name, size, style in sizes:
-        filled = round(BAR_WIDTH * min(1.0, max(0, size) / total))
-        bar = Text.assemble(("█" * filled, style), ("░" * (BAR_WIDTH - filled), "bright_black"))
+        bar = ProgressBar(total, size, BAR_WIDTH, complete_style=style, finished_style=style)
         table.add_row(f"  {name}", bar, format_bytes(max(0, size)))
     return table
 

@@ -36,7 +36,7 @@ def test_arrivals_come_at_the_rate_that_is_set_and_repeat_with_the_seed() -> Non
 
 
 def test_a_request_becomes_an_image_after_its_steps(service: ImageService) -> None:
-    service.request(1, now_s=0.0)
+    service.request(1)
     for _ in range(QUICK.image_steps - 1):
         service.step()
     assert (service.images, service.batch) == (0, 1)
@@ -49,7 +49,7 @@ def test_lent_memory_limits_how_many_images_are_made_at_once(
     service: ImageService, memory: EmulatedMemory
 ) -> None:
     memory.take(QUICK.offer_bytes)
-    service.request(5, now_s=0.0)
+    service.request(5)
     service.step()
     assert service.batch < 5
     assert service.queue_length == 5 - service.batch
@@ -66,7 +66,7 @@ def test_a_service_that_lends_all_it_can_still_makes_images(name: str) -> None:
     service = ImageService(scale, allowance, torch.device("cpu"), seed=0)
     assert allowance.shrink(scale.offer_bytes) == scale.offer_bytes
     memory.take(scale.offer_bytes)
-    service.request(3, now_s=0.0)
+    service.request(3)
     service.step()
     assert service.batch == scale.spare_images
 
@@ -74,16 +74,15 @@ def test_a_service_that_lends_all_it_can_still_makes_images(name: str) -> None:
 def test_finished_images_give_their_memory_back(
     service: ImageService, memory: EmulatedMemory
 ) -> None:
-    service.request(3, now_s=0.0)
+    service.request(3)
     while not service.is_idle:
         service.step()
     assert memory.used_bytes == service.weight_bytes
 
 
 def test_requests_beyond_the_bound_are_turned_away(service: ImageService) -> None:
-    service.request(MAX_WAITING + 7, now_s=0.0)
+    service.request(MAX_WAITING + 7)
     assert service.queue_length == MAX_WAITING
-    assert service.turned_away == 7
 
 
 def test_capacity_grows_with_the_batch_and_measuring_it_leaves_no_trace(

@@ -7,6 +7,7 @@ from aqua_demo.phases import Goal, Observation, Patience, goals, next_phase
 from aqua_demo.phases import StoryPhase as Phase
 from aqua_demo.scale import QUICK
 
+NOT_YET = Observation()
 RECLAIM = ReclaimMeasure(bytes=8, first_slab_ms=1.0, total_ms=2.0)
 
 
@@ -36,18 +37,17 @@ def _consumer(tokens: int, peer: int = 100, host: int = 0, returned: int = 0) ->
         paged_in_bytes=1,
         spilled_bytes_peak=host,
         returned_bytes=returned,
-        stall_s=0,
     )
 
 
 def _next(
     phase: Phase,
     *,
-    producer: ProducerSample | None = None,
-    consumer: ConsumerSample | None = None,
-    entered: ConsumerSample | None = None,
+    producer: ProducerSample = NOT_YET.producer,
+    consumer: ConsumerSample = NOT_YET.consumer,
+    before: ConsumerSample = NOT_YET.before,
 ) -> Phase:
-    return next_phase(phase, Observation(producer, consumer, entered), QUICK)
+    return next_phase(phase, Observation(producer, consumer, before), QUICK)
 
 
 def test_the_llm_starts_when_all_spare_memory_is_on_offer() -> None:
@@ -64,10 +64,10 @@ def test_prefill_ends_with_the_first_token() -> None:
 def test_the_burst_waits_for_tokens_from_borrowed_memory() -> None:
     enough = QUICK.harvest_tokens
     before = _consumer(7)
-    assert _next(Phase.HARVEST, consumer=_consumer(6 + enough), entered=before) is Phase.HARVEST
+    assert _next(Phase.HARVEST, consumer=_consumer(6 + enough), before=before) is Phase.HARVEST
     spilled = _consumer(7 + enough, peer=50, host=50)
-    assert _next(Phase.HARVEST, consumer=spilled, entered=before) is Phase.HARVEST
-    assert _next(Phase.HARVEST, consumer=_consumer(7 + enough), entered=before) is Phase.BURST
+    assert _next(Phase.HARVEST, consumer=spilled, before=before) is Phase.HARVEST
+    assert _next(Phase.HARVEST, consumer=_consumer(7 + enough), before=before) is Phase.BURST
 
 
 def test_the_burst_lasts_until_pages_are_in_host_memory_and_tokens_came_from_there() -> None:
@@ -84,29 +84,29 @@ def test_the_burst_lasts_until_pages_are_in_host_memory_and_tokens_came_from_the
 def test_the_calm_lasts_until_pages_have_returned() -> None:
     before = _consumer(0, peer=0, host=100, returned=5)
     stayed = _consumer(9, returned=5)
-    assert _next(Phase.CALM, consumer=stayed, entered=before) is Phase.CALM
+    assert _next(Phase.CALM, consumer=stayed, before=before) is Phase.CALM
     half = _consumer(9, peer=50, host=50, returned=55)
-    assert _next(Phase.CALM, consumer=half, entered=before) is Phase.CALM
+    assert _next(Phase.CALM, consumer=half, before=before) is Phase.CALM
     back = _consumer(9, returned=105)
-    assert _next(Phase.CALM, consumer=back, entered=before) is Phase.AGAIN
+    assert _next(Phase.CALM, consumer=back, before=before) is Phase.AGAIN
 
 
 def test_the_story_ends_with_tokens_from_memory_borrowed_again() -> None:
     enough, before = QUICK.again_tokens, _consumer(7)
-    assert _next(Phase.AGAIN, consumer=_consumer(6 + enough), entered=before) is Phase.AGAIN
-    assert _next(Phase.AGAIN, consumer=_consumer(7 + enough), entered=before) is Phase.VERIFY
+    assert _next(Phase.AGAIN, consumer=_consumer(6 + enough), before=before) is Phase.AGAIN
+    assert _next(Phase.AGAIN, consumer=_consumer(7 + enough), before=before) is Phase.VERIFY
 
 
 def test_a_reclaim_from_before_the_burst_does_not_end_it() -> None:
     seen = Observation(
-        _producer(0, reclaimed=True), _consumer(500, peer=0, host=9), None, reclaims_before=1
+        _producer(0, reclaimed=True), _consumer(500, peer=0, host=9), reclaims_before=1
     )
     assert next_phase(Phase.BURST, seen, QUICK) is Phase.BURST
 
 
 def test_every_phase_says_what_it_waits_for() -> None:
     for phase in Phase:
-        assert all(goal.text for goal in goals(phase, Observation(None, None, None), QUICK))
+        assert all(goal.text for goal in goals(phase, NOT_YET, QUICK))
 
 
 def test_patience_starts_again_with_every_count_that_is_new() -> None:

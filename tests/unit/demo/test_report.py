@@ -67,7 +67,6 @@ def _timeline(**changes: Any) -> RunRecord:  # noqa: ANN401 - any field of the c
                 paged_in_bytes=300 * tenth,
                 spilled_bytes_peak=300 if at_s >= 10 else 0,
                 returned_bytes=1000 if at_s >= 15 else 700,
-                stall_s=0.1,
             ).model_copy(update=changes)
         )
     timeline.close(STARTED_S + 25)
@@ -176,7 +175,7 @@ def test_the_live_view_and_the_summary_fit_a_terminal() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     timeline = _timeline()
     for phase in Phase:
-        seen = Observation(timeline.producer[-1], timeline.consumer[-1], None)
+        seen = Observation(timeline.producer[-1], timeline.consumer[-1])
         console.print(picture(timeline, goals(phase, seen, QUICK), STARTED_S + 20))
     console.print(picture(RunRecord(STARTED_S), [], STARTED_S))
     console.print(summary(_report()))
