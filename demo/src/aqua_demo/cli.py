@@ -18,7 +18,8 @@ from aqua_cli import main as run_app
 from aqua_protocol import ConfigError, TransportKind
 
 if TYPE_CHECKING:
-    from aqua_demo.planned import Arrangement
+    from aqua_demo.scale import DemoScale
+    from aqua_protocol.leases import PlacementPlan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,17 +64,20 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
 
     from aqua_demo.orchestration import Options, Story
     from aqua_demo.plot import draw
+    from aqua_demo.scale import SCALES
     from aqua_demo.view import summary, view_for
 
-    name = "quick" if quick else "full"
+    size = "quick" if quick else "full"
+    scale, pairings = _arrangement(SCALES[size], profile or [], plan)
     options = Options(
-        scale=name,
+        size=size,
+        scale=scale,
         transport=transport,
         seed=seed,
         checksum=checksum,
         corrupt_one_byte=corrupt_one_byte,
         logs=logs,
-        arrangement=_arrangement(name, profile or [], plan),
+        pairings=pairings,
     )
     console = Console(stderr=True)
     try:
@@ -99,18 +103,19 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _arrangement(scale: str, profiles: list[Path], plan: Path | None) -> Arrangement | None:
+def _arrangement(
+    scale: DemoScale, profiles: list[Path], plan: Path | None
+) -> tuple[DemoScale, PlacementPlan | None]:
     """What profiles and plan say, if there are any."""
     if plan is None and not profiles:
-        return None
+        return scale, None
     if plan is None or not profiles:
         raise ConfigError(
             "profiles and a plan go together", remedy="Give --profile twice and --plan."
         )
     from aqua_demo.planned import read_arrangement
-    from aqua_demo.scale import SCALES
 
-    return read_arrangement(SCALES[scale], profiles, plan)
+    return read_arrangement(scale, profiles, plan)
 
 
 def _prepare(directory: Path) -> Path:

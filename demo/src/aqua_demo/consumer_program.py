@@ -30,7 +30,6 @@ from aqua_demo.messages import (
     Finish,
     ProgramSettings,
 )
-from aqua_demo.scale import scale_of
 from aqua_protocol import CapacityError, format_bytes
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
@@ -62,7 +61,7 @@ class ConsumerProgram:
 
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._scale = scale_of(settings.scale, settings.spare_images)
+        self._scale = settings.scale
         self._answer_lengths: Iterable[int] = (
             repeat(self._scale.answer_tokens)
             if settings.answer_lengths is None

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from aqua_demo.scale import DemoScale
 from aqua_protocol import ErrorBody, TransportKind, format_bytes
 
 
@@ -21,18 +22,13 @@ class Message(BaseModel):
 
 
 class ProgramSettings(Message):
-    """What both programs need to know.
+    """What both programs need to know."""
 
-    Attributes:
-        spare_images: Room that the image service keeps; None for the scale's own.
-    """
-
-    scale: str
+    scale: DemoScale
     seed: int
     transport: TransportKind | None
     device: str | None
     threads: int
-    spare_images: int | None = None
 
 
 class ReclaimMeasure(Message):

@@ -32,14 +32,14 @@ from aqua_demo.messages import (
     SetLoad,
 )
 from aqua_demo.phases import TITLES, Observation, Patience, StoryPhase, goals, next_phase
-from aqua_demo.planned import Arrangement
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_demo.producer_program import ProducerSettings
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
-from aqua_demo.scale import scale_of
+from aqua_demo.scale import DemoScale
 from aqua_demo.view import RunView
 from aqua_protocol import TransportKind, error_from_body, format_bytes
+from aqua_protocol.leases import PlacementPlan
 
 STALL_LIMIT_S: Final = 180.0
 """Seconds without progress after which a phase is stuck: on two busy cores each takes 10 to 20.
@@ -70,18 +70,19 @@ class Options:
     """What the user chose: the options of the command, as `aqua-demo --help` explains them.
 
     Attributes:
-        scale: A name in `SCALES`.
+        size: The name of the scale.
         logs: Directory for the children's logs.
-        arrangement: What profiles and a plan say, if there are any.
+        pairings: The plan for the coordinator, if there is one.
     """
 
-    scale: str
+    size: str
+    scale: DemoScale
     transport: TransportKind | None
     seed: int
     checksum: bool
     corrupt_one_byte: bool
     logs: Path
-    arrangement: Arrangement | None = None
+    pairings: PlacementPlan | None = None
 
 
 class Story:
@@ -89,15 +90,13 @@ class Story:
 
     def __init__(self, options: Options, view: RunView) -> None:
         self._options = options
-        spare_images = None if options.arrangement is None else options.arrangement.spare_images
-        self._scale = scale_of(options.scale, spare_images)
+        self._scale = options.scale
         # The same for all programs; the runs of the LLM differ in nothing but what is added.
         self._common: dict[str, Any] = {
             "scale": options.scale,
             "seed": options.seed,
             "transport": options.transport,
             "threads": compute_threads(),
-            "spare_images": spare_images,
         }
         self._view = view
         self.record: Final = RunRecord(time.monotonic())
@@ -126,8 +125,8 @@ class Story:
             self._enter(StoryPhase.START)
             coordinator = DemoCoordinator.start(group, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
-            if self._options.arrangement is not None:
-                coordinator.obey(self._options.arrangement.pairings)
+            if self._options.pairings is not None:
+                coordinator.obey(self._options.pairings)
                 self._note("coordinator", "obeys the plan: the LLM borrows from the image service")
             producer = self._producer = group.start_program(
                 "producer",
@@ -175,7 +174,7 @@ class Story:
             harvested,
             compared,
             kv_bytes=self._scale.kv_bytes,
-            scale=self._options.scale,
+            scale=self._options.size,
             seed=self._options.seed,
             checksum=self._options.checksum,
             prompt_tokens=self._scale.prompt_tokens,

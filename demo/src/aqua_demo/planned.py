@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,21 +25,10 @@ from aqua_protocol.profile import ModelProfile, ProfileLabel
 Document = TypeVar("Document", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What a run is told.
-
-    Attributes:
-        spare_images: Images that the service keeps room for.
-        pairings: For the coordinator.
-    """
-
-    spare_images: int
-    pairings: PlacementPlan
-
-
-def read_arrangement(scale: DemoScale, profiles: list[Path], plan: Path) -> Arrangement:
-    """Read files and make an arrangement of them.
+def read_arrangement(
+    scale: DemoScale, profiles: list[Path], plan: Path
+) -> tuple[DemoScale, PlacementPlan]:
+    """Read files and make an arrangement of them; see `arrange`.
 
     Raises:
         ConfigError: A file is not what it should be, or the plan does not suit the demo.
@@ -51,8 +40,12 @@ def read_arrangement(scale: DemoScale, profiles: list[Path], plan: Path) -> Arra
 
 def arrange(
     scale: DemoScale, profiles: dict[str, ModelProfile], matches: Sequence[Match], plan_hash: str
-) -> Arrangement:
+) -> tuple[DemoScale, PlacementPlan]:
     """Check that plan and profiles are about the demo's two programs, and fit.
+
+    Returns:
+        The scale, with room for as many images as the profile left, and the plan for the
+        coordinator.
 
     Raises:
         ConfigError: They are not, or do not.
@@ -77,21 +70,15 @@ def arrange(
     spare, needed = producer.spare_bytes or 0, max(consumer.needed_bytes or 0, scale.page_bytes)
     # At least as much room as the profile left, in whole images.
     images = math.ceil((scale.memory_bytes - WEIGHT_BYTES - spare) / scale.image_bytes)
-    offer = replace(scale, spare_images=max(1, images)).offer_bytes
-    if offer < needed:
+    scale = replace(scale, spare_images=max(1, images))
+    if scale.offer_bytes < needed:
         raise ConfigError(
-            f"the image service spares {format_bytes(offer)}, the LLM needs {format_bytes(needed)}",
+            f"the image service spares {format_bytes(scale.offer_bytes)},"
+            f" the LLM needs {format_bytes(needed)}",
             remedy="Profile both at the same size (quick or full), the service with --largest 2.",
         )
-    return Arrangement(
-        max(1, images),
-        PlacementPlan(
-            plan_hash=plan_hash,
-            pairings=[
-                Pairing(consumer_id=CONSUMER_ID, producers=[PRODUCER_ID], reason=match.reason[:512])
-            ],
-        ),
-    )
+    pairing = Pairing(consumer_id=CONSUMER_ID, producers=[PRODUCER_ID], reason=match.reason[:512])
+    return scale, PlacementPlan(plan_hash=plan_hash, pairings=[pairing])
 
 
 def _read(path: Path, kind: type[Document]) -> Document:

@@ -28,7 +28,6 @@ from aqua_demo.messages import (
     ReclaimMeasure,
     SetLoad,
 )
-from aqua_demo.scale import DemoScale, scale_of
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -116,7 +115,6 @@ class ProducerProgram:
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        self._scale: DemoScale = scale_of(settings.scale, settings.spare_images)
         self._finished = threading.Event()
         self._load_factor = 1.0
 
@@ -132,7 +130,7 @@ class ProducerProgram:
 
     def run(self, parent: Parent) -> None:
         """Serve images and lend memory until told to finish."""
-        settings, scale = self._settings, self._scale
+        settings, scale = self._settings, self._settings.scale
         torch.set_num_threads(settings.threads)
         transport = select(settings.transport, settings.device)
         memory = EmulatedMemory(scale.memory_bytes)

@@ -120,10 +120,3 @@ QUICK: Final = replace(
 )
 
 SCALES: Final = {"full": FULL, "quick": QUICK}
-"""By name, as it travels to the programs."""
-
-
-def scale_of(name: str, spare_images: int | None) -> DemoScale:
-    """The scale of that name; with another number of images kept room for, if one is given."""
-    scale = SCALES[name]
-    return scale if spare_images is None else replace(scale, spare_images=spare_images)

@@ -136,14 +136,10 @@ def picture(record: RunRecord, goals: list[Goal], now_s: float) -> RenderableTyp
 def _story(record: RunRecord, goals: list[Goal]) -> RenderableType:
     order = list(StoryPhase)
     present = record.spans[-1].phase if record.spans else order[0]
+    at = order.index(present)
+    styles = ["green"] * at + ["bold reverse"] + ["dim"] * (len(order) - at - 1)
     steps = Text("→", "dim").join(
-        Text(
-            f" {phase.value} ",
-            "bold reverse"
-            if phase is present
-            else ("green" if order.index(phase) < order.index(present) else "dim"),
-        )
-        for phase in order
+        Text(f" {phase.value} ", style) for phase, style in zip(order, styles, strict=True)
     )
     conditions = Text("waiting for: ", style="dim")
     for goal in goals:
@@ -198,7 +194,7 @@ def _bars(title: str, total: int, sizes: list[tuple[str, int, str]]) -> Table:
 
 
 def summary(report: DemoReport) -> RenderableType:
-    """The table at the end."""
+    """Draw the claims and the table at the end."""
     claims = [
         Text.assemble(
             ("✓ ", "green") if claim.holds else ("✗ ", "red"),
@@ -208,22 +204,12 @@ def summary(report: DemoReport) -> RenderableType:
         for claim in report.claims
     ]
     link = "" if report.link_gb_per_s is None else f", {report.link_gb_per_s:.1f} GB/s measured"
+    kv, budget = format_bytes(report.kv_bytes), format_bytes(report.budget_bytes)
+    paged_out, paged_in = format_bytes(report.paged_out_bytes), format_bytes(report.paged_in_bytes)
     figures = [
         ("Tokens generated", f"{report.tokens}, about a text of {report.prompt_tokens}"),
-        (
-            "Keys and values",
-            (
-                f"{format_bytes(report.kv_bytes)} within a budget of"
-                f" {format_bytes(report.budget_bytes)}"
-            ),
-        ),
-        (
-            "Paged",
-            (
-                f"{format_bytes(report.paged_out_bytes)} out,"
-                f" {format_bytes(report.paged_in_bytes)} in, over {report.transport}{link}"
-            ),
-        ),
+        ("Keys and values", f"{kv} within a budget of {budget}"),
+        ("Paged", f"{paged_out} out, {paged_in} in, over {report.transport}{link}"),
         ("Spilled at most", f"{format_bytes(report.spilled_bytes_peak)} in host memory"),
         ("Returned", f"{format_bytes(report.returned_bytes)} to borrowed memory"),
         ("Images", f"{report.images}"),
@@ -235,7 +221,7 @@ def summary(report: DemoReport) -> RenderableType:
         ),
         (
             "Tokens/s, uninterrupted",
-            f"{report.reference_tokens_per_s:.1f}, all on the own device, nothing beside it",
+            f"{report.reference_tokens_per_s:.1f}, on the own device alone",
         ),
     ]
     table = Table(show_header=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
 from aqua_demo.planned import arrange
-from aqua_demo.scale import MOST_SPARE_IMAGES, QUICK, SCALES, WEIGHT_BYTES, scale_of
+from aqua_demo.scale import MOST_SPARE_IMAGES, QUICK, SCALES, WEIGHT_BYTES
 from aqua_protocol import MIB, ConfigError
 from aqua_protocol.plan import Match
 from aqua_protocol.profile import ModelProfile, ProfileLabel
@@ -40,10 +42,10 @@ def _matches(producer: str = PRODUCER_ID) -> list[Match]:
 
 
 def test_the_room_for_images_follows_from_what_the_profile_spares() -> None:
-    arrangement = arrange(QUICK, _profiles(), _matches(), "0" * 64)
-    assert arrangement.spare_images == 2
-    assert scale_of("quick", 2).offer_bytes == 10 * MIB
-    (pairing,) = arrangement.pairings.pairings
+    scale, plan = arrange(QUICK, _profiles(), _matches(), "0" * 64)
+    assert scale.spare_images == 2
+    assert scale.offer_bytes == 10 * MIB
+    (pairing,) = plan.pairings
     assert (pairing.consumer_id, list(pairing.producers)) == (CONSUMER_ID, [PRODUCER_ID])
 
 
@@ -52,7 +54,7 @@ def test_the_room_for_images_follows_from_what_the_profile_spares() -> None:
 def test_whichever_peak_the_profile_finds_the_offer_holds_every_page(
     name: str, images: int
 ) -> None:
-    scale = scale_of(name, images)
+    scale = replace(SCALES[name], spare_images=images)
     shape = LayerShape(
         batch=1,
         heads=scale.llama.heads,
@@ -61,18 +63,19 @@ def test_whichever_peak_the_profile_finds_the_offer_holds_every_page(
         block_tokens=DEFAULT_BLOCK_TOKENS,
         max_blocks=-(-scale.max_tokens // DEFAULT_BLOCK_TOKENS),
     )
-    plan = plan_offload(scale.llama.layers, shape, budget_bytes=scale.budget_bytes)
-    blocks = len(plan.offloaded) * shape.rows * shape.max_blocks
+    offload = plan_offload(scale.llama.layers, shape, budget_bytes=scale.budget_bytes)
+    blocks = len(offload.offloaded) * shape.rows * shape.max_blocks
     slabs = -(-blocks // (scale.slab_bytes // shape.block_bytes))
     assert scale.page_bytes == slabs * scale.slab_bytes <= scale.offer_bytes
     spare = scale.memory_bytes - WEIGHT_BYTES - images * scale.image_bytes
     profiles = _profiles(spare=spare, needed=scale.kv_bytes - scale.budget_bytes)
-    assert arrange(scale, profiles, _matches(), "0" * 64).spare_images == images
+    arranged, _ = arrange(scale, profiles, _matches(), "0" * 64)
+    assert arranged.spare_images == images
 
 
 def test_an_offer_with_room_for_the_profiled_need_but_not_for_every_page_is_refused() -> None:
     images = MOST_SPARE_IMAGES + 1
-    assert 5 * MIB < scale_of("quick", images).offer_bytes < QUICK.page_bytes
+    assert 5 * MIB < replace(QUICK, spare_images=images).offer_bytes < QUICK.page_bytes
     with pytest.raises(ConfigError, match="needs"):
         arrange(QUICK, _profiles(spare=9 * MIB, needed=5 * MIB), _matches(), "0" * 64)
 
