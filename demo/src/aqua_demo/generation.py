@@ -76,7 +76,7 @@ class Generation:
             answers.append(self._answer(cache, number, length))
         return ConsumerResult(
             answers=answers,
-            logits_sha256=self._recorder.sha256,
+            logits_sha256=self._recorder.digest.hexdigest(),
             prefill_s=self._recorder.first_s - started_s,
             decode_s=time.monotonic() - self._recorder.first_s,
         )
@@ -113,23 +113,19 @@ class LogitsRecorder(LogitsProcessor):  # type: ignore[misc]  # transformers is 
     Attributes:
         count: Tokens whose logits have been seen.
         first_s: When the first were seen, by CLOCK_MONOTONIC.
+        digest: SHA-256 over all of them.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.first_s = 0.0
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Take note; scores, shape (batch, vocabulary), are returned unchanged."""
         del input_ids
-        self._digest.update(scores.cpu().numpy().tobytes())
+        self.digest.update(scores.cpu().numpy().tobytes())
         if not self.count:
             self.first_s = time.monotonic()
         self.count += 1
         return scores
-
-    @property
-    def sha256(self) -> str:
-        """Over all logits so far."""
-        return self._digest.hexdigest()

@@ -39,7 +39,7 @@ start, which measures twice, takes 0.8 s longer."""
 
 
 class Arrivals:
-    """When requests arrive.
+    """The times at which requests arrive.
 
     Args:
         per_s: Mean rate; may be set at any time and holds for all later arrivals.

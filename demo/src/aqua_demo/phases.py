@@ -75,12 +75,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One condition of a phase's end.
-
-    Attributes:
-        text: What is waited for, for the view and for the reason of a failure.
-        is_met: Whether it holds.
-    """
+    """One condition of a phase's end; `text` tells people what is waited for."""
 
     text: str
     is_met: bool
@@ -126,7 +121,7 @@ def goals(  # noqa: PLR0911 - the table of phases, a row each
 
 
 def next_phase(phase: StoryPhase, seen: Observation, scale: DemoScale) -> StoryPhase:
-    """The phase after this observation: the present one until all its goals are met."""
+    """Return the phase after this observation: the present one until all its goals are met."""
     if phase is StoryPhase.VERIFY or not all(goal.is_met for goal in goals(phase, seen, scale)):
         return phase
     order = list(StoryPhase)

@@ -33,13 +33,7 @@ more seconds of it are shown."""
 
 
 def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
-    """Write the plot.
-
-    Args:
-        record: Of a finished run.
-        path: Where to write it, a .png or .svg file.
-        subtitle: What ran, on what.
-    """
+    """Write the plot of a finished run, a .png or .svg file; `subtitle` says what ran, on what."""
     begin_s = max(0.0, record.consumer[0].at_s - record.started_s - LEAD_S)
     end_s = record.consumer[-1].at_s - record.started_s
     with figure(path, width=11, height=8.2) as drawing:

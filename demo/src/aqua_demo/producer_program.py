@@ -215,7 +215,7 @@ class ProducerProgram:
 
 
 def measures(tickets: list[ReclaimTicket]) -> list[ReclaimMeasure]:
-    """What the finished reclaims took."""
+    """Say what the finished reclaims took."""
     return [
         ReclaimMeasure(
             bytes=ticket.returned_bytes,

@@ -25,9 +25,6 @@ from aqualib.producer.device import EmulatedMemory
 class Images:
     """The image service, batch by batch.
 
-    Args:
-        scale: Sizes.
-
     Attributes:
         used_bytes: Highest use of the device during the last batch.
         total_bytes: Of the device.
@@ -59,9 +56,6 @@ class Images:
 
 class Llm:
     """The LLM, prompt by prompt.
-
-    Args:
-        scale: Sizes.
 
     Attributes:
         used_bytes: Keys and values of the last prompt.
