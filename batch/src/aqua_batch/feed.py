@@ -42,10 +42,8 @@ class BlendFeed:
         self._logical = 0
         self._output = 0
         self._left = tree.request_count
-        nothing = np.empty(0, np.int32)
-        self._view = BatchView(0, 0.0, 0, 0, 0, 0, 0, capacity_tokens, nothing, nothing, nothing)
-        self._nothing = nothing
-        self.last_plan = StepPlan(nothing, 0)
+        self._view = BatchView(capacity_tokens)
+        self.last_plan = StepPlan((), 0)
 
     @property
     def left_count(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from jaxtyping import Int32
@@ -27,12 +27,15 @@ from jaxtyping import Int32
 Requests = Int32[np.ndarray, " requests"]
 """Indices into the pool that the policy was built for."""
 
+NO_REQUESTS: Final[Requests] = np.empty(0, np.int32)
+
 
 @dataclass(slots=True)
 class BatchView:
     """The engine before a step; valid during one call, the engine may reuse it.
 
     Attributes:
+        capacity_tokens: Physical tokens that fit; those not in use hold cached prefixes.
         step_index: Steps taken so far.
         now_s: Time on the runtime's clock.
         decoding_count: Requests that generate a token in every step.
@@ -41,7 +44,6 @@ class BatchView:
         logical_kv_tokens: What decode attention reads: the sum of contexts of decoding requests,
             a shared prefix counted once per request.
         physical_kv_tokens: What is in use in memory, a shared prefix counted once.
-        capacity_tokens: Physical tokens that fit; those not in use hold cached prefixes.
         finished: Requests that ended since the last call, in order.
         finished_tokens: Output tokens that each of `finished` generated; empty from a runtime
             that does not count them, in which case the policy counts steps.
@@ -50,18 +52,18 @@ class BatchView:
         refused: Requests of the last plan for which there was no physical room.
     """
 
-    step_index: int
-    now_s: float
-    decoding_count: int
-    prefilling_count: int
-    pending_prefill_tokens: int
-    logical_kv_tokens: int
-    physical_kv_tokens: int
     capacity_tokens: int
-    finished: Requests
-    retracted: Requests
-    refused: Requests
-    finished_tokens: Requests = field(default_factory=lambda: np.empty(0, np.int32))
+    step_index: int = 0
+    now_s: float = 0.0
+    decoding_count: int = 0
+    prefilling_count: int = 0
+    pending_prefill_tokens: int = 0
+    logical_kv_tokens: int = 0
+    physical_kv_tokens: int = 0
+    finished: Requests = field(default_factory=lambda: NO_REQUESTS)
+    finished_tokens: Requests = field(default_factory=lambda: NO_REQUESTS)
+    retracted: Requests = field(default_factory=lambda: NO_REQUESTS)
+    refused: Requests = field(default_factory=lambda: NO_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The orders that blending is measured against, behind the same interface.
 
-`fcfs_order` is the file's; `dfs_order` shares every prefix; `random_order` is NanoFlow-Balance of
-the paper; `balanced_order` spreads compute- and memory-bound requests evenly without looking at
-prefixes. `OrderedAdmission` feeds any of them as engines do: in sequence, as memory allows, at
-one token budget.
+FCFS is the file's order; DFS, depth first, is the upper bound of prefix sharing; RANDOM is
+NanoFlow-Balance of the paper; BALANCED spreads compute- and memory-bound requests evenly without
+looking at prefixes. `OrderedAdmission` feeds any of them as engines do: in sequence, as memory
+allows, at one token budget.
 
 Source: BlendServe section 2.4, Table 1; section 5.1, "Baseline frameworks".
 """
@@ -39,30 +39,16 @@ class Baseline(StrEnum):
             density: Compute density of each request.
             seed: Of the random order.
         """
+        count = tree.request_count
         match self:
             case Baseline.DFS:
-                return dfs_order(tree)
+                return tree.depth_first()
             case Baseline.FCFS:
-                return fcfs_order(tree.request_count)
+                return np.arange(count, dtype=np.int32)
             case Baseline.RANDOM:
-                return random_order(tree.request_count, seed=seed)
+                return np.random.default_rng(seed).permutation(count).astype(np.int32)
             case Baseline.BALANCED:
                 return balanced_order(density)
-
-
-def fcfs_order(request_count: int) -> Int32[np.ndarray, " requests"]:
-    """As they came."""
-    return np.arange(request_count, dtype=np.int32)
-
-
-def dfs_order(tree: PrefixTree) -> Int32[np.ndarray, " requests"]:
-    """Depth-first: the upper bound of prefix sharing."""
-    return tree.depth_first()
-
-
-def random_order(request_count: int, *, seed: int) -> Int32[np.ndarray, " requests"]:
-    """Shuffled."""
-    return np.random.default_rng(seed).permutation(request_count).astype(np.int32)
 
 
 def balanced_order(density: Float64[np.ndarray, " requests"]) -> Int32[np.ndarray, " requests"]:

@@ -9,7 +9,7 @@ A *record* holds the counters that a kernel changes: a structured array of one e
 the fields of a dataclass, so that both sides name them. Kernels take it by reference (`record[0]`)
 and read and write `.field` as fast as they do an array's elements; Python reads it the same way, or
 all at once with `snapshot`. Why not numba's `structref` or `jitclass`: from Python each of their
-fields is a compiled call of its own, and the kernels measured no faster.
+fields is a compiled call of its own.
 """
 
 from __future__ import annotations

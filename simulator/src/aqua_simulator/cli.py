@@ -6,7 +6,6 @@ are PNG or SVG files. Heavy imports happen inside the commands, so that `--help`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -183,7 +182,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         int, typer.Option("--slice", help="Engine steps of a turn.", min=1)
     ] = 5,
     fcfs_on_host: Annotated[
-        bool, typer.Option("--fcfs-on-host", help="Put nobody out while contexts go to DRAM.")
+        bool, typer.Option("--fcfs-on-host", help="Preempt none while contexts go to DRAM.")
     ] = False,
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Token budget of a step.", min=1)
@@ -251,7 +250,9 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     if as_json:
         print_json(result)
         return
-    print_values(spec.describe(), {key: result[key] for key in result if key != "engines"})
+    print_values(
+        f"{model} on {width} x {gpu}", {key: result[key] for key in result if key != "engines"}
+    )
     print_table(
         "Engines",
         ("engine", "steps", "busy, s", "preemptions", "prefix hits"),
@@ -281,25 +282,19 @@ def _times(
     """Arrival times of a generated process; None for the trace's own."""
     from aqua_simulator.workloads import arrivals
 
-    makers: dict[Process, Callable[[], Any]] = {
-        Process.TRACE: lambda: None,
-        Process.POISSON: lambda: arrivals.poisson(count, rate_per_s=rate_per_s, seed=seed),
-        Process.GAMMA: lambda: arrivals.gamma(
-            count, rate_per_s=rate_per_s, variation=variation, seed=seed
-        ),
-        Process.ON_OFF: lambda: arrivals.on_off(
-            count, rate_per_s=rate_per_s, on_s=on_off_s[0], off_s=on_off_s[1], seed=seed
-        ),
-        Process.BURST: lambda: arrivals.burst(
-            count,
-            rate_per_s=rate_per_s,
-            factor=burst[0],
-            start_s=burst[1],
-            length_s=burst[2],
-            seed=seed,
-        ),
-    }
-    return makers[process]()
+    base: dict[str, Any] = {"rate_per_s": rate_per_s, "seed": seed}
+    match process:
+        case Process.TRACE:
+            return None
+        case Process.POISSON:
+            return arrivals.poisson(count, **base)
+        case Process.GAMMA:
+            return arrivals.gamma(count, variation=variation, **base)
+        case Process.ON_OFF:
+            return arrivals.on_off(count, on_s=on_off_s[0], off_s=on_off_s[1], **base)
+        case Process.BURST:
+            factor, start_s, length_s = burst
+            return arrivals.burst(count, factor=factor, start_s=start_s, length_s=length_s, **base)
 
 
 @app.command()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aqua_protocol.decoders import DECODERS
 from aqua_protocol.hardware import GPUS
-from aqua_schedulers import baselines
 from aqua_schedulers.admission import BatchView
+from aqua_schedulers.baselines import Baseline
 from aqua_schedulers.blendserve import (
     UNKNOWN,
     BlendMode,
@@ -25,8 +25,7 @@ from aqua_schedulers.blendserve import (
     split_among,
 )
 from aqua_schedulers.blendserve.order import charged
-from aqua_schedulers.blendserve.paper import PaperBlend
-from aqua_schedulers.blendserve.partition import left_share
+from aqua_schedulers.blendserve.paper import PaperBlend, left_share
 
 # Kernels compile in the first example, and how long examples take depends on the machine.
 settings.register_profile("compiled", deadline=None)
@@ -73,16 +72,10 @@ def test_the_tree_holds_every_distinct_prefix_once(texts: list[list[int]]) -> No
 @given(pools())
 def test_every_order_names_every_request_once(pool: RequestPool) -> None:
     prepared = prepare(pool, COST)
-    count = pool.request_count
-    orders = [
-        prepared.order.requests,
-        baselines.dfs_order(pool.tree),
-        baselines.fcfs_order(count),
-        baselines.random_order(count, seed=1),
-        baselines.balanced_order(COST.density(pool.tree.prompt_tokens, prepared.lengths.mean)),
-    ]
-    for order in orders:
-        assert sorted(order.tolist()) == list(range(count))
+    density = COST.density(pool.tree.prompt_tokens, prepared.lengths.mean)
+    baselines = [baseline.order(pool.tree, density, seed=1) for baseline in Baseline]
+    for order in (prepared.order.requests, *baselines):
+        assert sorted(order.tolist()) == list(range(pool.request_count))
 
 
 @given(pools(), st.integers(1, 5))
@@ -104,7 +97,7 @@ def test_no_order_shares_more_than_depth_first(pool: RequestPool, seed: int, cap
             cache.release(request)
         return total
 
-    best = computed(baselines.dfs_order(pool.tree))
+    best = computed(pool.tree.depth_first())
     assert best == pool.tree.distinct_tokens
     other = np.random.default_rng(seed).permutation(pool.request_count).astype(np.int32)
     assert computed(other) >= best
@@ -143,7 +136,7 @@ class Runtime:
         self.prompt = pool.tree.prompt_tokens
         self.left: dict[int, int] = {}
         self.done: list[int] = []
-        self.view = BatchView(0, 0.0, 0, 0, 0, 0, 0, CAPACITY, NOTHING, NOTHING, NOTHING)
+        self.view = BatchView(CAPACITY)
 
     def used(self) -> int:
         return self.cache.used_tokens + sum(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,6 @@ from aqua_schedulers.blendserve.dual_scanner import (
     take,
 )
 from aqua_schedulers.blendserve.length_learner import FIRST_LOOK, LengthLearner
-from aqua_schedulers.blendserve.lengths import estimate_lengths
 from aqua_schedulers.blendserve.order import charged, weigh
 from aqua_schedulers.blendserve.timeline import add, empty_timeline, peak_with
 
@@ -55,21 +55,8 @@ def pool_of(tree: PrefixTree, known: list[int], sampled: list[int] | None = None
     return RequestPool(tree, np.array(known, np.int32), np.array(sampled or none, np.int32))
 
 
-def view(**changes: object) -> BatchView:
-    values: dict[str, object] = {
-        "step_index": 0,
-        "now_s": 0.0,
-        "decoding_count": 0,
-        "prefilling_count": 0,
-        "pending_prefill_tokens": 0,
-        "logical_kv_tokens": 0,
-        "physical_kv_tokens": 0,
-        "capacity_tokens": 100_000,
-        "finished": NOTHING,
-        "retracted": NOTHING,
-        "refused": NOTHING,
-    }
-    return BatchView(**{**values, **changes})  # type: ignore[arg-type] # checked by the dataclass
+def view(capacity_tokens: int = 100_000, **changes: Any) -> BatchView:  # noqa: ANN401 - any field
+    return BatchView(capacity_tokens, **changes)
 
 
 def test_densities_of_figure_5_come_out() -> None:
@@ -107,7 +94,7 @@ def test_unsampled_requests_take_the_mean_of_the_nearest_sampled_subtree() -> No
     tree = tree_of([1, 2, 10], [1, 2, 11], [1, 3, 12], [1, 3, 13], [5, 6], [5, 7])
     unknown = np.full(6, UNKNOWN, np.int32)
     sampled = np.array([100, UNKNOWN, UNKNOWN, UNKNOWN, 8, UNKNOWN], np.int32)
-    estimate = estimate_lengths(tree, unknown, sampled)
+    estimate = RequestPool(tree, unknown, sampled).estimate()
     # The second group falls back on its sibling, the other root child on its own sample.
     assert estimate.mean.tolist() == [100, 100, 100, 100, 8, 8]
     assert estimate.exact.tolist() == [True, False, False, False, True, False]
@@ -117,7 +104,7 @@ def test_known_lengths_are_used_as_they_are_and_do_not_teach_their_siblings() ->
     tree = tree_of([1, 2], [1, 3], [1, 4])
     known = np.array([5000, UNKNOWN, UNKNOWN], np.int32)
     sampled = np.array([UNKNOWN, 10, UNKNOWN], np.int32)
-    estimate = estimate_lengths(tree, known, sampled)
+    estimate = RequestPool(tree, known, sampled).estimate()
     assert estimate.mean.tolist() == [5000, 10, 10]
 
 
@@ -125,7 +112,8 @@ def test_limits_cap_estimates() -> None:
     tree = tree_of([1, 2], [1, 3])
     unknown = np.full(2, UNKNOWN, np.int32)
     sampled = np.array([100, UNKNOWN], np.int32)
-    estimate = estimate_lengths(tree, unknown, sampled, limit_tokens=np.array([100, 20], np.int32))
+    limits = np.array([100, 20], np.int32)
+    estimate = RequestPool(tree, unknown, sampled, limits).estimate()
     assert estimate.mean.tolist() == [100, 20]
 
 
@@ -149,7 +137,7 @@ def test_shared_prefixes_are_charged_to_the_first_request_in_order() -> None:
 
 def test_the_root_density_counts_shared_prefixes_once() -> None:
     tree = tree_of([1] * 100 + [2], [1] * 100 + [3])
-    lengths = estimate_lengths(tree, np.array([1, 1], np.int32), np.full(2, UNKNOWN, np.int32))
+    lengths = pool_of(tree, [1, 1]).estimate()
     resources = weigh(tree, lengths, A100)
     alone = float(A100.compute_s(101, 1.0)) * 2
     assert resources.compute_s == pytest.approx(alone * (102 + 2) / (202 + 2), rel=0.01)
@@ -270,14 +258,15 @@ def test_the_runtime_tree_remembers_what_fits_and_forgets_the_oldest() -> None:
     cache = PrefixCacheModel(tree, capacity_tokens=8)
     assert cache.hold(0) == 3
     cache.release(0)
-    assert cache.missing_tokens(1) == 1
+    assert cache.hold(1) == 1
+    cache.release(1)
     cache.hold(2)
     cache.release(2)
     assert cache.used_tokens == 0
     assert cache.hold(3) == 4
     assert cache.present_tokens <= 8
     assert cache.used_tokens == 4
-    assert cache.missing_tokens(0) > 0
+    assert cache.hold(0) > 0
 
 
 def test_a_data_parallel_split_divides_both_resources_evenly() -> None:

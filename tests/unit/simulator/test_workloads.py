@@ -16,7 +16,7 @@ from aqua_simulator.offline.engine import optimal
 from aqua_simulator.workloads import arrivals
 from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, OPENVID, SOURCES
-from aqua_simulator.workloads.traces import read_trace, write_trace
+from aqua_simulator.workloads.traces import read_trace
 
 COST = StepCost.from_paper(DECODERS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
 
@@ -85,14 +85,6 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None
     path.write_text(f"t_s,prompt_tokens,output_tokens\n1.0,10,3\n{line}\n")
     with pytest.raises(ConfigError, match="line 3"):
         read_trace(path)
-
-
-def test_a_written_trace_reads_back(tmp_path: Path) -> None:
-    source, copy = tmp_path / "one.csv", tmp_path / "two.csv"
-    source.write_text("t_s,prompt_tokens,output_tokens\n0.0,10,3\n1.5,20,4\n")
-    rows = read_trace(source)
-    write_trace(copy, rows)
-    assert read_trace(copy) == rows
 
 
 @pytest.mark.parametrize(("density", "sharing"), [(1.4, 0.35), (0.9, 0.05), (1.1, 0.25)])

@@ -23,12 +23,13 @@ from aqua_schedulers.blendserve.order import BlendOrder
 from aqua_schedulers.compiled import compiled, records
 
 NONE: Final = -1
+"""Fixed: no request has a negative index."""
 
 MAX_ADMITTED: Final = 4096
 """Requests that one step may admit; a bound for the buffer, far above any step's need. Doubled, the
 buffer takes 16 KiB more."""
 
-# Where a request is: running from one of the two ends, or neither. The ends are also indices.
+# Fixed: where a request is, running from one of the two ends, or neither. The ends are indices too.
 LEFT: Final = 0
 RIGHT: Final = 1
 POOLED: Final = 2

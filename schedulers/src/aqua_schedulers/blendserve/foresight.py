@@ -22,13 +22,12 @@ Source: BlendServe section 2.4 for the bound; the rest is ours.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from jaxtyping import Float64, Int32, Int64
+from jaxtyping import Float64, Int32
 
 from aqua_schedulers.admission import BatchView, StepPlan
-from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
     MAX_ADMITTED,
@@ -52,10 +51,12 @@ from aqua_schedulers.blendserve.foresight_state import (
 )
 from aqua_schedulers.blendserve.length_learner import LengthLearner
 from aqua_schedulers.blendserve.lengths import LengthEstimate
-from aqua_schedulers.blendserve.order import BlendOrder, blend_order, charged, weigh
+from aqua_schedulers.blendserve.order import blend_order, charged, weigh
 from aqua_schedulers.blendserve.timeline import Timeline, empty_timeline, peak_with
-from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled, record
+
+if TYPE_CHECKING:
+    from aqua_schedulers.blendserve.preparation import PreparedPool
 
 FORECAST_STEPS: Final = 64
 """The forecast is made anew after so many steps, or when a long request came or went. Doubled, it
@@ -93,34 +94,18 @@ class ForesightBlend:
     """The default policy over a pool of requests.
 
     Args:
-        order: The pool in blended order.
-        lengths: Output lengths as estimated.
-        tree: The prompts.
-        fresh_tokens: Prompt tokens that no earlier request of the order computes.
-        compute_s: Compute seconds by place in the order, shared prefixes charged once.
-        memory_s: Memory seconds of each request.
-        cost: Compute and memory coefficients of the engine.
         capacity_tokens: KV tokens that fit in memory.
         max_step_tokens: Most tokens a step may compute.
     """
 
-    def __init__(  # noqa: PLR0913 - the columns of one table
-        self,
-        order: BlendOrder,
-        lengths: LengthEstimate,
-        *,
-        tree: PrefixTree,
-        fresh_tokens: Int64[np.ndarray, " requests"],
-        compute_s: Float64[np.ndarray, " requests"],
-        memory_s: Float64[np.ndarray, " requests"],
-        cost: ResourceCost,
-        capacity_tokens: int,
-        max_step_tokens: int,
+    def __init__(
+        self, prepared: PreparedPool, *, capacity_tokens: int, max_step_tokens: int
     ) -> None:
+        order, lengths, cost = prepared.order, prepared.lengths, prepared.cost
+        compute_s, memory_s = prepared.compute_s, prepared.resources.leaf_memory_s
         count = len(order.requests)
         floor_tokens = cost.linear_floor_s / cost.linear_s_per_token
-        reserved = tree.prompt_tokens + np.ceil(lengths.mean).astype(np.int64)
-        self._scanner = open_scanner(order, reserved)
+        self._scanner = open_scanner(order, prepared.reserved_tokens)
         totals = Totals(
             max_step_tokens=max_step_tokens,
             linear_s_per_token=cost.linear_s_per_token,
@@ -131,8 +116,8 @@ class ForesightBlend:
             long_from=_long_from(order.requests, lengths.mean),
         )
         self._state = ForesightState(
-            tree.prompt_tokens.astype(np.int64),
-            fresh_tokens.astype(np.int64),
+            prepared.tree.prompt_tokens,
+            prepared.fresh_tokens,
             lengths.mean.copy(),
             lengths.exact,
             compute_s.copy(),
@@ -144,7 +129,7 @@ class ForesightBlend:
             record(totals),
         )
         sum_short(self._scanner, self._state)
-        self._tree = tree
+        self._tree = prepared.tree
         self._cost = cost
         self._square = lengths.square.copy()
         self._group = lengths.group

@@ -82,44 +82,62 @@ def choose_sample(
     return np.sort(order[picks]).astype(np.int32)
 
 
-def estimate_lengths(
-    tree: PrefixTree,
-    known_tokens: Int32[np.ndarray, " requests"],
-    sampled_tokens: Int32[np.ndarray, " requests"],
-    *,
-    limit_tokens: Int32[np.ndarray, " requests"] | None = None,
-) -> LengthEstimate:
-    """Estimate every request's output length.
+@dataclass(frozen=True, eq=False)
+class RequestPool:
+    """Offline requests, all known in advance; arrays have one entry per request.
 
-    Args:
-        known_tokens: Lengths stated by the requests, UNKNOWN elsewhere, shape (num_requests,).
-        sampled_tokens: Lengths found out by sampling, UNKNOWN elsewhere, shape (num_requests,).
-        limit_tokens: Most that each request may generate (`max_tokens`), shape (num_requests,).
+    Attributes:
+        tree: The prompts.
+        known_tokens: Output lengths that the requests state themselves, UNKNOWN elsewhere.
+        sampled_tokens: Output lengths found out by sampling, UNKNOWN elsewhere.
+        limit_tokens: Most that each request may generate (`max_tokens`); None without limits.
     """
-    count = tree.request_count
-    given = np.where(known_tokens != UNKNOWN, known_tokens, sampled_tokens)
-    exact = given != UNKNOWN
-    sampled = (sampled_tokens != UNKNOWN) & (known_tokens == UNKNOWN)
-    nodes = np.zeros(len(tree.parent))
-    leaves = nodes[tree.inner_count :]
-    leaves[sampled] = 1.0
-    number = tree.subtree_sums(nodes)
-    leaves[sampled] = sampled_tokens[sampled]
-    total = tree.subtree_sums(nodes)
-    leaves[sampled] = sampled_tokens[sampled].astype(np.float64) ** 2
-    squares = tree.subtree_sums(nodes)
-    group = _nearest_sampled(tree.parent, number, tree.inner_count)
-    if number[ROOT] > 0:
-        mean, square = total[group] / number[group], squares[group] / number[group]
-    else:
-        mean = np.full(count, DEFAULT_OUTPUT_TOKENS)
-        square = mean**2
-    if limit_tokens is not None:
-        scale = np.minimum(1.0, limit_tokens / mean)
-        mean, square = mean * scale, square * scale**2
-    mean = np.maximum(1.0, np.where(exact, given, mean))
-    square = np.where(exact, mean**2, np.maximum(square, mean**2))
-    return LengthEstimate(mean, square, exact, group)
+
+    tree: PrefixTree
+    known_tokens: Int32[np.ndarray, " requests"]
+    sampled_tokens: Int32[np.ndarray, " requests"]
+    limit_tokens: Int32[np.ndarray, " requests"] | None = None
+
+    def __post_init__(self) -> None:
+        count = self.tree.request_count
+        for name in ("known_tokens", "sampled_tokens", "limit_tokens"):
+            array = getattr(self, name)
+            if array is not None and len(array) != count:
+                raise ConfigError(f"{name} has {len(array)} entries, the tree {count} requests")
+            if array is not None and np.any((array < 1) & (array != UNKNOWN)):
+                raise ConfigError(f"{name} must be at least 1, or UNKNOWN")
+
+    @property
+    def request_count(self) -> int:
+        """Requests of the pool."""
+        return self.tree.request_count
+
+    def estimate(self) -> LengthEstimate:
+        """Output lengths as far as the pool knows them."""
+        tree, known, observed = self.tree, self.known_tokens, self.sampled_tokens
+        given = np.where(known != UNKNOWN, known, observed)
+        exact = given != UNKNOWN
+        sampled = (observed != UNKNOWN) & (known == UNKNOWN)
+        nodes = np.zeros(len(tree.parent))
+        leaves = nodes[tree.inner_count :]
+        leaves[sampled] = 1.0
+        number = tree.subtree_sums(nodes)
+        leaves[sampled] = observed[sampled]
+        total = tree.subtree_sums(nodes)
+        leaves[sampled] = observed[sampled].astype(np.float64) ** 2
+        squares = tree.subtree_sums(nodes)
+        group = _nearest_sampled(tree.parent, number, tree.inner_count)
+        if number[ROOT] > 0:
+            mean, square = total[group] / number[group], squares[group] / number[group]
+        else:
+            mean = np.full(self.request_count, DEFAULT_OUTPUT_TOKENS)
+            square = mean**2
+        if self.limit_tokens is not None:
+            scale = np.minimum(1.0, self.limit_tokens / mean)
+            mean, square = mean * scale, square * scale**2
+        mean = np.maximum(1.0, np.where(exact, given, mean))
+        square = np.where(exact, mean**2, np.maximum(square, mean**2))
+        return LengthEstimate(mean, square, exact, group)
 
 
 @compiled

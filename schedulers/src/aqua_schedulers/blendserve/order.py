@@ -1,4 +1,4 @@
-"""From the prefix tree to the list that the dual scanner reads from both ends.
+"""The blended order: the list, made of the prefix tree, that the dual scanner reads from both ends.
 
 Three steps of the paper, on flat arrays. *Layer sort*: siblings by falling compute density, so
 that each subtree runs from compute-bound to memory-bound and depth-first order still shares every
@@ -62,7 +62,7 @@ class TreeResources:
 
     @property
     def memory_s(self) -> float:
-        """T_mem."""
+        """T_mem: all decode attention."""
         return float(self.leaf_memory_s.sum())
 
     @property

@@ -2,7 +2,7 @@
 
 The left end admits compute-bound requests into its part of the memory, the right end memory-bound
 ones into the other; each counts the predicted peak of what it runs. The parts follow from the two
-equations of `partition`, anew whenever an end reaches another unit. The step's token budget keeps
+equations of `left_share`, anew whenever an end reaches another unit. The step's token budget keeps
 the step's compute at rho(root) times its memory time.
 
 The last sentence is our reading: the paper states the target density for memory alone, but with
@@ -18,13 +18,12 @@ Source: BlendServe sections 3.4, 4 and 5.3.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
-from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.dual_scanner import (
     LEFT,
     MAX_ADMITTED,
@@ -37,9 +36,10 @@ from aqua_schedulers.blendserve.dual_scanner import (
     settle,
     take,
 )
-from aqua_schedulers.blendserve.order import BlendOrder
-from aqua_schedulers.blendserve.partition import left_share
 from aqua_schedulers.compiled import compiled
+
+if TYPE_CHECKING:
+    from aqua_schedulers.blendserve.preparation import PreparedPool
 
 BATCH_MULTIPLE: Final = 128
 """Tokens: NanoFlow's batch sizes are multiples of it (section 4). Doubled, a step is up to 128
@@ -47,32 +47,14 @@ tokens further from its pace."""
 
 
 class PaperBlend:
-    """The paper's policy over a pool of requests.
+    """The paper's policy over a pool of requests; `max_step_tokens` bounds every step."""
 
-    Args:
-        order: The pool in blended order.
-        reserved_tokens: KV tokens of each request at its expected peak, shape (num_requests,).
-        fresh_tokens: Prompt tokens of each request that no earlier one computes, shape
-            (num_requests,).
-        cost: Compute and memory coefficients of the engine.
-        max_step_tokens: Most tokens a step may compute.
-    """
-
-    def __init__(
-        self,
-        order: BlendOrder,
-        reserved_tokens: Int64[np.ndarray, " requests"],
-        fresh_tokens: Int64[np.ndarray, " requests"],
-        cost: ResourceCost,
-        *,
-        max_step_tokens: int,
-    ) -> None:
-        self._scanner = open_scanner(order, reserved_tokens)
-        self._fresh = fresh_tokens.astype(np.int64)
-        self._target = order.root_density
-        self._tokens_per_kv_token = (
-            order.root_density * cost.decode_s_per_kv_token / cost.linear_s_per_token
-        )
+    def __init__(self, prepared: PreparedPool, *, max_step_tokens: int) -> None:
+        cost, target = prepared.cost, prepared.order.root_density
+        self._scanner = open_scanner(prepared.order, prepared.reserved_tokens)
+        self._fresh = prepared.fresh_tokens
+        self._target = target
+        self._tokens_per_kv_token = target * cost.decode_s_per_kv_token / cost.linear_s_per_token
         self._max_step_tokens = max_step_tokens
         self._rounding = 0.0
         self._out = np.empty(MAX_ADMITTED, np.int32)
@@ -105,6 +87,23 @@ class PaperBlend:
         self._rounding = min(float(BATCH_MULTIPLE), wanted - multiples * BATCH_MULTIPLE)
         self._rounding = max(-float(BATCH_MULTIPLE), self._rounding)
         return min(self._max_step_tokens, multiples * BATCH_MULTIPLE)
+
+
+@compiled
+def left_share(left_density: float, right_density: float, target_density: float) -> float:
+    """Share of the memory for the left, compute-bound end: M_L / M, in 0..1.
+
+    Two equations: the parts fill the memory, and their densities, weighted by memory, give the
+    target. A target that lies outside both densities has no solution with two positive parts; then
+    the nearer end gets everything.
+
+    Source: BlendServe section 3.4, Figure 5 (19.3 and 40.7 GB of 60 GB for densities 3.73, 0.096
+    and target 1.27; the exact solution of its numbers is 19.4 and 40.6).
+    """
+    if left_density <= right_density:
+        return 0.5
+    share = (target_density - right_density) / (left_density - right_density)
+    return min(1.0, max(0.0, share))
 
 
 @compiled

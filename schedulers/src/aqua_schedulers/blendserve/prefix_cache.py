@@ -1,4 +1,4 @@
-"""Which prefixes an engine still has: the runtime prefix tree, bounded in memory.
+"""The runtime prefix tree: which prefixes an engine still has, bounded in memory.
 
 A real engine does not say before admission how much of a prompt it has cached, yet a policy that
 paces prompts must know what they will cost. This is a model of the engine's cache over the
@@ -85,10 +85,6 @@ class PrefixCacheModel:
         """Tokens of prefixes that running requests use, a shared one counted once."""
         return int(self._cache.totals[0].used_tokens)
 
-    def missing_tokens(self, request: int) -> int:
-        """Prompt tokens that the engine would have to compute."""
-        return _missing(self._cache, self._first_leaf + request)
-
     def hold(self, request: int) -> int:
         """A request starts: its path is present and in use; returns the tokens it missed."""
         return _hold(self._cache, self._capacity, self._first_leaf + request)
@@ -96,16 +92,6 @@ class PrefixCacheModel:
     def release(self, request: int) -> None:
         """A request ended: its path stays until memory is needed."""
         _release(self._cache, self._first_leaf + request)
-
-
-@compiled
-def _missing(cache: _Cache, node: int) -> int:
-    missing = 0
-    while node > ROOT:
-        if not cache.is_present[node]:
-            missing += cache.tokens[node]
-        node = cache.parent[node]
-    return missing
 
 
 @compiled

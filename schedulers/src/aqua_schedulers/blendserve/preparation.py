@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.foresight import ForesightBlend
-from aqua_schedulers.blendserve.lengths import LengthEstimate
+from aqua_schedulers.blendserve.lengths import LengthEstimate, RequestPool
 from aqua_schedulers.blendserve.order import (
     SPLIT_SHARE,
     BlendOrder,
@@ -25,7 +25,6 @@ from aqua_schedulers.blendserve.order import (
     weigh,
 )
 from aqua_schedulers.blendserve.paper import PaperBlend
-from aqua_schedulers.blendserve.pool import RequestPool
 from aqua_schedulers.blendserve.tree import PrefixTree
 
 MAX_STEP_TOKENS = 2048
@@ -34,12 +33,10 @@ steps take longer and waste less of the weights they read."""
 
 
 class BlendMode(StrEnum):
-    """Which policy runs a prepared pool."""
+    """The two policies that run a prepared pool: ours, the default, and the one as published."""
 
     FORESIGHT = "foresight"
-    """The default: beyond the paper."""
     PAPER = "paper"
-    """The policy as published."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +70,6 @@ class PreparedPool:
         peak = self.tree.prompt_tokens + np.ceil(self.lengths.mean).astype(np.int64)
         return np.asarray(peak)
 
-    @property
-    def optimal_s(self) -> float:
-        """T_o with perfect overlap: max((1 - s_o) T_comp, T_mem), section 2.4."""
-        return max(self.resources.compute_s, self.resources.memory_s)
-
     def policy(
         self,
         *,
@@ -91,23 +83,9 @@ class PreparedPool:
             capacity_tokens: KV tokens that fit in the engine's memory.
         """
         if mode is BlendMode.PAPER:
-            return PaperBlend(
-                self.order,
-                self.reserved_tokens,
-                self.fresh_tokens,
-                self.cost,
-                max_step_tokens=max_step_tokens,
-            )
+            return PaperBlend(self, max_step_tokens=max_step_tokens)
         return ForesightBlend(
-            self.order,
-            self.lengths,
-            tree=self.tree,
-            fresh_tokens=self.fresh_tokens,
-            compute_s=self.compute_s,
-            memory_s=self.resources.leaf_memory_s,
-            cost=self.cost,
-            capacity_tokens=capacity_tokens,
-            max_step_tokens=max_step_tokens,
+            self, capacity_tokens=capacity_tokens, max_step_tokens=max_step_tokens
         )
 
 

@@ -31,7 +31,7 @@ Doubled, memory is kept free twice as long for requests that are about to end.""
 
 
 class Timeline(NamedTuple):
-    """Forecast occupation.
+    """The forecast of the memory in use.
 
     Attributes:
         level: Tokens held at the end of each bucket.

@@ -26,7 +26,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_schedulers.compiled import compiled
 
 ROOT = 0
-"""The empty prefix. It has no tokens and no parent (-1)."""
+"""Fixed: the empty prefix is node 0. It has no tokens and no parent (-1)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Which request comes first: the order that makes a policy out of time slices.
+"""Rankings say which request comes first: the order that makes a policy out of time slices.
 
 A ranking gives every request a key, lowest first, for each of its two phases: while its prompt is
 computed, and while it decodes. Equal keys go by arrival. It also says how long a slice lasts.
@@ -87,7 +87,7 @@ class Ranking(ABC):
 
 
 class FirstComeFirstServed(Ranking):
-    """Arrival alone."""
+    """Arrival alone counts."""
 
     preempts = False
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 UNBOUNDED_BLOCKS: Final = 2**62
-"""More blocks than any store has."""
+"""Fixed: more blocks than any store has."""
 
 
 class PagingTier(StrEnum):

@@ -12,7 +12,6 @@ polynomial that is not printed).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from aqua_protocol.decoders import DecoderModel
@@ -20,22 +19,8 @@ from aqua_protocol.hardware import GpuModel
 from aqua_schedulers.blendserve.cost import ResourceCost
 
 
-class CostVector(NamedTuple):
-    """`StepCost` as the kernel reads it: floats by position."""
-
-    linear_floor_s: float
-    linear_s_per_token: float
-    linear_exponent: float
-    prefill_s_per_square_token: float
-    decode_s_per_kv_token: float
-    decode_s_per_sequence: float
-    overhead_s: float
-    interference: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Coefficients of the step time.
+class StepCost(NamedTuple):
+    """Coefficients of the step time; a tuple, because that is what kernels take.
 
     Attributes:
         linear_s_per_token: Linear layers, per token of the step.
@@ -46,7 +31,6 @@ class StepCost:
         linear_floor_s: Linear layers at one token: reading the weights. The two joined as
             (floor^n + (b T)^n)^(1/n); 0 leaves the paper's straight line.
         linear_exponent: n of that formula.
-        decode_s_per_sequence: Decode attention, per decoding request.
         overhead_s: Host time per step that nothing hides.
     """
 
@@ -56,7 +40,6 @@ class StepCost:
     interference: float
     linear_floor_s: float = 0.0
     linear_exponent: float = 1.0
-    decode_s_per_sequence: float = 0.0
     overhead_s: float = 0.0
 
     @classmethod
@@ -71,23 +54,6 @@ class StepCost:
             cost.prefill_s_per_square_token,
             cost.decode_s_per_kv_token,
             interference,
-        )
-
-    def without_overlap(self) -> StepCost:
-        """The same engine with operators one after another."""
-        return replace(self, interference=1.0)
-
-    def vector(self) -> CostVector:
-        """The coefficients as the kernel reads them."""
-        return CostVector(
-            self.linear_floor_s,
-            self.linear_s_per_token,
-            self.linear_exponent,
-            self.prefill_s_per_square_token,
-            self.decode_s_per_kv_token,
-            self.decode_s_per_sequence,
-            self.overhead_s,
-            self.interference,
         )
 
     def overlapped(self, compute_s: float, memory_s: float) -> float:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from jaxtyping import Bool, Float64, Shaped
+from jaxtyping import Float64, Shaped
 
 from aqua_protocol.errors import CapacityError, ConfigError
-from aqua_schedulers.admission import AdmissionPolicy, BatchView
+from aqua_schedulers.admission import NO_REQUESTS, AdmissionPolicy, BatchView
 from aqua_schedulers.compiled import snapshot
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.kernel import advance
@@ -102,21 +102,12 @@ def optimal(workload: OfflineWorkload, cost: StepCost) -> Bound:
     # Attention of a prompt tail after a shared head of h tokens: p^2 - h^2, node by node.
     end = workload.node_depth_tokens
     start = end - workload.node_tokens
-    used = _nodes_used(workload)
-    squares = float(((end.astype(float) ** 2 - start.astype(float) ** 2) * used).sum())
+    squares = end.astype(float) ** 2 - start.astype(float) ** 2
+    squares = float((squares * workload.used_nodes).sum())
     compute_s = cost.linear_s_per_token * tokens + cost.prefill_s_per_square_token * squares
     reads = float((prompt * output + output * (output + 1) / 2).sum())
-    memory_s = cost.decode_s_per_kv_token * reads + cost.decode_s_per_sequence * float(output.sum())
+    memory_s = cost.decode_s_per_kv_token * reads
     return Bound(compute_s, memory_s, cost.overlapped(compute_s, memory_s))
-
-
-def _nodes_used(workload: OfflineWorkload) -> Bool[np.ndarray, " nodes"]:
-    used = np.zeros(len(workload.node_parent), dtype=bool)
-    used[workload.leaf] = True
-    for node in range(len(used) - 1, -1, -1):
-        if used[node] and workload.node_parent[node] >= 0:
-            used[workload.node_parent[node]] = True
-    return used
 
 
 def run(
@@ -146,9 +137,8 @@ def run(
             remedy="Use a larger GPU, more tensor parallelism, or drop the request.",
         )
     state = fresh_state(workload, capacity_tokens)
-    engine, vector = handle(state), cost.vector()
-    nothing = np.empty(0, dtype=np.int32)
-    view = BatchView(0, 0.0, 0, 0, 0, 0, 0, capacity_tokens, nothing, nothing, nothing)
+    engine = handle(state)
+    view = BatchView(capacity_tokens)
     policy_s: list[float] = []
     left = workload.request_count
     while left:
@@ -157,7 +147,7 @@ def run(
         if clock:
             policy_s.append(clock() - started)
         admit = np.asarray(plan.admit, dtype=np.int32)
-        advance(engine, admit, plan.token_budget, plan.until_event, vector, usage_stride)
+        advance(engine, admit, plan.token_budget, plan.until_event, cost, usage_stride)
         after = snapshot(Counters, state.counters)
         left = workload.request_count - after.done_count
         if after.is_stuck:
@@ -173,7 +163,7 @@ def run(
         view.logical_kv_tokens = after.logical_kv_tokens
         view.physical_kv_tokens = after.resident_tokens - after.evictable_tokens
         # Slices only where there is something: most steps end nothing.
-        view.finished = view.finished_tokens = view.retracted = view.refused = nothing
+        view.finished = view.finished_tokens = view.retracted = view.refused = NO_REQUESTS
         if after.finished_count:
             view.finished = state.finished[: after.finished_count]
             view.finished_tokens = state.output[view.finished].astype(np.int32)

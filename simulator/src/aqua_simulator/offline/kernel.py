@@ -30,15 +30,8 @@ from jaxtyping import Int32
 
 from aqua_schedulers.compiled import compiled
 from aqua_schedulers.linked_list import append, prepend, remove
-from aqua_simulator.offline.cost import CostVector
-from aqua_simulator.offline.state import (
-    DECODING,
-    DONE,
-    NO_NODE,
-    POOLED,
-    PREFILLING,
-    EngineState,
-)
+from aqua_simulator.offline.cost import StepCost
+from aqua_simulator.offline.state import DECODING, DONE, NO_NODE, POOLED, PREFILLING, EngineState
 
 
 @compiled
@@ -279,7 +272,7 @@ def _finish_due(state: EngineState) -> None:
 
 
 @compiled
-def _step(state: EngineState, budget: int, cost: CostVector, usage_stride: int) -> None:
+def _step(state: EngineState, budget: int, cost: StepCost, usage_stride: int) -> None:
     count = state.counters[0]
     count.step += 1
     while not _make_room(state, count.decoding_count):
@@ -297,7 +290,7 @@ def _step(state: EngineState, budget: int, cost: CostVector, usage_stride: int) 
         power = cost.linear_exponent
         linear = (cost.linear_floor_s**power + linear**power) ** (1.0 / power)
     compute = linear + cost.prefill_s_per_square_token * squares
-    memory = cost.decode_s_per_kv_token * read_tokens + cost.decode_s_per_sequence * decoding
+    memory = cost.decode_s_per_kv_token * read_tokens
     spent = max(compute, memory) + cost.interference * min(compute, memory) + cost.overhead_s
     count.now_s += spent
     count.compute_s += compute
@@ -317,7 +310,7 @@ def advance(
     admit: Int32[np.ndarray, " admit"],
     budget: int,
     until_event: bool,  # noqa: FBT001 - compiled code takes arguments by position
-    cost: CostVector,
+    cost: StepCost,
     usage_stride: int,
 ) -> None:
     """Admit from the front of `admit`, then take one step, or steps until something happens.

@@ -1,4 +1,4 @@
-"""From a workload to a policy of `aqua_schedulers`: the pool it sees, not the truth it runs on.
+"""Policies of `aqua_schedulers` for a workload: they see its pool, not the truth it runs on.
 
 A policy is given what a planner would have: prompts as a prefix tree, output lengths of media,
 and the lengths of a small sample. The workload's true lengths go to the engine alone.
@@ -16,8 +16,7 @@ import numpy as np
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
 from aqua_schedulers.baselines import Baseline, OrderedAdmission
 from aqua_schedulers.blendserve.cost import ResourceCost
-from aqua_schedulers.blendserve.lengths import UNKNOWN, choose_sample
-from aqua_schedulers.blendserve.pool import RequestPool
+from aqua_schedulers.blendserve.lengths import UNKNOWN, RequestPool, choose_sample
 from aqua_schedulers.blendserve.preparation import BlendMode, prepare
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
@@ -26,7 +25,6 @@ from aqua_simulator.offline.workload import OfflineWorkload
 DENSE_BATCH_TOKENS: Final = 2048
 """Tokens of a step of the baselines: NanoFlow's dense batch for an 8B model on an A100. Doubled,
 the baselines' steps prefill more at once."""
-
 
 DENSE_EFFICIENCY: Final = 0.8
 """Share of their full rate at which linear layers count as dense; shares from 0.76 to 0.83 give the

@@ -19,9 +19,9 @@ from aqua_schedulers.linked_list import Links, empty_lists
 from aqua_simulator.offline.workload import OfflineWorkload
 
 NO_NODE: Final = -1
-"""The parent of a root."""
+"""Fixed: the parent of a root."""
 
-# Request states.
+# Fixed: request states.
 POOLED: Final = 0
 PREFILLING: Final = 1
 DECODING: Final = 2

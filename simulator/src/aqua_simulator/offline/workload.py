@@ -79,14 +79,19 @@ class OfflineWorkload:
         return int(self.prompt_tokens.sum() + self.output_tokens.sum())
 
     @cached_property
-    def distinct_prompt_tokens(self) -> int:
-        """Prompt tokens if every shared prefix is computed exactly once."""
+    def used_nodes(self) -> Bool[np.ndarray, " nodes"]:
+        """Whether each node is part of some prompt, shape (num_nodes,)."""
         used = np.zeros(len(self.node_parent), dtype=bool)
         used[self.leaf] = True
         for node in range(len(used) - 1, -1, -1):
             if used[node] and self.node_parent[node] >= 0:
                 used[self.node_parent[node]] = True
-        return int(self.node_tokens[used].sum())
+        return used
+
+    @property
+    def distinct_prompt_tokens(self) -> int:
+        """Prompt tokens if every shared prefix is computed exactly once."""
+        return int(self.node_tokens[self.used_nodes].sum())
 
     @property
     def optimal_sharing(self) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS
-from aqua_schedulers.blendserve.partition import left_share
+from aqua_schedulers.blendserve.paper import left_share
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
 from aqua_simulator.papers.blendserve import (
     RESERVED_BYTES,
@@ -40,7 +40,6 @@ GRID_REQUESTS: Final = 100_000
 shows how little that moves. Doubled, the grids take twice as long."""
 
 BLENDED: Final = (BURSTGPT, MMLU, OPENVID)
-
 
 percent = partial(Row, unit="%")
 
@@ -164,9 +163,8 @@ def figure6(experiments: Experiments) -> Reproduction:
     shares: dict[OfflinePolicy, list[float]] = {name: [] for name in _POLICIES}
     for trace in TRACES:
         runs = {name: experiments.run(trace, name) for name in _POLICIES}
-        sequential = experiments.run(
-            trace, OfflinePolicy.DFS, cost=experiments.cost.without_overlap()
-        )
+        no_overlap = experiments.cost._replace(interference=1.0)
+        sequential = experiments.run(trace, OfflinePolicy.DFS, cost=no_overlap)
         base = runs[OfflinePolicy.DFS]
         labelled: list[tuple[str, TraceRun]] = [("vLLM-DFS, SGLang-DFS (no overlap)", sequential)]
         labelled += [(name.value, runs[name]) for name in _POLICIES]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number.
+    """One number of a figure.
 
     Attributes:
         published: The paper's number; None where it prints none.
@@ -96,28 +96,21 @@ class Reproduction:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the drawing."""
-        return {
-            "key": self.key,
-            "title": self.title,
-            "source": self.source,
-            "rows": [_row_json(row) for row in self.rows],
-            "surrogates": list(self.surrogates),
-            "sensitivity": [_row_json(row) for row in self.sensitivity],
-            "remarks": list(self.remarks),
-        }
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "draw"}
+        for name in ("rows", "sensitivity"):
+            data[name] = [{**asdict(row), "difference": row.difference} for row in data[name]]
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Reproduction:
         """What `to_json` wrote; it cannot be drawn again."""
-        return cls(
-            data["key"],
-            data["title"],
-            data["source"],
-            [_row_from_json(row) for row in data["rows"]],
-            data["surrogates"],
-            [_row_from_json(row) for row in data["sensitivity"]],
-            data["remarks"],
-        )
+        known = dict(data)
+        for name in ("rows", "sensitivity"):
+            rows = [{**row} for row in data[name]]
+            for row in rows:
+                del row["difference"]
+            known[name] = [Row(**row) for row in rows]
+        return cls(**known)
 
     def to_markdown(self, *, image: str | None = None) -> str:
         """A section of `docs/measurements/papers.md`."""
@@ -141,14 +134,6 @@ class Reproduction:
         with figure(path) as drawing:
             self.draw(drawing)
         return True
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    return {**asdict(row), "difference": row.difference}
-
-
-def _row_from_json(data: dict[str, Any]) -> Row:
-    return Row(**{name: value for name, value in data.items() if name != "difference"})
 
 
 def _table(rows: Sequence[Row], *, published: bool = True) -> list[str]:

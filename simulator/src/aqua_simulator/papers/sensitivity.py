@@ -12,6 +12,8 @@ from aqua_simulator.papers.blendserve import TRACES, Experiments, gain
 from aqua_simulator.papers.report import Row
 
 SENSITIVITY_REQUESTS: Final = 50_000
+"""Requests of a trial, an eighth of the paper's; the first row of the table shows what that moves.
+Doubled, the table takes twice as long."""
 
 _DENSE_STEPS: Final = (128, 256, 320, 448, 512)
 """Least dense batches tried beside the chosen one."""
@@ -36,7 +38,7 @@ def sensitivity(experiments: Experiments) -> list[Row]:
 
     rows = of(f"Trace 2 with {count:,} requests, all else as above")
     for alpha in (0.2, 0.3, 0.5, 0.6):
-        rows += of(f"interference {alpha}", cost=replace(cost, interference=alpha))
+        rows += of(f"interference {alpha}", cost=cost._replace(interference=alpha))
     for tokens in _DENSE_STEPS:
         rows += of(
             f"dense steps from {tokens} tokens on", settings=replace(plan, dense_tokens=tokens)
@@ -46,11 +48,11 @@ def sensitivity(experiments: Experiments) -> list[Row]:
     rows += of("media lengths sampled too", settings=replace(plan, media_known=False))
     rows += of("10 % of lengths sampled", settings=replace(plan, sample_probability=0.1))
     rows += of("half the memory", settings=replace(plan, capacity_tokens=plan.capacity_tokens // 2))
-    rows += of("5 ms of host time per step", cost=replace(cost, overhead_s=0.005))
+    rows += of("5 ms of host time per step", cost=cost._replace(overhead_s=0.005))
     floor_s = experiments.model.weight_bytes / experiments.gpu.hbm_bytes_per_s
     rows += of(
         f"weights read every step (floor {floor_s * 1e3:.1f} ms, exponent 1.28)",
-        cost=replace(cost, linear_floor_s=floor_s, linear_exponent=1.28),
+        cost=cost._replace(linear_floor_s=floor_s, linear_exponent=1.28),
     )
     return rows
 

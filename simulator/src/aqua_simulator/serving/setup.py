@@ -67,7 +67,6 @@ class EngineSpec:
         overhead_s: Host time per step.
         page_to: `none`, `dram` or `peer`: where preempted contexts go, at the GPU's link rate.
         page_bytes: Size of that store.
-        link_bytes_per_s: Rate of one GPU's link instead of the data sheet's; 0 for that.
         copies_overlap: Copies hide behind computation; False puts them on top.
         policy: Decides which requests hold memory.
         fair: The policy's settings.
@@ -81,7 +80,6 @@ class EngineSpec:
     overhead_s: float = 0.0
     page_to: str = "none"
     page_bytes: int = 0
-    link_bytes_per_s: float = 0.0
     copies_overlap: bool = True
     policy: PolicyName = PolicyName.FCFS
     fair: FairSettings = field(default_factory=FairSettings)
@@ -130,11 +128,7 @@ class EngineSpec:
         return PageStore(
             self.page_to,
             tokens,
-            (self.link_bytes_per_s or rates[self.page_to]) * self.width,
+            rates[self.page_to] * self.width,
             is_overlapped=self.copies_overlap,
             location=PagingTier.HOST if self.page_to == "dram" else PagingTier.PEER,
         )
-
-    def describe(self) -> str:
-        """For people."""
-        return f"{self.model} on {self.width} x {self.gpu}"

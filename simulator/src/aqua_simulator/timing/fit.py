@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,7 +85,7 @@ class Fit:
         variables: Float64[np.ndarray, "rows variables"],
         seconds: Float64[np.ndarray, " rows"],
     ) -> Bool[np.ndarray, " rows"]:
-        """Which of these measured rows the function was fitted on, shape (num_rows,)."""
+        """Whether the function was fitted on each of these measured rows, shape (num_rows,)."""
         rows = self.seen.get(key, frozenset())
         return np.array(
             [
@@ -104,7 +104,7 @@ class Fit:
                     "kind": function.kind,
                     "file": function.file,
                     "row_count": function.row_count,
-                    **function.shape.to_json(),
+                    **_arrays(function.shape),
                 }
                 for function in self.functions.values()
             ],
@@ -134,7 +134,7 @@ class Fit:
                     entry["kind"],
                     entry["file"],
                     entry["row_count"],
-                    (Curve if entry["kind"] in CURVES else Surface).from_json(entry),
+                    _shape(entry),
                 )
                 for entry in document["functions"]
             }
@@ -147,6 +147,19 @@ class Fit:
 
 
 _REFIT: Final = "Make one with `aqua-sim fit DIR -o FILE`."
+
+
+def _arrays(shape: Curve | Surface) -> dict[str, list[Any]]:
+    """The arrays of a shape as plain lists."""
+    return {one.name: getattr(shape, one.name).tolist() for one in fields(shape) if one.init}
+
+
+def _shape(entry: dict[str, Any]) -> Curve | Surface:
+    """The inverse of `_arrays`."""
+    kind = Curve if entry["kind"] in CURVES else Surface
+    return kind(
+        **{one.name: np.asarray(entry[one.name], float) for one in fields(kind) if one.init}
+    )
 
 
 def _fingerprint(point: Float64[np.ndarray, " variables"], seconds: float) -> tuple[float, ...]:

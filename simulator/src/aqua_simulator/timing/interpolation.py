@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from jaxtyping import Float64
@@ -67,15 +67,6 @@ class Curve:
             slope = max(0.0, rise / (self.points[-1] - self.points[-1 - span]))
             inside = inside + slope * np.maximum(0.0, at - self.points[-1])
         return np.asarray(inside, dtype=np.float64)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists, for the fit file."""
-        return {"points": self.points.tolist(), "seconds": self.seconds.tolist()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Curve:
-        """The inverse of `to_json`."""
-        return cls(np.asarray(data["points"], float), np.asarray(data["seconds"], float))
 
 
 def non_negative_fit(
@@ -162,7 +153,7 @@ class Surface:
     coefficients: Float64[np.ndarray, " terms"]
     rows: Float64[np.ndarray, "rows variables"]
     residual: Float64[np.ndarray, " rows"]
-    _memory: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False)
+    _memory: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def fit(
@@ -212,23 +203,6 @@ class Surface:
                 self._memory.clear()
             self._memory[query] = _regress(self.rows, self.residual, np.array(query))
         return self._memory[query]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists, for the fit file."""
-        return {
-            "coefficients": self.coefficients.tolist(),
-            "rows": self.rows.tolist(),
-            "residual": self.residual.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Surface:
-        """The inverse of `to_json`."""
-        return cls(
-            np.asarray(data["coefficients"], float),
-            np.asarray(data["rows"], float),
-            np.asarray(data["residual"], float),
-        )
 
 
 MEMORY_LIMIT: Final = 1 << 18

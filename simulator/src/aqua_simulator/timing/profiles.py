@@ -31,6 +31,7 @@ from aqua_protocol.errors import ConfigError
 
 Row = dict[str, str]
 
+# Fixed by the units: seconds in a millisecond, and in a microsecond.
 MS: Final = 1e-3
 US: Final = 1e-6
 

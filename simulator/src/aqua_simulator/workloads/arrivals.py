@@ -20,7 +20,7 @@ from aqua_protocol.errors import ConfigError
 
 
 def poisson(count: int, *, rate_per_s: float, seed: int) -> Float64[np.ndarray, " count"]:
-    """Exponential gaps."""
+    """Gaps are exponential."""
     return gamma(count, rate_per_s=rate_per_s, variation=1.0, seed=seed)
 
 

@@ -42,9 +42,7 @@ class Means:
     total_tokens: float
 
 
-def draw(
-    counts: Sequence[tuple[Source, int]], *, seed: int, shuffled: bool = True
-) -> OfflineWorkload:
+def draw(counts: Sequence[tuple[Source, int]], *, seed: int) -> OfflineWorkload:
     """A workload of so many requests of each source."""
     generator = np.random.default_rng(seed)
     parents: list[Int64[np.ndarray, " _"]] = []
@@ -68,8 +66,7 @@ def draw(
         outputs.append(output)
         origins.append(np.full(count, number))
     order = np.arange(sum(count for _, count in counts))
-    if shuffled:
-        generator.shuffle(order)
+    generator.shuffle(order)
     source_of = np.concatenate(origins)[order].astype(np.int64)
     known = np.array([source.known_output for source, _ in counts])
     return OfflineWorkload(

@@ -2,7 +2,7 @@
 
 The traces themselves are not shipped, and some cannot be had at all. A source is therefore its
 quantiles (prompt and output lengths, joined by a rank correlation), with a word on where they come
-from: measured on a public half of the trace, published statistics, or a surrogate. Where the paper
+from: measured on a public half of the trace, or a surrogate. Where the paper
 states a property that the quantiles alone do not give (Table 3), the surrogate is calibrated to it
 and says so; every other property of Table 3 is then a check.
 
@@ -24,7 +24,6 @@ class Fidelity(StrEnum):
     """How close a source is to the trace of that name."""
 
     MEASURED = "measured"
-    PUBLISHED = "published statistics"
     SURROGATE = "surrogate"
 
 

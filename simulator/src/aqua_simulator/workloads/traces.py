@@ -1,4 +1,4 @@
-"""Reads recorded traces and length files, and writes what the generator made.
+"""Reads recorded traces and length files.
 
 Formats are recognised by their columns, never by name:
 
@@ -12,7 +12,7 @@ A broken line is an error with its number; nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -50,22 +50,11 @@ def read_trace(
                 f"{path} has lengths but no times", remedy="Name an arrival process and a rate."
             )
         start = min(row.arrival_s for row in rows)
-        return [_moved(row, row.arrival_s - start, row.request_id) for row in rows]
+        return [replace(row, arrival_s=row.arrival_s - start) for row in rows]
     return [
-        _moved(rows[index % len(rows)], float(time_s), str(index))
+        replace(rows[index % len(rows)], arrival_s=float(time_s), request_id=str(index))
         for index, time_s in enumerate(times_s)
     ]
-
-
-def _moved(row: Arrival, arrival_s: float, request_id: str) -> Arrival:
-    return Arrival(
-        request_id,
-        arrival_s,
-        row.prompt_tokens,
-        row.output_tokens,
-        row.prefix,
-        row.prefix_chunk_tokens,
-    )
 
 
 def _arrival(path: Path, number: int, row: dict[str, str]) -> Arrival:
@@ -98,9 +87,3 @@ def _arrival(path: Path, number: int, row: dict[str, str]) -> Arrival:
             f"{path}, line {number}: {error}",
             remedy="Columns: t_s or t_ms, prompt_tokens, output_tokens, and hash_ids if known.",
         ) from error
-
-
-def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
-    """Write as `t_s, prompt_tokens, output_tokens`; times keep microseconds."""
-    lines = [f"{each.arrival_s:.6f},{each.prompt_tokens},{each.output_tokens}" for each in arrivals]
-    path.write_text("\n".join(["t_s,prompt_tokens,output_tokens", *lines, ""]))
