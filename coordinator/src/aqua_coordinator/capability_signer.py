@@ -16,7 +16,7 @@ from aqua_coordinator.store.rows import Grant
 from aqua_protocol.capability import Claims, producer_key, sign
 
 MAX_CACHED_KEYS: Final = 4096
-"""Producers whose key is kept, 100 bytes each: more than a coordinator serves. Beyond that each
+"""Producers whose key is kept, 100 bytes each: more than a coordinator serves. Without it each
 grant derives a key anew, 4 us."""
 
 

@@ -185,7 +185,3 @@ def revoke(
     from aqua_coordinator.tokens import revoke_token
 
     revoke_token(file, token_id)
-
-
-if __name__ == "__main__":
-    main()

@@ -45,22 +45,27 @@ SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
 LOCK_NAME: Final = "aqua.lock"
 MAX_LOG_BYTES: Final = 8 << 20
-"""A longer log is put aside at a start: months of notices. One older log is kept."""
+"""A longer log is put aside at a start: months of notices. One older log is kept. Doubled, the two
+take up to 32 MiB."""
 MIN_BACKOFF_S: Final = 0.1
+"""Before the first restart of a server that dies; doubled, members wait 0.1 s longer for it."""
 MAX_BACKOFF_S: Final = 5.0
-"""Between restarts of a server that dies, doubling from the first to the second: a full disk is
-tried again every 5 s; twice as long would make members wait twice as long once there is room."""
+"""Before later ones, each wait twice the one before: a full disk is tried again every 5 s. Doubled,
+members wait twice as long once there is room."""
 STEADY_S: Final = 30.0
-"""A server that ran this long begins with the shortest backoff again: six times the longest."""
+"""A server that ran this long begins with the shortest backoff again: six times the longest.
+Doubled, one that dies every minute is restarted later."""
 POLL_S: Final = 0.02
-"""Between looks at a lock or a starting server; doubled, a start takes 10 ms longer on average."""
+"""Between looks at a lock or a server; doubled, either is seen 10 ms later on average."""
 STOP_TIMEOUT_S: Final = 10.0
-"""For the last sync of a server that stops; then it is killed, and its log ends as at a crash."""
+"""For the last sync of a server that stops; then it is killed, and its log ends as at a crash.
+Doubled, a shutdown takes 10 s longer where the disk hangs."""
 SYNC_PERIOD_S: Final = 1.0
 """Between syncs under `everysec`; doubled, a power cut takes up to three seconds instead of two."""
 MIN_FREE_BYTES: Final = 1 << 20
-"""With less free disk nothing could be booked: a start says so at once."""
+"""With less free disk nothing could be booked: a start says so. Doubled, nothing changes."""
 _PR_SET_PDEATHSIG: Final = 1
+"""Fixed by Linux."""
 _ALLOCATOR: Final = "glibc.malloc.tcache_count=512"
 """The bundled server uses glibc's allocator, whose cache of seven pieces a size is too small for
 what one script takes and gives back: a tenth of the server's time. 512 may hold some 16 MiB."""
@@ -159,7 +164,7 @@ class EmbeddedValkey:
             self._lock_fd = -1
 
     def supervise(self) -> None:
-        """From now on, on the running loop, sync the data, and restart the server if it dies."""
+        """Sync the data on the running loop from now on, and restart the server if it dies."""
         self._supervisors = [asyncio.create_task(self._restart_forever())]
         if self._fsync is Fsync.EVERYSEC:
             self._supervisors.append(asyncio.create_task(self._sync_forever()))
@@ -190,13 +195,14 @@ class EmbeddedValkey:
         backoff_s = MIN_BACKOFF_S
         while True:
             started_s = time.monotonic()
-            await self._exited()
             assert self._process is not None, "supervised without being started"
+            while self._process.poll() is None:  # noqa: ASYNC110 - only a pidfd would tell
+                await asyncio.sleep(POLL_S)
             if time.monotonic() - started_s > STEADY_S:
                 backoff_s = MIN_BACKOFF_S
             log.error(
                 "store died, starting it again",
-                exit_code=self._process.wait(),
+                exit_code=self._process.returncode,
                 backoff_s=backoff_s,
                 log_end=self._log_end(),
             )
@@ -206,22 +212,6 @@ class EmbeddedValkey:
                 self._launch()
             except ConfigError as error:
                 log.warning("store cannot be started, trying again", error=str(error))
-
-    async def _exited(self) -> None:
-        """Wait until the process has exited."""
-        assert self._process is not None, "supervised without being started"
-        loop = asyncio.get_running_loop()
-        exited = asyncio.Event()
-        try:
-            pidfd = os.pidfd_open(self._process.pid)
-        except ProcessLookupError:
-            return
-        loop.add_reader(pidfd, exited.set)
-        try:
-            await exited.wait()
-        finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
 
     def _prepare_directory(self) -> None:
         try:

@@ -35,7 +35,7 @@ _KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
 _KEY_HEADER: Final = "Idempotency-Key"
 _HOT: Final[set[Operation]] = set()
 _NAME_AT: Final = 3
-"""`/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name, 'renew'."""
+"""Fixed by the paths: `/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name."""
 
 
 def hot(operation: OperationT) -> OperationT:

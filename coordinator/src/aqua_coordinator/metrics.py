@@ -8,21 +8,18 @@ the same: take `max by (...)` over instances, not `sum`. Members are labels, lea
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from aqua_coordinator import __version__
 from aqua_coordinator.store.rows import BooksSummary, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
 from aqua_protocol.members import ConsumerView
-
-CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 _FAST_BUCKETS: Final = (
     *(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02),
@@ -31,6 +28,25 @@ _FAST_BUCKETS: Final = (
 """From the time of a script in Redis to the store's timeout."""
 _RECLAIM_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """From the promise for the first slab (20 ms) past the default deadline."""
+
+ViewT = TypeVar("ViewT", ProducerRow, ConsumerView)
+MemberGauge = tuple[str, str, Callable[[ViewT], int | None]]
+"""Name, documentation and value of a gauge that each member has; None: it has none."""
+
+_PRODUCER_GAUGES: Final[tuple[MemberGauge[ProducerRow], ...]] = (
+    ("aqua_producer_offered_bytes", "Volunteered.", lambda row: row.offered_bytes),
+    ("aqua_producer_leased_bytes", "Leased out.", lambda row: row.leased_bytes),
+    ("aqua_producer_queue_length", "Requests waiting in the engine.", lambda row: row.queue_length),
+)
+_CONSUMER_GAUGES: Final[tuple[MemberGauge[ConsumerView], ...]] = (
+    ("aqua_consumer_leased_bytes", "On lease.", lambda view: view.leased_bytes),
+    ("aqua_consumer_wanted_bytes", "Peer memory it would take.", lambda view: view.wanted_bytes),
+    (
+        "aqua_consumer_spilled_host_bytes",
+        "In host memory for want of it.",
+        lambda view: view.spilled_bytes,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,50 +174,30 @@ class _BooksCollector:
         pending = GaugeMetricFamily("aqua_reclaim_pending", "Reclaims under way or not taken up.")
         pending.add_metric((), self._snapshot.summary.open_reclaim_count)
         yield pending
-        yield from self._producers(self._snapshot.producers)
-        yield from self._consumers(self._snapshot.consumers)
+        producers = {row.producer_id: row for row in self._snapshot.producers}
+        consumers = {view.consumer_id: view for view in self._snapshot.consumers}
+        yield from _member_gauges("producer", _PRODUCER_GAUGES, producers)
+        yield from _member_gauges("consumer", _CONSUMER_GAUGES, consumers)
         seen = GaugeMetricFamily(
             "aqua_engine_last_heartbeat_timestamp_seconds",
             "Unix time of a member's last report.",
             labels=("role", "member"),
         )
         now_s = time.time()
-        for row in self._snapshot.producers:
-            seen.add_metric(("producer", row.view.producer_id), now_s - row.view.silent_s)
-        for consumer in self._snapshot.consumers:
-            seen.add_metric(("consumer", consumer.consumer_id), now_s - consumer.silent_s)
+        for name, row in producers.items():
+            seen.add_metric(("producer", name), now_s - row.silent_s)
+        for name, view in consumers.items():
+            seen.add_metric(("consumer", name), now_s - view.silent_s)
         yield seen
 
-    @staticmethod
-    def _producers(rows: list[ProducerRow]) -> Iterator[Metric]:
-        labels = ("producer", "node", "gpu_uuid", "model")
-        offered = GaugeMetricFamily("aqua_producer_offered_bytes", "Volunteered.", labels=labels)
-        leased = GaugeMetricFamily("aqua_producer_leased_bytes", "Leased out.", labels=labels)
-        queue = GaugeMetricFamily(
-            "aqua_producer_queue_length", "Requests waiting in the engine.", labels=labels
-        )
-        for row in rows:
-            view = row.view
-            values = (view.producer_id, view.node, view.gpu_uuid, view.model or "")
-            offered.add_metric(values, view.offered_bytes)
-            leased.add_metric(values, view.leased_bytes)
-            if row.queue_length is not None:
-                queue.add_metric(values, row.queue_length)
-        yield from (offered, leased, queue)
 
-    @staticmethod
-    def _consumers(views: list[ConsumerView]) -> Iterator[Metric]:
-        labels = ("consumer", "node", "gpu_uuid", "model")
-        leased = GaugeMetricFamily("aqua_consumer_leased_bytes", "On lease.", labels=labels)
-        wanted = GaugeMetricFamily(
-            "aqua_consumer_wanted_bytes", "Peer memory it would take.", labels=labels
-        )
-        spilled = GaugeMetricFamily(
-            "aqua_consumer_spilled_host_bytes", "In host memory for want of it.", labels=labels
-        )
-        for view in views:
-            values = (view.consumer_id, view.node, view.gpu_uuid, view.model or "")
-            leased.add_metric(values, view.leased_bytes)
-            wanted.add_metric(values, view.wanted_bytes)
-            spilled.add_metric(values, view.spilled_bytes)
-        yield from (leased, wanted, spilled)
+def _member_gauges(
+    role: str, gauges: Sequence[MemberGauge[ViewT]], views: Mapping[str, ViewT]
+) -> Iterator[Metric]:
+    for name, documentation, value_of in gauges:
+        family = GaugeMetricFamily(name, documentation, labels=(role, "node", "gpu_uuid", "model"))
+        for member, view in views.items():
+            value = value_of(view)
+            if value is not None:
+                family.add_metric((member, view.node, view.gpu_uuid, view.model or ""), value)
+        yield family

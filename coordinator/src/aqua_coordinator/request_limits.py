@@ -19,15 +19,13 @@ from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
-SMALL_BODY_BYTES: Final = 64 * KIB
+SMALL_BODY_BYTES: Final = 64 << 10
 """What any body may have. No request but those below needs more than a few hundred bytes; twice as
 much would double what callers can make the coordinator hold at once."""
-REPORT_BODY_BYTES: Final = 4 * MIB
+REPORT_BODY_BYTES: Final = 4 << 20
 """A report of 4096 leases, the most that a member may hold, takes about 1 MiB; the rest is for
 longer names. Doubled, what 2048 requests may hold doubles with it."""
-PLACEMENTS_BODY_BYTES: Final = 16 * MIB
+PLACEMENTS_BODY_BYTES: Final = 16 << 20
 """A plan of 65,536 pairings with a few producers each. Doubled, Redis works twice as long on it."""
 BODY_BYTES: Final = {
     "producers": REPORT_BODY_BYTES,

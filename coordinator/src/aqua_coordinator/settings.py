@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import secrets
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -23,7 +22,7 @@ from aqua_protocol import ConfigError
 MIN_SECRET_LENGTH = 32
 """Characters of a configured secret, 128 bits in hexadecimal; doubled, no attack gets harder."""
 DEFAULT_PORT = 7700
-"""Unassigned at IANA, and of no other service of Aqua's."""
+"""Unassigned at IANA, and of no other service of Aqua's. Fixed: members expect it."""
 
 
 def default_data_dir() -> Path:
@@ -159,8 +158,3 @@ def load_settings(**overrides: Any) -> CoordinatorSettings:  # noqa: ANN401 - wh
         raise ConfigError(
             "; ".join(faults), remedy="`aqua-coordinator serve --help` lists every setting."
         ) from error
-
-
-def new_secret() -> str:
-    """A secret for `AQUA_CAPABILITY_SECRET`."""
-    return secrets.token_hex(MIN_SECRET_LENGTH)

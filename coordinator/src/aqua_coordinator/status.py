@@ -29,9 +29,9 @@ TIMEOUT_S: Final = 5.0
 hung coordinator is told of after 10 s."""
 MAX_ROWS: Final = 10_000
 """Rows read of each listing; doubled, a look at a huge ledger takes seconds."""
+# The latest are shown, so that all tables fit on a screen; doubled, they do not.
 SHOWN_RECLAIMS: Final = 8
 SHOWN_LEASES: Final = 20
-"""The latest are shown, so that all tables fit on a screen."""
 STALE_S: Final = 3.0
 """A member silent for longer than this is shown in red: three default heartbeats. Doubled, a dead
 member looks alive for 3 s more."""
@@ -53,7 +53,7 @@ class Status(BaseModel):
 
     @classmethod
     def read(cls, client: CoordinatorClient) -> Status:
-        """Read everything.
+        """Read everything that is shown.
 
         Raises:
             AquaError: Refused, or no answer.

@@ -1,4 +1,4 @@
-"""Which versions can talk to each other.
+"""The protocol version, and which versions can talk to each other.
 
 `PROTOCOL_VERSION` counts incompatible changes of the wire: messages, tables, token format. Both
 sides say it first and refuse loudly; guessing across versions is how memory gets corrupted.

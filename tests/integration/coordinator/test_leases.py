@@ -147,7 +147,7 @@ async def test_a_repeated_request_gets_the_same_answer_and_one_lease(
     first = await room.grant(consumer, 2, key="key")
     await room.ledger.release_lease(first.lease.lease_id, epoch=first.lease.epoch, as_consumer=None)
     assert await room.grant(consumer, 2, key="key") == first
-    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.producer("producer")).leased_bytes == 0
 
 
 async def test_a_key_with_another_request_is_a_conflict(
@@ -316,5 +316,5 @@ async def test_leases_can_be_filtered(room: LedgerRoom, consumer: PaperConsumer)
 async def test_members_are_listed_by_name_page_by_page(room: LedgerRoom) -> None:
     await _producers(room, b=1, c=1, a=1)
     first = await room.ledger.producers(limit=2)
-    rest = await room.ledger.producers(cursor=first[-1].view.producer_id, limit=2)
-    assert [row.view.producer_id for row in first + rest] == ["a", "b", "c"]
+    rest = await room.ledger.producers(cursor=first[-1].producer_id, limit=2)
+    assert [row.producer_id for row in first + rest] == ["a", "b", "c"]

@@ -97,7 +97,7 @@ async def test_leases_asked_for_together_are_each_granted_over_the_one_before(
     assert outcomes[0] == outcomes[2]
     assert outcomes[1] == outcomes[4]
     assert isinstance(outcomes[3], CapacityError)
-    assert (await room.ledger.producer(producer.name)).view.leased_bytes == 6 * SLAB
+    assert (await room.ledger.producer(producer.name)).leased_bytes == 6 * SLAB
     grants = [outcome for outcome in outcomes[:2] if not isinstance(outcome, BaseException)]
     releases = [
         room.ledger.release_lease(g.lease.lease_id, epoch=g.lease.epoch, as_consumer=None)

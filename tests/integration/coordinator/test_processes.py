@@ -71,7 +71,7 @@ async def audit(store_url: str) -> tuple[list[str], int, int]:
     ledger = Ledger(pipeline)
     try:
         faults = await ledger.audit()
-        by_producer = sum(row.view.leased_bytes for row in await ledger.producers())
+        by_producer = sum(row.leased_bytes for row in await ledger.producers())
         leases, cursor = await ledger.leases(limit=1000)
         assert cursor is None
         return faults, by_producer, sum(lease.bytes for lease in leases)

@@ -36,7 +36,7 @@ async def test_the_first_report_registers_and_the_echo_of_the_books_makes_granta
     producer = PaperProducer(slabs=4)
     first = await room.tell(producer)
     assert not first.grantable
-    view = (await room.ledger.producer("producer")).view
+    view = await room.ledger.producer("producer")
     assert (view.offered_bytes, view.leased_bytes, view.free_bytes) == (4 * SLAB, 0, 4 * SLAB)
     assert not view.grantable
     second = await room.tell(producer)
@@ -53,7 +53,7 @@ async def test_an_older_revision_is_refused_and_changes_nothing(
     await room.tell(producer)
     with pytest.raises(StaleRevisionError):
         await room.ledger.report_producer(producer.report(revision=0, offered_bytes=0))
-    assert (await room.ledger.producer("producer")).view.offered_bytes == 16 * SLAB
+    assert (await room.ledger.producer("producer")).offered_bytes == 16 * SLAB
 
 
 async def test_a_report_may_be_repeated_word_for_word_but_not_with_other_words(
@@ -95,7 +95,7 @@ async def test_fewer_slabs_than_granted_free_the_rest(room: LedgerRoom, pair: Pa
     producer.hand_out(lease, slabs=3)
     await room.tell(producer)
     assert (await room.ledger.lease(lease.lease_id)).bytes == 3 * SLAB
-    assert (await room.ledger.producer("producer")).view.free_bytes == 13 * SLAB
+    assert (await room.ledger.producer("producer")).free_bytes == 13 * SLAB
 
 
 async def test_slab_by_slab_a_reclaim_returns_bytes_to_the_offer(
@@ -121,7 +121,7 @@ async def test_bytes_leave_the_books_only_when_the_producer_has_the_slabs(
     producer, consumer = pair
     lease = await room.attached(producer, consumer, 4)
     await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
-    assert (await room.ledger.producer("producer")).view.leased_bytes == 4 * SLAB
+    assert (await room.ledger.producer("producer")).leased_bytes == 4 * SLAB
     booked = await room.tell(producer)
     assert [(notice.lease_id, notice.reason) for notice in booked.ended] == [
         (lease.lease_id, "released")
@@ -129,7 +129,7 @@ async def test_bytes_leave_the_books_only_when_the_producer_has_the_slabs(
     producer.take_back(lease)
     await room.tell(producer)
     assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.RELEASED
-    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.producer("producer")).leased_bytes == 0
 
 
 async def test_a_lost_consumer_is_fenced_and_its_bytes_stay_booked(
@@ -158,7 +158,7 @@ async def test_a_shrunken_offer_cancels_unattached_grants_newest_first(
     await room.tell(producer)
     states = [(await room.ledger.lease(lease.lease_id)).state for lease in (held, older, newer)]
     assert states == [LeaseState.ACTIVE, LeaseState.GRANTED, LeaseState.RELEASED]
-    view = (await room.ledger.producer("producer")).view
+    view = await room.ledger.producer("producer")
     assert (view.offered_bytes, view.leased_bytes) == (8 * SLAB, 8 * SLAB)
 
 
@@ -214,7 +214,7 @@ async def test_a_new_life_of_the_producer_ends_the_leases_of_the_old_one(
     producer.restart()
     await room.tell(producer)
     assert (await room.ledger.lease(lease.lease_id)).state is LeaseState.LOST
-    assert (await room.ledger.producer("producer")).view.leased_bytes == 0
+    assert (await room.ledger.producer("producer")).leased_bytes == 0
     with pytest.raises(StaleRevisionError, match="newer process"):
         await room.ledger.report_producer(old_report)
 

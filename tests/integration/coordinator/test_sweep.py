@@ -73,7 +73,7 @@ async def test_nothing_expires_for_the_time_in_which_no_coordinator_was_there(
         ATTACH_WINDOW_S - 0.9 - passed_s()
     )
     assert (await room.ledger.lease(lease.lease_id)).expires_in_s > 29.1 - passed_s()
-    assert (await room.ledger.producer("producer")).view.silent_s < 0.9 + passed_s()
+    assert (await room.ledger.producer("producer")).silent_s < 0.9 + passed_s()
     await room.pass_time(31)
     assert await room.sweep() > 0
 

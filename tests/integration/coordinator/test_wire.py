@@ -202,7 +202,7 @@ async def test_a_large_report_fits(address: tuple[str, int], service: Service) -
             "/v1/producers/producer", content=report, headers={"Content-Type": "application/json"}
         )
     assert answer.status_code == 200
-    assert (await service.services.ledger.producer("producer")).view.producer_id == "producer"
+    assert (await service.services.ledger.producer("producer")).producer_id == "producer"
 
 
 async def test_a_request_under_way_is_answered_before_the_server_ends(service: Service) -> None:

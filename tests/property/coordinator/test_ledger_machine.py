@@ -300,7 +300,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def no_byte_is_leased_twice(self) -> None:
         if not self._books_know_the_producer():
             return
-        view = self.run(self.room.ledger.producer("producer")).view
+        view = self.run(self.room.ledger.producer("producer"))
         leases = self.run(self._all_leases())
         assert sum(lease.bytes for lease in leases) == view.leased_bytes
         assert view.free_bytes + view.leased_bytes == view.offered_bytes

@@ -1,4 +1,4 @@
-"""The REST resources, one module each; `ALL` is what the application serves."""
+"""The REST resources; `ALL` is what the application serves."""
 
 from __future__ import annotations
 
@@ -6,28 +6,10 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from aqua_coordinator.routes import (
-    consumers,
-    events,
-    health,
-    heartbeats,
-    leases,
-    offers,
-    placements,
-    producers,
-    profiles,
-    reclaims,
-)
+from aqua_coordinator.routes import events, health, leases, members, placements, profiles, reclaims
 
 ALL: Final[list[APIRouter]] = [
-    producers.router,
-    consumers.router,
-    heartbeats.router,
-    offers.router,
-    leases.router,
-    reclaims.router,
-    placements.router,
-    profiles.router,
-    events.router,
-    health.router,
+    *(members.producers, members.consumers, members.heartbeats, members.offers),
+    *(leases.router, reclaims.router, placements.router, profiles.router),
+    *(events.router, health.router),
 ]

@@ -19,8 +19,10 @@ from aqua_protocol import AquaError, UnavailableError
 router = APIRouter(prefix="/v1/events", tags=["events"])
 
 KEEP_ALIVE_S: Final = 15.0
-"""Below the idle timeouts of common proxies."""
+"""Below the idle timeouts of common proxies (60 s and more); doubled, it still is."""
 RETRY_MS: Final = 1000
+"""After which a client connects again, chosen by hand; doubled, a client sees changes a second
+later after a restart."""
 EVENT_ID_PATTERN: Final = r"^\d{1,15}-\d{1,15}$"
 
 

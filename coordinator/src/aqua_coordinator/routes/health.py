@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from aqua_coordinator import __version__
-from aqua_coordinator.metrics import CONTENT_TYPE, BooksSnapshot
+from aqua_coordinator.metrics import BooksSnapshot
 from aqua_coordinator.services import Services, ServicesDep
 from aqua_protocol import UnavailableError
 from aqua_protocol.leases import Health
@@ -19,8 +20,11 @@ router = APIRouter(tags=["health"])
 RowT = TypeVar("RowT")
 
 SNAPSHOT_PAGE: Final = 500
+"""Members read in one script, chosen by hand; doubled, Redis keeps other callers waiting for twice
+as long at each scrape."""
 MAX_SNAPSHOT_MEMBERS: Final = 10_000
-"""Members with gauges of their own; a scrape of more takes longer than its interval."""
+"""Members with gauges of their own, chosen by hand. Doubled, a scrape may take longer than the
+interval between scrapes."""
 
 
 @router.get("/healthz")
@@ -43,21 +47,21 @@ async def readyz(services: ServicesDep) -> Health:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(services: ServicesDep, request: Request) -> Response:
-    """Prometheus metrics."""
+    """Show metrics to Prometheus."""
     if services.settings.metrics_need_token:
         services.authenticator.authenticate(request.headers.get("authorization"))
     try:
         snapshot = await _snapshot(services)
     except UnavailableError:
         snapshot = None
-    return Response(services.metrics.render(snapshot), media_type=CONTENT_TYPE)
+    return Response(services.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _snapshot(services: Services) -> BooksSnapshot:
     ledger = services.ledger
     return BooksSnapshot(
         await ledger.summary(),
-        await _all_pages(ledger.producers, lambda row: row.view.producer_id),
+        await _all_pages(ledger.producers, lambda row: row.producer_id),
         await _all_pages(ledger.consumers, lambda view: view.consumer_id),
     )
 

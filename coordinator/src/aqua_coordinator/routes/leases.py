@@ -85,7 +85,7 @@ async def list_leases(
 
 @router.get("/{lease_id}")
 async def get_lease(lease_id: Name, _: CallerDep, services: ServicesDep) -> LeaseView:
-    """One lease."""
+    """Read one lease."""
     return await services.ledger.lease(lease_id)
 
 

@@ -28,4 +28,5 @@ async def get_profiles(
     model: Annotated[str, Query(max_length=256, description="One model; all if left out.")] = "",
 ) -> Profiles:
     """The profiles of all models, or of one."""
-    return Profiles(profiles=await services.ledger.profiles(model))
+    found = await services.ledger.profiles(model)
+    return Profiles(profiles=sorted(found, key=lambda profile: profile.model))

@@ -32,10 +32,10 @@ async def list_reclaims(
 ) -> ReclaimPage:
     """Reclaims in the order they were opened, also for a while after their end."""
     views, position = await services.ledger.reclaims(cursor=cursor, limit=limit)
-    return ReclaimPage(reclaims=views, next_cursor=None if position is None else str(position))
+    return ReclaimPage(reclaims=views, next_cursor=position)
 
 
 @router.get("/{reclaim_id}")
 async def get_reclaim(reclaim_id: Name, _: CallerDep, services: ServicesDep) -> ReclaimView:
-    """One reclaim."""
+    """Read one reclaim."""
     return await services.ledger.reclaim(reclaim_id)

@@ -24,6 +24,7 @@ from aqua_protocol import ConfigError
 
 SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 DEFAULT_SENTINEL_PORT: Final = 26_379
+"""Fixed by Redis."""
 
 
 def open_pool(url: str, *, connect_timeout_s: float, max_connections: int) -> ConnectionPool:

@@ -14,37 +14,9 @@ from typing import Final
 
 TAG: Final = "{aqua}:"
 
-KEYS: Final[dict[str, str]] = {
-    # Names in full.
-    "books": f"{TAG}books",
-    "events": f"{TAG}events",
-    "producers": f"{TAG}producers",
-    "producers_seen": f"{TAG}producers_seen",
-    "consumers": f"{TAG}consumers",
-    "consumers_seen": f"{TAG}consumers_seen",
-    "lease_counts": f"{TAG}lease_counts",
-    "deadlines": f"{TAG}deadlines",
-    "reclaims": f"{TAG}reclaims",
-    "ended_reclaims": f"{TAG}ended_reclaims",
-    "placements": f"{TAG}placements",
-    "placement_reasons": f"{TAG}placement_reasons",
-    "profiles": f"{TAG}profiles",
-    "probe": f"{TAG}probe",
-    # Beginnings of names; an id follows.
-    "producer": f"{TAG}producer:",
-    "producer_leases": f"{TAG}producer_leases:",
-    "producer_reclaims": f"{TAG}producer_reclaims:",
-    "consumer": f"{TAG}consumer:",
-    "consumer_leases": f"{TAG}consumer_leases:",
-    "free": f"{TAG}free:",
-    "unconfirmed": f"{TAG}unconfirmed:",
-    "lease": f"{TAG}lease:",
-    "reclaim": f"{TAG}reclaim:",
-    "claim": f"{TAG}claim:",
-    "idempotency": f"{TAG}idempotency:",
-}
+EXPIRES: Final = "expires by itself"
 
-PERMANENT: Final[dict[str, str]] = {
+_IN_FULL: Final = {
     "books": "one hash for the life of the books",
     "events": "one stream, trimmed to a length by every entry",
     "producers": "an index; a producer leaves it when it is removed or silent for too long",
@@ -58,6 +30,9 @@ PERMANENT: Final[dict[str, str]] = {
     "placements": "the placer's plan, replaced as a whole",
     "placement_reasons": "the placer's plan, replaced as a whole",
     "profiles": "one hash, a bounded number of models; a model's profile replaces the one before",
+    "probe": EXPIRES,
+}
+_BEFORE_AN_ID: Final = {
     "producer": "deleted when the producer is removed or silent for too long",
     "producer_leases": "booked leases of a producer; empty, and thus gone, when all have ended",
     "producer_reclaims": "open reclaims of a producer; gone when all are closed",
@@ -67,5 +42,13 @@ PERMANENT: Final[dict[str, str]] = {
     "unconfirmed": "producers that have yet to confirm the books, by domain; gone when none are",
     "lease": "while booked; from its end on the record expires",
     "reclaim": "while open; once closed the record expires",
+    "claim": EXPIRES,
+    "idempotency": EXPIRES,
 }
+
+KEYS: Final = {name: f"{TAG}{name}" for name in _IN_FULL} | {
+    name: f"{TAG}{name}:" for name in _BEFORE_AN_ID
+}
+"""Names in full, and beginnings of names, which an id follows."""
+PERMANENT: Final = {name: why for name, why in (_IN_FULL | _BEFORE_AN_ID).items() if why != EXPIRES}
 """Names of `KEYS` without an expiry, and who removes them. The others always carry one."""

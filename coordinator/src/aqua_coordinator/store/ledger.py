@@ -41,11 +41,12 @@ RowT = TypeVar("RowT")
 MIN_REDIS_VERSION: Final = (7, 0)
 """First with libraries of functions, whose flags make a refused write refuse the whole script."""
 PROBE_TTL_MS: Final = 10_000
-"""Life of the key that a probe writes. Any length does: the next probe overwrites it."""
+"""Life of the key that a probe writes. Doubled, nothing changes: the next probe overwrites it."""
 SECRET_BYTES: Final = 32
-"""As long as the SHA-256 of the signatures; more would add nothing."""
+"""As long as the SHA-256 of the signatures; doubled, it adds nothing."""
 MAX_CACHED_SECRETS: Final = 4
-"""Books whose secret is remembered. One is in use; a few, while a loss is being noticed."""
+"""Books whose secret is remembered. One is in use; a few, while a loss is being noticed.
+Doubled, it keeps more of what no call asks for."""
 SWEEP_BATCH: Final = 256
 """Leases handled in one script of the sweep, about 5 ms of Redis time; doubled, a sweep of many
 keeps other callers waiting for 10 ms."""
@@ -110,7 +111,7 @@ class Ledger:
     async def report_consumer(self, report: ConsumerReport) -> rows.ConsumerBooked:
         """Book a consumer's full state and renew what it names."""
 
-    @lua_step("update_offer.lua", rows.offer_view)
+    @lua_step("update_offer.lua", rows.offer)
     async def update_offer(self, producer_id: str, update: OfferUpdate) -> OfferView:
         """Change an offer between two reports."""
 
@@ -130,25 +131,25 @@ class Ledger:
     ) -> rows.Grant:
         """Book bytes of one producer under a new lease."""
 
-    @lua_step("renew_lease.lua", rows.lease_view)
+    @lua_step("renew_lease.lua", rows.one(rows.lease))
     async def renew_lease(
         self, lease_id: str, *, epoch: int, ttl_s: float, as_consumer: str | None
     ) -> LeaseView:
         """Start the time to live anew."""
 
-    @lua_step("release_lease.lua", rows.lease_view)
+    @lua_step("release_lease.lua", rows.one(rows.lease))
     async def release_lease(
         self, lease_id: str, *, epoch: int, as_consumer: str | None
     ) -> LeaseView:
         """Give up the right; harmless when repeated."""
 
-    @lua_step("revoke_lease.lua", rows.lease_view)
+    @lua_step("revoke_lease.lua", rows.one(rows.lease))
     async def revoke_lease(self, lease_id: str, *, epoch: int) -> LeaseView:
         """End the right on an operator's word."""
 
     # --- Operators -------------------------------------------------------------------
 
-    @lua_step("open_reclaim.lua", rows.reclaim_view)
+    @lua_step("open_reclaim.lua", rows.one(rows.reclaim))
     async def open_reclaim(self, request: ReclaimRequest, *, idempotency_key: str) -> ReclaimView:
         """Ask a producer to take memory back."""
 
@@ -168,9 +169,9 @@ class Ledger:
     @lua_step("put_profile.lua", rows.nothing)
     async def _put_profile(self, model: str, profile: str) -> None: ...
 
-    @lua_step("read_profiles.lua", rows.profiles)
+    @lua_step("read_profiles.lua", rows.rows(ModelProfile.model_validate_json))
     async def profiles(self, model: str = "") -> list[ModelProfile]:
-        """Profiles by model; of one model, if it is named."""
+        """Profiles in no order; of one model, if it is named."""
 
     # --- Reading ---------------------------------------------------------------------
 
@@ -178,29 +179,29 @@ class Ledger:
     async def summary(self) -> rows.BooksSummary:
         """Counts and names of the books as a whole."""
 
-    @lua_step("read_producers.lua", rows.producer_rows)
+    @lua_step("read_producers.lua", rows.rows(rows.producer))
     async def producers(
         self, *, cursor: str = "", limit: int = 100, producer_id: str = ""
     ) -> list[rows.ProducerRow]:
         """Producers by name, after `cursor`; or only this one."""
 
     async def producer(self, producer_id: str) -> rows.ProducerRow:
-        """One producer."""
+        """Read one producer."""
         found = await self.producers(producer_id=producer_id)
         return _only(found, "producer", producer_id)
 
-    @lua_step("read_consumers.lua", rows.consumer_views)
+    @lua_step("read_consumers.lua", rows.rows(rows.consumer))
     async def consumers(
         self, *, cursor: str = "", limit: int = 100, consumer_id: str = ""
     ) -> list[ConsumerView]:
         """Consumers by name, after `cursor`; or only this one."""
 
     async def consumer(self, consumer_id: str) -> ConsumerView:
-        """One consumer."""
+        """Read one consumer."""
         found = await self.consumers(consumer_id=consumer_id)
         return _only(found, "consumer", consumer_id)
 
-    @lua_step("read_leases.lua", rows.lease_page)
+    @lua_step("read_leases.lua", rows.page(rows.lease))
     async def leases(
         self,
         *,
@@ -218,10 +219,10 @@ class Ledger:
         found, _ = await self.leases(lease_id=lease_id)
         return _only(found, "lease", lease_id)
 
-    @lua_step("read_reclaims.lua", rows.reclaim_page)
+    @lua_step("read_reclaims.lua", rows.page(rows.reclaim))
     async def reclaims(
-        self, *, cursor: int | None = None, limit: int = 100, reclaim_id: str = ""
-    ) -> tuple[list[ReclaimView], int | None]:
+        self, *, cursor: int | str | None = None, limit: int = 100, reclaim_id: str = ""
+    ) -> tuple[list[ReclaimView], str | None]:
         """Reclaims in the order they were opened, and the cursor to go on from."""
 
     async def reclaim(self, reclaim_id: str) -> ReclaimView:
@@ -253,16 +254,16 @@ class Ledger:
         await _until_done(self._forget_reclaims)
         return ended
 
-    @lua_step("expire_leases.lua", rows.count)
+    @lua_step("expire_leases.lua", rows.one(int))
     async def _expire_leases(self, limit: int) -> int: ...
 
-    @lua_step("lose_silent_members.lua", rows.count)
+    @lua_step("lose_silent_members.lua", rows.one(int))
     async def _lose_silent_members(self, silent_s: float, limit: int) -> int: ...
 
-    @lua_step("forget_reclaims.lua", rows.count)
+    @lua_step("forget_reclaims.lua", rows.one(int))
     async def _forget_reclaims(self, limit: int) -> int: ...
 
-    @lua_step("audit_books.lua", rows.faults)
+    @lua_step("audit_books.lua", rows.rows(rows.text))
     async def audit(self) -> list[str]:
         """Rules that the books break, as sentences; empty when all is well."""
 

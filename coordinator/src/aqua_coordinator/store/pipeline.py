@@ -67,7 +67,8 @@ FREE_BATCH: Final = 8
 """Batches up to this size need not share: smaller ones cost more writes than they win overlap.
 Doubled, throughput at 32 callers falls by a tenth."""
 RETRY_AFTER_S: Final = 1.0
-"""What callers are told while Redis is away; about the time an embedded one takes to restart."""
+"""What callers are told while Redis is away; about the time an embedded one takes to restart.
+Doubled, they come back a second later."""
 
 _BOOKS_KEY: Final = KEYS["books"].encode()
 _NOT_NOW: Final = (

@@ -1,10 +1,10 @@
 """The Lua scripts: one file for each atomic step, together one library of Redis functions.
 
-A script file is the body of one function over `KEYS` and `ARGV`. What scripts share is in
-`lua/lib` and runs once, when the library is loaded, so a call costs its commands and little else.
-Evaluated as scripts of their own they would set up the shared part at every call, which costs more
-than the step itself. Redis keeps a library with the data and gives it to replicas; where it is
-missing (a new server, a flush, a failover that was quicker), the pipeline loads it again.
+A script file is the body of one function over `KEYS[1]`, the books, and `ARGV`. What scripts share
+is in `lua/lib` and runs once, when the library is loaded: in scripts evaluated one by one, setting
+it up would cost more than the step itself. Redis keeps a library with the data and gives it to
+replicas; where it is missing (a new server, a flush, a failover that was quicker), the pipeline
+loads it again.
 
 The library's name, and that of each function, carries a digest of the text. So coordinators of
 different versions share one Redis, each with its own library, and a function that exists is the
@@ -77,6 +77,7 @@ PARTS: Final = (
 
 LIBRARY_PREFIX: Final = "aqua_books_"
 _DIGEST_LENGTH: Final = 16
+"""Hexadecimal digits: 64 bits tell versions apart. Doubled, each call carries 16 bytes more."""
 
 _NAME: Final = re.compile(r"\b(KEY|STATE|EVENT|KIND|CONST)\.(\w+)")
 _FLAGS: Final = re.compile(r"^-- @flags (.+)$", re.MULTILINE)

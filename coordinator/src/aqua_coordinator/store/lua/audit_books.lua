@@ -1,6 +1,5 @@
 -- Check every rule that the books must keep; nothing is changed.
 --
--- KEYS[1]  the books
 -- Calls    lease_of, offer_of
 -- Result   {'ok', faults}: sentences, none when the books agree with themselves
 --

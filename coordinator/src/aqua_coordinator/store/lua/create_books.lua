@@ -1,6 +1,5 @@
 -- Open the books in an empty Redis, or read whose they are.
 --
--- KEYS[1]  the books
 -- ARGV[1]  books_id: name of the new books
 -- ARGV[2]  secret: for capability tokens, hexadecimal
 -- Calls    integer, redis_time_us

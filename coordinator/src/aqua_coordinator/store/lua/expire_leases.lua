@@ -1,6 +1,5 @@
 -- One step of the sweep: the clock goes on, and leases past their deadline expire.
 --
--- KEYS[1]  the books
 -- ARGV[1]  limit: how many leases at most
 -- Calls    integer, lease_of, step, save
 -- Result   {'ok', expired}: how many

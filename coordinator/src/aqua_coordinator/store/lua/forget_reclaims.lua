@@ -1,6 +1,5 @@
 -- One step of the sweep: the listing lets go of reclaims whose records have expired.
 --
--- KEYS[1]  the books
 -- ARGV[1]  limit: how many at most
 -- Calls    integer
 -- Result   {'ok', forgotten}: how many

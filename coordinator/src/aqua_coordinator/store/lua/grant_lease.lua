@@ -1,6 +1,5 @@
 -- Book bytes of one producer for one consumer.
 --
--- KEYS[1]  the books
 -- ARGV[1]  request: a LeaseRequest as JSON, without nulls
 -- ARGV[2]  idempotency_key
 -- ARGV[3]  attach_window_s, in microseconds

@@ -1,6 +1,5 @@
 -- One step of the sweep: members that have said nothing for too long leave the books.
 --
--- KEYS[1]  the books
 -- ARGV[1]  silent_s: silence allowed, in microseconds of the books' clock
 -- ARGV[2]  limit: how many leases and members at most
 -- Calls    integer, lease_of, step, save, settle, forget_producer, offer_of, forget_consumer

@@ -1,6 +1,5 @@
 -- An operator asks a producer to take memory back; the producer learns of it in its next answer.
 --
--- KEYS[1]  the books
 -- ARGV[1]  request: a ReclaimRequest as JSON
 -- ARGV[2]  idempotency_key
 -- Calls    first_answer, reclaim_row, refuse, integer, next_epoch, keep_answer, emit

@@ -1,6 +1,5 @@
 -- Replace the placer's plan as a whole.
 --
--- KEYS[1]  the books
 -- ARGV[1]  plan: a PlacementPlan as JSON
 -- Calls    emit
 -- Result   {'ok', pairings}: how many

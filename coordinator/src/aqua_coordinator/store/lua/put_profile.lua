@@ -1,6 +1,5 @@
 -- Keep a model's profile; the one before is replaced.
 --
--- KEYS[1]  the books
 -- ARGV[1]  model
 -- ARGV[2]  profile: a ModelProfile as JSON
 -- Calls    refuse

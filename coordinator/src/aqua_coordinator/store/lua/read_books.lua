@@ -1,6 +1,5 @@
 -- Counts and names of the books as a whole.
 --
--- KEYS[1]  the books
 -- Result   {'ok', books_id, plan_hash, booked leases, {state, count, ...}, producers, consumers,
 --           open reclaims}; leases that no state counts are in the initial one
 -- @flags no-writes

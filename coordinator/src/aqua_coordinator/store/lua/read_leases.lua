@@ -1,7 +1,6 @@
 -- A page of the booked leases, by producer and then in the order of their grants; or one lease,
 -- booked or ended.
 --
--- KEYS[1]  the books
 -- ARGV[1]  cursor: `producer@epoch` to go on with this producer after this epoch; '' to start
 -- ARGV[2]  limit: how many at most
 -- ARGV[3]  lease_id: only this one, or ''

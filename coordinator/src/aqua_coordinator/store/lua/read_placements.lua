@@ -1,6 +1,5 @@
 -- The placer's plan in force.
 --
--- KEYS[1]  the books
 -- Result   {'ok', plan_hash, {consumer_id, producers, ...}, {consumer_id, reason, ...}}
 -- @flags no-writes
 

@@ -1,6 +1,5 @@
 -- Profiles of models, one or all.
 --
--- KEYS[1]  the books
 -- ARGV[1]  model: only this one, or ''
 -- Result   {'ok', {profile, ...}}, each JSON, in no order
 -- @flags no-writes

@@ -1,6 +1,5 @@
 -- A page of reclaims in the order they were opened, or one reclaim.
 --
--- KEYS[1]  the books
 -- ARGV[1]  cursor: go on after this position; '' from the start
 -- ARGV[2]  limit: how many at most
 -- ARGV[3]  reclaim_id: only this one, or ''

@@ -1,6 +1,5 @@
 -- The consumer gives up its right. Harmless when repeated, under any epoch the lease has had.
 --
--- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
 -- ARGV[3]  as_consumer: whom the caller's token is bound to, or ''

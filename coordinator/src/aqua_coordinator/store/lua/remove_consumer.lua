@@ -1,6 +1,5 @@
 -- A consumer takes its leave and gives up whatever right it still has.
 --
--- KEYS[1]  the books
 -- ARGV[1]  consumer_id
 -- ARGV[2]  incarnation
 -- Calls    member_of, refuse, lease_of, step, save, forget_consumer

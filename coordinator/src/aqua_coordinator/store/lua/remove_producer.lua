@@ -1,6 +1,5 @@
 -- A producer takes its leave. Refused while slabs are out: they would be lost to the books.
 --
--- KEYS[1]  the books
 -- ARGV[1]  producer_id
 -- ARGV[2]  incarnation
 -- Calls    member_of, refuse, lease_of, step, save, settle, forget_producer

@@ -1,6 +1,5 @@
 -- Start a lease's time to live anew.
 --
--- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
 -- ARGV[3]  ttl_s, in microseconds

@@ -1,6 +1,5 @@
 -- Book a consumer's full state; every lease it names is renewed.
 --
--- KEYS[1]  the books
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
 -- Calls    member_of, why_stale, lease_of, refuse, integer, retire, emit, step, set_deadline,
 --          largest, pairing_of

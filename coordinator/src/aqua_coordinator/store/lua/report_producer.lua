@@ -1,6 +1,5 @@
 -- Book a producer's full state: registration, heartbeat and every change of its leases.
 --
--- KEYS[1]  the books
 -- ARGV[1]  report: a ProducerReport as JSON, without nulls
 -- Calls    member_of, why_stale, refuse, lease_of, integer, step, save, offer_of, retire, emit,
 --          open_lease, set_deadline, book, write_list, next_epoch, close_reclaim

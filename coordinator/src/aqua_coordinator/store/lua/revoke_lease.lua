@@ -1,6 +1,5 @@
 -- An operator ends the right to a lease. Its bytes stay booked until the producer has them back.
 --
--- KEYS[1]  the books
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
 -- Calls    lease_of, why_not_act, step, refuse, save, lease_row

@@ -1,6 +1,5 @@
 -- Change a producer's offer between two reports; ordered by the same revision.
 --
--- KEYS[1]  the books
 -- ARGV[1]  producer_id
 -- ARGV[2]  update: an OfferUpdate as JSON
 -- Calls    member_of, integer, refuse, why_stale, offer_of, lease_of, emit, step, save

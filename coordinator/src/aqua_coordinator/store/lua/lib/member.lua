@@ -38,3 +38,24 @@ local function retire(known)
   end
   return table.concat(names, ' ')
 end
+
+-- {name, silent_us, field, ...} of members in the order of their names: a page as ARGV says, which
+-- is cursor ('' from the start), limit, and '' or the name of the only one.
+local function member_rows(argv, index, seen, prefix, ...)
+  local names = {argv[3]}
+  if argv[3] == '' then
+    names = redis.call('ZRANGEBYLEX', index, argv[1] == '' and '-' or '(' .. argv[1], '+',
+      'LIMIT', 0, tonumber(argv[2]))
+  end
+  local rows = {}
+  for _, name in ipairs(names) do
+    local seen_us = redis.call('ZSCORE', seen, name)
+    if seen_us then
+      local row = redis.call('HMGET', prefix .. name, ...)
+      table.insert(row, 1, clock_us - tonumber(seen_us))
+      table.insert(row, 1, name)
+      rows[#rows + 1] = row
+    end
+  end
+  return rows
+end
