@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import override
 
 from aqua_protocol import ProtocolError, SocketPathTooLongError, TransportError
 from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET
@@ -33,7 +34,8 @@ from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
 from aqua_protocol.wire import Wire
 
 SO_PEERPIDFD: Final = 77
-"""Linux 6.5: a pidfd of the peer as of connect time, immune to pid reuse and pid namespaces."""
+"""Fixed by the ABI of Linux 6.5: a pidfd of the peer as of connect time, immune to pid
+reuse and pid namespaces."""
 
 LINGER_S: Final = 50e-6
 """Seconds awake after a packet: about what going to sleep and waking up costs. Doubled, a thread
@@ -88,7 +90,7 @@ class Channel(Generic[MessageT]):
         )
 
     def fileno(self) -> int:
-        """For selectors; -1 once closed."""
+        """The descriptor, for selectors; -1 once closed."""
         return self._socket.fileno()
 
     def send(self, message: Wire, fds: Sequence[int] = ()) -> None:
@@ -97,8 +99,7 @@ class Channel(Generic[MessageT]):
         Raises:
             ChannelClosedError: The peer is gone, or has not read for `send_timeout_s`.
         """
-        packet = message.model_dump_json().encode()
-        assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
+        packet = _packed(message)
         try:
             if fds:
                 socket.send_fds(self._socket, [packet], list(fds))
@@ -113,8 +114,7 @@ class Channel(Generic[MessageT]):
         Raises:
             ChannelClosedError: The peer is gone.
         """
-        packet = message.model_dump_json().encode()
-        assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
+        packet = _packed(message)
         try:
             self._socket.send(packet, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -210,8 +210,8 @@ class LingeringSelector(selectors.DefaultSelector):
         super().__init__()
         self._is_awake = False
 
+    @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As the selectors of the standard library."""
         if self._is_awake:
             linger_s = LINGER_S if timeout is None else min(timeout, LINGER_S)
             awake_until_s = time.perf_counter() + linger_s
@@ -221,6 +221,12 @@ class LingeringSelector(selectors.DefaultSelector):
         ready = super().select(timeout)
         self._is_awake = bool(ready)
         return ready
+
+
+def _packed(message: Wire) -> bytes:
+    packet = message.model_dump_json().encode()
+    assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
+    return packet
 
 
 def listen(path: Path, *, backlog: int = 128) -> socket.socket:

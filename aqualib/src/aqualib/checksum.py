@@ -1,7 +1,7 @@
 """Checksums of tensors, wherever their bytes are.
 
 A stored sum is compared with what comes back, so that wrong bytes raise instead of being used. It
-finds accidents (a torn copy, a slab somebody else wrote to), not adversaries.
+finds accidents (a torn copy, a slab that another process wrote to), not adversaries.
 
 Two formulas, because neither side's good one is good on the other: on the CPU XXH3 at memory speed,
 on a GPU a sum of mixed 64-bit words in torch integers, computed where the bytes are and exact
@@ -23,13 +23,14 @@ import xxhash
 
 from aqua_protocol import MIB
 
+# Fixed by the formula: words of 64 bits, and the bit of a sum that names its formula.
 WORD_BYTES: Final = 8
+_MASK: Final = (1 << 64) - 1
+_FORMULA_BIT: Final = 1
+
 CHUNK_WORDS: Final = 8 * MIB // WORD_BYTES
 """Words summed at a time, so that temporary memory on a GPU is three times 8 MiB. Doubled, twice
 that, for fewer launches."""
-
-_MASK: Final = (1 << 64) - 1
-_FORMULA_BIT: Final = 1
 
 
 def _signed(word: int) -> int:
@@ -39,10 +40,11 @@ def _signed(word: int) -> int:
 
 _POSITION_STEP: Final = _signed(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio: multiples of it are spread evenly."""
+
+# Fixed by MurmurHash3's 64-bit finaliser: its shifts, and its multipliers.
 _SHIFT: Final = 33
 _LOW_BITS: Final = (1 << (64 - _SHIFT)) - 1
 _MULTIPLIERS: Final = (_signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53))
-"""Of MurmurHash3's 64-bit finaliser."""
 
 
 class _Formula(IntEnum):

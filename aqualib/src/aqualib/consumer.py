@@ -19,7 +19,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
@@ -28,7 +28,7 @@ from aqualib.memory.allocator import TensorAllocator
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migrator import Migrator
 from aqualib.memory.transfers import Transfers
-from aqualib.metrics import ConsumerMetrics, Direction, LinkRate, Stats
+from aqualib.metrics import ConsumerMetrics, Direction, Stats
 
 if TYPE_CHECKING:
     import torch
@@ -225,34 +225,16 @@ class Aqua:
     def stats(self) -> Stats:
         """Everything that is counted, as of now."""
         self._transfers.sweep()
-        stats = self._store.snapshot()
+        store = self._store.snapshot()
         paged = self.metrics.paged_bytes
         attachments = self.attachments
         return Stats(
+            **asdict(store),
             paged_out_bytes=paged[Direction.OUT],
             paged_in_bytes=paged[Direction.IN],
-            used_bytes=stats.used_bytes,
-            spilled_bytes=stats.spilled_bytes,
-            spilled_bytes_peak=stats.spilled_bytes_peak,
-            lost_bytes=stats.lost_bytes,
             leased_bytes=sum(attachment.mapped_bytes for attachment in attachments),
-            promoted_bytes=stats.promoted_bytes,
-            drained_bytes=stats.drained_bytes,
-            drain_copied_bytes=stats.drain_copied_bytes,
-            returned_bytes=stats.returned_bytes,
-            pins_overdue=stats.pins_overdue,
-            moves_abandoned=stats.moves_abandoned,
             reclaims=tuple(self._lease_client.reclaims),
-            links=tuple(
-                LinkRate(
-                    producer_id=attachment.producer_id,
-                    transport=attachment.link.transport,
-                    write_bytes_per_s=attachment.link.write_bytes_per_s,
-                    read_bytes_per_s=attachment.link.read_bytes_per_s,
-                )
-                for attachment in attachments
-                if attachment.link is not None
-            ),
+            links=tuple(a.link for a in attachments if a.link is not None),
         )
 
     @property

@@ -37,10 +37,12 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from aqua_protocol import ConfigError
+from aqualib.memory.frame_table import StoreStats
 
 if TYPE_CHECKING:
     from aqua_protocol import AquaError, TransportKind
     from aqualib.leasing.attachment import ReclaimRecord
+    from aqualib.probe import LinkMeasurement
     from aqualib.reporter import Identity
 
 DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))
@@ -54,66 +56,29 @@ them all takes 4 ms instead of 2."""
 
 
 class Direction(StrEnum):
-    """Which way bytes go, as the engine sees it."""
+    """The way that bytes go, as the engine sees it."""
 
     OUT = "out"
     IN = "in"
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRate:
-    """The path to one producer, as measured when its lease began.
-
-    Attributes:
-        producer_id: Whose slabs.
-        transport: The one really used.
-        write_bytes_per_s: Paging out.
-        read_bytes_per_s: Paging in.
-    """
-
-    producer_id: str
-    transport: TransportKind
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """One consumer at one instant; sizes in bytes.
+@dataclass(slots=True, kw_only=True)
+class Stats(StoreStats):
+    """One consumer at one instant: what its store has seen, and what its leases and transfers add.
 
     Attributes:
         paged_out_bytes: From the engine into the store so far.
         paged_in_bytes: Back so far.
-        used_bytes: In the store now.
-        spilled_bytes: Part of it in host memory.
-        spilled_bytes_peak: The most that ever was.
-        lost_bytes: Part of it that cannot be read any more.
         leased_bytes: Slabs of peers that are mapped, used or not.
-        promoted_bytes: Moved from host memory to peers so far.
-        drained_bytes: Moved away from peers so far, because slabs were asked back or lost.
-        drain_copied_bytes: Part of that which had to be copied; host memory had the rest.
-        returned_bytes: Slabs given back to their producers so far.
-        pins_overdue: Slabs that were late because something kept them pinned.
-        moves_abandoned: Moves given up, to be tried again, because of pins or surviving views.
         reclaims: The latest ones, oldest first.
-        links: Paths in use.
+        links: Paths in use, each as measured when its lease began.
     """
 
     paged_out_bytes: int
     paged_in_bytes: int
-    used_bytes: int
-    spilled_bytes: int
-    spilled_bytes_peak: int
-    lost_bytes: int
     leased_bytes: int
-    promoted_bytes: int
-    drained_bytes: int
-    drain_copied_bytes: int
-    returned_bytes: int
-    pins_overdue: int
-    moves_abandoned: int
     reclaims: tuple[ReclaimRecord, ...]
-    links: tuple[LinkRate, ...]
+    links: tuple[LinkMeasurement, ...]
 
 
 class ConsumerMetrics(Collector):

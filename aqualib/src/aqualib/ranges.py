@@ -91,7 +91,7 @@ def split(ranges: list[Range], count: int, least: int) -> list[list[Range]]:
 
 
 class RangeAllocator:
-    """Which ranges of `0 .. capacity - 1` are taken; not thread-safe.
+    """Takes and frees ranges of `0 .. capacity - 1`; not thread-safe.
 
     Holds no memory and no bytes; a frame counts in units of 256 bytes for tensors, in blocks for a
     block store. Free ranges are sorted and always merged with their neighbours. Allocation is best
@@ -114,7 +114,7 @@ class RangeAllocator:
 
     @property
     def taken(self) -> int:
-        """Units taken."""
+        """Units that are taken."""
         return self._taken
 
     @property

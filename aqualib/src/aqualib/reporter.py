@@ -6,8 +6,11 @@ a report that got lost is repaired by the next. The first report registers the m
 
 An absent coordinator is a normal state. The reporter then tries again with growing, jittered pauses
 up to a bound, logs the beginning and the end of the absence once each, and goes on as long as the
-member lives. An answer is handled before the books it names are confirmed in the next report: a
-producer must refuse the tokens of lost books by the time it says that it knows the new ones.
+member lives. A member without a coordinator is the same member: `deliver=None` makes a reporter
+that tells nothing and never waits.
+
+An answer is handled before the books it names are confirmed in the next report: a producer must
+refuse the tokens of lost books by the time it says that it knows the new ones.
 """
 
 from __future__ import annotations
@@ -87,7 +90,8 @@ class Reporter(Generic[ReportT, AckT]):
 
     Args:
         build: Makes the report of this moment; called on the reporter's thread.
-        deliver: Sends it and returns the answer; an `AquaError` means that it failed.
+        deliver: Sends it and returns the answer; an `AquaError` means that it failed. None where
+            there is no coordinator.
         on_ack: Handles the answer to a report; called on the reporter's thread. An `AquaError`
             counts as if no answer had come.
         heartbeat_s: Longest silence; a coordinator may ask for a shorter one.
@@ -97,7 +101,7 @@ class Reporter(Generic[ReportT, AckT]):
     def __init__(
         self,
         build: Callable[[Revision, BooksId | None], ReportT],
-        deliver: Callable[[ReportT], AckT],
+        deliver: Callable[[ReportT], AckT] | None,
         on_ack: Callable[[ReportT, AckT], None],
         *,
         heartbeat_s: float = 1.0,
@@ -125,7 +129,8 @@ class Reporter(Generic[ReportT, AckT]):
 
     def start(self) -> None:
         """Begin to report."""
-        self._thread.start()
+        if self._deliver is not None:
+            self._thread.start()
 
     def changed(self) -> None:
         """Report soon. Takes a microsecond; may be called under the caller's locks."""
@@ -144,7 +149,12 @@ class Reporter(Generic[ReportT, AckT]):
         return self._books_id
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the books know the state of this moment; False when that took too long."""
+        """Wait until the books know the state of this moment; False when that took too long.
+
+        Without a coordinator it is False at once.
+        """
+        if self._deliver is None:
+            return False
         with self._condition:
             self._changes += 1
             goal = self._changes
@@ -167,9 +177,23 @@ class Reporter(Generic[ReportT, AckT]):
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def leave(self, remove: Callable[[], None], *, last_report: bool = False) -> None:
+        """Close, and call `remove` to say that the member is gone, if the coordinator answers.
+
+        Bounded: an absent coordinator gets no farewell and declares the member lost in time.
+        """
+        self.close(last_report=last_report)
+        if self._deliver is None or self._error is not None:
+            return
+        try:
+            remove()
+        except AquaError as error:
+            logger.info("%s could not say that it leaves: %s", self._name, error)
+
     # --- The thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        assert self._deliver is not None, "started with a coordinator"
         while self._wait_until_due():
             with self._condition:
                 goal = self._changes

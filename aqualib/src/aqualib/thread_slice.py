@@ -32,6 +32,7 @@ _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 of which the first is the slice."""
 
 _SCHED_OTHER: Final = 0
+"""The policy of ordinary threads, fixed by the ABI of Linux."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -44,7 +44,7 @@ MAX_GPUS: Final = 256
 four times as long."""
 
 P2P_READ: Final = 0
-"""NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py 13.615 defines it as the tuple `(0,)`."""
+"""Fixed by NVML as NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py 13.615 defines it as the tuple `(0,)`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 

@@ -114,7 +114,7 @@ class Attachment:
 
     @property
     def producer_id(self) -> str:
-        """Whose memory it is."""
+        """The producer whose memory it is."""
         return self._producer_id
 
     @property
@@ -226,7 +226,7 @@ class Attachment:
         return self.slabs
 
     def abandon(self) -> None:
-        """In a forked child: close this process's copies; the holder of a lock is not here."""
+        """Close a forked child's copies; without the lock, whose holder may not be here."""
         if self._is_connected:
             self._is_connected = False
             self.channel.close()

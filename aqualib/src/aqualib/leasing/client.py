@@ -96,21 +96,19 @@ class LeaseClient:
         self._refusal_code = ""
         self.events: Final = EventThread(store, self)
         self._thread = threading.Thread(target=self._run, name="aqua-leasing", daemon=True)
-        self._reporter: Reporter[ConsumerReport, ConsumerAck] | None = None
-        if link is not None:
-            self._reporter = Reporter(
-                self._report,
-                link.report_consumer,
-                self._on_ack,
-                heartbeat_s=heartbeat_s,
-                name=consumer_id,
-            )
+        self._reporter = Reporter(
+            self._report,
+            None if link is None else link.report_consumer,
+            self._on_ack,
+            heartbeat_s=heartbeat_s,
+            name=consumer_id,
+        )
 
     def start(self) -> None:
         """Begin to listen, report and ask."""
         self.events.start()
-        if self._reporter is not None:
-            self._reporter.start()
+        self._reporter.start()
+        if self._link is not None:
             self._thread.start()
 
     # --- What can be seen -----------------------------------------------------------------
@@ -131,21 +129,20 @@ class LeaseClient:
     @property
     def coordinator_error(self) -> AquaError | None:
         """Why the last report failed; None while the coordinator answers."""
-        return None if self._reporter is None else self._reporter.error
+        return self._reporter.error
 
     # --- From the outside -----------------------------------------------------------------
 
     def changed(self) -> None:
         """The store has grown or shrunk: think again, and tell the coordinator."""
-        if self._reporter is not None:
-            self._reporter.changed()
+        self._reporter.changed()
         with self._changed:
             self._news_count += 1
             self._changed.notify_all()
 
     def flush_report(self, timeout_s: float) -> bool:
         """Wait until the books know the state of this moment; False without a coordinator."""
-        return self._reporter is not None and self._reporter.flush(timeout_s)
+        return self._reporter.flush(timeout_s)
 
     def take_up(self, grant: LeaseGrant) -> Attachment:
         """Attach to a granted lease and hand its slabs to the store.
@@ -162,14 +159,13 @@ class LeaseClient:
         from aqualib.probe import measure
 
         slabs = attachment.slabs
-        link = measure(self._transport, slabs[0].memory)
-        attachment.link = link
+        attachment.link = measure(self._transport, slabs[0].memory)
         logger.info(
             "lease %s: %s from %s, %s",
             attachment.lease_id,
             format_bytes(attachment.mapped_bytes),
             attachment.producer_id,
-            link,
+            attachment.link,
         )
         with self._changed:
             self._attachments[attachment.lease_id] = attachment
@@ -192,21 +188,19 @@ class LeaseClient:
     def close(self) -> None:
         """Tell the coordinator once, and hang up; after the store has been closed."""
         self.stop_asking()
-        if self._reporter is not None:
-            self._reporter.close()
-            self._leave()
+        self._reporter.leave(self._remove)
         self.events.close(CLOSE_TIMEOUT_S)
 
     # --- The event thread tells -----------------------------------------------------------
 
     def on_reclaim(self) -> None:
-        """See `aqualib.leasing.events.LeaseListener`."""
+        """A producer has asked for slabs; called on the event thread."""
         with self._changed:
             self._backoff.note_reclaim(self._clock())
         self.changed()
 
     def on_closed(self, attachment: Attachment, *, is_lost: bool) -> None:
-        """See `aqualib.leasing.events.LeaseListener`."""
+        """An attachment has ended; `is_lost` when slabs were still mapped."""
         with self._changed:
             if self._attachments.pop(attachment.lease_id, None) is not None:
                 self._ended_reclaims.extend(attachment.reclaims)
@@ -341,13 +335,6 @@ class LeaseClient:
         self._refusal_code = error.code
         logger.log(level, "%s gets no peer memory now: %s", self._consumer_id, error)
 
-    def _leave(self) -> None:
-        """Say that this consumer is gone, if the coordinator answers; one attempt."""
-        assert self._link is not None, "there is no coordinator to tell"
-        holds_slabs = any(attachment.mapped_bytes for attachment in self.attachments)
-        if self.coordinator_error is not None or holds_slabs:
-            return
-        try:
+    def _remove(self) -> None:
+        if self._link is not None and not any(a.mapped_bytes for a in self.attachments):
             self._link.remove_consumer(self._consumer_id, self._identity.incarnation)
-        except AquaError as error:
-            logger.info("%s could not say that it leaves: %s", self._consumer_id, error)

@@ -15,7 +15,7 @@ import os
 import selectors
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aqua_protocol import ProtocolError, TransportError
 from aqua_protocol.channel import Goodbye, Ping, Pong, ProducerMessage, Reclaim
@@ -24,19 +24,10 @@ from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
     from aqualib.leasing.attachment import Attachment
+    from aqualib.leasing.client import LeaseClient
     from aqualib.memory.frame_store import FrameStore
 
 logger = logging.getLogger("aqualib")
-
-
-class LeaseListener(Protocol):
-    """Who wants to know. Called on the event thread; must not wait."""
-
-    def on_reclaim(self) -> None:
-        """A producer has asked for slabs."""
-
-    def on_closed(self, attachment: Attachment, *, is_lost: bool) -> None:
-        """An attachment has ended; `is_lost` when slabs were still mapped."""
 
 
 class EventThread:
@@ -44,12 +35,12 @@ class EventThread:
 
     Args:
         store: Where reclaims are entered.
-        listener: Who wants to know.
+        client: Hears of reclaims and of attachments that have ended; must not wait.
     """
 
-    def __init__(self, store: FrameStore, listener: LeaseListener) -> None:
+    def __init__(self, store: FrameStore, client: LeaseClient) -> None:
         self._store = store
-        self._listener = listener
+        self._client = client
         self._selector = LingeringSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -79,7 +70,7 @@ class EventThread:
             os.close(self._wakeup)
 
     def abandon_descriptors(self) -> None:
-        """In a forked child: drop the parent's channels, so that its end stays visible."""
+        """Drop, in a forked child, the parent's channels, so that its end stays visible."""
         for attachment in [*self._attachments, *self._arrivals]:
             attachment.abandon()
 
@@ -123,7 +114,7 @@ class EventThread:
         match message:
             case Reclaim():
                 self._store.ask_back(attachment.note_asked(message))
-                self._listener.on_reclaim()
+                self._client.on_reclaim()
             case Ping(number=number):
                 attachment.pong(number)
             case Pong():
@@ -146,4 +137,4 @@ class EventThread:
                 len(left),
             )
             self._store.ask_back(left)
-        self._listener.on_closed(attachment, is_lost=bool(left))
+        self._client.on_closed(attachment, is_lost=bool(left))

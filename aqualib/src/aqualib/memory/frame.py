@@ -37,7 +37,7 @@ class Lender(Protocol):
 
     @property
     def producer_id(self) -> str:
-        """Whose memory it is."""
+        """The producer whose memory it is."""
 
     @property
     def is_reclaiming(self) -> bool:

@@ -380,7 +380,7 @@ class FrameStore:
         return is_empty
 
     def forbid(self, reason: str) -> None:
-        """In a forked child: refuse all use. Its locks may be held by threads that are not here."""
+        """Refuse all use in a forked child, where threads that hold the locks do not exist."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = reason

@@ -59,7 +59,7 @@ class Migrator:
         ]
 
     def start(self) -> None:
-        """Begin moving."""
+        """Start both threads."""
         for thread in self._threads:
             thread.start()
 

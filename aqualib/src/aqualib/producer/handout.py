@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("aqualib")
 
 ZEROS_BYTES: Final = MIB
-"""Source of zeros: small enough to stay in a cache, large enough to copy at full speed."""
+"""Bytes of zeros to copy from: small enough to stay in a cache, large enough to copy at full speed.
+Doubled, a small cache may drop them."""
 
 
 class Handout:
@@ -64,7 +65,7 @@ class Handout:
         return self._loans[self.sent_count :]
 
     def run(self, channel: Channel[ConsumerMessage]) -> None:
-        """Send everything.
+        """Send the welcome and every slab.
 
         Raises:
             ChannelClosedError: The peer is gone, or does not read.

@@ -1,4 +1,4 @@
-"""The lending lending: everything a producer decides, as one state machine without I/O.
+"""The lending state: everything a producer decides, as one state machine without I/O.
 
 Events come in (a consumer attached, released, fell silent, died; the engine wants memory; time
 passed) and `Effects` come out (slabs to ask for, memory to close, processes to kill). The state has
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from aqualib.transports.base import OwnedSlab
 
 
+# Seconds; the bounds are fixed by `aqua_protocol.channel.Deadline`.
 MIN_DEADLINE_S: Final = 1e-3
-"""Seconds; lower bound of `aqua_protocol.channel.Deadline`."""
-
 MAX_DEADLINE_S: Final = 600.0
-"""Seconds; upper bound of `aqua_protocol.channel.Deadline`."""
 
 MAX_REMEMBERED_ORDERS: Final = 256
 """Orders that are carried out only once. One is repeated until a report names it, so a few would

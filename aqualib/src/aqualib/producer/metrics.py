@@ -64,7 +64,7 @@ class ProducerMetrics(Collector):
         self.registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
-        """As `collect`: reading costs next to nothing."""
+        """Everything, as `collect` does: reading costs next to nothing."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

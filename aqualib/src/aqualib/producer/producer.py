@@ -43,9 +43,9 @@ from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import Escalation, kill_process
 from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MAX_DEADLINE_S, MIN_DEADLINE_S, LendingState
-from aqualib.producer.registration import Registration
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory, SlabOwner
+from aqualib.reporter import Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -155,14 +155,15 @@ class Producer:
                 write_off=self._write_off,
             )
         )
-        self._registration = Registration(
-            link,
-            producer_id=producer_id,
-            incarnation=identity.incarnation,
+        self._link = link
+        self._reporter = Reporter(
+            self._build_report,
+            None if link is None else link.report_producer,
+            self._take_answer,
             heartbeat_s=heartbeat_s,
-            build=self._build_report,
-            take=self._take_answer,
+            name=producer_id,
         )
+        self._reporter.start()
 
     def __repr__(self) -> str:
         return f"Producer({self.producer_id}, {self.endpoint}, {self._lending.pool!r})"
@@ -196,7 +197,7 @@ class Producer:
                 memory = self._memory.create()
                 with self._lock:
                     self._lending.pool.add(memory)
-                self._registration.changed()
+                self._reporter.changed()
         return self.offered_bytes
 
     def reclaim(self, nbytes: int, deadline_s: float | None = None) -> ReclaimTicket:
@@ -243,7 +244,7 @@ class Producer:
         if offered:
             within_s = self._deadline_s if deadline_s is None else max(deadline_s, MIN_DEADLINE_S)
             self.reclaim(offered, within_s).wait(within_s)
-        self._registration.leave(holds_nothing=self.offered_bytes == 0)
+        self._reporter.leave(self._remove, last_report=True)
         self._handouts.stop()
         self._server.close()
         self._memory.close()
@@ -306,11 +307,11 @@ class Producer:
     @property
     def coordinator_error(self) -> AquaError | None:
         """Why the last report failed; None while the coordinator answers."""
-        return self._registration.error
+        return self._reporter.error
 
     def flush_report(self, timeout_s: float) -> bool:
         """Wait until the books know the state of this moment; False without a coordinator."""
-        return self._registration.flush(timeout_s)
+        return self._reporter.flush(timeout_s)
 
     # --- The coordinator ------------------------------------------------------------------
 
@@ -351,6 +352,10 @@ class Producer:
         self.acknowledge(ack)
         with self._lock:
             self._lending.acknowledged(report)
+
+    def _remove(self) -> None:
+        if self._link is not None and not self.offered_bytes:
+            self._link.remove_producer(self.producer_id, self._identity.incarnation)
 
     def _require_reportable(self) -> None:
         """Find a name that no coordinator would take now, not on a background thread."""
@@ -397,7 +402,7 @@ class Producer:
             peer = self._peers.pop(lease_id)
             peer.lease_id = None
             peer.leave(channel.Goodbye())
-        self._registration.changed()
+        self._reporter.changed()
 
     def _send_notice(self, notice: ReclaimNotice) -> None:
         refs = [channel.SlabRef(slab_id=i, generation=g) for i, g in notice.slabs]
@@ -433,7 +438,7 @@ class Producer:
             slab_count=len(loans),
         )
         self._handouts.start(peer, Handout(self._transport, welcome, loans))
-        self._registration.changed()
+        self._reporter.changed()
 
     def _broke_off(self, peer: Peer, handout: Handout, failure: AquaError) -> None:
         lease_id = LeaseId(handout.welcome.lease_id)
@@ -472,7 +477,7 @@ class Producer:
             return
         with self._lock:
             self._lending.slab_closed(slab.reclaim, time.monotonic())
-        self._registration.changed()
+        self._reporter.changed()
         if self.on_returned is not None:
             self.on_returned()
 
@@ -483,7 +488,7 @@ class Producer:
     def _deliver(self, memory: OwnedSlab) -> bool:
         with self._lock:
             delivered = not self._closed and self._lending.deliver(memory)
-        self._registration.changed()
+        self._reporter.changed()
         return delivered
 
     def _write_off(self) -> None:
