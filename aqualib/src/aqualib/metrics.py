@@ -85,12 +85,7 @@ class ConsumerMetrics(Collector):
     """The metrics of one consumer.
 
     Args:
-        transport: For labels.
-        identity: For labels.
         registry: Where to register; None makes a registry of its own.
-
-    Attributes:
-        registry: Where they are.
 
     Raises:
         ConfigError: The registry has an Aqua consumer already.
@@ -188,31 +183,28 @@ class ConsumerMetrics(Collector):
         for direction, nbytes in paged_bytes.items():
             moved.add_metric([direction.value, self._transport.value], nbytes)
         yield moved
-        yield from self._gauges(stats)
-        yield from self._counters(stats)
+        yield from self._sums(stats)
         yield from self._paths(stats)
 
-    def _gauges(self, stats: Stats | None) -> Iterator[Metric]:
-        for name, text, value in (
-            ("leased_bytes", "Slabs of peers mapped here.", stats and stats.leased_bytes),
-            ("used_bytes", "Bytes stored, wherever they are.", stats and stats.used_bytes),
-            ("spilled_host_bytes", "Stored in host memory.", stats and stats.spilled_bytes),
-            ("lost_bytes", "Stored and not readable any more.", stats and stats.lost_bytes),
+    def _sums(self, stats: Stats | None) -> Iterator[Metric]:
+        labels = ["node", "gpu_uuid", "model"]
+        for name, text, field in (
+            ("leased_bytes", "Slabs of peers mapped here.", "leased_bytes"),
+            ("used_bytes", "Bytes stored, wherever they are.", "used_bytes"),
+            ("spilled_host_bytes", "Stored in host memory.", "spilled_bytes"),
+            ("lost_bytes", "Stored and not readable any more.", "lost_bytes"),
         ):
-            family = GaugeMetricFamily(
-                f"aqua_consumer_{name}", text, labels=["node", "gpu_uuid", "model"]
-            )
-            family.add_metric(self._place, value or 0)
+            family = GaugeMetricFamily(f"aqua_consumer_{name}", text, labels=labels)
+            family.add_metric(self._place, getattr(stats, field, 0))
             yield family
-
-    def _counters(self, stats: Stats | None) -> Iterator[Metric]:
-        for name, text, value in (
-            ("promoted_bytes", "Moved from host memory to peers.", stats and stats.promoted_bytes),
-            ("drained_bytes", "Moved away from peers.", stats and stats.drained_bytes),
-            ("returned_bytes", "Slabs given back to producers.", stats and stats.returned_bytes),
-            ("pins_overdue", "Slabs kept too long by a pin.", stats and stats.pins_overdue),
+        for field, text in (
+            ("promoted_bytes", "Moved from host memory to peers."),
+            ("drained_bytes", "Moved away from peers."),
+            ("returned_bytes", "Slabs given back to producers."),
+            ("pins_overdue", "Slabs kept too long by a pin."),
         ):
-            yield CounterMetricFamily(f"aqua_consumer_{name}", text, value=value or 0)
+            name = f"aqua_consumer_{field}"
+            yield CounterMetricFamily(name, text, value=getattr(stats, field, 0))
 
     def _paths(self, stats: Stats | None) -> Iterator[Metric]:
         links = stats.links if stats is not None else ()

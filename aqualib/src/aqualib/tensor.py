@@ -70,17 +70,6 @@ def location_of(states: set[FrameState]) -> Location:
 class AquaTensor:
     """A tensor in the store. Made by `Aqua.empty` and `Aqua.offload`; a context manager.
 
-    Args:
-        transfers: Moves the bytes.
-        allocator: Where the room comes from.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-
-    Attributes:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        nbytes: Size of its values, in bytes.
-
     Raises:
         CapacityError: The store is full.
     """

@@ -140,18 +140,6 @@ class Topology(Wire):
         fabric = self.gpu(uuid).fabric
         return f"{self.boot_id}.{min(self._reach(uuid)) if fabric is None else fabric}"
 
-    def link_between(self, a: str, b: str) -> LinkKind | None:
-        """What joins two GPUs directly, or None; a fabric counts as NVLink.
-
-        Raises:
-            ConfigError: One of them is not here.
-        """
-        first, second = self.gpu(a), self.gpu(b)
-        if first.fabric is not None and first.fabric == second.fabric:
-            return LinkKind.NVLINK
-        kinds = {link.kind for link in self.links if {link.a, link.b} == {a, b}}
-        return LinkKind.NVLINK if LinkKind.NVLINK in kinds else next(iter(kinds), None)
-
     def _reach(self, uuid: str) -> set[str]:
         reached, frontier = {uuid}, [uuid]
         while frontier:

@@ -67,18 +67,6 @@ def test_a_fabric_is_a_domain_without_links() -> None:
     )
     assert here.domain_of("a") == here.domain_of("b") == f"{BOOT}.f.1"
     assert len({here.domain_of(name) for name in "abcd"}) == 3
-    assert here.link_between("a", "b") is LinkKind.NVLINK
-    assert here.link_between("a", "c") is None
-
-
-def test_the_better_of_two_links_counts() -> None:
-    here = Topology(
-        node="n",
-        boot_id=BOOT,
-        gpus=[gpu("a"), gpu("b")],
-        links=[Link(a="a", b="b", kind=LinkKind.PCIE), Link(a="b", b="a", kind=LinkKind.NVLINK)],
-    )
-    assert here.link_between("b", "a") is LinkKind.NVLINK
 
 
 def test_an_unknown_gpu_is_an_error_that_lists_the_known() -> None:
@@ -206,9 +194,10 @@ def test_nvml_gives_links_only_where_both_ways_work(monkeypatch: pytest.MonkeyPa
     found = discover_with(
         monkeypatch, nvml({"GPU-a": {}, "GPU-b": {}, "GPU-c": {}, "GPU-d": {}}, p2p)
     )
-    assert found.link_between("GPU-a", "GPU-b") is LinkKind.NVLINK
-    assert found.link_between("GPU-a", "GPU-c") is LinkKind.PCIE
-    assert found.link_between("GPU-b", "GPU-c") is None
+    assert found.links == [
+        Link(a="GPU-a", b="GPU-b", kind=LinkKind.NVLINK),
+        Link(a="GPU-a", b="GPU-c", kind=LinkKind.PCIE),
+    ]
     assert found.domain_of("GPU-b") == found.domain_of("GPU-c") != found.domain_of("GPU-d")
 
 

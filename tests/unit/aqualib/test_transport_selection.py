@@ -12,16 +12,12 @@ class Candidate(MemfdTransport):
     """Of any kind; works or not as told."""
 
     def __init__(self, kind: TransportKind, *, works: bool) -> None:
-        self._kind = kind
+        self.kind = kind
         self._works = works
-
-    @property
-    def kind(self) -> TransportKind:
-        return self._kind
 
     def check(self) -> None:
         if not self._works:
-            raise TransportUnavailableError(f"no {self._kind}", remedy=f"Mend {self._kind}.")
+            raise TransportUnavailableError(f"no {self.kind}", remedy=f"Mend {self.kind}.")
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, working: set[TransportKind]) -> None:

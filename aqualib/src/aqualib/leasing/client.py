@@ -50,17 +50,11 @@ retries. Doubled, `close` may hang twice as long on one that is stuck."""
 
 
 class LeaseClient:
-    """The leases of one consumer.
+    """The leases of one consumer; its arguments are those of `Aqua`.
 
     Args:
-        consumer_id: Name in the books.
-        store: What the slabs are for.
-        transport: How they are mapped.
         link: To the coordinator; None asks for no lease, and only `take_up` attaches.
-        identity: Where this runs.
         wished_bytes: Peer memory to hold even when nothing is in it.
-        heartbeat_s: Longest silence towards the coordinator.
-        lease_ttl_s: Life of a lease without a report.
     """
 
     def __init__(  # noqa: PLR0913 - a composition root's parts, by keyword

@@ -90,9 +90,6 @@ class Transfers:
     """The transfers of one consumer.
 
     Args:
-        store: The frames.
-        transport: Makes copiers.
-        metrics: Counts transfers.
         is_checking: Whether stored bytes are summed and what comes back is compared.
     """
 

@@ -44,13 +44,8 @@ Doubled, a small cache may drop them."""
 class Handout:
     """The slabs of one lease on their way to its consumer.
 
-    Args:
-        transport: Of the slabs.
-        welcome: Sent first.
-        loans: What to send, in order.
-
     Attributes:
-        welcome: What is sent first.
+        welcome: What is sent first; the loans follow in order.
         sent_count: Loans whose handle may have reached the peer.
     """
 

@@ -33,11 +33,7 @@ class ProducerMetrics(Collector):
     """The metrics of one producer.
 
     Args:
-        producer: Whose.
         registry: Where to register; None makes a registry of its own.
-
-    Attributes:
-        registry: Where they are.
 
     Raises:
         ConfigError: The registry has an Aqua producer already.
