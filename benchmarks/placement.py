@@ -34,13 +34,16 @@ from aqua_placer.benchmark import sources
 from aqua_placer.budget import Budget
 from aqua_placer.errors import SolverUnavailableError
 from aqua_placer.plan.verification import check_plan
-from aqua_placer.problem.families import FAMILIES, churned, generate, on_mixed_servers, weighted
+from aqua_placer.problem.families import FAMILIES, generate
 from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Backend, Request, Solver
 from aqua_placer.relocate.relocation import Relocation, relocate
 from aqua_placer.solve.placement import place
 from aqua_protocol.plan import Objective, Plan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness.changed_problems import churned, on_mixed_servers, weighted
 
 LIMIT_S = 60.0
 SHORTFALL_PERCENT = 0.5

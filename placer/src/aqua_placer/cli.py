@@ -32,6 +32,7 @@ from aqua_cli.options import DEFAULT_COORDINATOR_URL
 
 if TYPE_CHECKING:
     from aqua_placer.budget import Budget, Progress
+    from aqua_placer.plan.explanation import Explainer
     from aqua_placer.problem.instance import Instance
     from aqua_placer.problem.request import Request
     from aqua_protocol.plan import Plan
@@ -127,10 +128,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say in words why a consumer has this producer or none, and what would fix it."""
-    from aqua_placer.plan.explanation import Explainer
-
-    plan = _plan_for(file, plan_file)
-    explainer = Explainer(_problem(file, []), plan)
+    explainer = _explainer(file, plan_file)
+    plan = explainer.plan
     names = groups or [entry.group for entry in plan.unmatched[:20]]
     told = [explainer.explain(name) for name in names]
     if as_json:
@@ -165,11 +164,9 @@ def render(
     count: Annotated[int, typer.Option(min=1, help="Servers to draw, up to 48.")] = 48,
 ) -> None:
     """Draw servers as columns, producers above, consumers below, matches joined."""
-    from aqua_placer.plan.explanation import Explainer
     from aqua_placer.plan.picture import render as draw
 
-    plan = _plan_for(file, plan_file)
-    explainer = Explainer(_problem(file, []), plan)
+    explainer = _explainer(file, plan_file)
     drawn = draw(explainer, output, first=first, count=count)
     say(f"{output}: {drawn} of {explainer.instance.servers.count} servers")
 
@@ -182,14 +179,7 @@ def check(file: ProblemFile, plan_file: PlanFile, as_json: Json = False) -> None
 
     verdicts = check_plan(_problem(file, []), read_plan(plan_file))
     if as_json:
-        print_json(
-            {
-                "passed": verdicts.passed,
-                "problems": verdicts.problems,
-                "facts": verdicts.facts,
-                "blocking_pairs": verdicts.blocking_pairs,
-            }
-        )
+        print_json(verdicts)
     else:
         for problem in verdicts.problems:
             typer.echo(problem)
@@ -314,9 +304,10 @@ def _problem(file: Path, profiles: list[Path]) -> Instance:
     return instance_from(document, default_name=file.name.split(".")[0])
 
 
-def _plan_for(file: Path, plan_file: Path) -> Plan:
-    """The plan, if it was made for this problem."""
+def _explainer(file: Path, plan_file: Path) -> Explainer:
+    """Plan and problem, if they belong together."""
     from aqua_placer.errors import PlanInvalidError
+    from aqua_placer.plan.explanation import Explainer
     from aqua_placer.plan.files import read_plan
     from aqua_placer.problem.parser import read_problem
 
@@ -326,7 +317,7 @@ def _plan_for(file: Path, plan_file: Path) -> Plan:
             f"{plan_file} was made for another problem than {file}",
             remedy="Give the file it was solved from, or solve again.",
         )
-    return plan
+    return Explainer(instance, plan)
 
 
 @contextmanager

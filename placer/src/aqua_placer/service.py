@@ -25,7 +25,7 @@ from pydantic import Field
 
 from aqua_placer.budget import Budget
 from aqua_placer.plan.files import plan_from
-from aqua_placer.plan.verification import check_plan
+from aqua_placer.plan.verification import Verdicts, check_plan
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request as SolveRequest
 from aqua_placer.relocate.relocation import Relocation, relocate
@@ -70,15 +70,6 @@ class CheckRequest(Wire):
 
     problem: dict[str, Any]
     plan: dict[str, Any]
-
-
-class CheckAnswer(Wire):
-    """What `aqua-place check` says."""
-
-    passed: bool
-    problems: list[str]
-    facts: dict[str, float]
-    blocking_pairs: int
 
 
 class Liveness(Wire):
@@ -165,15 +156,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
         return answer
 
     @app.post("/v1/checks", dependencies=guarded)
-    def checks(body: CheckRequest) -> CheckAnswer:
+    def checks(body: CheckRequest) -> Verdicts:
         """Verify a plan independently of the solvers."""
-        verdicts = check_plan(instance_from(body.problem), plan_from(body.plan, "plan"))
-        return CheckAnswer(
-            passed=verdicts.passed,
-            problems=verdicts.problems,
-            facts=verdicts.facts,
-            blocking_pairs=verdicts.blocking_pairs,
-        )
+        return check_plan(instance_from(body.problem), plan_from(body.plan, "plan"))
 
     @app.get("/healthz")
     @app.get("/readyz")

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.families import generate
 from harness.bounds import HANG_S
+from harness.changed_problems import churned
 from harness.closed_pipe import into_closed_pipe
 
 WORK_BEFORE_INTERRUPT_S = 8.0

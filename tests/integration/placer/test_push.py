@@ -12,7 +12,7 @@ import pytest
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError
 from aqua_placer.plan.pairings import pairings_of, push
-from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.families import generate
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
 from aqua_placer.service import create_app
@@ -20,6 +20,7 @@ from aqua_placer.solve.placement import place
 from aqua_protocol import UnavailableError
 from aqua_protocol.plan import Plan
 from harness.bounds import HANG_S
+from harness.changed_problems import churned
 from harness.coordinator_process import CoordinatorProcess, data_dir
 
 

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from aqua_placer.budget import Budget
 from aqua_placer.plan.verification import check_plan
-from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.families import generate
 from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
 from aqua_placer.relocate.relocation import Relocation, relocate
 from aqua_placer.solve.placement import place
 from aqua_protocol.plan import MoveKind, Plan
+from harness.changed_problems import churned
 from harness.placement import small_problems
 from harness.slices import examples
 

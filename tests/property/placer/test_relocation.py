@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.plan.verification import check_plan
-from aqua_placer.problem.families import churned, generate
+from aqua_placer.problem.families import generate
 from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
@@ -24,6 +24,7 @@ from aqua_placer.search.layout import Layout, subsets
 from aqua_placer.solve.placement import place
 from aqua_placer.value.balance import BalanceMode
 from aqua_protocol.plan import Objective
+from harness.changed_problems import churned
 from harness.placement import covered_by_exhaustion, sizes_of, small_problems
 from harness.slices import examples
 

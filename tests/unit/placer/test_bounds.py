@@ -12,10 +12,11 @@ from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.bounds.lockstep import lockstep_bound_gb
 from aqua_placer.bounds.market import Market, Side
 from aqua_placer.budget import Budget
-from aqua_placer.problem.families import generate, on_mixed_servers, weighted
+from aqua_placer.problem.families import generate
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
 from aqua_placer.solve.placement import place
+from harness.changed_problems import on_mixed_servers, weighted
 
 WEIGHT = 2.0
 

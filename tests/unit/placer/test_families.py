@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_placer.problem.families import FAMILIES, WEIGHTS, generate, on_mixed_servers, weighted
+from aqua_placer.problem.families import FAMILIES, generate
 from aqua_placer.problem.parser import instance_from
 from aqua_protocol import ConfigError
+from harness.changed_problems import WEIGHTS, on_mixed_servers, weighted
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "tpmix-cont"])

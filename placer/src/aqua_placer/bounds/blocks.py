@@ -68,13 +68,13 @@ class Blocks:
 def solve_blocks(instance: Instance, budget: Budget) -> Blocks:
     """The bound on what every placement covers, and which blocks nearly reach it."""
     whole = Market.of(instance, None, None)
-    nobody = np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
     if not len(whole.lenders.count) or not len(whole.borrowers.count):
-        return Blocks(0.0, nobody)
+        return Blocks(0.0, none)
     market = Market.of(instance, MAX_LEVELS, MAX_KINDS)
     found = _solve(market, budget)
     if found is None:
-        return Blocks(np.inf, nobody)
+        return Blocks(np.inf, none)
     prices, used = found
     return Blocks(bound_at(prices, whole), _order(market, used))
 

@@ -64,7 +64,7 @@ class Market:
         np.maximum.at(widest, variant, instance.servers.gpus)
         fits = 2 * instance.tp[:, None] <= widest
         spare, need = np.maximum(sizes, 0.0), np.where(fits, np.maximum(-sizes, 0.0), 0.0)
-        # No shard lends without a GPU beside its group for whoever borrows.
+        # No shard lends without a GPU beside its group for the shard that borrows.
         shards = np.minimum(instance.tp, int(widest.max()) - instance.tp)
         one, even = np.ones_like(instance.tp), np.ones(instance.num_groups)
         return cls(

@@ -110,18 +110,8 @@ def _classes_of(instance: Instance) -> Types:
 
     Whether servers can be filled exactly, and how small |cnt| can be, depends on classes alone.
     """
-    keys = np.column_stack([instance.tp, instance.sign])
-    _, first, inverse, counts = np.unique(
-        keys, axis=0, return_index=True, return_inverse=True, return_counts=True
-    )
-    return Types(
-        tp=instance.tp[first],
-        r_gb=np.zeros((len(first), len(instance.servers.counts))),
-        weight=np.ones(len(first)),
-        counts=counts.astype(np.int64),
-        of_group=inverse.reshape(-1).astype(np.int64),
-        sign=instance.sign[first],
-    )
+    nothing = np.zeros_like(instance.r_gb)
+    return Types.of(instance.tp, nothing, np.ones(instance.num_groups), instance.sign)
 
 
 def counting_bound(instance: Instance, mode: BalanceMode, budget: Budget) -> tuple[int, float]:

@@ -167,7 +167,7 @@ class Explainer:
         return lines
 
     def _idle(self, server: str) -> list[tuple[str, float]]:
-        """Producer shards of a server that serve nobody, with their spare."""
+        """Producer shards of a server that serve no consumer, with their spare."""
         return [
             (group, self.size_gb(group))
             for group in self.on_server[server]

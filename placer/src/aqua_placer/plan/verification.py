@@ -10,8 +10,10 @@ blocks (for stable plans), the numbers it states are true, and its bound does no
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+
+from pydantic import BaseModel, Field, computed_field
 
 from aqua_placer.errors import PlanInvalidError
 from aqua_placer.problem.instance import Instance
@@ -21,14 +23,14 @@ TOLERANCE_GB: Final = 1e-4
 """Sums over 65,536 GPUs of sizes in 10^-6 GB agree far better than this."""
 
 
-@dataclass
-class Verdicts:
+class Verdicts(BaseModel):
     """What was found; a plan passes when `problems` is empty."""
 
-    problems: list[str] = field(default_factory=list)
-    facts: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = Field(default_factory=list)
+    facts: dict[str, float] = Field(default_factory=dict)
     blocking_pairs: int = 0
 
+    @computed_field  # type: ignore[prop-decorator] # as pydantic asks for
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +21,8 @@ def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
         ProblemInvalidError: Unreadable, too large, or neither JSON nor YAML.
     """
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rb") as stream:
-                raw = stream.read(MAX_FILE_BYTES + 1)
-        else:
-            with path.open("rb") as stream:
-                raw = stream.read(MAX_FILE_BYTES + 1)
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError) as error:
         raise ProblemInvalidError(
             f"cannot read {path}: {error}", remedy="Check the path and that the file is whole."
@@ -34,24 +31,19 @@ def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
         raise ProblemInvalidError(
             f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="Split the cluster."
         )
-    return parse_document(raw, str(path), yaml=".json" not in path.suffixes)
+    if ".json" in path.suffixes:
+        return _parsed(json.loads, raw, path, "JSON", json.JSONDecodeError)
+    import yaml
+
+    return _parsed(yaml.safe_load, raw, path, "YAML", yaml.YAMLError)
 
 
-def parse_document(raw: bytes, source: str, *, yaml: bool) -> Any:  # noqa: ANN401 - as above
-    """Parse JSON, and with `yaml` also YAML; `source` is for messages."""
+def _parsed(
+    parse: Callable[[str], Any], raw: bytes, path: Path, form: str, wrong: type[Exception]
+) -> Any:  # noqa: ANN401 - as above
     try:
-        text = raw.decode()
-        if not yaml:
-            return json.loads(text)
-        import yaml as pyyaml
-
-        try:
-            return pyyaml.safe_load(text)
-        except pyyaml.YAMLError as error:
-            raise ProblemInvalidError(
-                f"{source} is not YAML: {error}", remedy="Mend the syntax at the named line."
-            ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        return parse(raw.decode())
+    except (UnicodeDecodeError, wrong) as error:
         raise ProblemInvalidError(
-            f"{source} is not JSON: {error}", remedy="Mend the syntax at the named place."
+            f"{path} is not {form}: {error}", remedy="Mend the syntax at the named place."
         ) from error

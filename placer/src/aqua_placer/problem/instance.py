@@ -90,6 +90,22 @@ class Types:
     of_group: Int64[np.ndarray, " groups"]
     sign: Float64[np.ndarray, "types classes"]
 
+    @classmethod
+    def of(
+        cls,
+        tp: Int64[np.ndarray, " groups"],
+        r_gb: Float64[np.ndarray, "groups classes"],
+        weight: Float64[np.ndarray, " groups"],
+        sign: Float64[np.ndarray, "groups classes"],
+    ) -> Types:
+        """The distinct rows of these columns, sizes compared on the grid of `GRAIN_GB`."""
+        keys = np.column_stack([tp, np.rint(r_gb / GRAIN_GB), weight, sign])
+        _, first, inverse, counts = np.unique(
+            keys, axis=0, return_index=True, return_inverse=True, return_counts=True
+        )
+        of_group = inverse.reshape(-1).astype(np.int64)
+        return cls(tp[first], r_gb[first], weight[first], counts, of_group, sign[first])
+
 
 @dataclass(frozen=True, eq=False)
 class Instance:
@@ -150,18 +166,7 @@ class Instance:
     @cached_property
     def types(self) -> Types:
         """The distinct kinds of groups."""
-        keys = np.column_stack([self.tp, np.rint(self.r_gb / GRAIN_GB), self.weight, self.sign])
-        _, first, inverse, counts = np.unique(
-            keys, axis=0, return_index=True, return_inverse=True, return_counts=True
-        )
-        return Types(
-            tp=self.tp[first],
-            r_gb=self.r_gb[first],
-            weight=self.weight[first],
-            counts=counts.astype(np.int64),
-            of_group=inverse.reshape(-1).astype(np.int64),
-            sign=self.sign[first],
-        )
+        return Types.of(self.tp, self.r_gb, self.weight, self.sign)
 
     @property
     def repeats_sizes(self) -> bool:

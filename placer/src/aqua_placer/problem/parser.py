@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -218,7 +219,6 @@ def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
     _first(names, np.abs(r_gb) > MAX_SIZE_GB, "r_gb is out of range", "Give GB, not bytes.")
     _first(names, tp < 1, "has less than one shard", "Give tp as a whole number of at least 1.")
     _first(names, tp > MAX_SHARDS, f"has more than {MAX_SHARDS} shards", "Split the model.")
-    _first(names, ~(weight > 0), "weight is not above 0", "Use 1 for normal.")
     places = servers_by_name(servers)
     current = np.full(count, -1, dtype=np.int64)
     for index, place in enumerate(columns.current or []):
@@ -368,16 +368,13 @@ def _checked(instance: Instance, remedy_of_duplicates: str) -> Instance:
         ProblemInvalidError: Naming the first item that is wrong.
     """
     names, servers = instance.names, instance.servers
-    if len(set(names)) < len(names):
-        seen: set[str] = set()
-        for name in names:
-            if name in seen:
-                raise ProblemInvalidError(
-                    f"two groups are named {name!r}",
-                    remedy=remedy_of_duplicates.format(name),
-                    group=name,
-                )
-            seen.add(name)
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        raise ProblemInvalidError(
+            f"two groups are named {twice!r}",
+            remedy=remedy_of_duplicates.format(twice),
+            group=twice,
+        )
     if any(not name or len(name) > MAX_NAME for name in names):
         raise ProblemInvalidError(
             f"a group's name is empty or longer than {MAX_NAME} characters", remedy="Rename it."

@@ -269,7 +269,7 @@ class _Search:
 
     def _worthwhile(
         self, loss: Float64[np.ndarray, " servers"], migration: MigrationCost, most: int
-    ) -> tuple[Int64[np.ndarray, " TODO"], Int64[np.ndarray, " TODO"]]:
+    ) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
         """Pairs that could pay: an exchange wins at most what both servers lose now."""
         losing = np.argsort(-loss, kind="stable")
         losing = losing[loss[losing] > GRAIN_GB][:MAX_LOSING]

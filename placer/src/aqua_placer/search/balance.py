@@ -21,7 +21,7 @@ from jaxtyping import Float64, Int64
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB
-from aqua_placer.search.layout import Effort, Layout, subsets
+from aqua_placer.search.layout import Effort, Exchanging, Layout, packed, subsets
 from aqua_placer.value.balance import keyed
 
 MAX_CELLS: Final = 60_000
@@ -116,11 +116,8 @@ def _exchange_chunk(
     tolerance: float,
 ) -> int:
     pairs = np.arange(len(a))
-    held_a, held_b = layout.slots[a], layout.slots[b]
-    pad = np.full((len(a), 1), -1, dtype=np.int64)
-    window = layout.window(table.shape[1])
-    from_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
-    from_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
+    exchanging = Exchanging.between(layout, a, b, table)
+    from_a, from_b = exchanging.sets_a, exchanging.sets_b
     kind_a, kind_b = layout.class_of[a][:, None, None], layout.class_of[b][:, None, None]
 
     def change(
@@ -130,11 +127,6 @@ def _exchange_chunk(
         Float64[np.ndarray, "*cells"] | Int64[np.ndarray, "*cells"],
     ]:
         """What each exchange adds to a and to b, (pairs, sets of a, sets of b)."""
-        if column.ndim == 1:
-            out_a = column[from_a].sum(axis=2)
-            out_b = column[from_b].sum(axis=2)
-            delta = out_b[:, None, :] - out_a[:, :, None]
-            return delta, -delta
         lost_a, lost_b = column[from_a, kind_a].sum(axis=2), column[from_b, kind_b].sum(axis=2)
         if len(layout.instance.servers.counts) == 1:
             delta = lost_b[:, None, :] - lost_a[:, :, None]
@@ -142,25 +134,14 @@ def _exchange_chunk(
         won_a, won_b = column[from_b, kind_a].sum(axis=2), column[from_a, kind_b].sum(axis=2)
         return won_a[:, None, :] - lost_a[:, :, None], won_b[:, :, None] - lost_b[:, None, :]
 
-    grow_a, grow_b = change(layout.size)
-    used = layout.size[held_a].sum(axis=1), layout.size[held_b].sum(axis=1)
-    capacity = layout.instance.servers.capacity
-    fits = (grow_a <= (capacity[a] - used[0])[:, None, None]) & (
-        grow_b <= (capacity[b] - used[1])[:, None, None]
-    )
-    if layout.frozen is not None:
-        fits &= ~layout.frozen[from_a].any(axis=2)[:, :, None]
-        fits &= ~layout.frozen[from_b].any(axis=2)[:, None, :]
-    mem_a = layout.mem[held_a, kind_a[:, :, 0]].sum(axis=1)
-    mem_b = layout.mem[held_b, kind_b[:, :, 0]].sum(axis=1)
-    cnt_a = layout.cnt[held_a, kind_a[:, :, 0]].sum(axis=1)
-    cnt_b = layout.cnt[held_b, kind_b[:, :, 0]].sum(axis=1)
+    mem_a, mem_b = layout.mem_gb(a), layout.mem_gb(b)
+    cnt_a, cnt_b = layout.counts(a), layout.counts(b)
     more_a, more_b = change(layout.mem)
     step_a, step_b = change(layout.cnt)
     cost = _cost(mem_a[:, None, None] + more_a, cnt_a[:, None, None] + step_a, aim, mean) + _cost(
         mem_b[:, None, None] + more_b, cnt_b[:, None, None] + step_b, aim, mean
     )
-    cost[~fits] = np.inf
+    cost[~exchanging.fits] = np.inf
     # Exchanging nothing, or like for like, is not a step.
     cost[(np.abs(more_a) < GRAIN_GB) & (step_a == 0)] = np.inf
     flat = cost.reshape(len(a), -1)
@@ -171,34 +152,10 @@ def _exchange_chunk(
     # A server with several partners takes the best of them.
     better = better[np.argsort(-gain[better], kind="stable")]
     better = np.sort(better[np.unique(a[better], return_index=True)[1]])
-    set_a, set_b = np.divmod(best[better], len(table))
-    _swap(layout, a[better], b[better], table[set_a], table[set_b])
+    rows_a, rows_b = exchanging.contents(better, *np.divmod(best[better], len(table)))
+    layout.slots[a[better]] = packed(rows_a, layout.slots.shape[1])
+    layout.slots[b[better]] = packed(rows_b, layout.slots.shape[1])
     return len(better)
-
-
-def _swap(
-    layout: Layout,
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    sets_a: Int64[np.ndarray, "pairs sets order"],
-    sets_b: Int64[np.ndarray, "pairs sets order"],
-) -> None:
-    """Exchange slot sets; the longer side's surplus lands in slots that are unused."""
-    width, window = layout.slots.shape[1], layout.window(sets_a.shape[1])
-    sets_a = np.where(sets_a == window, width, sets_a)
-    sets_b = np.where(sets_b == window, width, sets_b)
-    wide = np.concatenate([layout.slots, np.full((len(layout.slots), 1), -1)], axis=1)
-    gone_a, gone_b = wide[a[:, None], sets_a], wide[b[:, None], sets_b]
-    wide[a[:, None], sets_a] = -1
-    wide[b[:, None], sets_b] = -1
-    for server, arriving in ((a, gone_b), (b, gone_a)):
-        for column in range(arriving.shape[1]):
-            group = arriving[:, column]
-            here = np.nonzero(group >= 0)[0]
-            rows = server[here]
-            spot = (wide[rows, :width] < 0).argmax(axis=1)
-            wide[rows, spot] = group[here]
-    layout.slots = wide[:, :width]
 
 
 def improve_balance(

@@ -1,7 +1,7 @@
 """Exchanges that raise the demand covered, under thresholds on memory and count.
 
-The same neighbourhood as `exchange` (disjoint pairs of servers, up to two groups for up to two),
-but each exchange is costd by the exact coverage of both servers, computed for all exchanges of a
+The same neighbourhood as `balance` (disjoint pairs of servers, up to two groups for up to two),
+but each exchange is priced by the exact coverage of both servers, computed for all exchanges of a
 round at once. Servers within the thresholds cost what they fail to cover; beyond, every GB and
 every shard of excess costs more than it could cover.
 
@@ -22,12 +22,12 @@ from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB
 from aqua_placer.search.balance import excess, excess_count
-from aqua_placer.search.layout import Effort, Layout, subsets
+from aqua_placer.search.layout import Effort, Exchanging, Layout, packed, subsets
 from aqua_placer.value.prefixes import covered_gb
-from aqua_placer.value.roster import Roster, at_most_gb, roster
+from aqua_placer.value.roster import Roster, at_most_gb, rosters
 
 MAX_ROWS: Final = 60_000
-"""Exchanges costd at once: some 50 MB of columns; doubled, twice that."""
+"""Exchanges priced at once: some 50 MB of columns; doubled, twice that."""
 
 ALL_EVERY: Final = 4
 """Every fourth round pairs all servers; the others only those that lose coverage. Doubled,
@@ -91,14 +91,7 @@ class ServerCost:
 
 def cost_for(layout: Layout, aim: Thresholds) -> ServerCost:
     """A cost of this layout's groups."""
-    instance = layout.instance
-    return ServerCost(
-        aim=aim,
-        rosters=tuple(
-            roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
-            for kind, gpus in enumerate(instance.servers.gpus.tolist())
-        ),
-    )
+    return ServerCost(aim, rosters(layout.instance))
 
 
 def improve_coverage(
@@ -133,7 +126,10 @@ def improve_coverage(
         a, b = draw_pairs(loss, rng, everyone=index % ALL_EVERY == 0)
         for at in range(0, len(a), chunk):
             part = slice(at, at + chunk)
-            _exchange(layout, cost, prices, a[part], b[part], table, rng, tolerance)
+            pairs = a[part], b[part]
+            found = best_exchanges(layout, cost, prices, pairs, table, rng, tolerance=tolerance)
+            if found is not None:
+                make(layout, prices, pairs[0][found.pair], pairs[1][found.pair], found)
         total = float(prices.sum())
         idle += 1
         if total < best - max(1e-9, 1e-6 * abs(best)):
@@ -196,21 +192,6 @@ class Exchanges:
         )
 
 
-def _exchange(
-    layout: Layout,
-    cost: ServerCost,
-    prices: Float64[np.ndarray, " servers"],
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    table: Int64[np.ndarray, "sets order"],
-    rng: np.random.Generator,
-    tolerance: float,
-) -> None:
-    exchanges = best_exchanges(layout, cost, prices, (a, b), table, rng, tolerance=tolerance)
-    if exchanges is not None:
-        make(layout, prices, a[exchanges.pair], b[exchanges.pair], exchanges)
-
-
 def make(
     layout: Layout,
     prices: Float64[np.ndarray, " servers"],
@@ -243,20 +224,17 @@ def best_exchanges(
         migration: What migrations cost on top, for re-placement.
     """
     a, b = pairs
-    held_a, held_b = layout.slots[a], layout.slots[b]
-    pad = np.full((len(a), 1), -1, dtype=np.int64)
-    window = layout.window(table.shape[1])
-    sets_a = np.concatenate([held_a[:, :window], pad], axis=1)[:, table]
-    sets_b = np.concatenate([held_b[:, :window], pad], axis=1)[:, table]
-    cells = _candidates(layout, a, b, sets_a, sets_b, table)
-    if len(cells[0]) > MAX_ROWS:
-        keep = np.sort(rng.choice(len(cells[0]), MAX_ROWS, replace=False))
-        cells = (cells[0][keep], cells[1][keep], cells[2][keep])
-    pair, i, j = cells
+    exchanging = Exchanging.between(layout, a, b, table)
+    fits = exchanging.fits
+    if np.ptp(layout.instance.weight) == 0:
+        fits &= ~_like_for_like(exchanging)
+    pair, i, j = np.nonzero(fits)
+    if len(pair) > MAX_ROWS:
+        keep = np.sort(rng.choice(len(pair), MAX_ROWS, replace=False))
+        pair, i, j = pair[keep], i[keep], j[keep]
     if not len(pair):
         return None
-    rows_a = _after(held_a, pair, table[i], sets_b[pair, j], window)
-    rows_b = _after(held_b, pair, table[j], sets_a[pair, i], window)
+    rows_a, rows_b = exchanging.contents(pair, i, j)
     kind_a, kind_b = layout.class_of[a[pair]], layout.class_of[b[pair]]
     mem_a = layout.mem[rows_a, kind_a[:, None]].sum(axis=1)
     mem_b = layout.mem[rows_b, kind_b[:, None]].sum(axis=1)
@@ -266,7 +244,7 @@ def best_exchanges(
     extra = np.zeros(len(pair))
     if migration is not None:
         extra = migration.of(rows_a, a[pair]) + migration.of(rows_b, b[pair])
-        extra -= (migration.of(held_a, a) + migration.of(held_b, b))[pair]
+        extra -= (migration.of(layout.slots[a], a) + migration.of(layout.slots[b], b))[pair]
     # Most exchanges lose even if both servers covered all that they could, or the second one did:
     # exact coverage takes many times as long as a bound.
     owed = cost.penalty(mem_a, cnt_a) + cost.penalty(mem_b, cnt_b) + extra
@@ -293,6 +271,25 @@ def best_exchanges(
     )
 
 
+def _like_for_like(exchanging: Exchanging) -> Bool[np.ndarray, "pairs sets sets"]:
+    """Single groups of one size for each other; equal sums of unlike groups may gain."""
+    layout, table = exchanging.layout, exchanging.table
+    out_a, out_b = (
+        layout.mem[exchanging.sets_a].sum(axis=2),
+        layout.mem[exchanging.sets_b].sum(axis=2),
+    )
+    size_a, size_b = (
+        layout.size[sets].sum(axis=2) for sets in (exchanging.sets_a, exchanging.sets_b)
+    )
+    few = (table < layout.window(table.shape[1])).sum(axis=1) <= 1
+    same: Bool[np.ndarray, "pairs sets sets"] = (
+        (np.abs(out_a[:, :, None] - out_b[:, None, :]) < GRAIN_GB).all(axis=3)
+        & (size_a[:, :, None] == size_b[:, None, :])
+        & np.logical_and.outer(few, few)
+    )
+    return same
+
+
 @dataclass(frozen=True, eq=False)
 class MigrationCost:
     """The price of migrations: GB of coverage per shard that is not where it was.
@@ -307,7 +304,7 @@ class MigrationCost:
     def of(
         self, rows: Int64[np.ndarray, "rows width"], server: Int64[np.ndarray, " rows"]
     ) -> Float64[np.ndarray, " rows"]:
-        """MigrationCost of contents `rows` on the given servers."""
+        """GB for contents `rows` on the given servers."""
         return self.shards(rows, server).astype(np.float64) * self.gb_per_shard
 
     def shards(
@@ -319,73 +316,3 @@ class MigrationCost:
             self.size[rows] * ((home >= 0) & (home != server[:, None]))
         ).sum(axis=1)
         return away
-
-
-def _candidates(
-    layout: Layout,
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    sets_a: Int64[np.ndarray, "pairs sets order"],
-    sets_b: Int64[np.ndarray, "pairs sets order"],
-    table: Int64[np.ndarray, "sets order"],
-) -> tuple[
-    Int64[np.ndarray, " candidates"],
-    Int64[np.ndarray, " candidates"],
-    Int64[np.ndarray, " candidates"],
-]:
-    """Exchanges (pair, set of a, set of b) that fit, use distinct slots and change something."""
-    size_a, size_b = layout.size[sets_a].sum(axis=2), layout.size[sets_b].sum(axis=2)
-    capacity = layout.instance.servers.capacity
-    free_a = capacity[a] - layout.size[layout.slots[a]].sum(axis=1)
-    free_b = capacity[b] - layout.size[layout.slots[b]].sum(axis=1)
-    real = table < layout.window(table.shape[1])
-    whole_a: Bool[np.ndarray, "pairs sets"] = np.all((sets_a >= 0) == real, axis=2)
-    whole_b: Bool[np.ndarray, "pairs sets"] = np.all((sets_b >= 0) == real, axis=2)
-    grow = size_b[:, None, :] - size_a[:, :, None]
-    fits: Bool[np.ndarray, "pairs sets sets"] = (
-        (grow <= free_a[:, None, None])
-        & (-grow <= free_b[:, None, None])
-        & whole_a.reshape(*sets_a.shape[:2], 1)
-        & whole_b.reshape(sets_b.shape[0], 1, -1)
-    )
-    if layout.frozen is not None:
-        fits &= ~np.any(layout.frozen[sets_a], axis=2).reshape(*sets_a.shape[:2], 1)
-        fits &= ~np.any(layout.frozen[sets_b], axis=2).reshape(len(sets_b), 1, -1)
-    gone_a = layout.mem[sets_a].sum(axis=2)
-    gone_b = layout.mem[sets_b].sum(axis=2)
-    same: Bool[np.ndarray, "pairs sets sets"] = np.all(
-        np.abs(gone_a[:, :, None] - gone_b[:, None, :]) < GRAIN_GB, axis=3
-    )
-    few = real.sum(axis=1) <= 1
-    single = np.logical_and.outer(few, few)
-    # Like for like changes nothing (of one weight); equal sums of unlike groups may.
-    if np.ptp(layout.instance.weight) == 0:
-        fits &= ~(same & single & (grow == 0))
-    pair, i, j = np.nonzero(fits)
-    return pair, i, j
-
-
-def _after(
-    held: Int64[np.ndarray, "rows width"],
-    pair: Int64[np.ndarray, " offers"],
-    gone: Int64[np.ndarray, "rows order"],
-    arriving: Int64[np.ndarray, "rows order"],
-    window: int,
-) -> Int64[np.ndarray, "candidates width"]:
-    """Contents after the exchange, wider than a server's slots by the arrivals.
-
-    Args:
-        gone: Slots that are emptied; `window` stands for none.
-    """
-    width = held.shape[1]
-    rows = np.concatenate([held[pair], np.full((len(pair), 1), -1)], axis=1)
-    gone = np.where(gone == window, width, gone)
-    rows[np.arange(len(pair))[:, None], gone] = -1
-    rows[:, -1] = -1
-    return np.concatenate([rows[:, :-1], arriving], axis=1)
-
-
-def packed(rows: Int64[np.ndarray, "rows width"], width: int) -> Int64[np.ndarray, "rows width"]:
-    """Groups first, empty slots cut off down to `width`."""
-    order = np.argsort(rows < 0, axis=1, kind="stable")
-    return np.take_along_axis(rows, order, axis=1)[:, :width]

@@ -54,11 +54,8 @@ def _first_fit(instance: Instance) -> Placement | None:
 
 def _by_program(instance: Instance, budget: Budget) -> Placement | None:
     """Whole servers of sizes alone; None when there are none or too many contents."""
-    sizes, of_group, counts = np.unique(instance.tp, return_inverse=True, return_counts=True)
-    nothing = np.zeros((len(sizes), len(instance.servers.counts)))
-    types = Types(
-        sizes, nothing, np.ones(len(sizes)), counts.astype(np.int64), of_group.reshape(-1), nothing
-    )
+    nothing = np.zeros_like(instance.r_gb)
+    types = Types.of(instance.tp, nothing, np.ones(instance.num_groups), nothing)
     space = content_space(instance.servers, types, full=instance.is_full)
     if space is None:
         return None

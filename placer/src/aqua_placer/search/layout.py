@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -17,6 +17,10 @@ PAIR_WINDOW: Final = 8
 the groups of wider servers take turns at random. The exchanges of a pair of servers grow with the
 fourth power of the slots that pairs of groups are taken from: twice as many take 16 times as
 long."""
+
+
+Servers: TypeAlias = slice | Int64[np.ndarray, " servers"]
+EVERY: Final = slice(None)
 
 
 class Layout:
@@ -70,24 +74,22 @@ class Layout:
         result[self.slots[server, slot]] = server
         return result
 
-    def mem_gb(self) -> Float64[np.ndarray, " servers"]:
+    def mem_gb(self, servers: Servers = EVERY) -> Float64[np.ndarray, " servers"]:
         """Signed memory per server."""
-        total: Float64[np.ndarray, " servers"] = self.mem[self.slots, self.class_of[:, None]].sum(
-            axis=1
-        )
+        kind = self.class_of[servers][:, None]
+        total: Float64[np.ndarray, " servers"] = self.mem[self.slots[servers], kind].sum(axis=1)
         return total
 
-    def counts(self) -> Int64[np.ndarray, " servers"]:
+    def counts(self, servers: Servers = EVERY) -> Int64[np.ndarray, " servers"]:
         """Producer minus consumer shards per server."""
-        total: Int64[np.ndarray, " servers"] = self.cnt[self.slots, self.class_of[:, None]].sum(
-            axis=1
-        )
+        kind = self.class_of[servers][:, None]
+        total: Int64[np.ndarray, " servers"] = self.cnt[self.slots[servers], kind].sum(axis=1)
         return total
 
-    def free(self) -> Int64[np.ndarray, " servers"]:
+    def free(self, servers: Servers = EVERY) -> Int64[np.ndarray, " servers"]:
         """Unused GPUs per server."""
-        used: Int64[np.ndarray, " servers"] = self.size[self.slots].sum(axis=1)
-        unused: Int64[np.ndarray, " servers"] = self.instance.servers.capacity - used
+        used: Int64[np.ndarray, " servers"] = self.size[self.slots[servers]].sum(axis=1)
+        unused: Int64[np.ndarray, " servers"] = self.instance.servers.capacity[servers] - used
         return unused
 
 
@@ -115,3 +117,83 @@ class Effort:
     order: int
     patience: int = 30
     tolerance: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanging:
+    """Pairs of servers (a[i], b[i]) and every set of groups that they could exchange.
+
+    Attributes:
+        held_a: Contents of the servers `a` before, (pairs, width); `held_b` likewise.
+        sets_a: The groups of each set of slots of `a`, -1 for none; `sets_b` likewise.
+        fits: Whether the n-th set of `a` can be exchanged for the m-th of `b`.
+    """
+
+    layout: Layout
+    a: Int64[np.ndarray, " pairs"]
+    b: Int64[np.ndarray, " pairs"]
+    table: Int64[np.ndarray, "sets order"]
+    held_a: Int64[np.ndarray, "pairs width"]
+    held_b: Int64[np.ndarray, "pairs width"]
+    sets_a: Int64[np.ndarray, "pairs sets order"]
+    sets_b: Int64[np.ndarray, "pairs sets order"]
+    fits: Bool[np.ndarray, "pairs sets sets"]
+
+    @classmethod
+    def between(
+        cls,
+        layout: Layout,
+        a: Int64[np.ndarray, " pairs"],
+        b: Int64[np.ndarray, " pairs"],
+        table: Int64[np.ndarray, "sets order"],
+    ) -> Exchanging:
+        """Sets of slots as `subsets` lists them; one that names an unused slot fits nowhere."""
+        window = layout.window(table.shape[1])
+        real = table < window
+        held, sets, free, may = [], [], [], []
+        for server in (a, b):
+            slots = layout.slots[server]
+            pad = np.full((len(server), 1), -1, dtype=np.int64)
+            groups = np.concatenate([slots[:, :window], pad], axis=1)[:, table]
+            movable = ((groups >= 0) == real).all(axis=2)
+            if layout.frozen is not None:
+                movable &= ~layout.frozen[groups].any(axis=2)
+            held.append(slots)
+            sets.append(groups)
+            free.append(layout.free(server)[:, None, None])
+            may.append(movable)
+        size_a, size_b = (layout.size[groups].sum(axis=2) for groups in sets)
+        grow = size_b[:, None, :] - size_a[:, :, None]
+        fits = (grow <= free[0]) & (-grow <= free[1]) & may[0][:, :, None] & may[1][:, None, :]
+        return cls(layout, a, b, table, held[0], held[1], sets[0], sets[1], fits)
+
+    def contents(
+        self,
+        pair: Int64[np.ndarray, " exchanges"],
+        i: Int64[np.ndarray, " exchanges"],
+        j: Int64[np.ndarray, " exchanges"],
+    ) -> tuple[Int64[np.ndarray, "exchanges wider"], Int64[np.ndarray, "exchanges wider"]]:
+        """Contents of both servers after the exchange of set `i` of a pair's `a` for set `j`."""
+        return (
+            self._after(self.held_a[pair], self.table[i], self.sets_b[pair, j]),
+            self._after(self.held_b[pair], self.table[j], self.sets_a[pair, i]),
+        )
+
+    def _after(
+        self,
+        held: Int64[np.ndarray, "rows width"],
+        gone: Int64[np.ndarray, "rows order"],
+        arriving: Int64[np.ndarray, "rows order"],
+    ) -> Int64[np.ndarray, "rows wider"]:
+        """Contents after an exchange, wider than a server's slots by the arrivals."""
+        # The slot after the last stands for none.
+        rows = np.concatenate([held, np.full((len(held), 1), -1)], axis=1)
+        gone = np.where(gone == self.layout.window(self.table.shape[1]), held.shape[1], gone)
+        rows[np.arange(len(held))[:, None], gone] = -1
+        return np.concatenate([rows[:, :-1], arriving], axis=1)
+
+
+def packed(rows: Int64[np.ndarray, "rows wider"], width: int) -> Int64[np.ndarray, "rows width"]:
+    """Groups first, empty slots cut off down to `width`."""
+    order = np.argsort(rows < 0, axis=1, kind="stable")
+    return np.take_along_axis(rows, order, axis=1)[:, :width]

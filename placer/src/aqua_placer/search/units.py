@@ -88,19 +88,9 @@ def of_units(instance: Instance, unit_of: Int64[np.ndarray, " groups"]) -> Insta
     """The min-max problem of placing whole units."""
     count = int(unit_of.max()) + 1
     size = np.bincount(unit_of, weights=instance.tp, minlength=count).astype(np.int64)
-    mem = np.stack(
-        [
-            np.bincount(unit_of, weights=instance.tp * instance.r_gb[:, kind], minlength=count)
-            for kind in range(instance.r_gb.shape[1])
-        ],
-        axis=1,
-    )
-    cnt = np.stack(
-        [
-            np.bincount(unit_of, weights=instance.tp * instance.sign[:, kind], minlength=count)
-            for kind in range(instance.r_gb.shape[1])
-        ],
-        axis=1,
+    mem, cnt = (
+        np.stack([np.bincount(unit_of, instance.tp * sizes, count) for sizes in column.T], axis=1)
+        for column in (instance.r_gb, instance.sign)
     )
     return replace(
         instance,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqua_placer.value.prefixes import covered_gb
-from aqua_placer.value.roster import roster
+from aqua_placer.value.roster import roster, rosters
 
 if TYPE_CHECKING:
     from jaxtyping import Float64, Int64
@@ -23,9 +23,8 @@ def coverage_gb(
 ) -> Float64[np.ndarray, " servers"]:
     """Covered demand per server of a layout's slots."""
     result = np.zeros(len(slots))
-    for kind, gpus in enumerate(instance.servers.gpus.tolist()):
+    for kind, table in enumerate(rosters(instance)):
         here = class_of == kind
-        table = roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
         result[here] = covered_gb(table, slots[here])
     return result
 

@@ -26,7 +26,7 @@ from jaxtyping import Float64, Int64
 
 from aqua_placer.problem.instance import GRAIN_GB, Instance
 from aqua_placer.value.prefixes import chosen_groups
-from aqua_placer.value.roster import roster
+from aqua_placer.value.roster import rosters
 from aqua_protocol.plan import MatchingMode
 
 
@@ -165,9 +165,8 @@ def _sides(
 def _chosen(instance: Instance, slots: Int64[np.ndarray, "servers width"]) -> list[list[int]]:
     """Per server, the consumer groups of the best state, in the order of their blocks."""
     result: list[list[int]] = [[] for _ in range(len(slots))]
-    for kind, gpus in enumerate(instance.servers.gpus.tolist()):
+    for kind, table in enumerate(rosters(instance)):
         here = np.nonzero(instance.servers.class_of == kind)[0]
-        table = roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
         for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
             result[server] = groups
     return result

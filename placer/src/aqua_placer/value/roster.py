@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aqua_placer.problem.instance import GRAIN_GB
+from aqua_placer.problem.instance import GRAIN_GB, Instance
 
 if TYPE_CHECKING:
     from jaxtyping import Float64, Int64
@@ -77,6 +77,14 @@ def roster(
         kinds=tuple(kinds),
         gpus=gpus,
         is_exact=states <= MAX_STATES_PER_GPU * max(gpus, 1),
+    )
+
+
+def rosters(instance: Instance) -> tuple[Roster, ...]:
+    """The roster of each server class."""
+    return tuple(
+        roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
+        for kind, gpus in enumerate(instance.servers.gpus.tolist())
     )
 
 
