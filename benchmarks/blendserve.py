@@ -99,7 +99,7 @@ class Timed:
 def time_steps(prepared: PreparedPool, mode: BlendMode) -> dict[str, float]:
     """Milliseconds per step of one policy."""
     timed = Timed(prepared.policy(capacity_tokens=CAPACITY_TOKENS, mode=mode))
-    course = forecast(prepared, timed, capacity_tokens=CAPACITY_TOKENS, max_step_tokens=2048)
+    course = forecast(prepared, timed, capacity_tokens=CAPACITY_TOKENS)
     spent = np.array(timed.seconds[1:]) * 1e3  # the first includes loading compiled code
     return {
         "steps": float(course.step_count),

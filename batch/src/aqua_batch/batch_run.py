@@ -176,8 +176,7 @@ class BatchRun:
     def _prepare(self, rows: Int64[np.ndarray, " part"]) -> PreparedPool:
         """Order some rows, with what is known about the lengths of all."""
         lengths = self._lengths(rows)
-        part = self._prompts.keep(rows)
-        prepared = prepare(part.pool(part.unsampled()), self._cost, lengths=lengths)
+        prepared = prepare(self._prompts.keep(rows).pool(), self._cost, lengths=lengths)
         self._work[rows] = prepared.compute_s + prepared.resources.leaf_memory_s
         self._work_left = float(self._work[self._is_left].sum())
         return prepared

@@ -19,6 +19,7 @@ import typer
 from aqua_batch.policies import Policy
 from aqua_cli import Json, print_json, progress, replacing, say, write_json
 from aqua_cli import main as run_program
+from aqua_protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from aqua_batch.fleet import Fleet
@@ -121,7 +122,6 @@ def order(  # noqa: PLR0917 - Typer's options
             prepared,
             chosen,
             capacity_tokens=target.capacity_tokens,
-            max_step_tokens=max_step_tokens,
             on_progress=lambda done: shown.update(done=done),
         )
     with replacing(output) as file:
@@ -219,23 +219,28 @@ def run(  # noqa: PLR0917 - as above
     """
     from aqua_batch.batch_run import BatchRun
     from aqua_batch.bodies import run_problem
+    from aqua_batch.fleet import LocalFleet
     from aqua_batch.journal import ResultJournal
     from aqua_batch.target import describe
     from aqua_batch.tokenization import NothingToRunError, tokenize
     from aqua_batch.tokens import load_tokenizer
+    from aqua_batch.vllm_engine import VllmEngine
 
     errors_path = errors or _beside(output, ".errors.jsonl")
     _refuse_same(source, output, errors_path)
     options = _options(engine_options)
     if nodes is None and (ray_address is not None or gpus_per_node is not None):
-        _refuse_ray_options()
+        raise ConfigError(
+            "--ray-address and --gpus-per-node are for several nodes",
+            remedy="Say how many: --nodes N.",
+        )
     batch = _read(source)
     words = load_tokenizer(tokenizer or model)
     with ResultJournal(output) as journal, ExitStack() as stack:
         resumed = len(journal.finished)
         options = {"tokenizer": tokenizer or model, **options}
         if nodes is None:
-            fleet: Fleet = _local_fleet(model, options)
+            fleet: Fleet = LocalFleet(VllmEngine(model, options), time.monotonic)
         else:
             gpus = gpus_per_node
             fleet = stack.enter_context(
@@ -299,13 +304,6 @@ def run(  # noqa: PLR0917 - as above
         )
 
 
-def _local_fleet(model: str, options: dict[str, Any]) -> Fleet:
-    from aqua_batch.fleet import LocalFleet
-    from aqua_batch.vllm_engine import VllmEngine
-
-    return LocalFleet(VllmEngine(model, options), time.monotonic)
-
-
 def _ray_fleet(
     model: str,
     options: dict[str, Any],
@@ -343,15 +341,6 @@ def _anywhere(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def _refuse_ray_options() -> None:
-    from aqua_protocol.errors import ConfigError
-
-    raise ConfigError(
-        "--ray-address and --gpus-per-node are for several nodes",
-        remedy="Say how many: --nodes N.",
-    )
-
-
 def _read(source: Path) -> BatchFile:
     from aqua_batch.records import read_batch
 
@@ -371,8 +360,6 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def _options(text: str) -> dict[str, Any]:
-    from aqua_protocol.errors import ConfigError
-
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
@@ -387,8 +374,6 @@ def _options(text: str) -> dict[str, Any]:
 
 def _refuse_same(source: Path, *outputs: Path) -> None:
     """No output may be the input, or another output."""
-    from aqua_protocol.errors import ConfigError
-
     for output in outputs:
         if output.exists() and source.exists() and output.samefile(source):
             raise ConfigError(

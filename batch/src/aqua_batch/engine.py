@@ -74,7 +74,7 @@ class BatchEngine(StepEngine, Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """Sizes."""
+        """What it can hold and compute."""
         ...
 
     def serve(

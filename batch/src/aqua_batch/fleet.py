@@ -90,11 +90,11 @@ class LocalFleet:
 
     @property
     def facts(self) -> EngineFacts:
-        """The engine's."""
+        """What the engine says."""
         return self._engine.facts
 
     def ready_nodes(self) -> list[int]:
-        """The one."""
+        """The one engine, always."""
         return [0]
 
     def begin(self, node: int, share: Share) -> None:
@@ -112,5 +112,5 @@ class LocalFleet:
         return [Report(0, answers, run.running_count, run.left_count)]
 
     def cache_counters(self) -> CacheCounters:
-        """The engine's."""
+        """The engine's own counters."""
         return self._engine.cache_counters()

@@ -62,15 +62,11 @@ class Forecast:
 class _VirtualEngine:
     """Counts instead of computing."""
 
-    def __init__(
-        self, prepared: PreparedPool, capacity_tokens: int, *, obeys_budget: bool, budget: int
-    ) -> None:
+    def __init__(self, prepared: PreparedPool, capacity_tokens: int) -> None:
         self._cache = PrefixCacheModel(prepared.tree, capacity_tokens)
         self._cost = prepared.cost
         self.output_tokens = np.maximum(1, np.rint(prepared.lengths.mean)).astype(np.int64)
         self._prompt = prepared.tree.prompt_tokens
-        self._obeys = obeys_budget
-        self._budget = budget
         self._waiting: deque[list[int]] = deque()  # request, tokens left, tokens present
         self._due: dict[int, list[int]] = {}
         self._primed: list[int] = []  # prompts done, first token in the next step
@@ -101,7 +97,7 @@ class _VirtualEngine:
         tokens, squares = self._decoding, 0.0
         self._context += self._decoding
         read = self._context
-        room = max(1, (token_budget if self._obeys else self._budget) - self._decoding)
+        room = max(1, token_budget - self._decoding)
         while self._waiting and (room > 0 or self._waiting[0][1] == 0):
             head = self._waiting[0]
             chunk = min(room, head[1])
@@ -126,21 +122,20 @@ class _VirtualEngine:
         return StepEvents(started, finished, [int(self.output_tokens[each]) for each in finished])
 
 
+def _step_s(compute_s: float, memory_s: float) -> float:
+    return max(compute_s, memory_s) + INTERFERENCE * min(compute_s, memory_s)
+
+
 def forecast(
     prepared: PreparedPool,
     policy: AdmissionPolicy,
     *,
     capacity_tokens: int,
-    max_step_tokens: int,
-    obeys_budget: bool = True,
-    interference: float = INTERFERENCE,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Forecast:
     """Run a prepared pool through a virtual engine.
 
     Args:
-        obeys_budget: Whether the engine computes what the policy says per step, or always up to
-            `max_step_tokens` as a stock engine does.
         on_progress: Called with the number of finished requests.
 
     Raises:
@@ -152,16 +147,14 @@ def forecast(
             f"a request needs {largest} KV tokens, memory holds {capacity_tokens}",
             remedy="Lower its max_tokens, or plan for a larger GPU.",
         )
-    engine = _VirtualEngine(
-        prepared, capacity_tokens, obeys_budget=obeys_budget, budget=max_step_tokens
-    )
+    engine = _VirtualEngine(prepared, capacity_tokens)
     feed = BlendFeed(policy, prepared.tree, engine, capacity_tokens=capacity_tokens)
     series = _Series()
     now_s, steps = 0.0, 0
     while feed.left_count > 0:
         feed.step(now_s)
         compute, memory = engine.compute_s, engine.memory_s
-        now_s += max(compute, memory) + interference * min(compute, memory)
+        now_s += _step_s(compute, memory)
         steps += 1
         series.add(compute, memory)
         if steps % 256 == 0:
@@ -174,7 +167,7 @@ def forecast(
     return Forecast(
         np.array(engine.admitted, np.int32),
         now_s,
-        max(compute_s, memory_s) + interference * min(compute_s, memory_s),
+        _step_s(compute_s, memory_s),
         steps,
         engine.computed_prompt_tokens,
         np.array(series.compute),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aqua_batch.bodies import CHAT_URL
-from aqua_batch.records import Entry, RejectionCode
+from aqua_batch.records import Entry, Rejection, RejectionCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,6 @@ class OutputCollector:
     def __init__(self) -> None:
         self._held: dict[str, dict[int, RowOutput]] = {}
 
-    def held(self, entry: Entry, part: int) -> bool:
-        """Whether this part of an incomplete line is answered."""
-        return part in self._held.get(entry.custom_id, ())
-
     def add(self, entry: Entry, part: int, answer: RowOutput) -> list[RowOutput] | None:
         """Keep an answer; returns all of the line's, by part, once none is missing."""
         parts = self._held.setdefault(entry.custom_id, {})
@@ -67,27 +63,15 @@ def result_line(
         prompt_tokens: Lengths of the prompts, one for each part.
         model: The name to answer with.
     """
-    record: dict[str, Any] = {
-        "id": f"batch_req_line_{entry.line}",
-        "custom_id": entry.custom_id,
-        "response": None,
-        "error": None,
-    }
     refusal = next((each.error for each in answers if each.error is not None), None)
     if refusal is not None:
-        record["error"] = {
-            "code": RejectionCode.ENGINE.value,
-            "message": f"line {entry.line}: {refusal}",
-            "param": None,
-            "line": entry.line,
-        }
-        return record
+        return Rejection(entry.line, RejectionCode.ENGINE, refusal, entry.custom_id).record()
     chat = entry.url == CHAT_URL
     # A prompt is counted once, however many answers it has.
     firsts = range(0, len(answers), entry.answer_count)
     prompt = sum(prompt_tokens[part] for part in firsts)
     output = sum(answer.output_tokens for answer in answers)
-    record["response"] = {
+    response = {
         "status_code": 200,
         "request_id": f"req_line_{entry.line}",
         "body": {
@@ -106,17 +90,18 @@ def result_line(
             },
         },
     }
-    return record
+    return {
+        "id": f"batch_req_line_{entry.line}",
+        "custom_id": entry.custom_id,
+        "response": response,
+        "error": None,
+    }
 
 
 def _choice(index: int, answer: RowOutput, *, chat: bool) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": index,
-        "finish_reason": answer.finish_reason,
-        "logprobs": None,
-    }
-    if chat:
-        choice["message"] = {"role": "assistant", "content": answer.text}
-    else:
-        choice["text"] = answer.text
-    return choice
+    text = (
+        {"message": {"role": "assistant", "content": answer.text}}
+        if chat
+        else {"text": answer.text}
+    )
+    return {"index": index, "finish_reason": answer.finish_reason, "logprobs": None, **text}

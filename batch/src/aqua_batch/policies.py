@@ -27,7 +27,6 @@ def policy_for(
     *,
     capacity_tokens: int,
     max_step_tokens: int,
-    seed: int = 0,
 ) -> AdmissionPolicy:
     """The named policy over a prepared pool."""
     # Loaded late: the command line needs the names long before the policies, if at all.
@@ -42,5 +41,5 @@ def policy_for(
         )
     tree = prepared.tree
     density = prepared.cost.density(tree.prompt_tokens, prepared.lengths.mean)
-    order = Baseline(policy.value).order(tree, density, seed=seed)
+    order = Baseline(policy.value).order(tree, density, seed=0)
     return OrderedAdmission(order, prepared.reserved_tokens, tree, token_budget=max_step_tokens)

@@ -87,6 +87,6 @@ class EngineActor:
         return Advance(answers, run.running_count, run.left_count)
 
     def cache_counters(self) -> CacheCounters:
-        """The engine's."""
+        """The engine's own counters."""
         assert self._engine is not None, "not started"
         return self._engine.cache_counters()

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from types import TracebackType
 from typing import Any, Final, Self
 
 from aqua_batch.engine import CacheCounters, EngineFacts
@@ -225,12 +224,7 @@ class RayFleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- Places --------------------------------------------------------------------------

@@ -70,6 +70,20 @@ class Rejection:
     custom_id: str | None = None
     param: str | None = None
 
+    def record(self) -> dict[str, Any]:
+        """The line as OpenAI's error file has it, with line and field in the error."""
+        return {
+            "id": f"batch_req_line_{self.line}",
+            "custom_id": self.custom_id,
+            "response": None,
+            "error": {
+                "code": self.code.value,
+                "message": f"line {self.line}: {self.message}",
+                "param": self.param,
+                "line": self.line,
+            },
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -272,17 +286,7 @@ def _request_problem(value: dict[str, Any]) -> tuple[RejectionCode, str, str] | 
 
 
 def write_errors(file: TextIO, rejections: Iterable[Rejection]) -> None:
-    """Write rejections as OpenAI's error file does, with line and field in the error."""
-    for rejection in rejections:
-        record = {
-            "id": f"batch_req_line_{rejection.line}",
-            "custom_id": rejection.custom_id,
-            "response": None,
-            "error": {
-                "code": rejection.code.value,
-                "message": f"line {rejection.line}: {rejection.message}",
-                "param": rejection.param,
-                "line": rejection.line,
-            },
-        }
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    """Write rejections as OpenAI's error file does."""
+    file.writelines(
+        json.dumps(rejection.record(), ensure_ascii=False) + "\n" for rejection in rejections
+    )

@@ -46,7 +46,7 @@ class ShareRun:
 
     def __init__(self, share: Share, engine: BatchEngine) -> None:
         prepared = share.prepared or prepare(
-            share.prompts.pool(share.prompts.unsampled()), share.cost, lengths=share.lengths
+            share.prompts.pool(), share.cost, lengths=share.lengths
         )
         facts = engine.facts
         policy = policy_for(

@@ -51,7 +51,7 @@ class Prompts:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return len(self.known)
 
     def prompt(self, row: int) -> list[int]:
@@ -69,13 +69,11 @@ class Prompts:
             tokens[offsets[place] : offsets[place + 1]] = self.tokens[start:end]
         return Prompts(tokens, offsets, self.known[rows], self.limit[rows])
 
-    def unsampled(self) -> Int32[np.ndarray, " rows"]:
-        """No lengths known from elsewhere."""
-        return np.full(self.count, UNKNOWN, np.int32)
-
-    def pool(self, sampled: Int32[np.ndarray, " rows"]) -> RequestPool:
-        """The pool, with lengths that were observed."""
+    def pool(self, sampled: Int32[np.ndarray, " rows"] | None = None) -> RequestPool:
+        """The pool, with lengths that were observed, if any."""
         tree = PrefixTree.from_tokens(self.tokens, self.offsets)
+        if sampled is None:
+            sampled = np.full(self.count, UNKNOWN, np.int32)
         return RequestPool(tree, self.known, sampled, self.limit)
 
 

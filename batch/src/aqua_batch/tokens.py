@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """The name, for reports."""
         ...
 
     @property

@@ -271,7 +271,7 @@ class NeverAdmits:
 def test_a_policy_that_admits_nothing_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
     batch = read_batch(write_batch(tmp_path, 3))
     tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
-    tree = tokenized.prompts.pool(tokenized.prompts.unsampled()).tree
+    tree = tokenized.prompts.pool().tree
     feed = BlendFeed(NeverAdmits(), tree, CountingEngine(), capacity_tokens=1000)
     with pytest.raises(ConfigError, match="admits none"):
         feed.step(0.0)
@@ -287,7 +287,7 @@ def test_a_forecast_admits_every_request_once_and_never_beats_the_bound(
     lengths = {f"r{i}": 300 if i % 3 == 0 else 3 for i in range(200)}
     prepared = plan(tokenized, target, lengths)
     chosen = policy_for(policy, prepared, capacity_tokens=20_000, max_step_tokens=512)
-    course = forecast(prepared, chosen, capacity_tokens=20_000, max_step_tokens=512)
+    course = forecast(prepared, chosen, capacity_tokens=20_000)
     assert sorted(course.admitted.tolist()) == list(range(200))
     assert course.makespan_s >= course.optimal_s * (1 - 1e-9)
     assert len(course.compute_s) <= SERIES_ROWS

@@ -37,12 +37,10 @@ def test_what_is_offered_is_free_or_leased_at_every_transition() -> None:
     assert books.free_bytes("lender") == 10 * SLAB
     lease = books.grant("borrower", 4 * SLAB, now_s=0.0)
     assert books.free_bytes("lender") + books.leased_bytes("lender") == 10 * SLAB
-    books.reclaim(lease, now_s=1.0)
+    books.follow(lease, LeaseEvent.RECLAIM, 1.0)
     assert lease.state == "reclaiming"
     assert books.leased_bytes("lender") == 4 * SLAB
-    books.give_back(lease, now_s=2.0, nbytes=SLAB)
-    assert books.leased_bytes("lender") == 3 * SLAB
-    books.give_back(lease, now_s=3.0)
+    books.follow(lease, LeaseEvent.RETURN_ALL, 3.0)
     assert lease.state == "released"
     assert books.free_bytes("lender") == 10 * SLAB
 
@@ -51,16 +49,16 @@ def test_a_released_lease_cannot_be_reclaimed() -> None:
     books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", SLAB)
     lease = books.grant("borrower", SLAB, now_s=0.0)
-    books.give_back(lease, now_s=1.0)
+    books.follow(lease, LeaseEvent.RETURN_ALL, 1.0)
     with pytest.raises(InvalidTransitionError):
-        books.reclaim(lease, now_s=2.0)
+        books.follow(lease, LeaseEvent.RECLAIM, 2.0)
 
 
 def test_released_bytes_stay_booked_until_the_lender_has_them() -> None:
     books = LeaseLedger(slab_bytes=SLAB)
     books.offer("lender", SLAB)
     lease = books.grant("borrower", SLAB, now_s=0.0)
-    books.release(lease, now_s=1.0)
+    books.follow(lease, LeaseEvent.RELEASE, 1.0)
     assert lease.state is LeaseState.FENCED
     assert books.free_bytes("lender") == 0
 

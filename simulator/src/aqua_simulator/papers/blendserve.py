@@ -30,6 +30,9 @@ from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, SOURCES, Source
 
 INTERFERENCE: Final = 0.4
+"""Alpha, 0 to 1: chosen so that DFS stands where the paper's numbers put it. Doubled, overlap hides
+only a fifth of the smaller resource."""
+
 RESERVED_BYTES: Final = 20 * 10**9
 """Fixed by the paper (Figure 5): weights and temporary buffers."""
 
@@ -37,6 +40,7 @@ MMLU_REQUESTS: Final = 14_042
 """Fixed by the benchmark: its questions; Table 3 is about the traces as they are."""
 
 TRACE_REQUESTS: Final = 40_000
+"""Fixed by the paper (appendix A.1): requests of a single trace."""
 
 
 @dataclass(frozen=True, slots=True)

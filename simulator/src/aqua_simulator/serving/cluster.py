@@ -19,7 +19,7 @@ from enum import StrEnum
 from math import inf
 
 from aqua_protocol.errors import ConfigError
-from aqua_protocol.lease import LeaseState
+from aqua_protocol.lease import LeaseEvent, LeaseState
 from aqua_simulator.serving.engine import Engine
 from aqua_simulator.serving.lending import Lease, LeaseLedger
 from aqua_simulator.serving.paging import PageStore
@@ -132,7 +132,7 @@ class Cluster:
         for lease in list(self.books.leases.values()):
             if lease.lender != reclaim.lender or lease.state is not LeaseState.ACTIVE:
                 continue
-            self.books.reclaim(lease, reclaim.at_s)
+            self.books.follow(lease, LeaseEvent.RECLAIM, reclaim.at_s)
             taker = self.engine(lease.borrower)
             stored = 0
             if taker.store is not None:
@@ -145,7 +145,7 @@ class Cluster:
     def _finish_returns(self, now_s: float) -> None:
         for each in [each for each in self._returns if each.at_s <= now_s]:
             self._returns.remove(each)
-            self.books.give_back(each.lease, now_s)
+            self.books.follow(each.lease, LeaseEvent.RETURN_ALL, now_s)
             giver = self.engine(each.lease.lender)
             blocks = self._lent_blocks.pop(each.lease.lease_id)
             giver.memory.resize(giver.memory.block_count + blocks)

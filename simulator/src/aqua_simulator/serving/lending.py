@@ -28,14 +28,6 @@ class Lease:
     granted_bytes: int
     state: LeaseState = LEASE.initial
 
-    def take(self, event: LeaseEvent) -> None:
-        """Follow the table.
-
-        Raises:
-            InvalidTransitionError: The table refuses the event.
-        """
-        self.state = LEASE.next(self.state, event)
-
 
 @dataclass(slots=True)
 class LeaseLedger:
@@ -90,25 +82,14 @@ class LeaseLedger:
             raise CapacityError("no lender has a slab to spare")
         lease = Lease(len(self.leases), by_room[0], borrower, granted)
         self.leases[lease.lease_id] = lease
-        self._follow(lease, LeaseEvent.ATTACH, now_s)
+        self.follow(lease, LeaseEvent.ATTACH, now_s)
         return lease
 
-    def reclaim(self, lease: Lease, now_s: float) -> None:
-        """The lender asks for its slabs; they stay booked until `give_back`."""
-        self._follow(lease, LeaseEvent.RECLAIM, now_s)
+    def follow(self, lease: Lease, event: LeaseEvent, now_s: float) -> None:
+        """Take a lease along the table; its slabs stay booked until the lender has them back.
 
-    def give_back(self, lease: Lease, now_s: float, *, nbytes: int | None = None) -> None:
-        """The lender has `nbytes` back, all of them without a number."""
-        if nbytes is None or nbytes >= lease.granted_bytes:
-            self._follow(lease, LeaseEvent.RETURN_ALL, now_s)
-            return
-        self._follow(lease, LeaseEvent.RETURN_SOME, now_s)
-        lease.granted_bytes -= nbytes // self.slab_bytes * self.slab_bytes
-
-    def release(self, lease: Lease, now_s: float) -> None:
-        """The borrower gives its right up; the lender's report then takes the bytes off."""
-        self._follow(lease, LeaseEvent.RELEASE, now_s)
-
-    def _follow(self, lease: Lease, event: LeaseEvent, now_s: float) -> None:
-        lease.take(event)
+        Raises:
+            InvalidTransitionError: The table refuses the event.
+        """
+        lease.state = LEASE.next(lease.state, event)
         self.history.append((now_s, lease.lease_id, event, lease.state))
