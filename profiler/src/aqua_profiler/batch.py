@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 from typing import Any, Final
 
 from aqua_profiler.errors import EndpointError
+from aqua_profiler.estimate.rate import confidence_of
 from aqua_profiler.load.programs import BatchProgram, ContextProgram
 from aqua_profiler.measure.memory import MemoryMeter
 from aqua_profiler.spec import BatchSpec
@@ -34,17 +35,16 @@ LEAST_GAIN: Final = 0.05
 fall short of the best. Doubled, the peak is a batch size sooner and more memory is spare."""
 
 LEAST_REPEATS: Final = 3
-"""Batches of a size at the least, for a standard error. Six take steady programs twice as long."""
+"""Batches of a size at the least, for a standard error. Doubled, steady programs take twice as
+long."""
 
 MOST_REPEATS: Final = 30
-"""Batches of a size at the most: a bound. Sixty only make noisy programs slower to profile."""
+"""Batches of a size at the most: a bound, chosen by hand. Doubled, noisy programs take twice as
+long."""
 
 ENOUGH_ERROR: Final = 0.02
 """Relative standard error of throughput at which a size is known: well below `LEAST_GAIN`. Halved,
 it takes four times as many batches."""
-
-TOLERANCE: Final = 0.05
-"""Confidence is the probability that the truth is within that share, as of `estimate.rate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,7 @@ def _profile(
         threshold_bytes=plan.threshold_bytes,
         hbm_bytes=hbm,
         stable_rate_per_s=None if best is None else best.items_per_s,
-        confidence=0.0
-        if best is None
-        else math.erf(TOLERANCE / max(best.error, 1e-6) / math.sqrt(2)),
+        confidence=0.0 if best is None else confidence_of(best.error),
         requests_sent=sum(step.repeats + 1 for step in steps),
         partial=partial,
         notes=notes,

@@ -8,9 +8,8 @@ be resumed. Imports numpy, aiohttp and the rest inside commands, so that `--help
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,23 +41,6 @@ app = typer.Typer(
 )
 run = typer.Typer(no_args_is_help=True, help="Measure a deployment.")
 app.add_typer(run, name="run")
-
-
-class Api(StrEnum):
-    """Operations of an OpenAI-compatible server."""
-
-    AUTO = "auto"
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-
-class Format(StrEnum):
-    """How `show` shows."""
-
-    TEXT = "text"
-    JSON = "json"
-    PLACER = "placer"
-    KUBERNETES = "kubernetes"
 
 
 Budget = Annotated[float, typer.Option("--budget-s", min=1, max=86_400, help="Seconds in all.")]
@@ -110,7 +92,9 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     burst_s: Annotated[float, typer.Option(min=1, help="Length of a burst.")] = 60.0,
     long_prompt_tokens: Annotated[int, typer.Option(min=0, help="A prompt to have room for.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Prefixes to keep cached.")] = 0,
-    api: Annotated[Api, typer.Option(help="Operation to load.")] = Api.AUTO,
+    api: Annotated[
+        Literal["auto", "completions", "chat"], typer.Option(help="Operation to load.")
+    ] = "auto",
     token: Annotated[
         str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
     ] = None,
@@ -157,7 +141,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
             max_rate_per_s=max_rate,
         ),
         budget_s=budget_s,
-        api=None if api is Api.AUTO else api.value,
+        api=None if api == "auto" else api,
         token=token,
         seed=seed,
         threshold_bytes=parse_bytes(threshold),
@@ -274,7 +258,9 @@ def _batch_spec(
 @app.command()
 def show(
     files: Annotated[list[Path], typer.Argument(help="Profiles; one, but for the placer.")],
-    form: Annotated[Format, typer.Option("--format", "-f")] = Format.TEXT,
+    form: Annotated[
+        Literal["text", "json", "placer", "kubernetes"], typer.Option("--format", "-f")
+    ] = "text",
     servers: Annotated[int, typer.Option(min=1, help="For the placer: how many servers.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="For the placer: GPUs of a server.")] = 8,
     hbm_gb: Annotated[
@@ -289,14 +275,14 @@ def show(
     from aqua_profiler.report.text import kubernetes, lines_of, placer_input
 
     profiles = [read_profile(path) for path in files]
-    if form is Format.PLACER:
+    if form == "placer":
         typer.echo(placer_input(profiles, servers, gpus, hbm_gb), nl=False)
     for profile in profiles:
-        if as_json or form is Format.JSON:
+        if as_json or form == "json":
             print_json(profile)
-        elif form is Format.KUBERNETES:
+        elif form == "kubernetes":
             print_json({"metadata": kubernetes(profile)})
-        elif form is Format.TEXT:
+        elif form == "text":
             typer.echo("\n".join(lines_of(profile)))
         if plot is not None:
             _draw(profile, plot)
@@ -331,8 +317,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Send a profile to the coordinator, where informers find it."""
+    from aqua_profiler.report.files import push as send
     from aqua_profiler.report.files import read_profile
-    from aqua_profiler.report.push import push as send
 
     profile = read_profile(file)
     send(profile, url, token)

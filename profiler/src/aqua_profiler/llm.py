@@ -45,11 +45,11 @@ LONE_SHARE: Final = 0.1
 """Share of the budget after which no more lone requests follow, chosen by hand. Doubled, slow
 engines lose a trial."""
 
+# Seconds of silence and share of the budget: the larger bounds `--stall-s`, for busy machines halt
+# for seconds, and a stall must be found out while there is budget left to say so. Chosen by hand;
+# doubled, a short budget may end before the stall does.
 LEAST_STALL_S: Final = 5.0
 STALL_SHARE: Final = 0.25
-"""Seconds of silence and share of the budget: the larger bounds `--stall-s`, for busy machines halt
-for seconds, and a stall must be found out while there is budget left to say so. Chosen by hand;
-doubled, a short budget may end before the stall does."""
 
 SETTLE_FACTOR: Final = 3.0
 """A probe faster than so many unloaded TTFTs finds the engine idle again. Chosen by hand; doubled,

@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-TTFT_QUANTILE: Final = 0.5
-"""The objective that the paper cites (Sarathi-Serve) takes the median of TTFT and the p99 of TBT.
-The p99 of TTFT is a matter of the longest prompts, not of the rate."""
-
-STEP_PER_S: Final = 0.5
-"""Requests/s of a step of the linear search, section 4.1. Twice as wide steps bracket a limit less
-closely; rates below 12/s take a twenty-fifth of themselves anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +10,8 @@ class LatencyObjective:
     """A rate is sustained if it meets all of this in the steady state.
 
     The defaults are section 4.1's: "100ms P99 Time Between Tokens (TBT) and under 1 second Time to
-    First Token".
+    First Token". The objective that it cites (Sarathi-Serve) takes the median of TTFT: the p99 is a
+    matter of the longest prompts, not of the rate.
 
     Attributes:
         ttft_s: Limit of the time to the first token, from the scheduled send.
@@ -28,16 +20,14 @@ class LatencyObjective:
         tbt_quantile: Share of gaps that must keep `tbt_s`.
         precision: Relative standard error at which the search is content.
         step_per_s: Of the linear search; a twenty-fifth of the rate where that is smaller.
-        min_rate_per_s: The search does not go below.
-        max_rate_per_s: The search does not go above.
     """
 
     ttft_s: float = 1.0
     tbt_s: float = 0.1
-    ttft_quantile: float = TTFT_QUANTILE
+    ttft_quantile: float = 0.5
     tbt_quantile: float = 0.99
     precision: float = 0.018
-    step_per_s: float = STEP_PER_S
+    step_per_s: float = 0.5
     min_rate_per_s: float = 0.02
     max_rate_per_s: float = 1000.0
 

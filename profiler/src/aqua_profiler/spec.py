@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from aqua_profiler.load.lengths import LengthDistribution
 from aqua_profiler.objective import LatencyObjective
 from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES, Provenance
-
-DEFAULT_BURSTS: Final = (2.0, 1.5, 3.0)
-"""The planned one first: a budget may end before the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,26 +16,17 @@ class ProfileSpec:
     """What to measure of an LLM endpoint.
 
     Attributes:
-        url: Of the endpoint.
-        model: As the endpoint calls it.
-        lengths: Of its requests.
-        objective: What the rate has to meet.
-        budget_s: For everything.
         api: `completions`, `chat` or None to find out.
-        token: For the endpoint.
-        seed: Of arrivals, lengths and words.
+        seed: Of arrivals and lengths.
         threshold_bytes: From which spare memory makes a producer.
         tensor_parallel: GPUs that share the model.
         hbm_bytes: Of each of them.
         kv_bytes: Size of the KV cache per GPU, where the operator knows it.
         model_folder: With the model's `config.json`.
-        bursts: Factors of the stable rate, in the order of importance.
-        burst_s: How long each lasts.
+        bursts: Factors of the stable rate, the planned one first: a budget may end before others.
         long_prompt_tokens: A prompt that should be possible beside the load.
         prefix_tokens: Prefixes to keep cached.
         stall_s: Silence that counts as a stall.
-        journal: Where to keep what is measured.
-        provenance: What the caller knows about the where and how.
     """
 
     url: str
@@ -54,7 +42,7 @@ class ProfileSpec:
     hbm_bytes: int | None = None
     kv_bytes: int | None = None
     model_folder: Path | None = None
-    bursts: tuple[float, ...] = DEFAULT_BURSTS
+    bursts: tuple[float, ...] = (2.0, 1.5, 3.0)
     burst_s: float = 60.0
     long_prompt_tokens: int = 0
     prefix_tokens: int = 0
@@ -78,12 +66,9 @@ class BatchSpec:
     """What to measure of a program that makes batches.
 
     Attributes:
-        model: For the profile.
-        budget_s: For everything.
         largest: Batch size not to exceed.
         threshold_bytes: From which spare memory makes a producer.
         hbm_bytes: Of the device, where the meter's total is not it.
-        provenance: What the caller knows.
     """
 
     model: str

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from aqua_client import CoordinatorClient
 from aqua_profiler.cli import app
 from aqua_profiler.errors import ProfileInvalidError
-from aqua_profiler.report.files import write_profile
-from aqua_profiler.report.push import push
+from aqua_profiler.report.files import push, write_profile
 from aqua_protocol import UnavailableError
 from aqua_protocol.profile import ModelProfile
 from aqualib.producer.informer import Profile

@@ -1,1 +1,1 @@
-"""From all trials to the sustained rate and its error; `rate.estimate_rate` decides. Pure."""
+"""Estimates the sustained rate and its error from all trials: `rate.estimate_rate`. Pure."""

@@ -43,10 +43,12 @@ PRIOR_DISPERSION: Final = 0.5
 request after the other have 0.2 to 0.8. Doubled, rates are found a percent lower."""
 
 PRIOR_WINDOWS: Final = 4.0
-"""Windows of counts that the prior dispersion is worth. A search measures dozens."""
+"""Windows of counts that the prior dispersion is worth: a search measures dozens. Chosen by hand;
+doubled, the first trials of a search say half as much of their own dispersion."""
 
 LEAST_DISPERSION: Final = 0.02
-"""Variance over mean that is never gone below: a server of constant times still has an error."""
+"""Variance over mean that is never gone below: a server of constant times still has an error.
+Chosen by hand; doubled, such a server needs longer backlogs."""
 
 FILL_UNCERTAINTY: Final = 0.25
 """Of a residence, in seconds of backlog: requests that filled an empty server leave in rhythm, so
@@ -54,12 +56,13 @@ that much of the time is not known to be the server's. Without it 1 of 110 searc
 from a ramp for a capacity; twice as much costs another backlog."""
 
 SATURATED_SHARE: Final = 0.97
-"""Requests beyond the limit that are expected above the capacity in a trial of finite length: the
-first do not wait yet. The share of misses allowed makes no difference."""
+"""Requests beyond the limit that are expected above the capacity: in a trial of finite length the
+first do not wait yet. Chosen by hand; with twice the share of misses allowed (0.94), trials above
+the capacity count less against it."""
 
 NEAREST_LOAD: Final = 1e-3
 """Least distance |1 - rho| from the capacity of which a queue's memory is computed: a bound on a
-division, far below anything measured."""
+division, far below anything measured, also when doubled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,16 @@ from aqua_profiler.measure.summary import Limit, StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 TOLERANCE: Final = 0.05
-"""Confidence is the probability that the truth is within that share of the answer. It is part of
-the profile's format; doubled, it would say less of the same rate."""
+"""Fixed by the profile's format: confidence is the probability that the truth is that near."""
 
 NEAR_RATIO: Final = 0.4
 """Trials whose rates are within that distance, in logarithms, are compared in speed. At twice that,
 differences of load are taken for those of speed."""
 
 SPEED_ELASTICITY: Final = 1.5
-"""Of the rate that token times allow: fewer requests meet in a faster server, each of them faster.
-5% of speed moved it by 6 to 8% in profiles of a real engine."""
+"""Power of its speed at which the rate of a server goes that token times allow: fewer requests meet
+in a faster one, each of them faster. 5% of speed moved it by 6 to 8% in profiles of a real engine.
+Doubled, drifting machines seem known half as well."""
 
 LEAST_BRACKET_ERROR: Final = 0.1
 """Relative error of a bracket, however narrow: its ends are single trials, which fall on either
@@ -45,9 +45,9 @@ side of a limit by chance. Doubled, no rate known from a bracket would make a co
 
 
 CONTRADICTED: Final = 1.15
-"""Of a rate at which a trial violated the limit of token times. What all trials together say beyond
-that is wrong if two did: by chance one fails so far below a limit, but seldom two. At 1.05, servers
-whose tokens hardly slow down contradict themselves."""
+"""A rate beyond so many times one at which a trial violated the limit of token times is wrong if
+two did: by chance one fails so far below a limit, but seldom two. At 1.05, servers whose tokens
+hardly slow down contradict themselves; twice as far above, wrong lines live on."""
 
 CUT_OFF: Final = frozenset({StopReason.SLOW_TOKENS, StopReason.SHED, StopReason.OVERLOAD})
 """Trials that were ended because they were too much violate the objective as measured ones do."""
@@ -98,9 +98,12 @@ class Estimate:
     @property
     def confidence(self) -> float:
         """Probability that the truth is within `TOLERANCE` of the rate."""
-        if self.rate_per_s is None:
-            return 0.0
-        return math.erf(TOLERANCE / max(self.error, 1e-6) / math.sqrt(2))
+        return 0.0 if self.rate_per_s is None else confidence_of(self.error)
+
+
+def confidence_of(error: float) -> float:
+    """Probability that the truth is within `TOLERANCE` of what is known to that relative error."""
+    return math.erf(TOLERANCE / max(error, 1e-6) / math.sqrt(2))
 
 
 def estimate_rate(

@@ -32,11 +32,12 @@ whose speed is constant it was 0.011 at most; twice as much would hide 5%, which
 to 8%."""
 
 LEAST_TRIALS: Final = 3
-"""Trials from which a spread is computed; of two, one is as likely to be the odd one. With six, a
-search on a drifting machine would end before it is seen."""
+"""Trials from which a spread is computed; of two, one is as likely to be the odd one. Doubled, a
+search on a drifting machine would end before the drift is seen."""
 
 LEAST_GAPS: Final = 10
-"""Gaps of a level in a trial for its median to count. Any number that makes a median does."""
+"""Gaps of a level in a trial for its median to count, chosen by hand. Doubled, rare levels drop
+out, which had little weight."""
 
 MEDIAN_FACTOR: Final = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, of normal values."""
@@ -56,7 +57,7 @@ class Drift:
 
     @property
     def error(self) -> float:
-        """Of the median speed, as a standard error of its logarithm."""
+        """Standard error of the logarithm of the median speed."""
         return MEDIAN_FACTOR * self.spread / math.sqrt(len(self.slowness))
 
 

@@ -51,18 +51,18 @@ NEAR_RATE: Final = 0.25
 too, and come with the rate. At twice that, rates of small engines are 3% too high."""
 
 FAR_WEIGHT: Final = 0.02
-"""Of any other trial, however far: it says where the straight line leads. Without it 2 of 20
+"""Weight of any other trial, however far: it says where the straight line leads. Without it 2 of 20
 searches of a server whose tokens hardly slow down found no limit; ten times as much is too near."""
 
 FILLING_WEIGHT: Final = 0.3
-"""Of a ramp, or a trial that was ended because it was too much: requests pass each level once, on
-the way up, so that what is known of a level comes from a single moment. Weights of 1 put 2 of 110
-searches beyond 5%, of 0 put 3 there; any in between does."""
+"""Weight of a ramp, or a trial that was ended because it was too much: requests pass each level
+once, on the way up, so that what is known of a level comes from a single moment. Weights of 1 put 2
+of 110 searches beyond 5%, of 0 put 3 there; anything between, doubled too, does."""
 
+# Gaps of more than 0.6 of the limit that must have been seen: from fast tokens alone it is not
+# guessed how they slow down. Doubled, a search steps up once more.
 LEAST_LONG_GAPS: Final = 20
 LONG_BIN: Final = round(math.log(0.6) / GAP_BIN)
-"""Gaps of more than 0.6 of the limit that must have been seen: from fast tokens alone it is not
-guessed how they slow down. With twice as many a search steps up once more."""
 
 LEAST_ERROR: Final = 0.01
 """Relative error that parts of the same trials cannot show: of the straight line. Doubled, searches
@@ -74,11 +74,12 @@ slow: how wrong a straight line may be there. Without it a search stops at an ex
 in 20 of a small engine's was 7% too high; doubled, it takes another trial."""
 
 LEAST_GAPS: Final = 30.0
-"""Gaps of a level that counts as visited: a level passed once does not."""
+"""Gaps of a level that counts as visited, chosen by hand: a level passed once does not. Doubled,
+levels at the edge count as extrapolated."""
 
 UNKNOWN_ERROR: Final = 0.3
-"""Relative error where a part of the trials alone would not have shown a limit at all. Anything far
-above the precision asked for makes the search go on."""
+"""Relative error where a part of the trials alone would not have shown a limit at all. Doubled,
+nothing changes: anything far above the precision asked for makes the search go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from aqua_profiler.errors import EndpointGarbledError, EndpointRefusedError
 
 SHOWN: Final = 200
-"""Characters of an answer that an error quotes."""
+"""Characters of an answer that an error quotes, chosen by hand. Doubled, errors fill a screen."""
 
 
 class AnswerStream:

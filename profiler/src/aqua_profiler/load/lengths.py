@@ -35,15 +35,15 @@ from typing import Any, Final
 from aqua_profiler.errors import LengthsInvalidError
 
 STRATA: Final = 8
-"""Strata by output, and within each by prompt: a block has the square of that many requests. With
-16 a block of 256 outlasts the trials of slow servers."""
+"""Strata by output, and within each by prompt: a block has the square of that many requests.
+Doubled, a block of 256 outlasts the trials of slow servers."""
 
 GOLDEN: Final = (5**0.5 - 1) / 2
-"""Steps of this share of a stratum visit it evenly, however many (van der Corput, Weyl)."""
+"""Fixed by number theory: steps of this share visit a stratum evenly (van der Corput, Weyl)."""
 
 MAX_TOKENS: Final = 10_000_000
-"""Tokens of a prompt or an output: ten times the longest context on offer. Beyond, a cell is no
-count of tokens, but a time or an id."""
+"""Tokens of a prompt or an output: ten times the longest context on offer. Beyond, a cell is a time
+or an id."""
 
 MAX_FILE_BYTES: Final = 1 << 30
 """Bytes of a file of lengths, unpacked: it is read at once. Twice as many need 10 GB of memory."""

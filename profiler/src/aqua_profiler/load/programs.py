@@ -29,7 +29,7 @@ SIZE_MARK: Final = '"$batch"'
 
 
 class BatchProgram(Protocol):
-    """Makes batches."""
+    """A program that makes batches."""
 
     def run(self, size: int) -> None:
         """Make one batch; return when it is done."""

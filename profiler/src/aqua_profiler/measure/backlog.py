@@ -16,18 +16,20 @@ from jaxtyping import Float64
 from aqua_profiler.measure.summary import Backlog
 
 SAME_BATCH_S: Final = 0.004
-"""First tokens closer than that to the beginning of a backlog belong to its first batch. Engines'
-steps last 5 ms and more, so a few times as much would miss a step of the fastest."""
+"""Seconds: first tokens closer than that to the beginning of a backlog belong to its first batch.
+Engines' steps last 5 ms and more, so doubled, it would miss a step of the fastest."""
 
 STARTS_PER_WINDOW: Final = 12
 """First tokens of a window of counts, on average: about as long as a queue lasts. Twice as many
 leave a backlog of a hundred too few windows."""
 
 COUNT_WINDOWS: Final = 12
-"""Windows of the long run. Fewer have no variance worth naming; more are short ones again."""
+"""Windows of the long run, chosen by hand. Half as many have no variance worth naming; twice as
+many are short ones again."""
 
 LEAST_WINDOWS: Final = 4
-"""Windows of counts below which a backlog says nothing of its variance."""
+"""Windows of counts below which a backlog says nothing of its variance, chosen by hand. Doubled,
+backlogs of less than a hundred say nothing."""
 
 LEAST_LONG_RUN: Final = 0.25
 """Of the variance between windows, what is left of it in the long run at the least: an estimate

@@ -24,8 +24,8 @@ LEVELS: Final = np.concatenate([[0], np.unique(np.geomspace(1, 1e5, 380).round()
 moves a gap by less than a bin. Twice as many levels double the journal and change nothing."""
 
 GAP_BIN: Final = 0.02
-"""Width of a bin of ln(gap / limit). The profile's own precision is 1.8%; with 6% the rate of a
-server whose tokens hardly slow down was 7% lower."""
+"""Width of a bin of ln(gap / limit), about the profile's own precision of 1.8%. Three times as
+wide, the rate of a server whose tokens hardly slow down was 7% lower."""
 
 GAP_REACH: Final = 250
 """Bins on each side of the limit, a factor of 148: what is beyond counts as that. Twice as many

@@ -33,21 +33,16 @@ MOST_POLL_S: Final = 2.0
 short trials are missed."""
 
 LOOKING_SHARE: Final = 0.01
-"""Of the server's time that looking may take: an engine's page has hundreds of lines and is made by
-the process that also sends its tokens, for 10 ms or more each time."""
+"""Share of the server's time that looking may take: an engine's page has hundreds of lines and is
+made by the process that also sends its tokens, for 10 ms or more each time. Doubled, it takes twice
+that from what is measured."""
 
 # Bytes of an element, by the names of Hugging Face and of vLLM's cache_dtype.
-DTYPE_BYTES: Final = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
-}
+DTYPE_BYTES: Final = (
+    dict.fromkeys(("float32", "float"), 4)
+    | dict.fromkeys(("float16", "half", "bfloat16"), 2)
+    | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class KvCache:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """For context lengths; None where tokens or bytes are unknown."""
+        """Bytes of a token of context; None where tokens or bytes are unknown."""
         if not self.tokens or self.nbytes is None:
             return None
         return self.nbytes / self.tokens
@@ -94,9 +89,7 @@ def parse_metrics(text: str) -> CacheMetrics:
         for sample in family.samples:
             if sample.name in USAGE_NAMES and sample.value == sample.value:
                 usage = max(sample.value, usage or 0.0)
-            elif sample.name.removesuffix("_info") in {
-                n.removesuffix("_info") for n in CONFIG_NAMES
-            }:
+            elif sample.name in CONFIG_NAMES:
                 config |= sample.labels
     return CacheMetrics(usage, config)
 
@@ -140,23 +133,21 @@ def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | 
 
     Args:
         config: Labels of the engine's configuration metric.
-        model_folder: Of the model, with a `config.json`.
+        model_folder: With the model's `config.json`.
         kv_bytes: What the operator says.
     """
     blocks, block_tokens = _number(config.get("num_gpu_blocks")), _number(config.get("block_size"))
     tokens = blocks * block_tokens if blocks and block_tokens else None
     if kv_bytes is not None:
         return KvCache(tokens, kv_bytes, "given")
-    per_token = None
     if model_folder is not None and tokens:
         per_token = token_bytes(model_folder, config.get("cache_dtype", "auto"))
-    if per_token is not None and tokens:
-        return KvCache(tokens, tokens * per_token, "blocks and the model's config.json")
-    for name in ("kv_cache_memory_bytes", "cpu_kvcache_space_bytes"):
-        if not _number(config.get("num_gpu_blocks_override")) and (
-            size := _number(config.get(name))
-        ):
-            return KvCache(tokens, size, name)
+        if per_token is not None:
+            return KvCache(tokens, tokens * per_token, "blocks and the model's config.json")
+    if not _number(config.get("num_gpu_blocks_override")):
+        for name in ("kv_cache_memory_bytes", "cpu_kvcache_space_bytes"):
+            if size := _number(config.get(name)):
+                return KvCache(tokens, size, name)
     return KvCache(tokens, None, "unknown")
 
 

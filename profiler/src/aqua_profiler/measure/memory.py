@@ -45,7 +45,7 @@ class MemoryMeter:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop reading the device's memory."""
 
 
 class TorchMeter(MemoryMeter):
@@ -125,7 +125,7 @@ class NvmlMeter(MemoryMeter):
         return self._look()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop reading the device's memory."""
         self._done.set()
         self._thread.join()
 

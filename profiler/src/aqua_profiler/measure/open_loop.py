@@ -26,22 +26,20 @@ TICK_S: Final = 0.05
 """Seconds between two looks at the stop rules; twice as many end trials a request or two later."""
 
 LEAD_S: Final = 0.02
-"""Seconds before the first request is due, so that the trial's own start makes none late."""
+"""Seconds before the first request is due, so that the trial's own start makes none late. Doubled,
+a trial lasts as much longer."""
 
+# Requests, and their share of a trial, that may fail: a connection may break now and then on any
+# network. Chosen by hand; doubled, a broken endpoint is found out twice as late.
 FAULTS_ALLOWED: Final = 2
 FAULT_SHARE: Final = 0.01
-"""A connection may break now and then on any network; more is the endpoint."""
 
 
 class OpenLoopTrial:
     """One trial on an endpoint.
 
     Args:
-        endpoint: Where to.
         lengths: Requests to draw from.
-        trial: How fast and how long.
-        objective: What is looked for.
-        unloaded: What a lone request takes.
         stall_s: No news for so long, with requests outstanding, is a stall.
         drain_s: How long outstanding requests may take at the end.
         listen: Called at every tick with the rate that is due and how many are outstanding.

@@ -27,21 +27,21 @@ from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
 BACKLOG_SHARE: Final = 0.5
-"""Of the way from the unloaded TTFT to the limit: far from what a busy moment does to a server with
-capacity to spare, and reached early by one without. At the limit itself backlogs begin late, and a
-search needs longer trials."""
+"""Share of the way from the unloaded TTFT to the limit at which a backlog begins: far from what a
+busy moment does to a server with capacity to spare, reached early by one without. Doubled, which is
+the limit itself, backlogs begin late and a search needs longer trials."""
 
 RECENT_GAPS: Final = 400
 """Gaps between tokens that are looked at, at the least, to end a trial whose tokens are too slow.
 Twice as many let slow servers fall behind for twice as long."""
 
 RECENT_S: Final = 2.0
-"""Seconds, or one residence, that they must span. A server that halts for a moment, as any does on
-a busy machine, makes hundreds of gaps slow at once and says nothing about the rate."""
+"""Seconds, or one residence, that they must span: a server that halts for a moment, as any does on
+a busy machine, makes hundreds of gaps slow at once. Doubled, slow trials last longer."""
 
 SLOW_GAP_SHARE: Final = 0.3
 """Share of the recent gaps beyond the limit at which tokens are clearly too slow. Less is left to
-the quantile of a whole trial: batches swell for a moment at any rate. With 0.6 trials far beyond
+the quantile of a whole trial: batches swell for a moment at any rate. Doubled, trials far beyond
 the limit last to their end."""
 
 STEADY_RESIDENCES: Final = 3.0
@@ -49,23 +49,18 @@ STEADY_RESIDENCES: Final = 3.0
 outputs take twice as long and find the same."""
 
 RESIDENCE_REQUESTS: Final = 200
-"""Latest requests from which the present residence is taken; a window, to bound the work."""
+"""Latest requests from which the present residence is taken: a window, to bound the work. Doubled,
+it follows a changing load more slowly."""
 
 SHED_LIMIT: Final = 8
-"""Requests turned away (429) that end a trial: the endpoint says itself that it is too much."""
+"""Requests turned away (429) that end a trial: the endpoint says itself that it is too much. Chosen
+by hand; doubled, such trials last a little longer."""
 
 
 class TrialRecorder:
     """A trial under way.
 
-    Args:
-        trial: What is being sent.
-        objective: What is being looked for.
-        unloaded: What a lone request takes.
-
     Attributes:
-        shed: Requests turned away.
-        finished: Requests answered to the end.
         kv_usage: Highest share of the KV cache in use, to be told by the caller.
         tokens_peak: Most tokens of context that requests in the system would hold together.
         backlog_starts: First tokens while requests queued.

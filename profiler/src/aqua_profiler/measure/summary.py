@@ -102,7 +102,7 @@ class TrialSummary:
         return lasted and not self.ramp and self.window > 0
 
     def violated(self, objective: LatencyObjective) -> Limit | None:
-        """Which limit it exceeded, if any."""
+        """The limit that it exceeded, if any."""
         if self.stop in {StopReason.OVERLOAD, StopReason.SHED, StopReason.BACKLOG}:
             return "ttft"
         if self.stop is StopReason.SLOW_TOKENS:
@@ -116,7 +116,7 @@ class TrialSummary:
         return self.violated(objective) is None
 
     def as_json(self) -> dict[str, Any]:
-        """For the journal."""
+        """JSON of it for the journal."""
         return asdict(self)
 
     @classmethod

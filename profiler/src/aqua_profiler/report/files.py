@@ -1,4 +1,4 @@
-"""Profiles as files: JSON or YAML in, JSON or YAML out, by the name's ending."""
+"""Profiles as files, JSON or YAML by the name's ending, and on their way to the coordinator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from aqua_cli import write_json, write_text
+from aqua_client import CoordinatorClient
 from aqua_profiler.errors import ProfileInvalidError
-from aqua_protocol.profile import ModelProfile
+from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 
 def read_profile(path: Path) -> ModelProfile:
@@ -46,3 +47,23 @@ def write_profile(profile: ModelProfile, path: Path) -> None:
         write_text(path, yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False))
     else:
         write_json(path, profile)
+
+
+def push(profile: ModelProfile, url: str, token: str | None) -> None:
+    """Send a profile to the coordinator, where informers and placers find it.
+
+    Only the fields that the schema fixes are sent: the measurements behind them stay in the file.
+
+    Raises:
+        ProfileInvalidError: It is partial or has no label: nothing may act on it.
+        AquaError: What the coordinator answered, as its own type.
+        UnavailableError: There is no answer.
+    """
+    if profile.partial or profile.label is ProfileLabel.UNKNOWN:
+        raise ProfileInvalidError(
+            f"the profile of {profile.model!r} is partial or has no label",
+            remedy="Finish it: the same `aqua-profile run` goes on from its journal.",
+        )
+    # A person waits that long for a coordinator that may be starting.
+    with CoordinatorClient(url, token, timeout_s=30.0) as client:
+        client.put_profile(profile)

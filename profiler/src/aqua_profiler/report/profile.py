@@ -1,4 +1,4 @@
-"""From what was measured of an LLM endpoint to its profile: spare bytes, swap needed, label.
+"""Makes a profile of what was measured of an LLM endpoint: spare bytes, swap needed, label.
 
 Pure. A profile that is partial has no label and spares nothing, whatever was measured: what its
 numbers would be at the true rate is not known.
@@ -51,19 +51,11 @@ class Findings:
 def compose(
     plan: ProfileSpec, findings: Findings, journal: Journal, error: EndpointError | None
 ) -> ModelProfile:
-    """The profile.
-
-    Args:
-        plan: What was to be measured.
-        findings: What was found out beside trials.
-        journal: All trials.
-        error: Why the endpoint failed, if it did.
-    """
+    """The profile of what was found out; the error says why the endpoint failed, if it did."""
     verdict = findings.verdict
+    known = None if verdict is None else verdict.estimate
     if verdict is None and journal.unloaded is not None:
-        known: Estimate | None = estimate_rate(plan.objective, journal.unloaded, journal.trials)
-    else:
-        known = None if verdict is None else verdict.estimate
+        known = estimate_rate(plan.objective, journal.unloaded, journal.trials)
     partial = error is not None or verdict is None or not verdict.complete
     notes = list(findings.notes)
     if verdict is not None:
@@ -84,20 +76,18 @@ def compose(
     bursts = _bursts(findings.cache, journal)
     needs = _needs(plan, findings.cache, spare, bursts)
     needed = None if partial else _needed_bytes(plan, needs)
-    is_producer = spare is not None and spare >= max(1, plan.threshold_bytes)
-    if is_producer and needed is None:
+    if needed is None and spare is not None and spare >= max(1, plan.threshold_bytes):
         needed = 0
-    label = ProfileLabel.UNKNOWN
-    if not partial:
-        label = label_of(spare, needed, plan.threshold_bytes)
-    near = _nearest(plan.objective, known, journal.trials)
-    sent = sum(trial.sent for trial in journal.trials) + sum(
-        trial.sent for _, trial in journal.bursts
-    )
+    more: dict[str, Any] = {
+        "needs_bytes": needs,
+        "lateness_p99_s": late_s,
+        "error": None if error is None else error.to_body().model_dump(mode="json"),
+    }
+    sent = sum(trial.sent for trial in [*journal.trials, *(burst for _, burst in journal.bursts)])
     return ModelProfile(
         model=plan.model,
         kind=ProfileKind.LLM,
-        label=label,
+        label=ProfileLabel.UNKNOWN if partial else label_of(spare, needed, plan.threshold_bytes),
         spare_bytes=spare,
         needed_bytes=needed,
         threshold_bytes=plan.threshold_bytes,
@@ -110,7 +100,8 @@ def compose(
         partial=partial,
         notes=notes,
         provenance=plan.provenance.model_copy(update={"engine": findings.engine}),
-        **_more(plan, known, near, journal, findings.cache, needs, late_s, error),
+        **_details(plan.objective, known, journal, findings.cache),
+        **more,
     )
 
 
@@ -169,43 +160,22 @@ def _needed_bytes(plan: ProfileSpec, needs: dict[str, int]) -> int | None:
     return max(planned or 0, needs.get("long_prompt", 0)) + needs.get("prefix_cache", 0)
 
 
-def _more(
-    plan: ProfileSpec,
-    known: Estimate | None,
-    near: TrialSummary | None,
-    journal: Journal,
-    cache: KvCache | None,
-    needs: dict[str, int],
-    late_s: float,
-    error: EndpointError | None,
+def _details(
+    objective: LatencyObjective, known: Estimate | None, journal: Journal, cache: KvCache | None
 ) -> dict[str, Any]:
-    """Fields beyond those that the schema fixes."""
-    objective = plan.objective
+    """Measurements beyond the fields that the schema fixes."""
+    near = _nearest(objective, known, journal.trials)
+    limits = ("ttft_s", "ttft_quantile", "tbt_s", "tbt_quantile")
+    shown = ("rate_per_s", "ttft_s", "ttft_p99_s", "tbt_s", "kv_usage")
     return {
-        "objective": {
-            "ttft_s": objective.ttft_s,
-            "ttft_quantile": objective.ttft_quantile,
-            "tbt_s": objective.tbt_s,
-            "tbt_quantile": objective.tbt_quantile,
-        },
+        "objective": {name: getattr(objective, name) for name in limits},
         "rate_error": None if known is None else known.error,
         "limited_by": None if known is None else known.limited_by,
-        "at_stable_rate": None
-        if near is None
-        else {
-            "rate_per_s": near.rate_per_s,
-            "ttft_s": near.ttft_s,
-            "ttft_p99_s": near.ttft_p99_s,
-            "tbt_s": near.tbt_s,
-            "kv_usage": near.kv_usage,
-        },
+        "at_stable_rate": None if near is None else {name: getattr(near, name) for name in shown},
         "kv_cache": None if cache is None else asdict(cache),
-        "needs_bytes": needs,
-        "lateness_p99_s": late_s,
         "unloaded": None if journal.unloaded is None else asdict(journal.unloaded),
         # Tables by level are for the search; the journal has them.
         "runs": [{**trial.as_json(), "paces": ()} for trial in journal.trials],
-        "error": None if error is None else error.to_body().model_dump(mode="json"),
     }
 
 

@@ -14,10 +14,10 @@ PREFIX: Final = "aqua.dev/"
 """Of Kubernetes labels and annotations."""
 
 LABEL_LENGTH: Final = 63
-"""Characters of a label's value, by Kubernetes' rules."""
+"""Fixed by Kubernetes: characters of a label's value."""
 
 DEFAULT_HBM_GB: Final = 80.0
-"""GB of a GPU where no profile says it: an A100's or H100's."""
+"""Fixed by the A100 and H100: GB of a GPU where no profile says it."""
 
 # Fields of weight, in which two profiles are compared.
 COMPARED: Final = (

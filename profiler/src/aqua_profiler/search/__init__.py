@@ -1,1 +1,1 @@
-"""From the estimate to the next trial (`rate_search.next_trial`), and the journal of them."""
+"""Chooses the next trial from the estimate (`rate_search.next_trial`), and keeps their journal."""

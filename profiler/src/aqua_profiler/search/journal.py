@@ -45,17 +45,17 @@ class Journal:
             self._append({"subject": subject})
 
     def note_unloaded(self, unloaded: UnloadedLatency) -> None:
-        """Keep it."""
+        """Keep what a lone request took."""
         self.unloaded = unloaded
         self._append({"unloaded": asdict(unloaded)})
 
     def note_trial(self, summary: TrialSummary) -> None:
-        """Keep it."""
+        """Keep a trial of the search."""
         self.trials.append(summary)
         self._append({"run": summary.as_json()})
 
     def note_burst(self, factor: float, summary: TrialSummary) -> None:
-        """Keep it."""
+        """Keep a burst at that factor of the stable rate."""
         self.bursts.append((factor, summary))
         self._append({"burst": summary.as_json(), "factor": factor})
 

@@ -31,29 +31,26 @@ from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 # --- Ramps ------------------------------------------------------------------------------
 
 RAMP_SHARE: Final = 0.05
-"""Of the budget, for one doubling of a ramp: one of six leaves two thirds. At 0.1 ramps eat short
-budgets."""
+"""Share of the budget for one doubling of a ramp: one of six leaves two thirds. Doubled, ramps eat
+short budgets."""
 
 LEAST_DOUBLING_S: Final = 2.0
 """Seconds of a doubling, where a short budget does not take less. Twice as slow ramps send more
-requests for the same bracket; twice as fast ones are past the limit before it shows."""
+requests for the same bracket."""
 
 RAMP_BACKLOG: Final = 40
-"""First tokens of a backlog that end a ramp: enough for a first capacity, to a third."""
+"""First tokens of a backlog that end a ramp: enough for a first capacity, to a third. Doubled,
+ramps send more for a bracket that later trials narrow anyway."""
 
 # --- Queues -----------------------------------------------------------------------------
 
+# First tokens of a backlog: in the first as many as the capacity starts in `BACKLOG_S` seconds,
+# from `LEAST_BACKLOG` to `USUAL_BACKLOG`; later up to `MOST_BACKLOG`, a bound on one trial. Chosen
+# by hand; with the least doubled, slow servers need most of their requests for one.
 BACKLOG_S: Final = 60.0
-"""Seconds of the capacity's first tokens in the first backlog, within the next two bounds."""
-
 LEAST_BACKLOG: Final = 100
-"""First tokens of a backlog. With 200 slow servers need most of their requests for one."""
-
 USUAL_BACKLOG: Final = 240
-"""First tokens of the first backlog at the most. Twice as many seldom change what comes next."""
-
 MOST_BACKLOG: Final = 1200
-"""First tokens of any later backlog at the most: a bound on one trial."""
 
 OVERLOAD: Final = (1.08, 0.17, 1.5)
 """Of the capacity, the load at which requests queue: 8% above it, and up to 17% more, at 1.5 times
@@ -66,15 +63,16 @@ STEADY_BELOW: Final = 0.96
 would fail by definition; a little below, a failure says that the estimate is wrong."""
 
 STEADY_FROM: Final = 0.88
-"""Share of the estimate from which a steady trial confirms it. Farther below it would meet the
-objective whatever the estimate's error is."""
+"""Share of the estimate from which a steady trial confirms it. Twice as far below, it would meet
+the objective whatever the estimate's error is."""
 
 STEADY_REQUESTS: Final = 150
-"""Requests of a trial that confirms a rate that a queue allows."""
+"""Requests of a trial that confirms a rate that a queue allows, chosen by hand. Doubled, the
+confirmation costs as much as a backlog."""
 
 LEAST_WINDOW: Final = 20
 """Requests of a steady trial, without its warm-up, that can confirm a rate: a median of fewer is
-chance."""
+chance. Chosen by hand; doubled, slow servers confirm later."""
 
 EXCEEDED_AT: Final = 1.15
 """Of the estimate: where a limit of tokens has to be seen exceeded, or looked for in vain twice,
@@ -85,64 +83,66 @@ EXCEEDED_RANGE: Final = (1.1, 1.18)
 """Shares of the estimate about `EXCEEDED_AT`: the estimate moves a little after the look."""
 
 EXCEEDING_TRIES: Final = 2
-"""Trials in that range that may meet the objective by chance before it is taken as exceeded. With
-four, servers whose tokens hardly slow down spend all their requests there."""
+"""Trials in that range that may meet the objective by chance before it is taken as exceeded.
+Doubled, servers whose tokens hardly slow down spend all their requests there."""
 
 RELATIVE_STEP: Final = 0.04
-"""Of the rate, the largest linear step: section 4.1 steps by 0.5 of up to 10 requests/s."""
+"""Share of the rate, the largest linear step: section 4.1 steps by 0.5 of up to 10 requests/s.
+Doubled, trials beside the estimate say less of it."""
 
 # --- How long ---------------------------------------------------------------------------
 
 TRIAL_S: Final = 30.0
-"""Of requests: a trial of token times has as many as come in that time, within the next two. With
-60 the requests are spent in half as many trials, which say less of how the machine changes."""
+"""Seconds: a trial of token times has as many requests as come in that time, within the next two.
+Doubled, the requests are spent in half as many trials, which say less of how the machine
+changes."""
 
 LEAST_TRIAL_REQUESTS: Final = 100
-"""Requests of a trial of token times, for a p99 of gaps; with 200 slow servers need most of their
+"""Requests of a trial of token times, for a p99 of gaps. Doubled, slow servers need most of their
 requests for one."""
 
 MOST_TRIAL_REQUESTS: Final = 1500
 """Requests of any trial of token times: a bound. Doubled, fast servers make half as many trials."""
 
+# Requests of a trial while next to nothing is known, with that relative error and more. Chosen by
+# hand; doubled, the first trials take twice as long.
 GLANCE_REQUESTS: Final = 40
-"""Of a trial while next to nothing is known, with an error of `HARDLY_KNOWN` and more."""
-
 HARDLY_KNOWN: Final = 0.5
-"""Relative error. Halved, the first trials take longer and the search ends where it did."""
 
 MOST_TRIALS: Final = 24
-"""Of a search: three times the usual number; a bound."""
+"""Trials of a search: three times the usual number; a bound, also when doubled."""
 
+# Requests that a search may send: so many per request/s of the rate it finds, at least the second
+# number. Doubled, it is hardly cheaper than a linear sweep, which sends 400 per request/s (steps of
+# 0.5, 200 requests at each rate); mostly it is precise before.
 REQUESTS_PER_RATE: Final = 170.0
-"""Requests that a search may send, per request/s of the rate it finds. A linear sweep in steps of
-0.5 with 200 requests at each rate sends 400; the search ends earlier once it is precise."""
-
 LEAST_REQUESTS: Final = 400
-"""That any search may send, however low the rate."""
 
 # --- When it is known -------------------------------------------------------------------
 
 TOKEN_PRECISION: Final = 1.5
 """A limit of token times is exact enough at so many times the precision: its error contains the
-straight line's already. At 1 searches spend all their requests for the same rates."""
+straight line's already. At 1 searches spend all their requests for the same rates; doubled, they
+end with fewer trials beside the rate."""
 
 LEAST_PRECISION: Final = 0.1
-"""A rate whose relative error is larger makes a partial profile, and is approached from below."""
+"""Relative error beyond which a rate makes a partial profile, and is approached from below.
+Doubled, a complete profile may be a fifth off."""
 
 LOWEST_SHARE: Final = 0.35
-"""Of the rate at which lone requests follow each other: where a search from below starts, for two
-seldom meet there. At 0.7 a server of one slot already queues."""
+"""Share of the rate at which lone requests follow each other: where a search from below starts, for
+two seldom meet there. Doubled, a server of one slot already queues."""
 
 LOWEST_TRIES: Final = 3
-"""Trials near that rate after which a search that saw none meet the objective gives up. Six find
-out the same."""
+"""Trials near that rate after which a search that saw none meet the objective gives up. Chosen by
+hand; doubled, it finds out the same, later."""
 
+# On a machine that changes its speed more requests in a row say nothing more, but trials in other
+# minutes do: the search goes on for that share of the budget, for what is left is for bursts, with
+# trials that share of the rate below and above it in turn. Chosen by hand; doubled, nothing is left
+# for bursts, and trials say less of the rate between them.
 DRIFT_SHARE: Final = 0.6
-"""Of the budget, for a search on a machine that changes its speed: there more requests in a row say
-nothing more, but trials in other minutes do. What is left is for bursts."""
-
 DRIFT_STEP: Final = 0.08
-"""Of the rate: how far from it such trials are made, below and above in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,9 @@ def next_trial(
         objective: What is looked for.
         unloaded: What a lone request takes.
         trials: All so far, in order.
-        left_s: Seconds that are left of the budget.
+        left_s: What is left of the budget.
         budget_s: The whole of it.
-        seed: Of the search; every trial gets its own from it.
+        seed: The search's; every trial gets its own from it.
     """
     known = estimate_rate(objective, unloaded, trials)
     trial_seed = seed * 1_000 + len(trials)
