@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from aqua_protocol import ConfigError
 
 MAX_TIME_LIMIT_S = 86_400.0
-"""A day, in seconds: more is a slip of the unit."""
+"""A day, in seconds: more is a slip of the unit. Doubled, a slip is found later."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from aqua_protocol.plan import MatchingMode, Objective, Plan
 from aqua_protocol.wire import Wire
 
 MAX_BODY_BYTES: Final = 64 << 20
-"""A million groups as columns take some 40 MB."""
+"""A million groups as columns take some 40 MB. Doubled, a request may take twice the memory."""
 
 MAX_TIME_LIMIT_S: Final = 600.0
 """Seconds that a caller may ask for; doubled, a slot is held twice as long."""
@@ -73,7 +73,7 @@ class CheckRequest(Wire):
 
 
 class Liveness(Wire):
-    """Liveness."""
+    """Says that the service answers."""
 
     status: str
 

@@ -30,10 +30,10 @@ from aqua_placer.problem.instance import Instance
 TRACE: Final = 1e-9
 """Blocks: what is less is noise of the solver. Doubled, nothing changes."""
 
+# Sizes of producers, and kinds of consumers, that the program tells apart; beyond, neighbours in
+# size are merged. Twice as many of both take four times as long.
 MAX_LEVELS: Final = 60
 MAX_KINDS: Final = 90
-"""Sizes of producers, and kinds of consumers, that the program tells apart; beyond, neighbours in
-size are merged. Twice as many of both take four times as long."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from aqua_placer.budget import Budget
 
 UNLIMITED_NODES: Final = 2**31 - 1
-"""Branch-and-bound nodes; HiGHS's own default."""
+"""Branch-and-bound nodes; HiGHS's own default. Fixed by its 32-bit counter."""
 
 ABSOLUTE_GAP: Final = 1e-9
-"""In the unit of the cost (GB), far below `GRAIN_GB`: the relative gap alone ends a search."""
+"""In the unit of the cost (GB), far below `GRAIN_GB`: the relative gap alone ends a search,
+also when it is doubled."""
 
 
 class Verdict(StrEnum):

@@ -1,4 +1,4 @@
-"""From servers to a plan: GPU indices, matches in words, and the numbers that are told.
+"""Plans made from servers: GPU indices, matches in words, and the numbers that are told.
 
 Solvers decide servers; what comes after is made here, once for all of them. No plan claims a bound
 that its own value contradicts.

@@ -17,7 +17,7 @@ from aqua_protocol.leases import MAX_PAIRINGS, Pairing, PlacementPlan
 from aqua_protocol.plan import Plan
 
 REASON_LENGTH: Final = 512
-"""Characters of a pairing's reason, as the wire limits them."""
+"""Characters of a pairing's reason, fixed by the schema of the wire."""
 
 
 def pairings_of(plan: Plan) -> PlacementPlan:

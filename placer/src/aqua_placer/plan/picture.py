@@ -21,17 +21,19 @@ from aqua_protocol.plan import Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Servers and shards side by side in one picture: twice as many make names illegible.
 MAX_COLUMNS: Final = 48
 MAX_BOXES: Final = 400
-"""Servers and shards side by side in one picture: twice as many make names illegible."""
 
 BOX_WIDTH: Final = 0.19
 """Inches of a shard: a name of 6 points along it has room. Doubled, half as much fits a screen."""
 
 NAME_SIZE: Final = 6.0
-"""Points of a model's name."""
+"""Points of a model's name: legible on a screen. Doubled, names overlap."""
 
+# Opacity of shards without a partner, chosen by hand; doubled, they look like all others.
 UNMATCHED_ALPHA: Final = 0.4
+
 PRODUCER, CONSUMER = TEAL, AMBER
 STRIP: Final = 0.03
 """Half the height, of the largest box, of the strip around zero that joins matched shards."""

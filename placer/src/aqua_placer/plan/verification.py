@@ -20,7 +20,8 @@ from aqua_placer.problem.instance import Instance
 from aqua_protocol.plan import Assignment, MatchingMode, Objective, Plan
 
 TOLERANCE_GB: Final = 1e-4
-"""Sums over 65,536 GPUs of sizes in 10^-6 GB agree far better than this."""
+"""Sums over 65,536 GPUs of sizes in 10^-6 GB agree far better than this, so
+it may be doubled."""
 
 
 class Verdicts(BaseModel):

@@ -11,7 +11,8 @@ from typing import Any, Final
 from aqua_placer.errors import ProblemInvalidError
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""A problem of a million groups takes some 100 MB; more is a mistake or an attack."""
+"""A problem of a million groups takes some 100 MB; more is a mistake or an attack.
+Doubled, a mistake takes twice the memory before it is refused."""
 
 
 def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds

@@ -24,7 +24,8 @@ Placement: TypeAlias = Int64[np.ndarray, " groups"]
 """Server of each group, -1 for none."""
 
 MAX_TYPES: Final = 16
-"""Kinds of models up to which even a handful of groups counts as typed."""
+"""Kinds of models up to which even a handful of groups counts as typed; chosen by hand.
+Doubled, small clusters without repetition aim at a proof in vain."""
 
 GRAIN_GB: Final = 1e-6
 """Sizes are compared on a grid of 1 kB: far below what a profile can tell, far above what sums of

@@ -1,4 +1,4 @@
-"""From a file or request to an `Instance`, with every way it can be wrong named.
+"""Makes an `Instance` of a file or request, and names every way it can be wrong.
 
 Reads the model and the column form of a parsed document, and lists of profiles. What a
 schema can say is checked by `aqua_protocol.problem`; here is checked what takes the whole problem:
@@ -36,8 +36,11 @@ from aqua_protocol.problem import (
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 MAX_NAME: Final = 256
+"""Characters of a group's name, fixed by the length of a label in the schema."""
 
 MIN_HBM_GB: Final = 1e-3
+"""GB of a card's HBM: a megabyte. What is less is a slip of the unit, also when doubled."""
+
 WEIGHT_RANGE: Final = (1e-6, 1e6)
 """Magnitudes beyond which a number is a slip of the unit: products with them vanish beside a GB, or
 swallow all others."""

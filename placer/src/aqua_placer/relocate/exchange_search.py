@@ -47,10 +47,10 @@ in a tenth more time."""
 FREE_PRICE: Final = 1e6
 """GB a shard; at this price, and at twice it, only groups without a home move."""
 
+# Rounds for newcomers, and at each price while something pays; doubled, the time of each doubles
+# at most.
 FREE_ROUNDS: Final = 14
 ROUNDS_PER_PRICE: Final = 4
-"""Rounds for newcomers, and at each price while something pays; doubled, the time of each doubles
-at most."""
 
 MAX_TRIMS: Final = 50
 """Groups sent home again once the target is overshot; a handful is usual, so doubling is free."""
@@ -59,10 +59,11 @@ MAX_LOSING: Final = 256
 """Servers that look for a partner in a round, those that lose most first. Doubled,
 half as many partners are tried with each."""
 
+# Pairs of a round, for exchanges of single groups and of up to two. With 3,000 a limit of 1% buys
+# 0.7% less coverage where signs flip, with 6,000 0.2% more in a third more time; twice as many
+# take twice as long.
 MAX_PAIRS: Final = 4_500
 MAX_WIDE_PAIRS: Final = 64
-"""Pairs of a round, for exchanges of single groups and of up to two. With 3,000 a limit of 1% buys
-0.7% less coverage where signs flip, with 6,000 0.2% more in a third more time."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a set of new places to steps that can be executed in order.
+"""Makes steps that can be executed in order of a set of new places.
 
 No step overfills a GPU: a group moves only onto GPUs that are free at that moment. Where groups
 wait for each other in a circle and no GPU is free, one of them is parked (its state goes to host
@@ -100,7 +100,7 @@ def order_moves(
         if refused > len(waiting):
             # Everyone waits: somebody who is to leave this server makes room for this group.
             leaving = [other for other in waiting if cluster.where[other] == goals[group]]
-            assert leaving, ("no room and nobody leaves", instance.names[group])
+            assert leaving, ("no room and no group leaves", instance.names[group])
             victim = min(leaving, key=lambda other: (int(instance.tp[other]), other))
             cluster.step(MoveKind.PARK, victim, -1)
             refused = 0

@@ -33,12 +33,14 @@ EARLY_ROUNDS: Final = 24
 """Rounds in which a large cluster pairs extremes as well while more than `MAX_BAD` servers exceed;
 later only those that do. Doubled, up to as many more rounds look at all servers."""
 
+# Servers that exceed, above which a cluster counts as large; chosen by hand. Doubled, clusters
+# twice as large pair extremes to the end.
 MAX_BAD: Final = 256
 
+# Pairs of servers in a round for those that exceed, for exchanges of single groups and of two.
+# Doubled, a round takes twice as long and as many rounds are needed.
 MAX_BAD_SINGLES: Final = 4_096
 MAX_BAD_PAIRS: Final = 256
-"""Pairs of servers in a round for those that exceed, for exchanges of single groups and of two.
-Doubled, a round takes twice as long and as many rounds are needed."""
 
 MAX_PARTNERS: Final = 64
 """Partners that a server which exceeds is tried with in one round; doubled, half as many servers
@@ -237,7 +239,7 @@ def _bad_with_roomy(
     """The servers that exceed, each with several of those that have most room for what it has.
 
     Near the mean few servers have room for more than a little, and a server of one group has few
-    exchanges to offer: the last ones find nobody among partners drawn from all.
+    exchanges to offer: the last ones find none among partners drawn from all.
     """
     bad = np.nonzero(over > GRAIN_GB)[0]
     bad = bad[np.argsort(-over[bad], kind="stable")][: min(limit, len(over) // 2)]

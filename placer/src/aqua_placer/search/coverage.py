@@ -143,7 +143,7 @@ def improve_coverage(
 def scarcer_side(layout: Layout) -> Float64[np.ndarray, "groups_and_none classes"]:
     """GB that each group could contribute on the side that runs out first, (groups + 1, classes).
 
-    Where spare memory is scarce a server loses what its producers lend to nobody; where demand is,
+    Where spare memory is scarce a server loses what its producers keep idle; where demand is,
     what its consumers are denied.
     """
     weight = np.append(layout.instance.weight, 0.0)[:, None]

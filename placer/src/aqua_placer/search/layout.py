@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float64, Int64
 
 from aqua_placer.problem.instance import Instance, Placement
 
+# Slots per server that one round exchanges between, for exchanges of single groups and of more;
+# the groups of wider servers take turns at random. The exchanges of a pair of servers grow with
+# the fourth power of the slots that pairs of groups are taken from: twice as many take 16 times
+# as long.
 WINDOW: Final = 16
 PAIR_WINDOW: Final = 8
-"""Slots per server that one round exchanges between, for exchanges of single groups and of more;
-the groups of wider servers take turns at random. The exchanges of a pair of servers grow with the
-fourth power of the slots that pairs of groups are taken from: twice as many take 16 times as
-long."""
 
 
 Servers: TypeAlias = slice | Int64[np.ndarray, " servers"]

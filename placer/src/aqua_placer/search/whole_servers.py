@@ -1,4 +1,4 @@
-"""From a fractional solution to whole servers, of nearly the same worth where there is one.
+"""Whole servers from a fractional solution, of nearly the same worth where there are any.
 
 The vertex of the program over contents uses a dozen contents, as many as there are rows, and their
 floor decides nearly all servers; but what it leaves over can rarely be divided without loss. The
@@ -28,7 +28,7 @@ MAX_NODES: Final = 300
 where the search is hard."""
 
 RELATIVE_GAP: Final = 1e-4
-"""Of the worth: a hundredth of the precision of profiles."""
+"""Of the worth: a hundredth of the precision of profiles, so it may be doubled."""
 
 
 def whole_servers(

@@ -1,4 +1,4 @@
-"""From an instance to a plan: `placement.place` decides, by its table of strategies.
+"""Makes a plan of an instance: `placement.place` decides, by its table of strategies.
 
 - `minmax`: the paper's objectives. `coverage`: coverage first, then balance. Both keep their best
   in an `incumbent`.

@@ -28,7 +28,8 @@ from aqua_placer.value.balance import BalanceMode, worst
 from aqua_protocol.plan import Objective
 
 SMALL_PROGRAM: Final = 60_000
-"""Group x server binaries up to which feasibility is left to the program."""
+"""Group x server binaries up to which feasibility is left to the program; chosen by hand.
+Doubled, a proof that there is no placement may take several times as long."""
 
 
 def constrain(instance: Instance, request: Request, budget: Budget, relaxed: Found) -> Found:

@@ -70,10 +70,10 @@ EVENING_STEP: Final = 0.6
 """Share of the memory beyond the optimum's that a step leaves, at first: less asks for
 too much at once, doubled it would ask for nothing."""
 
+# Steps towards balance: the later ones bring a few GB each, and cost as much as the first.
+# Doubled, up to twice the time goes into balance.
 MAX_FAILURES: Final = 2
 MAX_STEPS: Final = 12
-"""Steps towards balance: the later ones bring a few GB each, and cost as much as the first.
-Doubled, up to twice the time goes into balance."""
 
 EVENING_PRICE: Final = 1.0
 """GB of coverage for a GB beyond the threshold: the usual price (three times as much) gives up too

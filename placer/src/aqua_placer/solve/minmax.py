@@ -43,14 +43,14 @@ ROUNDS: Final = 200
 """Rounds of exchanges of single groups, at most; of two groups twice as many. Doubled, the
 time of instances that do not meet their bound doubles."""
 
+# Rounds of exchanges of two groups without progress. Where contents can be listed they may soon
+# prove that the aim cannot be reached. Doubled, hopeless searches take twice as long.
 PATIENCE: Final = 120
 PATIENCE_BEFORE_CONTENTS: Final = 30
-"""Rounds of exchanges of two groups without progress. Where contents can be listed they may soon
-prove that the aim cannot be reached. Doubled, hopeless searches take twice as long."""
 
 LARGE_CLUSTER: Final = 600
 """Servers above which contents come before exchanges, and only those that exceed look for a
-partner."""
+partner. Doubled, clusters of twice the size take the way of small ones, at twice the time."""
 
 
 def solve_minmax(

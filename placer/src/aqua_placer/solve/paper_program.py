@@ -32,10 +32,11 @@ from aqua_placer.solve.backends import BACKENDS
 from aqua_protocol.plan import Objective
 
 MAX_VARIABLES: Final = 400_000
-"""Beyond this the model alone takes gigabytes and no solver finishes."""
+"""Beyond this the model alone takes gigabytes and no solver finishes;
+doubled, twice the memory."""
 
 MAX_ROWS: Final = 1_000_000
-"""Rows of the coverage program: consumers x producers x servers."""
+"""Rows of the coverage program: consumers x producers x servers; doubled, twice the memory."""
 
 
 @dataclass

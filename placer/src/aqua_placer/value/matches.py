@@ -214,7 +214,7 @@ def _settle_singles(
         # Of sets that cover as much the program takes any; the neediest would not stand for it.
         admitted = sorted(admitted + rest, key=lambda b: (-b.gb, b.group))
         return bound + [ServedGroup(b, (x,)) for b, x in zip(admitted, free, strict=False)]
-    # Positions in `free` are by falling spare; whoever comes after its end has no producer.
+    # Positions in `free` are by falling spare; a seat after its end has no producer.
     seated = {(s.producers[0].group, s.producers[0].shard): s.consumer for s in served_groups}
     seats: list[ConsumerGroup | None] = [seated.get((x.group, x.shard)) for x in free]
     seats += rest

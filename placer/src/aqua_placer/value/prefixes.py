@@ -189,7 +189,7 @@ def _walk_back(
     Every state is visited once, those of most groups first, by the rows that pass through it.
 
     Returns:
-        The served groups by their blocks, -1 where nobody gains from one, (rows, most blocks).
+        The served groups by their blocks, -1 where no group gains from one, (rows, most blocks).
     """
     kind = table.kind[slots]
     order = np.lexsort((slots, table.r_gb[slots], kind), axis=1)
@@ -228,7 +228,7 @@ def _walk_in_turn(table: Roster, slots: Int64[np.ndarray, "rows width"]) -> list
             order.append(groups[index - 1])
             at -= int(table.tp[groups[index - 1]])
     order.reverse()
-    # Whoever fits beside the last producers is served as well, however little they have.
+    # A group that fits beside the last producers is served as well, however little they have.
     left = int((levels(table, slots) > 0).sum()) - int(table.tp[order].sum())
     for group in groups:
         if table.kind[group] >= 0 and group not in order and table.tp[group] <= left:
