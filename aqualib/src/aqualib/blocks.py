@@ -43,14 +43,7 @@ from aqua_protocol import (
 from aqualib.checksum import matches, row_checksums
 from aqualib.memory.frame_state import FrameState
 from aqualib.metrics import Direction
-from aqualib.ranges import (
-    Range,
-    are_ascending,
-    are_neighbours,
-    frame_runs,
-    lie_within,
-    slot_runs,
-)
+from aqualib.ranges import Range, are_ascending, are_neighbours, frame_runs, lie_within, slot_runs
 from aqualib.tensor import Location, location_of
 
 if TYPE_CHECKING:

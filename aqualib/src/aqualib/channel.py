@@ -72,11 +72,7 @@ class Channel(Generic[MessageT]):
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        incoming: TypeAdapter[MessageT],
-        *,
-        send_timeout_s: float = 5.0,
+        self, sock: socket.socket, incoming: TypeAdapter[MessageT], *, send_timeout_s: float = 5.0
     ) -> None:
         self._socket = sock
         self._incoming = incoming

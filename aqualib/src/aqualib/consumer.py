@@ -174,7 +174,7 @@ class Aqua:
         tensor = AquaTensor(
             self._transfers, self._allocator, dims, dtype or torch.get_default_dtype()
         )
-        self._note_growth()
+        self._lease_client.changed()  # There may be peer memory for frames that were made.
         return tensor
 
     def offload(self, tensor: torch.Tensor) -> AquaTensor:
@@ -205,7 +205,7 @@ class Aqua:
         store = BlockStore(
             self._transfers, block_bytes=block_bytes, capacity_blocks=capacity_blocks
         )
-        self._note_growth()
+        self._lease_client.changed()  # There may be peer memory for frames that were made.
         return store
 
     def step(self) -> Happenings | None:
@@ -294,10 +294,6 @@ class Aqua:
             self._link.close()
 
     # --- Inside ---------------------------------------------------------------------------
-
-    def _note_growth(self) -> None:
-        """Frames may have been made: the coordinator may know of peer memory for them."""
-        self._lease_client.changed()
 
     def _happenings(self) -> Happenings:
         self._seen_version = self._store.version

@@ -53,12 +53,10 @@ heartbeats above 5 s."""
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a member is, the same in all its reports.
+    """Says who a member is, the same in all its reports.
 
     Attributes:
-        node: Host the process runs on.
         domain: Scale-up domain; members of one can share memory.
-        gpu_uuid: GPU by UUID.
         model: What runs there, for people.
         incarnation: This life of the process.
     """

@@ -219,10 +219,7 @@ class Attachment:
     def disconnect(self) -> list[PeerSlab]:
         """Close channel and pidfd; returns what is still here. Harmless when repeated."""
         with self._sending:
-            if self._is_connected:
-                self._is_connected = False
-                self.channel.close()
-                os.close(self.pidfd)
+            self.abandon()
         return self.slabs
 
     def abandon(self) -> None:

@@ -34,7 +34,6 @@ class EventThread:
     """The thread and its selector.
 
     Args:
-        store: Where reclaims are entered.
         client: Hears of reclaims and of attachments that have ended; must not wait.
     """
 

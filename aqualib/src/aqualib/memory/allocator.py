@@ -42,11 +42,7 @@ class Piece:
 
 
 class TensorAllocator:
-    """Pieces of frames; every method may be called from any thread.
-
-    Args:
-        store: Where frames come from.
-    """
+    """Pieces of a store's frames; every method may be called from any thread."""
 
     def __init__(self, store: FrameStore) -> None:
         self._store = store

@@ -22,13 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import (
-    CapacityError,
-    ConfigError,
-    DataLostError,
-    TransportError,
-    format_bytes,
-)
+from aqua_protocol import CapacityError, ConfigError, DataLostError, TransportError, format_bytes
 from aqualib.memory.frame_state import FrameState
 from aqualib.memory.frame_table import UNMAP_RETRY_S, FrameTable, StoreStats
 from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn, decide, wake_s

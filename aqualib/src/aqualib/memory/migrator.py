@@ -41,11 +41,9 @@ are kept from engine threads for as long as unmapping takes."""
 
 
 class Migrator:
-    """The two threads of one store; daemons, since no byte outlives the process.
+    """The two threads of one store, ended by `FrameStore.close`.
 
-    Args:
-        store: Whose migrations to carry out; `FrameStore.close` ends the threads.
-        transport: Makes the copiers.
+    They are daemons, since no byte outlives the process.
     """
 
     def __init__(self, store: FrameStore, transport: Transport) -> None:

@@ -33,11 +33,7 @@ MiB. Doubled, frames of 2 to 4 MiB are copied by one core."""
 
 
 class SlabCopier:
-    """The copiers of one migrator; `copy` is called by one thread.
-
-    Args:
-        transport: Makes the copiers.
-    """
+    """The copiers of one migrator; `copy` is called by one thread."""
 
     def __init__(self, transport: Transport) -> None:
         count = CPU_COPIERS if transport.device.type == "cpu" else DEVICE_COPIERS

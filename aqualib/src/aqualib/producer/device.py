@@ -43,11 +43,7 @@ class DeviceMemory(Protocol):
 
 
 class EmulatedMemory:
-    """A byte budget that stands in for a GPU's memory on a CPU machine; thread-safe.
-
-    Args:
-        total_bytes: The budget.
-    """
+    """A byte budget that stands in for a GPU's memory on a CPU machine; thread-safe."""
 
     def __init__(self, total_bytes: int) -> None:
         assert total_bytes > 0, total_bytes
@@ -89,11 +85,7 @@ class EmulatedMemory:
 
 
 class CudaMemory:
-    """A GPU's memory, by the driver's own count.
-
-    Args:
-        device: The GPU.
-    """
+    """A GPU's memory, by the driver's own count."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

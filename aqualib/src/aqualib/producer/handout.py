@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aqua_protocol import MIB, AquaError, CapacityError, TransportError
-from aqua_protocol.channel import (
-    MAX_SLABS_PER_PACKET,
-    ConsumerMessage,
-    SlabHandle,
-    Slabs,
-    Welcome,
-)
+from aqua_protocol.channel import MAX_SLABS_PER_PACKET, ConsumerMessage, SlabHandle, Slabs, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

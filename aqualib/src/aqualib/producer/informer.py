@@ -26,12 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aqua_protocol import ConfigError, TransportError, UnavailableError, format_bytes
-from aqua_protocol.profile import (
-    PRODUCER_THRESHOLD_BYTES,
-    ModelProfile,
-    ProfileKind,
-    ProfileLabel,
-)
+from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES, ModelProfile, ProfileKind, ProfileLabel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

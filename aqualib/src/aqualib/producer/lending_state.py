@@ -203,8 +203,7 @@ class LendingState:
         loans = self.pool.lend(lease_id, consumer_id, claims.bytes // self.pool.slab_bytes)
         if not loans:
             raise CapacityError(
-                "the producer took its memory back before the lease was attached",
-                lease_id=lease_id,
+                "the producer took its memory back before the lease was attached", lease_id=lease_id
             )
         self._holders[lease_id] = Holder(lease_id, Epoch(claims.epoch), consumer_id)
         return loans

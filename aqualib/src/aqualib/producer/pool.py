@@ -64,11 +64,7 @@ class Loan:
 
 
 class SlabPool:
-    """The slabs of one producer.
-
-    Args:
-        slab_bytes: Size of every slab.
-    """
+    """The slabs of one producer, all of `slab_bytes`."""
 
     def __init__(self, slab_bytes: int) -> None:
         self.slab_bytes: Final = slab_bytes

@@ -45,13 +45,7 @@ from aqua_protocol.channel import (
     Refused,
     Released,
 )
-from aqualib.channel import (
-    Channel,
-    ChannelClosedError,
-    LingeringSelector,
-    PeerCredentials,
-    listen,
-)
+from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, PeerCredentials, listen
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -194,7 +188,6 @@ class LeaseServer:
 
     Args:
         endpoint: Socket path; created here, removed on close.
-        host: Decides.
         lock: The producer's lock; guards `host` and every `Peer`.
         open_to_others: Let the kernel admit other users' processes, for the host to judge.
     """

@@ -61,8 +61,6 @@ class SlabMemory:
     """Slabs of one size on one device; every method may be called from any thread.
 
     Args:
-        transport: Makes them.
-        slab_bytes: Their size.
         device: What they are taken from; None does not account.
     """
 

@@ -194,10 +194,7 @@ class CudaIpcTransport(CudaSide):
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        runtime: Runtime | None = None,
-        driver: CudaDriver | None = None,
+        self, device: torch.device, runtime: Runtime | None = None, driver: CudaDriver | None = None
     ) -> None:
         super().__init__(device, driver)
         self._runtime_if_loaded = runtime
