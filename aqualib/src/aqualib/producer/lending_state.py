@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import CapacityError, SlabEvent, SlabState
+from aqua_protocol import CapacityError, ConfigError, SlabEvent, SlabState
 from aqua_protocol.ids import ConsumerId, Epoch, LeaseId, ReclaimId
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT, HeldLease
 from aqualib.producer.escalation import (
@@ -47,6 +47,20 @@ MAX_DEADLINE_S: Final = 600.0
 MAX_REMEMBERED_ORDERS: Final = 256
 """Orders that are carried out only once. One is repeated until a report names it, so a few would
 do. Doubled, a few kilobytes more."""
+
+
+def require_deadline(deadline_s: float) -> float:
+    """The deadline, if a consumer may be given it.
+
+    Raises:
+        ConfigError: It is out of bounds.
+    """
+    if not MIN_DEADLINE_S <= deadline_s <= MAX_DEADLINE_S:
+        raise ConfigError(
+            f"a deadline of {deadline_s:g} s is out of bounds",
+            remedy=f"Choose between {MIN_DEADLINE_S:g} and {MAX_DEADLINE_S:g} seconds.",
+        )
+    return deadline_s
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ from aqualib.channel import ChannelClosedError, require_short_path
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import Escalation, kill_process
 from aqualib.producer.handout import Handout, Handouts
-from aqualib.producer.lending_state import MAX_DEADLINE_S, MIN_DEADLINE_S, LendingState
+from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory, SlabOwner
 from aqualib.reporter import Reporter
@@ -121,7 +121,7 @@ class Producer:
         self.load: LoadReport | None = None
         self.on_returned: Callable[[], None] | None = None
         self.grantable = False
-        self._deadline_s = _require_deadline(deadline_s)
+        self._deadline_s = require_deadline(deadline_s)
         self._transport = transport
         self._memory = SlabMemory(transport, slab_bytes, device)
         self._identity = identity
@@ -216,7 +216,7 @@ class Producer:
         """
         if nbytes <= 0:
             raise RequestInvalidError(f"cannot reclaim {nbytes} bytes")
-        within_s = self._deadline_s if deadline_s is None else _require_deadline(deadline_s)
+        within_s = self._deadline_s if deadline_s is None else require_deadline(deadline_s)
         reclaim_id = ReclaimId(f"reclaim-{secrets.token_hex(8)}")
         with self._lock:
             reclaim, effects = self._lending.reclaim(reclaim_id, nbytes, within_s, time.monotonic())
@@ -494,12 +494,3 @@ class Producer:
     def _write_off(self) -> None:
         with self._lock:
             self._lending.owed_count = 0
-
-
-def _require_deadline(deadline_s: float) -> float:
-    if not MIN_DEADLINE_S <= deadline_s <= MAX_DEADLINE_S:
-        raise ConfigError(
-            f"a deadline of {deadline_s:g} s is out of bounds",
-            remedy=f"Choose between {MIN_DEADLINE_S:g} and {MAX_DEADLINE_S:g} seconds.",
-        )
-    return deadline_s
