@@ -3,7 +3,7 @@
 Some tests repeat one claim over many examples, victims or seeds. `make test` takes a slice of them,
 the same one every time, so that it stays short and nothing in it depends on luck. The targets for
 whole tiers (`make chaos`, `make property`) set AQUA_TESTS_WHOLE=1; AQUA_TESTS_SEED picks another
-slice, as `.ci/run` does by commit.
+slice, as `.ci/run` does.
 """
 
 from __future__ import annotations
@@ -30,3 +30,8 @@ def sliced(items: Sequence[Item], count: int, *, key: str = "") -> list[Item]:
         return list(items)
     chosen = random.Random(f"{SEED} {key}").sample(range(len(items)), count)
     return [items[index] for index in sorted(chosen)]
+
+
+def shuffled(items: Sequence[Item], *, key: str = "") -> list[Item]:
+    """All items in an order drawn by the seed and `key`, for a slice of unknown length."""
+    return random.Random(f"{SEED} {key}").sample(list(items), len(items))

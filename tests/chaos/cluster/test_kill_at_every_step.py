@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -19,7 +20,7 @@ import pytest
 
 from harness.cluster import WITHIN_S, Cluster, DiedError, new_cluster, wait_until
 from harness.doom import Doom, Victim
-from harness.slices import sliced
+from harness.slices import IS_WHOLE, shuffled, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,7 +221,9 @@ def steps() -> dict[str, Counter[str]]:
 def test_the_scenario_takes_every_step_of_the_lease_channel(steps: dict[str, Counter[str]]) -> None:
     said_by_producer = {"welcome", "slabs", "reclaim", "goodbye"}
     said_by_consumer = {"hello", "released", "goodbye"}
-    assert {step[5:] for step in steps["producer"] if step[:5] == "send:"} == said_by_producer
+    seen = {step[5:] for step in steps["producer"] if step[:5] == "send:"}
+    # Memory may be taken back between a grant and its attach: that attach is refused.
+    assert said_by_producer <= seen <= said_by_producer | {"refused"}
     assert {step[5:] for step in steps[CONSUMER] if step[:5] == "send:"} == said_by_consumer
     assert {"script:grant_lease", "script:report_producer"} <= set(steps["coordinator"])
 
@@ -248,9 +251,17 @@ def play_all(name: str, dooms: list[Doom]) -> int:
 def test_nothing_is_lost_whoever_dies_at_whatever_step(
     steps: dict[str, Counter[str]], name: str
 ) -> None:
-    dooms = sliced(list(Doom.walk(steps[name], deepest=DEEPEST)), SLICE, key=name)
-    # Reports and copies are not the same number in every run, but most steps are.
-    assert play_all(name, dooms) >= 0.8 * len(dooms)
+    dooms = list(Doom.walk(steps[name], deepest=DEEPEST))
+    if IS_WHOLE:
+        # Reports and copies are not the same number in every run, but most steps are.
+        assert play_all(name, dooms) >= 0.8 * len(dooms)
+        return
+    # A step that did not come in this run is replaced by the next of the draw.
+    drawn = iter(shuffled(dooms, key=name))
+    deaths = 0
+    while deaths < SLICE and (batch := list(islice(drawn, SLICE - deaths))):
+        deaths += play_all(name, batch)
+    assert deaths == SLICE
 
 
 @pytest.mark.parametrize("victim", [Victim.STORE, Victim.STORE_AND_DATA])
