@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
+from aqua_batch.engine import CacheCounters, EngineProperties, StepEvents
 from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import ConfigError
 
@@ -33,7 +33,9 @@ class CountingEngine:
         stops_after: int | None = None,
         goes_on_at: str = "",
     ) -> None:
-        self.facts = EngineFacts(capacity_tokens=20_000, max_step_tokens=512, longest_tokens=None)
+        self.facts = EngineProperties(
+            capacity_tokens=20_000, max_step_tokens=512, longest_tokens=None
+        )
         self.submitted: list[str] = []
         self._dies_after = dies_after
         self._stops_after = stops_after

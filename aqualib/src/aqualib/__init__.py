@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         open_producer,
         step,
     )
-    from aqualib.consumer import Aqua, Happenings
+    from aqualib.consumer import Aqua, StepChanges
     from aqualib.memory.transfers import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
@@ -75,7 +75,6 @@ __all__ = [
     "ConfigError",
     "DataLostError",
     "Escalation",
-    "Happenings",
     "Informer",
     "LeaseLostError",
     "LoadReport",
@@ -85,6 +84,7 @@ __all__ = [
     "Producer",
     "Profile",
     "Stats",
+    "StepChanges",
     "Transfer",
     "TransportError",
     "TransportKind",
@@ -111,7 +111,7 @@ _HOMES: Final = {
     ),
     "aqua_protocol.members": ("LoadReport",),
     "aqualib.blocks": ("BlockStore", "PagedOut"),
-    "aqualib.consumer": ("Aqua", "Happenings"),
+    "aqualib.consumer": ("Aqua", "StepChanges"),
     "aqualib.connection": (
         "block_store",
         "connect",

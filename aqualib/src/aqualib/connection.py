@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import ConfigError, TransportKind
-from aqualib.consumer import Aqua, Happenings
+from aqualib.consumer import Aqua, StepChanges
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ def block_store(block_bytes: int, capacity_blocks: int) -> BlockStore:
     return default().block_store(block_bytes, capacity_blocks)
 
 
-def step() -> Happenings | None:
+def step() -> StepChanges | None:
     """`Aqua.step` of the default instance; None without one, so that engines may always call it."""
     aqua = _default
     return None if aqua is None else aqua.step()

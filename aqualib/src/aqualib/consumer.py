@@ -53,7 +53,7 @@ _alive: weakref.WeakSet[Aqua] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
-class Happenings:
+class StepChanges:
     """What has changed since the last `step`; sizes in bytes.
 
     Attributes:
@@ -208,7 +208,7 @@ class Aqua:
         self._lease_client.changed()  # There may be peer memory for frames that were made.
         return store
 
-    def step(self) -> Happenings | None:
+    def step(self) -> StepChanges | None:
         """Call it once per iteration: what has changed since, or None, in under a microsecond."""
         if self._store.version == self._seen_version:
             return None
@@ -295,10 +295,10 @@ class Aqua:
 
     # --- Inside ---------------------------------------------------------------------------
 
-    def _happenings(self) -> Happenings:
+    def _happenings(self) -> StepChanges:
         self._seen_version = self._store.version
         before, self._seen = self._seen, self._store.snapshot()
-        return Happenings(
+        return StepChanges(
             drained_bytes=self._seen.drained_bytes - before.drained_bytes,
             promoted_bytes=self._seen.promoted_bytes - before.promoted_bytes,
             lost_bytes=self._seen.lost_bytes,

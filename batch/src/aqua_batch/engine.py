@@ -55,7 +55,7 @@ class CacheCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineProperties:
     """What an engine says of itself.
 
     Attributes:
@@ -73,7 +73,7 @@ class BatchEngine(StepEngine, Protocol):
     """An engine that makes answers of what it runs."""
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineProperties:
         """What it can hold and compute."""
         ...
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
+from aqua_batch.engine import BatchEngine, CacheCounters, EngineProperties
 from aqua_batch.outputs import RowOutput
 from aqua_batch.share import Share, ShareRun
 
@@ -55,7 +55,7 @@ class Fleet(Protocol):
     """Engines; each works on one share at a time."""
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineProperties:
         """What all engines can hold: the least of each."""
         ...
 
@@ -89,7 +89,7 @@ class LocalFleet:
         self._run: ShareRun | None = None
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineProperties:
         """What the engine says."""
         return self._engine.facts
 

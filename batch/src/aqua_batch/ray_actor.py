@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aqua_batch.engine import BatchEngine, CacheCounters, EngineFacts
+from aqua_batch.engine import BatchEngine, CacheCounters, EngineProperties
 from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import AquaError, ErrorBody
 
@@ -50,7 +50,7 @@ class EngineActor:
 
     def start(
         self, make_engine: EngineFactory, environment: Mapping[str, str]
-    ) -> EngineFacts | ErrorBody:
+    ) -> EngineProperties | ErrorBody:
         """Start the engine.
 
         Args:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Self
 
-from aqua_batch.engine import CacheCounters, EngineFacts
+from aqua_batch.engine import CacheCounters, EngineProperties
 from aqua_batch.fleet import Event, Lost, Ready, Report
 from aqua_batch.ray_actor import Advance, EngineActor, EngineFactory
 from aqua_batch.share import Share
@@ -104,7 +104,7 @@ class _Node:
     actor: Any
     stage: _Stage = _Stage.PLACING
     host: str = "?"
-    facts: EngineFacts | None = None
+    facts: EngineProperties | None = None
     calls: deque[Any] = field(default_factory=deque)
     failed_starts: int = 0
 
@@ -161,11 +161,11 @@ class RayFleet:
             raise
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineProperties:
         """What all engines can hold."""
         facts = [node.facts for node in self._nodes if node.facts is not None]
         longest = [each.longest_tokens for each in facts if each.longest_tokens is not None]
-        return EngineFacts(
+        return EngineProperties(
             min(each.capacity_tokens for each in facts),
             min(each.max_step_tokens for each in facts),
             min(longest, default=None),
@@ -290,7 +290,7 @@ class RayFleet:
         if isinstance(result, str):
             node.host, node.stage = result, _Stage.STARTING
             node.calls.append(node.actor.start.remote(self._make_engine, self._environment))
-        elif isinstance(result, EngineFacts):
+        elif isinstance(result, EngineProperties):
             node.facts, node.stage = result, _Stage.READY
             return Ready(node.index)
         elif isinstance(result, ErrorBody):

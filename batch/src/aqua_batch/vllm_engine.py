@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from aqua_batch.engine import CacheCounters, EngineFacts, StepEvents
+from aqua_batch.engine import CacheCounters, EngineProperties, StepEvents
 from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import ConfigError, UnavailableError
 
@@ -65,11 +65,11 @@ class VllmEngine:
         self._outputs: list[RowOutput] = []
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineProperties:
         """What vLLM found out when it started."""
         config = self._engine.vllm_config
         cache = config.cache_config
-        return EngineFacts(
+        return EngineProperties(
             # vLLM keeps one block for itself.
             capacity_tokens=(int(cache.num_gpu_blocks) - 1) * int(cache.block_size),
             max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),

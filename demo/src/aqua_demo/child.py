@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, Self, TypeVar
 
-from aqua_demo.messages import COMMANDS, Command, Failure, Finish, Message, News
+from aqua_demo.messages import COMMANDS, Command, Failure, Finish, LogLine, Message
 from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
 
@@ -51,7 +51,7 @@ class Parent:
 
     def news(self, text: str) -> None:
         """Say something to people."""
-        self.tell(News(text=text))
+        self.tell(LogLine(text=text))
 
     def __enter__(self) -> Self:
         self._reader.start()

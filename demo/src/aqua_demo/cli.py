@@ -62,7 +62,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     logs = _prepare(output_directory)
     from rich.console import Console
 
-    from aqua_demo.orchestration import Options, Story
+    from aqua_demo.orchestration import DemoRun, Options
     from aqua_demo.plot import draw
     from aqua_demo.scale import SCALES
     from aqua_demo.view import summary, view_for
@@ -82,7 +82,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     console = Console(stderr=True)
     try:
         with view_for(console, quiet=as_json) as view:
-            story = Story(options, view)
+            story = DemoRun(options, view)
             report = story.run()
     except KeyboardInterrupt:
         say("everything is stopped")

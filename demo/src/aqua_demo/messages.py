@@ -85,7 +85,7 @@ class ComparedTokens(Message):
     tokens: int
 
 
-class News(Message):
+class LogLine(Message):
     """One line for people."""
 
     type: Literal["news"] = "news"
@@ -143,7 +143,7 @@ class Finish(Message):
 
 
 Report = Annotated[
-    ProducerSample | ConsumerSample | ComparedTokens | News | ConsumerResult | Failure,
+    ProducerSample | ConsumerSample | ComparedTokens | LogLine | ConsumerResult | Failure,
     Field(discriminator="type"),
 ]
 Command = Annotated[SetLoad | CorruptOneByte | Finish, Field(discriminator="type")]

@@ -26,12 +26,12 @@ from aqua_demo.messages import (
     CorruptOneByte,
     Failure,
     Finish,
-    News,
+    LogLine,
     ProducerSample,
     Report,
     SetLoad,
 )
-from aqua_demo.phases import TITLES, Observation, Patience, StoryPhase, goals, next_phase
+from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_demo.producer_program import ProducerSettings
 from aqua_demo.record import RunRecord
@@ -53,7 +53,7 @@ for. Doubled, such a machine waits half a minute longer for each halving."""
 LEAST_LOAD_FACTOR: Final = 0.125
 """Share of the usual images at which relief ends. Doubled, it ends at a quarter."""
 
-QUIET: Final = (StoryPhase.HARVEST, StoryPhase.CALM, StoryPhase.AGAIN)
+QUIET: Final = (DemoPhase.HARVEST, DemoPhase.CALM, DemoPhase.AGAIN)
 """Phases that need memory to be on offer."""
 
 LISTEN_S: Final = 0.1
@@ -85,7 +85,7 @@ class Options:
     pairings: PlacementPlan | None = None
 
 
-class Story:
+class DemoRun:
     """One run of the demo, shown by a view."""
 
     def __init__(self, options: Options, view: RunView) -> None:
@@ -100,9 +100,9 @@ class Story:
         }
         self._view = view
         self.record: Final = RunRecord(time.monotonic())
-        self._phase = StoryPhase.START
+        self._phase = DemoPhase.START
         self._seen = Observation()
-        self._patience = Patience(time.monotonic())
+        self._patience = StallTimer(time.monotonic())
         self._relief_due_s = RELIEF_AFTER_S
         self._quiet_factor = 1.0
         self._producer: Child | None = None
@@ -122,7 +122,7 @@ class Story:
             tempfile.TemporaryDirectory(prefix="aqua-demo-") as scratch,
             ProcessGroup(self._options.logs) as group,
         ):
-            self._enter(StoryPhase.START)
+            self._enter(DemoPhase.START)
             coordinator = DemoCoordinator.start(group, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
             if self._options.pairings is not None:
@@ -139,7 +139,7 @@ class Story:
                     socket=Path(scratch) / "image-service.sock",
                 ),
             )
-            self._listen_until(group, lambda: self._phase is StoryPhase.PREFILL)
+            self._listen_until(group, lambda: self._phase is DemoPhase.PREFILL)
             consumer = group.start_program(
                 "consumer",
                 "consumer_program",
@@ -150,13 +150,13 @@ class Story:
                     checksum=self._options.checksum,
                 ),
             )
-            self._listen_until(group, lambda: self._phase is StoryPhase.BURST)
+            self._listen_until(group, lambda: self._phase is DemoPhase.BURST)
             self._set_load(BURST_FACTOR)
             if self._options.corrupt_one_byte:
                 consumer.send(CorruptOneByte())
-            self._listen_until(group, lambda: self._phase is StoryPhase.CALM)
+            self._listen_until(group, lambda: self._phase is DemoPhase.CALM)
             self._set_load(self._quiet_factor)
-            self._listen_until(group, lambda: self._phase is StoryPhase.VERIFY)
+            self._listen_until(group, lambda: self._phase is DemoPhase.VERIFY)
             consumer.send(Finish())
             harvested = self._result(group, "consumer")
             consumer.finish()
@@ -217,7 +217,7 @@ class Story:
                     self._seen = replace(self._seen, consumer=report)
             case ComparedTokens(tokens=tokens):
                 self._seen = replace(self._seen, compared=tokens)
-            case News(text=text):
+            case LogLine(text=text):
                 self._note(name, text)
             case ConsumerResult():
                 self._results[name] = report
@@ -233,16 +233,16 @@ class Story:
     def _require_done(self, group: ProcessGroup, name: str) -> None:
         """A child's pipe has ended: fine after its result, otherwise a failure."""
         if name not in self._results and not (
-            name == "producer" and self._phase is StoryPhase.VERIFY
+            name == "producer" and self._phase is DemoPhase.VERIFY
         ):
             raise group.died(name)
 
     # --- The story ---------------------------------------------------------------------
 
-    def _enter(self, phase: StoryPhase) -> None:
+    def _enter(self, phase: DemoPhase) -> None:
         self._phase = phase
         now_s = time.monotonic()
-        self._patience = Patience(now_s)
+        self._patience = StallTimer(now_s)
         self._relief_due_s = RELIEF_AFTER_S
         self._seen = replace(
             self._seen,

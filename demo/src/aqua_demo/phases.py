@@ -22,7 +22,7 @@ from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
 
 
-class StoryPhase(StrEnum):
+class DemoPhase(StrEnum):
     """Where the story is."""
 
     START = "start"
@@ -35,16 +35,16 @@ class StoryPhase(StrEnum):
 
 
 TITLES: Final = {
-    StoryPhase.START: "the image service starts and offers idle memory",
-    StoryPhase.PREFILL: "the LLM reads its prompt",
-    StoryPhase.HARVEST: "keys and values live in borrowed memory",
-    StoryPhase.BURST: "twice the images: the memory is taken back",
-    StoryPhase.CALM: "the burst is over: memory is offered again",
-    StoryPhase.AGAIN: "keys and values are back in borrowed memory",
-    StoryPhase.VERIFY: "an uninterrupted run for comparison",
+    DemoPhase.START: "the image service starts and offers idle memory",
+    DemoPhase.PREFILL: "the LLM reads its prompt",
+    DemoPhase.HARVEST: "keys and values live in borrowed memory",
+    DemoPhase.BURST: "twice the images: the memory is taken back",
+    DemoPhase.CALM: "the burst is over: memory is offered again",
+    DemoPhase.AGAIN: "keys and values are back in borrowed memory",
+    DemoPhase.VERIFY: "an uninterrupted run for comparison",
 }
 
-GENERATING: Final = (StoryPhase.HARVEST, StoryPhase.BURST, StoryPhase.CALM, StoryPhase.AGAIN)
+GENERATING: Final = (DemoPhase.HARVEST, DemoPhase.BURST, DemoPhase.CALM, DemoPhase.AGAIN)
 """Phases with new tokens all the way through."""
 
 NEARLY_ALL: Final = 0.9
@@ -92,43 +92,43 @@ def _tokens(seen: Observation, wanted: int) -> Goal:
 
 
 def goals(  # noqa: PLR0911 - the table of phases, a row each
-    phase: StoryPhase, seen: Observation, scale: DemoScale
+    phase: DemoPhase, seen: Observation, scale: DemoScale
 ) -> list[Goal]:
     """List what the present phase waits for; it is over when all goals are met."""
     latest = seen.consumer
     match phase:
-        case StoryPhase.START:
+        case DemoPhase.START:
             met = seen.producer.offered_bytes >= scale.offer_bytes
             return [Goal(f"{format_bytes(scale.offer_bytes)} offered", met)]
-        case StoryPhase.PREFILL:
+        case DemoPhase.PREFILL:
             return [Goal("the first new token", latest.tokens > 0)]
-        case StoryPhase.HARVEST:
+        case DemoPhase.HARVEST:
             return [_on_peer(seen), _tokens(seen, scale.harvest_tokens)]
-        case StoryPhase.BURST:
+        case DemoPhase.BURST:
             return [
                 Goal("a reclaim finished", len(seen.producer.reclaims) > seen.reclaims_before),
                 Goal("pages in host memory", latest.host_bytes > latest.peer_bytes),
                 _tokens(seen, scale.burst_tokens),
             ]
-        case StoryPhase.CALM:
+        case DemoPhase.CALM:
             returned = latest.returned_bytes > seen.before.returned_bytes
             return [Goal("pages returned to the peer", returned), _on_peer(seen)]
-        case StoryPhase.AGAIN:
+        case DemoPhase.AGAIN:
             return [_on_peer(seen), _tokens(seen, scale.again_tokens)]
-        case StoryPhase.VERIFY:
+        case DemoPhase.VERIFY:
             text = f"the same tokens once more, {seen.compared}/{latest.tokens}"
             return [Goal(text, is_met=False)]
 
 
-def next_phase(phase: StoryPhase, seen: Observation, scale: DemoScale) -> StoryPhase:
+def next_phase(phase: DemoPhase, seen: Observation, scale: DemoScale) -> DemoPhase:
     """Return the phase after this observation: the present one until all its goals are met."""
-    if phase is StoryPhase.VERIFY or not all(goal.is_met for goal in goals(phase, seen, scale)):
+    if phase is DemoPhase.VERIFY or not all(goal.is_met for goal in goals(phase, seen, scale)):
         return phase
-    order = list(StoryPhase)
+    order = list(DemoPhase)
     return order[order.index(phase) + 1]
 
 
-class Patience:
+class StallTimer:
     """A watch on how long a phase has made no progress.
 
     Args:

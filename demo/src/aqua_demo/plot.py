@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.phases import GENERATING, StoryPhase
+from aqua_demo.phases import GENERATING, DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHADES: Final = {
-    StoryPhase.START: ("start", "#ffffff"),
-    StoryPhase.PREFILL: ("prefill", "#f5f7fa"),
-    StoryPhase.HARVEST: ("memory\nborrowed", "#eaf7f5"),
-    StoryPhase.BURST: ("twice the images:\ntaken back", "#fdf1e3"),
-    StoryPhase.CALM: ("burst\nover", "#f5f7fa"),
-    StoryPhase.AGAIN: ("borrowed\nagain", "#eaf7f5"),
+    DemoPhase.START: ("start", "#ffffff"),
+    DemoPhase.PREFILL: ("prefill", "#f5f7fa"),
+    DemoPhase.HARVEST: ("memory\nborrowed", "#eaf7f5"),
+    DemoPhase.BURST: ("twice the images:\ntaken back", "#fdf1e3"),
+    DemoPhase.CALM: ("burst\nover", "#f5f7fa"),
+    DemoPhase.AGAIN: ("borrowed\nagain", "#eaf7f5"),
 }
 LEAD_S: Final = 4.0
 """Seconds shown before the first key is stored: loading libraries is not the story. Doubled, four

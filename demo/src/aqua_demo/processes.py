@@ -46,7 +46,7 @@ class DemoError(AquaError):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ChildMessage:
     """Something that a child said, or its end."""
 
     name: str
@@ -71,7 +71,7 @@ class Child:
         *,
         log: Path,
         environment: Mapping[str, str],
-        heard: queue.Queue[Heard] | None = None,
+        heard: queue.Queue[ChildMessage] | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -144,8 +144,8 @@ class Child:
             except ValidationError as error:
                 body = DemoError(f"{self.name} said something unintelligible: {error}").to_body()
                 report = Failure(error=body)
-            self._heard.put(Heard(self.name, report))
-        self._heard.put(Heard(self.name, None))
+            self._heard.put(ChildMessage(self.name, report))
+        self._heard.put(ChildMessage(self.name, None))
 
 
 class ProcessGroup:
@@ -157,7 +157,7 @@ class ProcessGroup:
     """
 
     def __init__(self, directory: Path, *, patience_s: float = STOP_WAIT_S) -> None:
-        self.heard: queue.Queue[Heard] = queue.Queue(maxsize=10_000)
+        self.heard: queue.Queue[ChildMessage] = queue.Queue(maxsize=10_000)
         self._directory = directory
         self._patience_s = patience_s
         self._children: list[Child] = []
@@ -211,7 +211,7 @@ class ProcessGroup:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        heard: queue.Queue[Heard] | None = None,
+        heard: queue.Queue[ChildMessage] | None = None,
     ) -> Child:
         log = self._directory / f"{name}.log"
         child = Child(name, command, log=log, environment=environment, heard=heard)

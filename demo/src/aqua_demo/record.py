@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.phases import StoryPhase
+from aqua_demo.phases import DemoPhase
 
 MAX_SAMPLES: Final = 36_000
 """Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two
@@ -30,7 +30,7 @@ show. Doubled, the edges of the plot are flatter."""
 class PhaseSpan:
     """One phase, in seconds since the start; `until_s` is None while it lasts."""
 
-    phase: StoryPhase
+    phase: DemoPhase
     since_s: float
     until_s: float | None
 
@@ -58,7 +58,7 @@ class RunRecord:
     log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=MAX_ENTRIES))
     spans: list[PhaseSpan] = field(default_factory=list)
 
-    def enter(self, phase: StoryPhase, now_s: float) -> None:
+    def enter(self, phase: DemoPhase, now_s: float) -> None:
         """The story has moved on."""
         self.close(now_s)
         self.spans.append(PhaseSpan(phase, now_s - self.started_s, None))

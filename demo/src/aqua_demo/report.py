@@ -16,7 +16,7 @@ from pydantic import Field
 
 from aqua_demo.machine import describe_machine
 from aqua_demo.messages import ConsumerResult, Message, ReclaimMeasure
-from aqua_demo.phases import GENERATING, TITLES, StoryPhase
+from aqua_demo.phases import GENERATING, TITLES, DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
 
@@ -208,7 +208,7 @@ def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 def returned_bytes(record: RunRecord) -> int:
     """What went from host memory back to borrowed memory after the burst had begun."""
-    began_s = next((s.since_s for s in record.spans if s.phase is StoryPhase.BURST), 0.0)
+    began_s = next((s.since_s for s in record.spans if s.phase is DemoPhase.BURST), 0.0)
     before = [s for s in record.consumer if s.at_s - record.started_s <= began_s]
     already = before[-1].returned_bytes if before else 0
     return record.consumer[-1].returned_bytes - already

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.phases import TITLES, Goal, StoryPhase
+from aqua_demo.phases import TITLES, DemoPhase, Goal
 from aqua_demo.record import LogEntry, RunRecord
 from aqua_demo.report import DemoReport
 from aqua_protocol import format_bytes
@@ -134,7 +134,7 @@ def picture(record: RunRecord, goals: list[Goal], now_s: float) -> RenderableTyp
 
 
 def _story(record: RunRecord, goals: list[Goal]) -> RenderableType:
-    order = list(StoryPhase)
+    order = list(DemoPhase)
     present = record.spans[-1].phase if record.spans else order[0]
     at = order.index(present)
     styles = ["green"] * at + ["bold reverse"] + ["dim"] * (len(order) - at - 1)

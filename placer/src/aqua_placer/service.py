@@ -25,7 +25,7 @@ from pydantic import Field
 
 from aqua_placer.budget import Budget
 from aqua_placer.plan.files import plan_from
-from aqua_placer.plan.verification import Verdicts, check_plan
+from aqua_placer.plan.verification import PlanVerdict, check_plan
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request as SolveRequest
 from aqua_placer.relocate.relocation import Relocation, relocate
@@ -156,7 +156,7 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
         return answer
 
     @app.post("/v1/checks", dependencies=guarded)
-    def checks(body: CheckRequest) -> Verdicts:
+    def checks(body: CheckRequest) -> PlanVerdict:
         """Verify a plan independently of the solvers."""
         return check_plan(instance_from(body.problem), plan_from(body.plan, "plan"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from aqua_protocol.members import LoadReport, ReclaimOrder
 from aqualib.producer.device import EmulatedMemory
-from aqualib.producer.informer import Informer, OfferMore, Profile, TakeBack
+from aqualib.producer.informer import Informer, OfferBytes, Profile, ReclaimBytes
 from harness.producers import SLAB, lending, until
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
@@ -89,13 +89,13 @@ def test_a_steady_load_offers_and_a_rising_one_takes_back_and_a_falling_one_offe
 ) -> None:
     informer = Informer(producer, engine, PROFILE)
     assert informer.look(0.0) is None
-    assert informer.look(CALM_S) == OfferMore(8 * SLAB)
+    assert informer.look(CALM_S) == OfferBytes(8 * SLAB)
     assert producer.offered_bytes == engine.device.total_bytes - engine.own_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
         consumer.attach(issuer.token(8 * SLAB))
 
         engine.requests_per_s = 20.0
-        assert informer.look(10.0) == TakeBack(8 * SLAB)
+        assert informer.look(10.0) == ReclaimBytes(8 * SLAB)
         asked = consumer.await_reclaim()
         # The engine gets memory slab by slab, not at the end.
         for done, slab in enumerate(asked, start=1):
@@ -106,7 +106,7 @@ def test_a_steady_load_offers_and_a_rising_one_takes_back_and_a_falling_one_offe
 
     engine.requests_per_s = 10.0
     assert informer.look(20.0) is None
-    assert informer.look(20.0 + CALM_S) == OfferMore(8 * SLAB)
+    assert informer.look(20.0 + CALM_S) == OfferBytes(8 * SLAB)
     assert producer.offered_bytes == 8 * SLAB
 
 
@@ -223,7 +223,7 @@ def test_calm_has_to_be_seen_anew_after_an_outage(producer: Producer, engine: En
     assert looked == 1
     engine.load = whole  # type: ignore[method-assign]
     assert informer.look(CALM_S) is None
-    assert informer.look(2 * CALM_S) == OfferMore(8 * SLAB)
+    assert informer.look(2 * CALM_S) == OfferBytes(8 * SLAB)
 
 
 def test_the_thread_follows_the_load_by_itself(

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aqua_demo.messages import ConsumerSample, Failure, Finish, News
+from aqua_demo.messages import ConsumerSample, Failure, Finish, LogLine
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from harness.bounds import HANG_S
 
@@ -137,7 +137,7 @@ def _talker(code: str) -> str:
         import os, sys, threading
         from aqua_protocol import ConfigError
         from aqua_demo.child import Parent
-        from aqua_demo.messages import News
+        from aqua_demo.messages import LogLine
         finished = threading.Event()
         with Parent(os.getppid(), lambda command: finished.set()) as p:
         """
@@ -166,7 +166,7 @@ def test_a_child_says_what_it_means_even_when_a_library_prints(
     child = _start(group, tmp_path, "print('noise'); p.news('hello'); finished.wait()")
     with closing(_Stopped(child)):
         heard = group.heard.get(timeout=END_LIMIT_S)
-        assert (heard.name, heard.report) == ("talker", News(text="hello"))
+        assert (heard.name, heard.report) == ("talker", LogLine(text="hello"))
         child.send(Finish())
         assert group.heard.get(timeout=END_LIMIT_S).report is None
         assert child.wait(END_LIMIT_S) == 0

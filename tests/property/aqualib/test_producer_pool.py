@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from aqua_protocol import HELD_STATES, SlabEvent, SlabState
 from aqua_protocol.ids import ConsumerId, LeaseId
-from aqualib.producer.pool import Loan, SlabPool
+from aqualib.producer.pool import LentSlab, SlabPool
 from harness.memory import PaperSlab
 
 SLAB = 64 * 1024
@@ -28,7 +28,7 @@ consumers = st.sampled_from([ConsumerId("a"), ConsumerId("b")])
 class PoolHistory(RuleBasedStateMachine):
     """Lends and takes back at random, beside a model of who has what mapped and written."""
 
-    loans: Bundle[Loan] = Bundle("loans")
+    loans: Bundle[LentSlab] = Bundle("loans")
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,19 +74,19 @@ class PoolHistory(RuleBasedStateMachine):
         return multiple(*loans)
 
     @rule(loan=loans)
-    def ask(self, loan: Loan) -> None:
+    def ask(self, loan: LentSlab) -> None:
         if loan.slab.state in {SlabState.LEASED, SlabState.RECLAIMING} and self._current(loan):
             self.pool.ask(loan.slab)
 
     @rule(loan=loans, event=st.sampled_from([SlabEvent.DEADLINE, SlabEvent.HOLDER_SILENT]))
-    def quarantine(self, loan: Loan, event: SlabEvent) -> None:
+    def quarantine(self, loan: LentSlab, event: SlabEvent) -> None:
         late = loan.slab.state in {SlabState.RECLAIMING, SlabState.QUARANTINED}
         silent = event is SlabEvent.HOLDER_SILENT and loan.slab.state is SlabState.LEASED
         if self._current(loan) and (late or silent):
             self.pool.quarantine(loan.slab, event)
 
     @rule(loan=loans)
-    def answer(self, loan: Loan) -> None:
+    def answer(self, loan: LentSlab) -> None:
         lease_id = self.mapped.get(loan.slab.slab_id)
         was_quarantined = loan.slab.state is SlabState.QUARANTINED
         slab = self.pool.find(lease_id or LeaseId("nobody"), loan.slab.slab_id, loan.generation)
@@ -100,7 +100,7 @@ class PoolHistory(RuleBasedStateMachine):
             self.retire(slab.memory)
 
     @rule(loan=loans)
-    def undo(self, loan: Loan) -> None:
+    def undo(self, loan: LentSlab) -> None:
         if not self._current(loan):
             return
         # The handle never left, so the holder wrote nothing; it may or may not be zeroed.
@@ -110,7 +110,7 @@ class PoolHistory(RuleBasedStateMachine):
             self.retire(loan.slab.memory)
 
     @rule(loan=loans)
-    def die(self, loan: Loan) -> None:
+    def die(self, loan: LentSlab) -> None:
         lease_id = self.mapped.get(loan.slab.slab_id)
         if lease_id is None:
             return
@@ -150,7 +150,7 @@ class PoolHistory(RuleBasedStateMachine):
         memory.close()
         self.gone.append(memory)
 
-    def _current(self, loan: Loan) -> bool:
+    def _current(self, loan: LentSlab) -> bool:
         slab = loan.slab
         return (
             slab.slab_id in self.mapped

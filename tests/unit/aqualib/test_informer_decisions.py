@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from aqua_protocol import ConfigError
 from aqua_protocol.members import LoadReport
 from aqua_protocol.profile import ModelProfile
-from aqualib.producer.informer import Decision, OfferMore, Profile, TakeBack, Watch, decide, observe
+from aqualib.producer.informer import (
+    Decision,
+    OfferBytes,
+    Profile,
+    ReclaimBytes,
+    Watch,
+    decide,
+    observe,
+)
 
 SLAB = 64 << 20
 GB = 10**9
@@ -45,8 +53,8 @@ def whole(nbytes: int) -> int:
 
 
 def test_at_the_steady_state_the_profiled_memory_is_offered() -> None:
-    assert settled(LLM, load(rate=2.5)) == OfferMore(whole(40 * GB))
-    assert settled(LLM, load(rate=0.0)) == OfferMore(whole(40 * GB))
+    assert settled(LLM, load(rate=2.5)) == OfferBytes(whole(40 * GB))
+    assert settled(LLM, load(rate=0.0)) == OfferBytes(whole(40 * GB))
 
 
 def test_what_is_offered_already_is_not_offered_again() -> None:
@@ -56,11 +64,11 @@ def test_what_is_offered_already_is_not_offered_again() -> None:
 def test_twice_the_steady_rate_takes_everything_back_at_once() -> None:
     report, offered = load(rate=5.0), whole(40 * GB)
     watch = observe(LLM, report, Watch(offered_bytes=offered), 7.0)
-    assert decide(LLM, report, watch, 7.0) == TakeBack(offered)
+    assert decide(LLM, report, watch, 7.0) == ReclaimBytes(offered)
 
 
 def test_a_growing_queue_takes_everything_back_at_any_rate() -> None:
-    assert settled(LLM, load(rate=1.0, queue=4), offered=SLAB) == TakeBack(SLAB)
+    assert settled(LLM, load(rate=1.0, queue=4), offered=SLAB) == ReclaimBytes(SLAB)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_pressure_may_be_required_to_last() -> None:
     report = load(rate=9.0)
     watch = observe(patient, report, Watch(offered_bytes=SLAB), 0.0)
     assert decide(patient, report, watch, 1.0) is None
-    assert decide(patient, report, watch, 2.0) == TakeBack(SLAB)
+    assert decide(patient, report, watch, 2.0) == ReclaimBytes(SLAB)
 
 
 def test_nothing_is_offered_while_a_reclaim_is_open() -> None:
@@ -109,7 +117,7 @@ def test_a_model_with_too_little_to_spare_is_no_producer() -> None:
 
 
 def test_a_batch_engine_offers_what_it_does_not_use_but_the_reserve() -> None:
-    assert settled(BATCH, load(queue=1000)) == OfferMore(whole(56 * GB))
+    assert settled(BATCH, load(queue=1000)) == OfferBytes(whole(56 * GB))
 
 
 def test_a_batch_engine_offers_once() -> None:
@@ -127,7 +135,7 @@ def test_half_of_the_reserve_may_be_used_before_memory_is_taken_back() -> None:
     offered = 20 * GB
     assert settled(BATCH, load(used=78 * GB), offered=offered) is None
     decision = settled(BATCH, load(used=78 * GB + 1), offered=offered)
-    assert isinstance(decision, TakeBack)
+    assert isinstance(decision, ReclaimBytes)
     # As much as restores the reserve, in whole slabs.
     assert 2 * GB < decision.nbytes <= 2 * GB + SLAB
 
@@ -139,7 +147,7 @@ def test_memory_that_is_on_its_way_back_is_not_asked_for_twice() -> None:
 
 
 def test_no_more_is_taken_back_than_was_offered() -> None:
-    assert settled(BATCH, load(used=80 * GB), offered=SLAB) == TakeBack(SLAB)
+    assert settled(BATCH, load(used=80 * GB), offered=SLAB) == ReclaimBytes(SLAB)
     assert settled(BATCH, load(used=80 * GB), offered=0) is None
 
 
@@ -170,12 +178,12 @@ def test_decisions_are_whole_slabs_within_what_exists(
     offered = offered_slabs * SLAB
     watch = observe(profile, report, Watch(offered, calm_since_s=calm_since_s), now_s)
     match decide(profile, report, watch, now_s):
-        case OfferMore(nbytes):
+        case OfferBytes(nbytes):
             assert nbytes > 0
             assert nbytes % SLAB == 0
             if batch:
                 assert used_slabs * SLAB + nbytes <= 97 * SLAB
-        case TakeBack(nbytes):
+        case ReclaimBytes(nbytes):
             assert 0 < nbytes <= offered
             assert nbytes % SLAB == 0
 

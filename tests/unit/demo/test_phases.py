@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aqua_demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import Goal, Observation, Patience, goals, next_phase
-from aqua_demo.phases import StoryPhase as Phase
+from aqua_demo.phases import DemoPhase as Phase
+from aqua_demo.phases import Goal, Observation, StallTimer, goals, next_phase
 from aqua_demo.scale import QUICK
 
 NOT_YET = Observation()
@@ -110,14 +110,14 @@ def test_every_phase_says_what_it_waits_for() -> None:
 
 
 def test_patience_starts_again_with_every_count_that_is_new() -> None:
-    patience = Patience(now_s=10.0)
+    patience = StallTimer(now_s=10.0)
     assert patience.stalled_s([Goal("0/3 tokens", is_met=False)], now_s=12.0) == 0
     assert patience.stalled_s([Goal("0/3 tokens", is_met=False)], now_s=15.0) == 3
     assert patience.stalled_s([Goal("1/3 tokens", is_met=False)], now_s=20.0) == 0
 
 
 def test_a_goal_that_is_met_now_and_then_is_progress_only_once() -> None:
-    patience = Patience(now_s=0.0)
+    patience = StallTimer(now_s=0.0)
     for now_s, is_met in enumerate([False, True, False, True, False]):
         stalled_s = patience.stalled_s([Goal("all pages with the peer", is_met)], float(now_s))
     assert stalled_s == 3

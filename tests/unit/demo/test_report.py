@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
+from aqua_demo.phases import DemoPhase as Phase
 from aqua_demo.phases import Observation, goals
-from aqua_demo.phases import StoryPhase as Phase
 from aqua_demo.plot import draw
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report

@@ -10,12 +10,12 @@ import pytest
 from jaxtyping import Float64, Int64
 
 from aqua_placer.value.prefixes import chosen_groups, covered_gb
-from aqua_placer.value.roster import Roster, at_most_gb, roster
+from aqua_placer.value.roster import GroupTable, at_most_gb, roster
 
 GPUS = 16
 
 
-def served_in(order: tuple[int, ...], table: Roster, spare: list[float]) -> float:
+def served_in(order: tuple[int, ...], table: GroupTable, spare: list[float]) -> float:
     """What blocks in this order cover, each with the next producer shards."""
     total, used = 0.0, 0
     for group in order:
@@ -50,7 +50,7 @@ def some_contents(weights: list[float], seed: int) -> Contents:
     return tp, r_gb, weight, rows
 
 
-def best_of(row: Int64[np.ndarray, " gpus"], table: Roster) -> tuple[float, list[float]]:
+def best_of(row: Int64[np.ndarray, " gpus"], table: GroupTable) -> tuple[float, list[float]]:
     """What the best order of blocks covers, and the spare of the server's producer shards."""
     held = [int(group) for group in row if group >= 0]
     shards = [float(table.r_gb[g]) for g in held for _ in range(table.tp[g]) if table.r_gb[g] > 0]

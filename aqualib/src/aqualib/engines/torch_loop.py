@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
 RECENT_STEPS: Final = 200
 """Steps that the peak is taken over: several images, so that the decoder at the end of each one,
-which needs the most, is always among them."""
+which needs the most, is always among them. Doubled,
+the memory of an unusually large step is lent that much later."""
 
 DEFAULT_HEADROOM_BYTES: Final = 512 * MIB
-"""Kept above the recent peak on a GPU: fragmentation, and workspaces that libraries allocate."""
+"""Kept above the recent peak on a GPU: fragmentation, and workspaces that libraries allocate.
+Doubled, that much less is lent."""
 
 
 class MemoryLimit(Protocol):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aqualib.channel import Channel
-    from aqualib.producer.pool import Loan
+    from aqualib.producer.pool import LentSlab
     from aqualib.producer.server import Peer
     from aqualib.transports.base import Copier, Handle, Transport
 
@@ -43,13 +43,13 @@ class Handout:
         sent_count: Loans whose handle may have reached the peer.
     """
 
-    def __init__(self, transport: Transport, welcome: Welcome, loans: Sequence[Loan]) -> None:
+    def __init__(self, transport: Transport, welcome: Welcome, loans: Sequence[LentSlab]) -> None:
         self.sent_count = 0
         self._transport = transport
         self.welcome = welcome
         self._loans = loans
 
-    def unsent(self) -> Sequence[Loan]:
+    def unsent(self) -> Sequence[LentSlab]:
         """Loans whose handle has never left this process."""
         return self._loans[self.sent_count :]
 
@@ -155,7 +155,7 @@ class Scrubber:
         self._copier.fence()
 
 
-def _packet(batch: Sequence[Loan], handles: Sequence[Handle], *, last: bool) -> Slabs:
+def _packet(batch: Sequence[LentSlab], handles: Sequence[Handle], *, last: bool) -> Slabs:
     return Slabs(
         slabs=[
             SlabHandle(

@@ -118,20 +118,20 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferMore:
+class OfferBytes:
     """Have the engine give up `nbytes`, whole slabs, and offer them."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBack:
+class ReclaimBytes:
     """Reclaim `nbytes`, whole slabs."""
 
     nbytes: int
 
 
-Decision = OfferMore | TakeBack
+Decision = OfferBytes | ReclaimBytes
 
 
 def observe(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> Watch:
@@ -179,15 +179,15 @@ def decide(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> De
     """
     unused = _unused(load)
     if shortage := _shortage(profile, unused, watch):
-        return TakeBack(min(shortage, watch.offered_bytes))
+        return ReclaimBytes(min(shortage, watch.offered_bytes))
     if _lasted(watch.pressed_since_s, profile.pressure_s, now_s):
-        return TakeBack(watch.offered_bytes) if watch.offered_bytes else None
+        return ReclaimBytes(watch.offered_bytes) if watch.offered_bytes else None
     if watch.returning_bytes or not _lasted(watch.calm_since_s, profile.calm_s, now_s):
         return None
     return _offer(profile, unused, watch)
 
 
-def _offer(profile: Profile, unused: int, watch: Watch) -> OfferMore | None:
+def _offer(profile: Profile, unused: int, watch: Watch) -> OfferBytes | None:
     if profile.spare_bytes is None:
         more = unused - profile.reserve_bytes
     else:
@@ -195,7 +195,7 @@ def _offer(profile: Profile, unused: int, watch: Watch) -> OfferMore | None:
     more -= more % profile.slab_bytes
     if more <= 0 or watch.offered_bytes + more < profile.least_offer_bytes:
         return None
-    return OfferMore(more)
+    return OfferBytes(more)
 
 
 def _shortage(profile: Profile, unused: int, watch: Watch) -> int:
@@ -309,9 +309,9 @@ class Informer:
         self._watch = observe(self._profile, load, watch, now_s)
         decision = decide(self._profile, load, self._watch, now_s)
         match decision:
-            case OfferMore(nbytes):
+            case OfferBytes(nbytes):
                 self._offer(nbytes)
-            case TakeBack(nbytes):
+            case ReclaimBytes(nbytes):
                 logger.info("load rises: reclaiming %s", format_bytes(nbytes))
                 ticket = self._producer.reclaim(nbytes)
                 if self.on_reclaim is not None:

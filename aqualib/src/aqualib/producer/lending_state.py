@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aqua_protocol.capability import Claims
     from aqua_protocol.ids import Generation, SlabId
     from aqua_protocol.members import ProducerReport, ReclaimOrder, ReclaimReport
-    from aqualib.producer.pool import Loan, Slab
+    from aqualib.producer.pool import LentSlab, Slab
     from aqualib.transports.base import OwnedSlab
 
 
@@ -205,7 +205,7 @@ class LendingState:
 
     # --- Holders --------------------------------------------------------------------------
 
-    def lend(self, claims: Claims) -> list[Loan]:
+    def lend(self, claims: Claims) -> list[LentSlab]:
         """Lend what the claims grant, or what is free if that is less.
 
         Raises:
@@ -234,7 +234,7 @@ class LendingState:
         self._finish_if_empty(lease_id, effects)
         return effects
 
-    def hand_back(self, lease_id: LeaseId, loans: Iterable[Loan]) -> Effects:
+    def hand_back(self, lease_id: LeaseId, loans: Iterable[LentSlab]) -> Effects:
         """These loans never reached the holder, so there is nothing to unmap."""
         effects = Effects()
         for loan in loans:

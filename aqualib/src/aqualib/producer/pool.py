@@ -11,8 +11,8 @@ What it promises, and `audit()` checks:
 - Slab ids are never used twice, generations only go up, and an answer for an older generation
   changes nothing. A slab that was quarantined never becomes free again; it leaves.
 - A slab whose bytes belong to another consumer is handed out only together with the order to
-  zero it first (`Loan.scrub`). The order is given when the slab is lent, not when it comes back:
-  the usual borrower is the one that had it before, and zeroing costs as much as a page-out.
+  zero it first (`LentSlab.scrub`). The order is given when the slab is lent, not when it comes
+  back: the usual borrower is the one that had it before, and zeroing costs as much as a page-out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class LentSlab:
     """A slab as lent now.
 
     Attributes:
@@ -110,7 +110,7 @@ class SlabPool:
         self._counts[slab.state] += 1
         return slab
 
-    def lend(self, lease_id: LeaseId, consumer_id: ConsumerId, count: int) -> list[Loan]:
+    def lend(self, lease_id: LeaseId, consumer_id: ConsumerId, count: int) -> list[LentSlab]:
         """Lend up to `count` free slabs; fewer, or none, when fewer are free.
 
         Slabs that need no zeroing go first: those the consumer had before, then fresh ones.
@@ -138,7 +138,7 @@ class SlabPool:
         """
         return self._move(slab, SlabEvent.RETURN) is SlabState.FREE
 
-    def hand_back(self, loan: Loan) -> bool:
+    def hand_back(self, loan: LentSlab) -> bool:
         """Undo a loan whose handle never left this process; True when the slab is free again."""
         # Whether it was zeroed is not known any more, so the next borrower's check decides.
         loan.slab.bytes_of = loan.bytes_of
@@ -191,13 +191,13 @@ class SlabPool:
         number, self._next_id = self._next_id, self._next_id + 1
         return SlabId(number)
 
-    def _lend_one(self, slab: Slab, lease_id: LeaseId, consumer_id: ConsumerId) -> Loan:
+    def _lend_one(self, slab: Slab, lease_id: LeaseId, consumer_id: ConsumerId) -> LentSlab:
         before = slab.bytes_of
         self._move(slab, SlabEvent.LEASE)
         slab.generation = Generation(slab.generation + 1)
         slab.lease_id = lease_id
         slab.bytes_of = consumer_id
-        return Loan(
+        return LentSlab(
             slab=slab,
             generation=slab.generation,
             bytes_of=before,

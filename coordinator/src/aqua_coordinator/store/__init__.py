@@ -10,6 +10,6 @@ from __future__ import annotations
 from aqua_coordinator.store.connection import open_pool
 from aqua_coordinator.store.ledger import Ledger
 from aqua_coordinator.store.pipeline import Pipeline
-from aqua_coordinator.store.rows import Opened
+from aqua_coordinator.store.rows import CurrentBooks
 
-__all__ = ["Ledger", "Opened", "Pipeline", "open_pool"]
+__all__ = ["CurrentBooks", "Ledger", "Pipeline", "open_pool"]

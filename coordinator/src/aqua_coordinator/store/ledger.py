@@ -59,7 +59,7 @@ class Ledger:
         self._pipeline = pipeline
         self._secrets: dict[str, bytes] = {}
 
-    async def open(self) -> rows.Opened:
+    async def open(self) -> rows.CurrentBooks:
         """Check the Redis version and open the books, making them if Redis has none.
 
         Raises:
@@ -76,7 +76,7 @@ class Ledger:
         await self._pipeline.forget_other_libraries()
         return await self._create()
 
-    async def probe(self) -> rows.Opened:
+    async def probe(self) -> rows.CurrentBooks:
         """Make sure that Redis answers and takes writes.
 
         Raises:
@@ -283,9 +283,9 @@ class Ledger:
         return answer
 
     @lua_step("create_books.lua", rows.opened)
-    async def _create_books(self, books_id: str, secret: str) -> rows.Opened: ...
+    async def _create_books(self, books_id: str, secret: str) -> rows.CurrentBooks: ...
 
-    async def _create(self) -> rows.Opened:
+    async def _create(self) -> rows.CurrentBooks:
         name, secret = f"books-{secrets.token_hex(8)}", secrets.token_hex(SECRET_BYTES)
         opened = await self._create_books(name, secret)
         self._secrets[opened.books_id] = opened.secret

@@ -50,7 +50,7 @@ _RECLAIM: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class CurrentBooks:
     """The books that are open now."""
 
     books_id: str
@@ -163,9 +163,9 @@ def text(raw: bytes | None) -> str:
     return raw.decode() if raw else ""
 
 
-def opened(answer: Sequence[Any]) -> Opened:
+def opened(answer: Sequence[Any]) -> CurrentBooks:
     """Read the answer of `create_books`."""
-    return Opened(text(answer[1]), bytes.fromhex(text(answer[2])))
+    return CurrentBooks(text(answer[1]), bytes.fromhex(text(answer[2])))
 
 
 def lease(row: Sequence[Any]) -> LeaseView:

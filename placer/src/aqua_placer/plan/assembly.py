@@ -21,7 +21,7 @@ from aqua_protocol.plan import Assignment, Match, Move, Objective, Plan, Unmatch
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SolveResult:
     """A placement and the bounds proven on the way; None where the solver has none."""
 
     placement: Placement
@@ -63,7 +63,7 @@ def assign_gpus(
 def plan_of(
     instance: Instance,
     request: Request,
-    found: Found,
+    found: SolveResult,
     gpus: Sequence[list[int]],
     matches: Sequence[ServerMatch],
     spent: tuple[float, float],

@@ -24,7 +24,7 @@ TOLERANCE_GB: Final = 1e-4
 it may be doubled."""
 
 
-class Verdicts(BaseModel):
+class PlanVerdict(BaseModel):
     """What was found; a plan passes when `problems` is empty."""
 
     problems: list[str] = Field(default_factory=list)
@@ -45,7 +45,7 @@ class _Shard:
     gb: float
 
 
-def check_plan(instance: Instance, plan: Plan) -> Verdicts:
+def check_plan(instance: Instance, plan: Plan) -> PlanVerdict:
     """All that is wrong with `plan`, in words.
 
     Raises:
@@ -57,7 +57,7 @@ def check_plan(instance: Instance, plan: Plan) -> Verdicts:
             f"({plan.problem_hash[:12]}), not for {instance.name!r} ({instance.digest[:12]})",
             remedy="Check it against the file it was solved from, or solve again.",
         )
-    verdicts = Verdicts()
+    verdicts = PlanVerdict()
     if plan.plan_hash and plan.plan_hash != plan.compute_hash():
         verdicts.problems.append("the plan was changed after it was made: its hash differs")
     placed = _placed(instance, plan, verdicts)
@@ -69,7 +69,7 @@ def check_plan(instance: Instance, plan: Plan) -> Verdicts:
     return verdicts
 
 
-def _placed(instance: Instance, plan: Plan, verdicts: Verdicts) -> dict[int, Assignment] | None:
+def _placed(instance: Instance, plan: Plan, verdicts: PlanVerdict) -> dict[int, Assignment] | None:
     index = {name: group for group, name in enumerate(instance.names)}
     capacity = instance.servers.capacity.tolist()
     names = {instance.servers.name(server): server for server in range(len(capacity))}
@@ -110,7 +110,7 @@ def _placed(instance: Instance, plan: Plan, verdicts: Verdicts) -> dict[int, Ass
     return placed if sound and not missing else None
 
 
-def _constraints(instance: Instance, placed: dict[int, Assignment], verdicts: Verdicts) -> None:
+def _constraints(instance: Instance, placed: dict[int, Assignment], verdicts: PlanVerdict) -> None:
     for group, mask in instance.allowed.items():
         if not mask[placed[group].server_index]:
             verdicts.problems.append(
@@ -125,7 +125,7 @@ def _constraints(instance: Instance, placed: dict[int, Assignment], verdicts: Ve
 
 
 def _matches(  # noqa: C901 - one refusal after the other, in the order they make sense
-    instance: Instance, plan: Plan, placed: dict[int, Assignment], verdicts: Verdicts
+    instance: Instance, plan: Plan, placed: dict[int, Assignment], verdicts: PlanVerdict
 ) -> float:
     """Coverage recomputed from the matches, in weighted GB."""
     index = {name: group for group, name in enumerate(instance.names)}
@@ -183,7 +183,7 @@ def _blocking(
     served: dict[int, dict[int, _Shard]],
     weakest: dict[int, float],
     lent: Counter[tuple[int, int]],
-    verdicts: Verdicts,
+    verdicts: PlanVerdict,
 ) -> None:
     """Count pairs of one server that would both rather have each other."""
     serving = {
@@ -224,7 +224,7 @@ def _blocking(
 
 
 def _note_blocking(
-    instance: Instance, plan: Plan, consumer: int, producer: int, verdicts: Verdicts
+    instance: Instance, plan: Plan, consumer: int, producer: int, verdicts: PlanVerdict
 ) -> None:
     verdicts.blocking_pairs += 1
     if plan.matching is MatchingMode.STABLE:
@@ -244,7 +244,7 @@ def _numbers(
     plan: Plan,
     placed: dict[int, Assignment],
     covered: float,
-    verdicts: Verdicts,
+    verdicts: PlanVerdict,
 ) -> None:
     mem = [0.0] * instance.servers.count
     cnt = [0] * instance.servers.count

@@ -11,7 +11,7 @@ import numpy as np
 from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError, ProblemInvalidError
-from aqua_placer.plan.assembly import Found, assign_gpus, plan_of
+from aqua_placer.plan.assembly import SolveResult, assign_gpus, plan_of
 from aqua_placer.plan.files import placement_of
 from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Request
@@ -141,9 +141,9 @@ def _target(
     return Target(request.objective, best.value + slack, cnt, mem + slack), best.bound
 
 
-def _found(request: Request, placement: Placement, bound: float) -> Found:
+def _found(request: Request, placement: Placement, bound: float) -> SolveResult:
     if request.objective is Objective.COVERAGE:
-        return Found(placement, 0.0, coverage_bound_gb=bound)
+        return SolveResult(placement, 0.0, coverage_bound_gb=bound)
     if request.objective is Objective.SIGNED:
-        return Found(placement, 0.0, signed_bound=bound)
-    return Found(placement, bound)
+        return SolveResult(placement, 0.0, signed_bound=bound)
+    return SolveResult(placement, bound)

@@ -21,7 +21,7 @@ from jaxtyping import Float64, Int64
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB
-from aqua_placer.search.layout import Effort, Exchanging, Layout, packed, subsets
+from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
 from aqua_placer.value.balance import keyed
 
 MAX_CELLS: Final = 60_000
@@ -118,7 +118,7 @@ def _exchange_chunk(
     tolerance: float,
 ) -> int:
     pairs = np.arange(len(a))
-    exchanging = Exchanging.between(layout, a, b, table)
+    exchanging = ExchangeNeighbourhood.between(layout, a, b, table)
     from_a, from_b = exchanging.sets_a, exchanging.sets_b
     kind_a, kind_b = layout.class_of[a][:, None, None], layout.class_of[b][:, None, None]
 
@@ -144,7 +144,7 @@ def _exchange_chunk(
         mem_b[:, None, None] + more_b, cnt_b[:, None, None] + step_b, aim, mean
     )
     cost[~exchanging.fits] = np.inf
-    # Exchanging nothing, or like for like, is not a step.
+    # ExchangeNeighbourhood nothing, or like for like, is not a step.
     cost[(np.abs(more_a) < GRAIN_GB) & (step_a == 0)] = np.inf
     flat = cost.reshape(len(a), -1)
     best = flat.argmin(axis=1)

@@ -22,9 +22,9 @@ from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB
 from aqua_placer.search.balance import excess, excess_count
-from aqua_placer.search.layout import Effort, Exchanging, Layout, packed, subsets
+from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
 from aqua_placer.value.prefixes import covered_gb
-from aqua_placer.value.roster import Roster, at_most_gb, rosters
+from aqua_placer.value.roster import GroupTable, at_most_gb, rosters
 
 MAX_ROWS: Final = 60_000
 """Exchanges priced at once: some 50 MB of columns; doubled, twice that."""
@@ -43,7 +43,7 @@ class ServerCost:
     """Prices a server's content, in GB of coverage; lower is better."""
 
     aim: Thresholds
-    rosters: tuple[Roster, ...]
+    rosters: tuple[GroupTable, ...]
     wants_coverage: bool = True
     excess_price: float = EXCESS_PRICE
 
@@ -71,7 +71,7 @@ class ServerCost:
 
     def _by_class(
         self,
-        measure: Callable[[Roster, Int64[np.ndarray, "*any"]], Float64[np.ndarray, "*any"]],
+        measure: Callable[[GroupTable, Int64[np.ndarray, "*any"]], Float64[np.ndarray, "*any"]],
         rows: Int64[np.ndarray, "rows width"],
         kind: Int64[np.ndarray, " rows"],
     ) -> Float64[np.ndarray, " rows"]:
@@ -224,7 +224,7 @@ def best_exchanges(
         migration: What migrations cost on top, for re-placement.
     """
     a, b = pairs
-    exchanging = Exchanging.between(layout, a, b, table)
+    exchanging = ExchangeNeighbourhood.between(layout, a, b, table)
     fits = exchanging.fits
     if np.ptp(layout.instance.weight) == 0:
         fits &= ~_like_for_like(exchanging)
@@ -271,7 +271,7 @@ def best_exchanges(
     )
 
 
-def _like_for_like(exchanging: Exchanging) -> Bool[np.ndarray, "pairs sets sets"]:
+def _like_for_like(exchanging: ExchangeNeighbourhood) -> Bool[np.ndarray, "pairs sets sets"]:
     """Single groups of one size for each other; equal sums of unlike groups may gain."""
     layout, table = exchanging.layout, exchanging.table
     out_a, out_b = (

@@ -120,7 +120,7 @@ class Effort:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchanging:
+class ExchangeNeighbourhood:
     """Pairs of servers (a[i], b[i]) and every set of groups that they could exchange.
 
     Attributes:
@@ -146,7 +146,7 @@ class Exchanging:
         a: Int64[np.ndarray, " pairs"],
         b: Int64[np.ndarray, " pairs"],
         table: Int64[np.ndarray, "sets order"],
-    ) -> Exchanging:
+    ) -> ExchangeNeighbourhood:
         """Sets of slots as `subsets` lists them; one that names an unused slot fits nowhere."""
         window = layout.window(table.shape[1])
         real = table < window

@@ -16,7 +16,7 @@ import numpy as np
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
-from aqua_placer.plan.assembly import Found
+from aqua_placer.plan.assembly import SolveResult
 from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Backend, Request
 from aqua_placer.search.balance import improve_balance
@@ -32,7 +32,9 @@ SMALL_PROGRAM: Final = 60_000
 Doubled, a proof that there is no placement may take several times as long."""
 
 
-def constrain(instance: Instance, request: Request, budget: Budget, relaxed: Found) -> Found:
+def constrain(
+    instance: Instance, request: Request, budget: Budget, relaxed: SolveResult
+) -> SolveResult:
     """The relaxation's bounds; its placement repaired, then exchanges around what is fixed.
 
     Raises:

@@ -23,7 +23,7 @@ from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.bounds.linear_program import LinearModel, Verdict
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError
-from aqua_placer.plan.assembly import Found
+from aqua_placer.plan.assembly import SolveResult
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Backend, Request
 from aqua_placer.search.feasibility import any_placement
@@ -95,7 +95,7 @@ class ProgramResult:
     verdict: Verdict
 
 
-def solve_paper_program(instance: Instance, request: Request, budget: Budget) -> Found:
+def solve_paper_program(instance: Instance, request: Request, budget: Budget) -> SolveResult:
     """The strategy: the program's placement with what it proved.
 
     Raises:
@@ -112,10 +112,10 @@ def solve_paper_program(instance: Instance, request: Request, budget: Budget) ->
         placement = _in_order(instance, placement)
     if request.objective is Objective.COVERAGE:
         bound = min(result.bound, layer_bound_gb(instance))
-        return Found(placement, 0.0, coverage_bound_gb=bound)
+        return SolveResult(placement, 0.0, coverage_bound_gb=bound)
     if request.objective is Objective.SIGNED:
-        return Found(placement, 0.0, signed_bound=result.bound)
-    return Found(placement, max(result.bound, 0.0))
+        return SolveResult(placement, 0.0, signed_bound=result.bound)
+    return SolveResult(placement, max(result.bound, 0.0))
 
 
 def solve_program(

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from aqua_placer.budget import Budget
-from aqua_placer.plan.assembly import Found, assign_gpus, plan_of
+from aqua_placer.plan.assembly import SolveResult, assign_gpus, plan_of
 from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.request import Request, Solver
 from aqua_placer.search.layout import Layout
@@ -26,23 +26,23 @@ from aqua_placer.value.balance import BalanceMode
 from aqua_placer.value.matches import match_servers
 from aqua_protocol.plan import Objective, Plan
 
-Strategy: TypeAlias = Callable[[Instance, Request, Budget], Found]
+Strategy: TypeAlias = Callable[[Instance, Request, Budget], SolveResult]
 
 
-def _coverage(instance: Instance, request: Request, budget: Budget) -> Found:
+def _coverage(instance: Instance, request: Request, budget: Budget) -> SolveResult:
     best = solve_coverage(instance, budget, request.seed)
-    return Found(best.placement, best.balance.bound, coverage_bound_gb=best.bound_gb)
+    return SolveResult(best.placement, best.balance.bound, coverage_bound_gb=best.bound_gb)
 
 
-def _abs(instance: Instance, request: Request, budget: Budget) -> Found:
+def _abs(instance: Instance, request: Request, budget: Budget) -> SolveResult:
     best = solve_minmax(instance, BalanceMode.ABS, budget, request.seed)
-    return Found(best.found, best.bound)
+    return SolveResult(best.found, best.bound)
 
 
-def _signed(instance: Instance, request: Request, budget: Budget) -> Found:
+def _signed(instance: Instance, request: Request, budget: Budget) -> SolveResult:
     # The balance of a plan is told in absolute values whatever it was solved for.
     best = solve_minmax(instance, BalanceMode.SIGNED, budget, request.seed)
-    return Found(best.found, 0.0, signed_bound=best.bound)
+    return SolveResult(best.found, 0.0, signed_bound=best.bound)
 
 
 STRATEGIES: Final[dict[tuple[Solver, Objective], Strategy]] = {
@@ -70,7 +70,7 @@ def place(instance: Instance, request: Request, budget: Budget) -> Plan:
         if instance.is_constrained and request.solver is Solver.AUTO:
             found = constrain(instance, request, budget, found)
     else:
-        found = Found(np.zeros(0, dtype=np.int64), 0.0, 0.0, 0.0)
+        found = SolveResult(np.zeros(0, dtype=np.int64), 0.0, 0.0, 0.0)
     gpus = assign_gpus(instance, found.placement)
     slots = Layout(instance, found.placement).slots
     matches = match_servers(instance, slots, gpus, request.matching)

@@ -11,7 +11,7 @@ columns over servers:
   number per kind. Exact; for few kinds, on servers of any width.
 - *in turn*: groups are considered in the order of need, weighed in several ways, the best of which
   counts; a state is the number of shards served. What it finds can be served, but more might be
-  (`Roster.is_exact` is False), so it may guide a search and never prove a bound.
+  (`GroupTable.is_exact` is False), so it may guide a search and never prove a bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from aqua_placer.value.roster import Roster, levels
+from aqua_placer.value.roster import GroupTable, levels
 
 State = tuple[int, ...]
 
@@ -86,7 +86,7 @@ def before(state: State, kind: int) -> State:
     return (*state[:kind], state[kind] - 1, *state[kind + 1 :])
 
 
-def prefixes(table: Roster, slots: Int64[np.ndarray, "rows width"]) -> Prefixes:
+def prefixes(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> Prefixes:
     """Run the program by kind on each row of `slots` (roster rows, -1 for empty)."""
     r_gb, kind, half = table.r_gb[slots], table.kind[slots], table.half
     sizes = [size for size, _ in table.kinds]
@@ -119,7 +119,7 @@ def _deepest(
 
 
 def covered_gb(
-    table: Roster, slots: Int64[np.ndarray, "rows width"]
+    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
 ) -> Float64[np.ndarray, " rows"]:
     """Covered demand of each row of `slots`."""
     result = np.zeros(len(slots))
@@ -134,7 +134,7 @@ def covered_gb(
 
 
 def in_turn(
-    table: Roster, slots: Int64[np.ndarray, "rows width"]
+    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
 ) -> list[Float64[np.ndarray, "half_and_one rows"]]:
     """Most covered GB by shards served, (half + 1, rows), after each group in the order of slots.
 
@@ -156,13 +156,13 @@ def in_turn(
     return steps
 
 
-def _weighings(table: Roster) -> tuple[float, ...]:
+def _weighings(table: GroupTable) -> tuple[float, ...]:
     """Those that differ: with one weight there is one order of need."""
     return WEIGHINGS if len({weight for _, weight in table.kinds}) > 1 else WEIGHINGS[:1]
 
 
 def by_need(
-    table: Roster, slots: Int64[np.ndarray, "rows width"], weighing: float
+    table: GroupTable, slots: Int64[np.ndarray, "rows width"], weighing: float
 ) -> Int64[np.ndarray, "rows width"]:
     """The slots of each row with the neediest consumers first and all others last."""
     need = table.r_gb[slots] * table.weight[slots] ** weighing
@@ -170,7 +170,7 @@ def by_need(
     return np.take_along_axis(slots, order, axis=1)
 
 
-def chosen_groups(table: Roster, slots: Int64[np.ndarray, "rows width"]) -> list[list[int]]:
+def chosen_groups(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> list[list[int]]:
     """Per row, the consumer groups that the program serves, in the order of their blocks."""
     chosen: list[list[int]] = [[] for _ in range(len(slots))]
     if not table.kinds or not table.half:
@@ -182,7 +182,7 @@ def chosen_groups(table: Roster, slots: Int64[np.ndarray, "rows width"]) -> list
 
 
 def _walk_back(
-    program: Prefixes, table: Roster, slots: Int64[np.ndarray, "rows width"]
+    program: Prefixes, table: GroupTable, slots: Int64[np.ndarray, "rows width"]
 ) -> Int64[np.ndarray, "rows half"]:
     """Undo the program of all rows at once: which group came last, and so on down to none.
 
@@ -216,7 +216,7 @@ def _walk_back(
     return blocks
 
 
-def _walk_in_turn(table: Roster, slots: Int64[np.ndarray, "rows width"]) -> list[int]:
+def _walk_in_turn(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> list[int]:
     ranked = [by_need(table, slots, weighing) for weighing in _weighings(table)]
     found = [in_turn(table, order) for order in ranked]
     best = max(range(len(found)), key=lambda index: float(found[index][-1].max()))

@@ -20,7 +20,7 @@ cover three weights on servers of 16, and gained nothing that was measured."""
 
 
 @dataclass(frozen=True, eq=False)
-class Roster:
+class GroupTable:
     """Groups as rows to pick servers' contents from; the last row stands for an empty slot.
 
     Attributes:
@@ -60,7 +60,7 @@ def roster(
     r_gb: Float64[np.ndarray, " groups"],
     weight: Float64[np.ndarray, " groups"],
     gpus: int,
-) -> Roster:
+) -> GroupTable:
     """Rows for `prefixes` from columns of one server class whose servers have `gpus` GPUs."""
     r_gb = np.where(np.abs(r_gb) > GRAIN_GB / 2, r_gb, 0.0)
     consumer = r_gb < 0
@@ -69,7 +69,7 @@ def roster(
     index = {kind: i for i, kind in enumerate(kinds)}
     kind = [index[k] if needs else -1 for needs, k in zip(consumer.tolist(), keys, strict=True)]
     states = _count_states([size for size, _ in kinds], gpus // 2)
-    return Roster(
+    return GroupTable(
         tp=np.append(tp, 0),
         r_gb=np.append(r_gb, 0.0),
         weight=np.append(weight, 0.0),
@@ -80,7 +80,7 @@ def roster(
     )
 
 
-def rosters(instance: Instance) -> tuple[Roster, ...]:
+def rosters(instance: Instance) -> tuple[GroupTable, ...]:
     """The roster of each server class."""
     return tuple(
         roster(instance.tp, instance.r_gb[:, kind], instance.weight, gpus)
@@ -98,7 +98,7 @@ def _count_states(sizes: list[int], half: int) -> int:
 
 
 def at_most_gb(
-    table: Roster, slots: Int64[np.ndarray, "rows width"]
+    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
 ) -> Float64[np.ndarray, " rows"]:
     """A quick bound on the covered demand of each row, without a sort.
 
@@ -113,7 +113,7 @@ def at_most_gb(
 
 
 def levels(
-    table: Roster, slots: Int64[np.ndarray, "rows width"]
+    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
 ) -> Float64[np.ndarray, "half_and_two rows"]:
     """Spare of the n-th producer shard of each row, n from 1; 0 before it and after the last."""
     spare = np.maximum(table.r_gb[slots], 0.0)

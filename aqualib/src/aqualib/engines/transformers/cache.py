@@ -254,7 +254,7 @@ class AquaLayer(CacheLayerMixin):
         return storage.append(self._index, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Count the tokens held."""
         storage = self._storage
         return storage.length(self._index) if storage is not None else 0
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aqualib.blocks import BlockStore
 
 NO_SLOT: Final = -1
-"""The entry of a slot table for a block that is not in the store."""
+"""The entry of a slot table for a block that is not in the store. Fixed: no slot has it."""
 
 
 class LayerStream:

@@ -24,7 +24,8 @@ from typing import Final
 from aqua_protocol import ConfigError, format_bytes
 
 STREAM_BUFFERS: Final = 2
-"""One that attention reads, one that fills."""
+"""One that attention reads, one that fills. Doubled, copies run further ahead and
+take the memory of two more layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class AquaConnector(KVConnectorBase_V1):
         return self._scheduler_half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Tell `KvPagingScheduler.allocated`."""
+        """Pass it on to `KvPagingScheduler.allocated`."""
         block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
         self._scheduler_half.allocated(request, block_ids, num_external_tokens)
 

@@ -48,7 +48,7 @@ class AquaStats(KVConnectorStats):
     """Additions to the counters, by name."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin counting anew."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> AquaStats:

@@ -44,7 +44,7 @@ costs. Doubled, a worker takes twice the memory beside the KV cache and pages no
 
 RATE_MEMORY: Final = 0.8
 """Weight of the past in the measured rate, by judgement: five transfers decide. Nearer to 1, a link
-that others use now is believed to be fast for longer."""
+that others use now is believed to be fast for longer. Doubled, it would diverge."""
 
 MIN_RATE_BYTES: Final = MIB
 """Transfers below this measure their fixed cost and not the link. Doubled, engines with few small

@@ -44,7 +44,7 @@ small token budget never measure how fast they compute prompts."""
 
 RATE_MEMORY: Final = 0.8
 """Weight of the past in the measured rate, by judgement: five steps decide. Nearer to 1, a change
-of the load is believed later."""
+of the load is believed later; doubled, the rate would diverge."""
 
 WEIGHT_STEPS: Final = 4
 """Priorities beyond this many steps either way count no further: a share of one sixteenth. Doubled,

@@ -70,7 +70,7 @@ class BlockLimit:
         return 2 * self.free_count < self._keep_free_count
 
     def lower(self, limit: int, step: int) -> None:
-        """From now on keep blocks from `limit` on out of use, those first that are free.
+        """Keep blocks from `limit` on out of use from now on, those first that are free.
 
         Args:
             limit: A block number.
