@@ -241,12 +241,14 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.2, help="Of each measurement.")] = 3.0,
     connections: Annotated[int, typer.Option(min=1, max=1024)] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,  # noqa: FBT002 - a flag
+    raw: Annotated[bool, typer.Option(help="With --json: each round as well.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Measure allocate and release beside an empty FastAPI POST."""
     results = measure(rounds, seconds, connections)
     figures = summary(results)
     if as_json:
-        print(json.dumps(figures | {"connections": connections, "rounds": results}))
+        samples = {"rounds": results} if raw else {}
+        print(json.dumps(figures | {"connections": connections} | samples))
         return
     table = Table("", "coordinator", "empty FastAPI", title="Allocate and release over HTTP")
     for label, ours, theirs, digits in (
