@@ -6,9 +6,11 @@ are PNG or SVG files. Heavy imports happen inside the commands, so that `--help`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +18,10 @@ from aqua_cli import Json, Plot, print_json, print_table, progress, say
 from aqua_cli import main as run_program
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.papers.cli import blend, paper, print_values
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float64
 
 app = typer.Typer(
     name="aqua-sim",
@@ -194,10 +200,11 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
 ) -> None:
     """Serve a trace on simulated engines with vLLM's rules, under a policy of `aqua_schedulers`."""
     from aqua_schedulers.cfs import FairSettings, PolicyName
-    from aqua_simulator.serving.cluster import Cluster
+    from aqua_simulator.serving.engine import serve_routed
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
     from aqua_simulator.timing.fit import Fit
+    from aqua_simulator.workloads.arrivals import burst, gamma, on_off, poisson
     from aqua_simulator.workloads.traces import read_trace
 
     spec = EngineSpec(
@@ -214,22 +221,24 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )
-    times = _times(
-        process,
-        count,
-        rate_per_s,
-        seed,
-        variation=variation,
-        on_off_s=(on_s, off_s),
-        burst=(burst_factor, burst_start_s, burst_length_s),
-    )
-    arrivals = read_trace(lengths, times_s=times)
+    generators: dict[Process, Callable[..., Float64[np.ndarray, " count"]]] = {
+        Process.POISSON: poisson,
+        Process.GAMMA: partial(gamma, variation=variation),
+        Process.ON_OFF: partial(on_off, on_s=on_s, off_s=off_s),
+        Process.BURST: partial(
+            burst, factor=burst_factor, start_s=burst_start_s, length_s=burst_length_s
+        ),
+    }
+    times_s = None
+    if process is not Process.TRACE:
+        times_s = generators[process](count, rate_per_s=rate_per_s, seed=seed)
+    arrivals = read_trace(lengths, times_s=times_s)
     table = Fit.load(fit_path) if fit_path else None
     if table is None:
         say("No fit given: times are a roofline of the data sheet, a rough guess.")
-    cluster = Cluster([spec.engine(table, name=f"engine-{index}") for index in range(engines)])
+    running = [spec.engine(table, name=f"engine-{index}") for index in range(engines)]
     with progress(f"Serving {len(arrivals):,} requests", quiet=as_json):
-        served = cluster.run(arrivals)
+        served = serve_routed(running, arrivals)
     if plot is not None:
         from aqua_simulator.plots import draw_latencies
 
@@ -245,7 +254,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
             "paged_out_tokens": engine.store.paged_out_tokens if engine.store else 0,
             "prefix_hit_share": engine.memory.hit_tokens / max(1, engine.memory.asked_tokens),
         }
-        for engine in cluster.engines
+        for engine in running
     ]
     if as_json:
         print_json(result)
@@ -267,34 +276,6 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
             for one in result["engines"]
         ],
     )
-
-
-def _times(
-    process: Process,
-    count: int,
-    rate_per_s: float,
-    seed: int,
-    *,
-    variation: float,
-    on_off_s: tuple[float, float],
-    burst: tuple[float, float, float],
-) -> Any:  # noqa: ANN401 - numpy is imported where it is needed
-    """Arrival times of a generated process; None for the trace's own."""
-    from aqua_simulator.workloads import arrivals
-
-    base: dict[str, Any] = {"rate_per_s": rate_per_s, "seed": seed}
-    match process:
-        case Process.TRACE:
-            return None
-        case Process.POISSON:
-            return arrivals.poisson(count, **base)
-        case Process.GAMMA:
-            return arrivals.gamma(count, variation=variation, **base)
-        case Process.ON_OFF:
-            return arrivals.on_off(count, on_s=on_off_s[0], off_s=on_off_s[1], **base)
-        case Process.BURST:
-            factor, start_s, length_s = burst
-            return arrivals.burst(count, factor=factor, start_s=start_s, length_s=length_s, **base)
 
 
 @app.command()

@@ -172,17 +172,6 @@ def test_blocks_left_behind_a_prefix_that_others_published_are_not_lost() -> Non
     assert memory.grow(Job(Arrival("all", 0.0, 128, 1)), 128)
 
 
-def test_memory_shrinks_only_by_what_is_free() -> None:
-    memory = PagedMemory(10, 16)
-    job = Job(Arrival("a", 0.0, 100, 1))
-    assert memory.grow(job, 96)
-    assert not memory.resize(5)
-    assert memory.resize(6)
-    assert memory.free_count == 0
-    assert memory.resize(8)
-    assert memory.free_count == 2
-
-
 def test_a_summary_names_throughput_and_latencies() -> None:
     served = engine().run([Arrival("a", 0.0, 250, 5), Arrival("b", 0.0, 10, 1)])
     result = summary(served)

@@ -13,8 +13,8 @@ Steps are planned ahead: with asynchronous scheduling (vLLM's default) the step 
 one is already planned, so a request that arrives now waits for two step ends, and blocks come free
 one step after the last token was computed.
 
-The engine is passive: `advance` moves it to its next event not later than a given time. A cluster
-of engines is a loop over the earliest event (`cluster`).
+The engine is passive: `advance` moves it to its next event. Several engines are a loop over the
+earliest event (`serve_routed`).
 
 Source: vLLM `v1/core/sched/scheduler.py`, read for its rules (order, preemption, budget).
 """
@@ -22,7 +22,7 @@ Source: vLLM `v1/core/sched/scheduler.py`, read for its rules (order, preemption
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -133,14 +133,9 @@ class Engine:
         self._incoming.append(job)
 
     @property
-    def queue_length(self) -> int:
-        """Requests that wait, arrived or on their way."""
-        return len(self._waiting) + len(self._incoming)
-
-    @property
-    def running_count(self) -> int:
-        """Requests in the batch."""
-        return len(self._running)
+    def request_count(self) -> int:
+        """Requests that run, wait or are on their way."""
+        return len(self._waiting) + len(self._incoming) + len(self._running)
 
     @property
     def next_event_s(self) -> float:
@@ -159,10 +154,6 @@ class Engine:
             job = self._incoming.popleft()
             self._waiting[job.arrival.request_id] = job
             self.policy.added(self._view(job))
-        self.plan()
-
-    def plan(self) -> None:
-        """Plan steps while there is work and room in flight."""
         while len(self._in_flight) < self.settings.steps_in_flight:
             step = self._plan_step()
             if step is None:
@@ -384,3 +375,23 @@ class Engine:
                         job.preemption_count,
                     )
                 )
+
+
+def serve_routed(engines: Sequence[Engine], arrivals: Iterable[Arrival]) -> list[Served]:
+    """Serve all arrivals on several engines and one clock; requests in order of their last token.
+
+    Each request goes on arrival, for good, to the engine with the fewest requests. Ties go by the
+    engines' names, so that a run is the same run every time.
+    """
+    queue = sorted(arrivals, key=lambda each: each.arrival_s)[::-1]
+    while True:
+        earliest = min(engines, key=lambda each: (each.next_event_s, each.name))
+        if queue and queue[-1].arrival_s <= earliest.next_event_s:
+            chosen = min(engines, key=lambda each: (each.request_count, each.name))
+            chosen.submit(queue.pop())
+        elif earliest.next_event_s < inf:
+            earliest.advance()
+        else:
+            break
+    served = [each for engine in engines for each in engine.finished]
+    return sorted(served, key=lambda each: (each.last_token_s, each.request_id))

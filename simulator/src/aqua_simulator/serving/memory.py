@@ -145,18 +145,6 @@ class PagedMemory:
         job.shared_chunks = 0
         job.computed_tokens = 0
 
-    def resize(self, block_count: int) -> bool:
-        """Give memory away or get more; False, and no change, if requests use what should go."""
-        missing = self.block_count - block_count
-        if missing > self.free_count:
-            return False
-        if missing > 0:
-            self._take(missing)
-        else:
-            self._give(-missing)
-        self.block_count = block_count
-        return True
-
     def _give(self, blocks: int, key: RunKey | None = None) -> None:
         """Append a run to the queue of free blocks."""
         if blocks == 0:

@@ -20,7 +20,7 @@ class PageStore:
     """A bounded store behind a link.
 
     Attributes:
-        capacity_tokens: Tokens of KV cache that fit; a lease that grows or shrinks changes it.
+        capacity_tokens: Tokens of KV cache that fit.
         link_bytes_per_s: Rate of the link, the same both ways.
         location: As the policy is told.
         is_overlapped: Whether copies hide behind computation.
