@@ -37,7 +37,7 @@ arrivals, "least served" alone starves a request that is ahead (`ranking` says h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import merge
 from math import inf
 from typing import Final
@@ -48,10 +48,11 @@ from aqua_schedulers.cfs.views import (
     Decision,
     EngineView,
     PagingTier,
+    Preemption,
     PreemptionMode,
     RequestView,
 )
-from aqua_schedulers.cfs.waiting_queue import HeapScan, WaitingQueue
+from aqua_schedulers.cfs.waiting_queue import RankedRequest, WaitingQueue
 
 KEEP_ALL: Final = Decision()
 _BY_ARRIVAL: Final = FirstComeFirstServed()
@@ -164,7 +165,7 @@ class FairPolicy:
     def _is_slice_over(self) -> bool:
         ranking = self._ranking
         return ranking.preempts and self._elapsed_steps >= ranking.slice_steps(
-            prompts_wait=self._waiting.has_prompts
+            prompts_wait=bool(self._waiting.prompts)
         )
 
     def _choose_ranking(self, tier: PagingTier) -> None:
@@ -181,12 +182,11 @@ class FairPolicy:
         free_blocks = engine.free_blocks
         free_slots = engine.max_running - engine.running_count
         admit: list[str] = []
-        with self._waiting.scan() as (prompts, decodes):
-            for _, _, _, request in merge(prompts, decodes):
-                if free_blocks < 0 or len(admit) >= free_slots:
-                    break
-                admit.append(request.request_id)
-                free_blocks -= request.missing_blocks
+        for *_, request in merge(self._waiting.prompts, self._waiting.decodes):
+            if free_blocks < 0 or len(admit) >= free_slots:
+                break
+            admit.append(request.request_id)
+            free_blocks -= request.missing_blocks
         return tuple(admit)
 
     def _fill_free_memory(self, engine: EngineView) -> Decision:
@@ -200,7 +200,7 @@ class FairPolicy:
                 return KEEP_ALL
         chosen = self._time_slice(free_blocks, free_slots, is_empty=not engine.running_count)
         self._choose(chosen, engine, (), self._backlog_tokens)
-        return chosen.decision()
+        return Decision(admit=chosen.in_order())
 
     def _next_slice(self, engine: EngineView) -> Decision:
         """All running and waiting requests, weighed anew."""
@@ -208,7 +208,13 @@ class FairPolicy:
         self._elapsed_steps = 0
         running = engine.running()
         self._ranking.begin_slice(running, self._waiting.decode_keys)
-        preemptible = [request for request in running if self._may_preempt(request)]
+        floors = self._floors
+        preemptible = [
+            each
+            for each in running
+            if not each.is_pinned
+            and (each.output_tokens, each.computed_tokens) > floors.get(each.request_id, (0, 0))
+        ]
         if self._recompute_tokens <= 0.0 and self._ranking.recompute_per_prompt_token < inf:
             # Only what the store takes may leave.
             engine = engine._replace(rates=None)
@@ -216,73 +222,64 @@ class FairPolicy:
             preemptible = [
                 each for each in preemptible if modes[each.request_id] is PreemptionMode.SWAP
             ]
-        names = {request.request_id for request in preemptible}
-        staying = [request for request in running if request.request_id not in names]
-        free_blocks = (
-            engine.free_blocks
-            + sum(request.held_blocks for request in preemptible)
-            - sum(map(self._growth, staying))
+        staying_count = len(running) - len(preemptible)
+        chosen = self._time_slice(
+            engine.free_blocks + sum([each.held_blocks for each in preemptible]),
+            engine.max_running - engine.running_count + len(preemptible),
+            is_empty=not staying_count,
         )
-        free_slots = engine.max_running - engine.running_count + len(preemptible)
-        chosen = self._time_slice(free_blocks, free_slots, is_empty=not staying)
-        self._choose(chosen, engine, preemptible, sum(each.pending_tokens for each in staying))
+        backlog_tokens = 0
+        if staying_count:
+            names = {each.request_id for each in preemptible}
+            for request in running:
+                if request.request_id not in names:
+                    chosen.hold(request)
+                    backlog_tokens += request.pending_tokens
+        self._choose(chosen, engine, preemptible, backlog_tokens)
         if not chosen.admitted:
             return KEEP_ALL
-        return chosen.decision(self._preempt(chosen, preemptible, engine))
+        victims = [each for each in preemptible if each.request_id not in chosen.kept]
+        return Decision(self._preempt(victims, engine), chosen.in_order())
 
     def _choose(
         self,
         chosen: TimeSlice,
         engine: EngineView,
-        preemptible: Sequence[RequestView],
+        preemptible: Iterable[RequestView],
         backlog_tokens: int,
     ) -> None:
         """Give out the slice's memory in the order of the module's theory."""
-        chosen.admit_overdue(self._waiting.overdue(self._slice_index - self._patience_turns))
+        ranking, numbers = self._ranking, self._numbers
+        ranked: tuple[list[RankedRequest], list[RankedRequest]] = ([], [])
+        for each in preemptible:
+            rank = (ranking.key(each), False, each.arrival_s, numbers[each.request_id], each)
+            ranked[each.output_tokens > 0].append(rank)
+        prompts = Candidates(ranked[0], self._waiting.prompts)
+        decodes = Candidates(ranked[1], self._waiting.decodes)
         # As many as are running fit in memory at once: the upper bound of the decodes' share.
         prompt_share = max(1, engine.token_budget - engine.running_count)
-        with self._waiting.scan() as (waiting_prompts, waiting_decodes):
-            prompts = self._candidates(
-                [each for each in preemptible if not each.output_tokens], waiting_prompts
-            )
-            decodes = self._candidates(
-                [each for each in preemptible if each.output_tokens], waiting_decodes
-            )
-            chosen.fill(prompts, prompt_share * self._horizon_steps - backlog_tokens)
-            chosen.fill(decodes)
-            chosen.fill(prompts)
+        chosen.admit_overdue(self._waiting.overdue(self._slice_index - self._patience_turns))
+        chosen.fill(prompts, prompt_share * self._horizon_steps - backlog_tokens)
+        chosen.fill(decodes)
+        chosen.fill(prompts)
 
     def _preempt(
-        self, chosen: TimeSlice, preemptible: Sequence[RequestView], engine: EngineView
-    ) -> dict[str, PreemptionMode]:
-        """Note who leaves and how far it got."""
-        victims = [each for each in preemptible if each.request_id not in chosen.kept]
+        self, victims: Iterable[RequestView], engine: EngineView
+    ) -> tuple[Preemption, ...]:
+        """Note which requests leave and how far each got."""
         modes = engine.preemption_modes(victims)
         for request in victims:
             self._floors[request.request_id] = (request.output_tokens, request.computed_tokens)
             if modes[request.request_id] is PreemptionMode.RECOMPUTE:
                 self._recompute_tokens -= request.computed_tokens
         self._preempting.update(modes)
-        return modes
+        return tuple([Preemption(*each) for each in modes.items()])
 
     def _time_slice(self, free_blocks: int, free_slots: int, *, is_empty: bool) -> TimeSlice:
-        return TimeSlice(free_blocks, free_slots, self._growth, is_engine_empty=is_empty)
-
-    def _candidates(self, running: Iterable[RequestView], waiting: HeapScan) -> Candidates:
-        ranking, numbers = self._ranking, self._numbers
-        ranked = (
-            (ranking.key(request), request.arrival_s, numbers[request.request_id], request)
-            for request in running
+        return TimeSlice(
+            free_blocks,
+            free_slots,
+            block_tokens=self._block_tokens,
+            horizon_steps=self._horizon_steps,
+            is_engine_empty=is_empty,
         )
-        return Candidates(ranked, waiting, keeps_equals=ranking.keeps_equals)
-
-    def _may_preempt(self, request: RequestView) -> bool:
-        floor = self._floors.get(request.request_id, (0, 0))
-        return not request.is_pinned and (request.output_tokens, request.computed_tokens) > floor
-
-    def _growth(self, request: RequestView) -> int:
-        """Blocks that a request takes beside those held or missing until the slice's end."""
-        size = self._block_tokens
-        known = request.prompt_tokens + request.output_tokens
-        has = known if request.missing_blocks else request.computed_tokens
-        return max(0, -(-(known + self._horizon_steps) // size) - -(-has // size))

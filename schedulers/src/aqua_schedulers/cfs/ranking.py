@@ -38,7 +38,7 @@ as long."""
 
 
 class Ranking(ABC):
-    """Orders requests within a phase; a request's keys change only while it is running.
+    """Orders requests within a phase; a request's key changes only while it is running.
 
     Args:
         slice_iterations: Engine steps of a slice.
@@ -58,17 +58,9 @@ class Ranking(ABC):
     def __init__(self, slice_iterations: int = 1) -> None:
         self.slice_iterations = slice_iterations
 
-    def key(self, request: RequestView) -> float:
-        """The request's key in its present phase."""
-        return self.decode_key(request) if request.output_tokens else self.prompt_key(request)
-
-    def prompt_key(self, request: RequestView) -> float:
-        """The key of a request without an output token: the fewest computed tokens first."""
-        return request.computed_tokens / request.weight
-
     @abstractmethod
-    def decode_key(self, request: RequestView) -> float:
-        """The key of a request with output tokens."""
+    def key(self, request: RequestView) -> float:
+        """The request's key, compared with those of the same phase only."""
 
     def slice_steps(self, *, prompts_wait: bool) -> int:
         """Engine steps until running requests give way again."""
@@ -87,17 +79,12 @@ class Ranking(ABC):
 
 
 class FirstComeFirstServed(Ranking):
-    """Arrival alone counts."""
+    """Arrival alone counts, also for what the engine itself preempted."""
 
     preempts = False
 
-    def prompt_key(self, request: RequestView) -> float:
-        """Prompts wait for all that were there before."""
-        del request
-        return 0.0
-
-    def decode_key(self, request: RequestView) -> float:
-        """What the engine itself preempted comes back by arrival."""
+    def key(self, request: RequestView) -> float:
+        """The same for all."""
         del request
         return 0.0
 
@@ -124,8 +111,10 @@ class FairShare(Ranking):
         self._starts: dict[str, float] = {}
         self._mean = 0.0
 
-    def decode_key(self, request: RequestView) -> float:
-        """Virtual runtime; a request seen for the first time starts at the mean."""
+    def key(self, request: RequestView) -> float:
+        """Prompts: tokens computed. Decodes: virtual runtime, at first seen from the mean."""
+        if not request.output_tokens:
+            return request.computed_tokens / request.weight
         start = self._starts.get(request.request_id)
         if start is None:
             # Output until now was the same for all: there was no slice, so none waited.
@@ -139,7 +128,11 @@ class FairShare(Ranking):
         """Find the mean that newcomers start at; it never goes back."""
         starts = self._starts
         keys = list(waiting_decode_keys)
-        keys += [self.decode_key(each) for each in running if each.request_id in starts]
+        keys += [
+            starts[each.request_id] + each.output_tokens / each.weight
+            for each in running
+            if each.request_id in starts
+        ]
         if keys:
             self._mean = max(self._mean, sum(keys) / len(keys))
 
@@ -151,9 +144,9 @@ class FairShare(Ranking):
 class LeastServedFirst(Ranking):
     """Aqua section 7 to the letter."""
 
-    def decode_key(self, request: RequestView) -> float:
-        """The fewest tokens generated first."""
-        return request.output_tokens / request.weight
+    def key(self, request: RequestView) -> float:
+        """The fewest tokens generated, or of the prompt computed, first."""
+        return (request.output_tokens or request.computed_tokens) / request.weight
 
 
 class FirstTokenFirst(Ranking):
@@ -175,15 +168,10 @@ class FirstTokenFirst(Ranking):
         super().__init__(slice_iterations)
         self.stint_tokens = stint_tokens
 
-    def prompt_key(self, request: RequestView) -> float:
-        """Arrival, within a weight."""
-        return -request.weight
-
-    def decode_key(self, request: RequestView) -> float:
-        """Requests in their first stint go first; among the others, heavier ones."""
-        if request.output_tokens < self.stint_tokens * request.weight:
-            return -inf
-        return -request.weight
+    def key(self, request: RequestView) -> float:
+        """Decodes in their first stint go first; otherwise heavier requests, then arrival."""
+        is_first_stint = 0 < request.output_tokens < self.stint_tokens * request.weight
+        return -inf if is_first_stint else -request.weight
 
     def slice_steps(self, *, prompts_wait: bool) -> int:
         """Short while some request waits for its first token."""

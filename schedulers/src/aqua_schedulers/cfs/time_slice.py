@@ -8,42 +8,41 @@ costs nothing here and is the policy's decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from heapq import merge
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
-from operator import itemgetter
-from typing import Final
 
-from aqua_schedulers.cfs.views import Decision, Preemption, PreemptionMode, RequestView
-from aqua_schedulers.cfs.waiting_queue import HeapScan, RankedRequest
-
-Growth = Callable[[RequestView], int]
-"""Blocks that a request takes until the slice's end, beside those it holds or misses."""
+from aqua_schedulers.cfs.views import RequestView
+from aqua_schedulers.cfs.waiting_queue import RankedRequest
 
 
 class Candidates:
-    """Running and waiting requests of one phase, merged in the ranking's order.
+    """Running and waiting requests of one phase, merged by the keys of their `Ranking`.
 
     Args:
-        running: Those that may be preempted.
-        waiting: Those that may be admitted.
-        keeps_equals: Whether running ones go before waiting ones of the same key, or all by
-            arrival.
+        running: Those that may be preempted, in any order.
+        waiting: Those that may be admitted, in order.
 
     Attributes:
-        waiting: As above.
-        running_ids: Which of them are running.
-        in_order: An iterator over all of them, that each `TimeSlice.fill` moves on.
+        in_order: All, each with whether it is running; `TimeSlice.fill` moves this iterator on.
+        admits: False ends the waiting ones; those running go on.
     """
 
-    def __init__(
-        self, running: Iterable[RankedRequest], waiting: HeapScan, *, keeps_equals: bool
-    ) -> None:
-        ranked = sorted(running)
-        self.waiting: Final = waiting
-        self.running_ids: Final = {request.request_id for _, _, _, request in ranked}
-        # Of equal keys, `merge` takes those of its first argument first.
-        self.in_order: Final = merge(ranked, waiting, key=itemgetter(0) if keeps_equals else None)
+    def __init__(self, running: list[RankedRequest], waiting: Sequence[RankedRequest]) -> None:
+        self.admits = True
+        self.in_order = self._merge(running, waiting)
+
+    def _merge(
+        self, running: list[RankedRequest], waiting: Sequence[RankedRequest]
+    ) -> Iterator[tuple[RequestView, bool]]:
+        running.sort(reverse=True)
+        for outer in waiting:
+            while running and running[-1] < outer:
+                yield running.pop()[4], True
+            yield outer[4], False
+            if not self.admits:
+                break
+        while running:
+            yield running.pop()[4], True
 
 
 class TimeSlice:
@@ -52,7 +51,8 @@ class TimeSlice:
     Args:
         free_blocks: Blocks to give out, those of preemptible requests included.
         free_slots: Requests that may hold them.
-        growth: What each will take beside.
+        block_tokens: Tokens of a block.
+        horizon_steps: Tokens that each decode will take.
         is_engine_empty: Whether no request holds memory for certain.
 
     Attributes:
@@ -61,15 +61,26 @@ class TimeSlice:
     """
 
     def __init__(
-        self, free_blocks: int, free_slots: int, growth: Growth, *, is_engine_empty: bool
+        self,
+        free_blocks: int,
+        free_slots: int,
+        *,
+        block_tokens: int,
+        horizon_steps: int,
+        is_engine_empty: bool,
     ) -> None:
         self._free_blocks = free_blocks
         self._free_slots = free_slots
-        self._growth = growth
+        self._block_tokens = block_tokens
+        self._horizon_steps = horizon_steps
         self._is_engine_empty = is_engine_empty
         self._is_closed = False
         self.kept: set[str] = set()
         self.admitted: dict[str, RequestView] = {}
+
+    def hold(self, request: RequestView) -> None:
+        """A running request that cannot be preempted takes what it grows by, and keeps its slot."""
+        self._free_blocks -= self._growth(request)
 
     def keep(self, request: RequestView) -> bool:
         """Let a running request stay; False if there is no memory for it."""
@@ -102,25 +113,23 @@ class TimeSlice:
         """
         if max_tokens <= 0:
             return
-        for _, _, _, request in candidates.in_order:
-            if request.request_id in self.admitted:
+        for request, is_running in candidates.in_order:
+            if is_running:
+                fits = self.keep(request)
+            elif request.request_id in self.admitted:
                 continue
-            is_running = request.request_id in candidates.running_ids
-            fits = self.keep(request) if is_running else self.admit(request)
+            else:
+                fits = candidates.admits = self.admit(request)
             if fits:
                 max_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
                 if max_tokens <= 0:
                     return
-            elif not is_running:
-                candidates.waiting.stop()
 
-    def decision(self, victims: Mapping[str, PreemptionMode] | None = None) -> Decision:
-        """The slice as the engine hears it: decodes before prompts."""
-        decodes_first = sorted(self.admitted.values(), key=lambda each: not each.output_tokens)
-        return Decision(
-            tuple(Preemption(*victim) for victim in (victims or {}).items()),
-            tuple(request.request_id for request in decodes_first),
-        )
+    def in_order(self) -> tuple[str, ...]:
+        """The admitted requests as the engine takes them: decodes before prompts."""
+        decodes = [name for name, each in self.admitted.items() if each.output_tokens]
+        prompts = [name for name, each in self.admitted.items() if not each.output_tokens]
+        return (*decodes, *prompts)
 
     def _take(self, blocks: int) -> bool:
         if blocks > self._free_blocks or self._free_slots < 1:
@@ -129,3 +138,10 @@ class TimeSlice:
         self._free_slots -= 1
         self._is_engine_empty = False
         return True
+
+    def _growth(self, request: RequestView) -> int:
+        """Blocks that a request takes beside those held or missing until the slice's end."""
+        size = self._block_tokens
+        known = request.prompt_tokens + request.output_tokens
+        has = known if request.missing_blocks else request.computed_tokens
+        return max(0, -(-(known + self._horizon_steps) // size) - -(-has // size))
