@@ -43,7 +43,7 @@ TIER = AQUA_TESTS_WHOLE=$(WHOLE) AQUA_TESTS_SEED=$(SLICE_SEED) $(PY) -m pytest -
 export PYTHONHASHSEED ?= 0
 
 # NO_VENV=1: use $(PYTHON) as it is, for machines without registry access that already carry
-# torch, cupy, pytest, hypothesis and pydantic:  make test-gpu NO_VENV=1
+# torch, pytest, hypothesis and pydantic:  make test-gpu NO_VENV=1
 ifdef NO_VENV
   PY := $(PYTHON)
   BIN :=

@@ -170,7 +170,7 @@ def watch_member(ledger: Ledger) -> None:
     """Make steps of what producers and consumers do."""
     from aqua_client import CoordinatorClient
     from aqualib.channel import Channel
-    from aqualib.transports.borrowed import BorrowedSlab
+    from aqualib.transports.base import MappedSlab
     from aqualib.transports.host import HostCopier
     from aqualib.transports.memfd import MemfdTransport
 
@@ -180,7 +180,7 @@ def watch_member(ledger: Ledger) -> None:
     ledger.watch(CoordinatorClient, "send", lambda _, call: CALLS.get(_shape(call)))
     ledger.watch(MemfdTransport, "create", _named("slab:create"))
     ledger.watch(MemfdTransport, "open", _named("slab:map"))
-    ledger.watch(BorrowedSlab, "close", lambda slab: f"slab:close-{type(slab).__name__}")
+    ledger.watch(MappedSlab, "close", lambda slab: f"slab:close-{type(slab).__name__}")
     for method in ("copy", "copy_bytes"):
         ledger.watch(HostCopier, method, _named("copy"))
 

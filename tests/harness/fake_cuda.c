@@ -1,12 +1,14 @@
 /* A stand-in for libcuda.so.1 that keeps "device memory" in memfds: a test aid.
  *
- * It implements the virtual memory calls that the binding makes, with the driver's rules: sizes in
- * granules, a mapping is unreadable until access is set, handles, mappings and descriptors each
- * keep the memory, a context must be current. It counts what is alive, so that a test can see a
+ * It implements the calls that the binding makes, with the driver's rules: sizes in granules, a
+ * mapping is unreadable until access is set, handles, mappings and descriptors each keep the memory,
+ * a context must be current, no process opens an IPC handle of its own pid. It is as unforgiving as
+ * CUDA: memory freed under an importer's IPC mapping is truncated, so that the importer's next access
+ * is a SIGBUS instead of undefined behaviour that happens to work. It counts what is alive, so that a test can see a
  * leak. The prototypes come from the binding's tests against cuda.h, not from here.
  *
  * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes a device has; 1 GiB),
- * FAKE_CUDA_BATCH (12080, 13000 or 0: which batch copy the driver has), FAKE_CUDA_PEERS (1),
+ * FAKE_CUDA_BATCH (1; 0: no batched copies), FAKE_CUDA_PEERS (1),
  * FAKE_CUDA_POSIX (1).
  */
 #define _GNU_SOURCE
@@ -35,7 +37,8 @@ typedef struct { Location location; int flags; } Access;
 typedef struct { int order; Location src, dst; unsigned flags; } CopyAttributes;
 
 static struct { int fd, device, ours; size_t size; } memory[SLOTS];
-static struct Range { uintptr_t at; size_t size; int accessible; } range[SLOTS], piece[SLOTS];
+static struct Range { uintptr_t at; size_t size; int accessible; } range[SLOTS], piece[SLOTS], whole[SLOTS];
+static int whole_fd[SLOTS];
 static long live[COUNTERS];
 static size_t used;
 static int initialised;
@@ -259,6 +262,70 @@ int cuMemSetAccess(unsigned long long at, size_t size, const Access *access, siz
     return result;
 }
 
+typedef struct { char text[64]; } IpcHandle;
+/* Puts a whole memfd behind a new address; `fd` is kept for memory of our own, -1 for another's. */
+static int show(unsigned long long *at, int of, int fd, size_t size) {
+    void *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, of, 0);
+    if (start == MAP_FAILED) return OUT_OF_MEMORY;
+    madvise(start, size, MADV_DONTFORK);
+    pthread_mutex_lock(&lock);
+    int i = add(whole, (uintptr_t)start, size);
+    whole_fd[i] = fd;
+    live[MAPPINGS]++;
+    pthread_mutex_unlock(&lock);
+    *at = (uintptr_t)start;
+    return SUCCESS;
+}
+/* The number of what starts at this address, and whether it is our own; 0 if nothing does. */
+static int shown(unsigned long long at, int ours) {
+    for (int i = 1; i < SLOTS; i++)
+        if (whole[i].at == at && (whole_fd[i] >= 0) == ours) return i;
+    return 0;
+}
+static int hide(unsigned long long at, int ours) {
+    if (!depth) return INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    int i = at ? shown(at, ours) : 0;
+    if (i) {
+        munmap((void *)whole[i].at, whole[i].size);
+        if (ours && ftruncate(whole_fd[i], 0) == 0) close(whole_fd[i]);
+        whole[i].at = 0;
+        live[MAPPINGS]--;
+    }
+    pthread_mutex_unlock(&lock);
+    return i ? SUCCESS : INVALID_VALUE;
+}
+int cuMemAlloc_v2(unsigned long long *at, size_t size) {
+    if (!depth) return INVALID_CONTEXT;
+    if (size > (size_t)setting("FAKE_CUDA_MEMORY", 1L << 30)) return OUT_OF_MEMORY;
+    int fd = memfd_create("fake-cuda-ipc", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)size) || pwrite(fd, "dirt", 4, 0) != 4) return OUT_OF_MEMORY;
+    return show(at, fd, fd, size);
+}
+int cuMemFree_v2(unsigned long long at) { return hide(at, 1); }
+int cuIpcGetMemHandle(IpcHandle *handle, unsigned long long at) {
+    int i = shown(at, 1);
+    if (!depth || !i) return depth ? INVALID_VALUE : INVALID_CONTEXT;
+    memset(handle, 0, sizeof *handle);
+    snprintf(handle->text, sizeof handle->text, "%d %d", (int)getpid(), whole_fd[i]);
+    return SUCCESS;
+}
+int cuIpcOpenMemHandle_v2(unsigned long long *at, IpcHandle handle, unsigned flags) {
+    int pid, number;
+    char path[64];
+    struct stat status;
+    if (!depth) return INVALID_CONTEXT;
+    if (flags != 1 || sscanf(handle.text, "%d %d", &pid, &number) != 2) return INVALID_VALUE;
+    if (pid == getpid()) return INVALID_CONTEXT;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, number);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return INVALID_VALUE;
+    int result = fstat(fd, &status) ? INVALID_VALUE : show(at, fd, -1, (size_t)status.st_size);
+    close(fd);
+    return result;
+}
+int cuIpcCloseMemHandle(unsigned long long at) { return hide(at, 0); }
+
 int cuCtxSynchronize(void) { return depth ? SUCCESS : INVALID_CONTEXT; }
 int cuStreamCreate(void **stream, unsigned flags) {
     *stream = (void *)0x2000;
@@ -291,28 +358,22 @@ int cuMemHostUnregister(void *at) {
     return SUCCESS;
 }
 
-static int batch_without_fail_index(
+static int copy_batch(
     const unsigned long long *dsts, const unsigned long long *srcs, const size_t *sizes, size_t count,
-    const CopyAttributes *attributes, const size_t *first, size_t attribute_count, void *stream) {
+    const CopyAttributes *attributes, const size_t *first, size_t attribute_count, size_t *fail, void *stream) {
+    *fail = SIZE_MAX;
     if (!depth) return INVALID_CONTEXT;
     if (!stream || !count || attribute_count != 1 || first[0] || attributes->order != 1) return INVALID_VALUE;
     for (size_t i = 0; i < count; i++) memcpy((void *)dsts[i], (void *)srcs[i], sizes[i]);
     return SUCCESS;
 }
-static int batch_with_fail_index(
-    const unsigned long long *dsts, const unsigned long long *srcs, const size_t *sizes, size_t count,
-    const CopyAttributes *attributes, const size_t *first, size_t attribute_count, size_t *fail, void *stream) {
-    *fail = SIZE_MAX;
-    return batch_without_fail_index(dsts, srcs, sizes, count, attributes, first, attribute_count, stream);
-}
 int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status) {
-    long has = setting("FAKE_CUDA_BATCH", 12080);
     *address = NULL;
-    if (strcmp(symbol, "cuMemcpyBatchAsync") || flags || has != version) {
+    if (strcmp(symbol, "cuMemcpyBatchAsync") || flags || version != 12080 || !setting("FAKE_CUDA_BATCH", 1)) {
         *status = 1;
         return NOT_FOUND;
     }
-    *address = has == 12080 ? (void *)batch_with_fail_index : (void *)batch_without_fail_index;
+    *address = (void *)copy_batch;
     *status = 0;
     return SUCCESS;
 }

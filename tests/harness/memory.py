@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aqualib.transports.base import Handle
+from aqualib.transports.base import Handle, OwnedSlab
 
 if TYPE_CHECKING:
     import torch
 
 
-class PaperSlab:
-    """Satisfies `OwnedSlab`; nobody looks at its bytes.
+class PaperSlab(OwnedSlab):
+    """An `OwnedSlab` without bytes.
 
     Args:
         nbytes: What it claims to have.
@@ -34,3 +34,6 @@ class PaperSlab:
         """Note that it was closed; closing twice is a mistake of whoever owns it."""
         assert not self.closed, "closed twice"
         self.closed = True
+
+    def _let_go(self) -> None:
+        """There is nothing to give back."""

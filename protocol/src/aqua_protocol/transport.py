@@ -13,4 +13,4 @@ class TransportKind(StrEnum):
     CUDA_VMM = "cuda_vmm"
     """CUDA virtual memory management with POSIX descriptors: the primary path on GPUs."""
     CUDA_IPC = "cuda_ipc"
-    """Legacy CUDA IPC handles through CuPy: drivers and containers without VMM export."""
+    """Legacy CUDA IPC handles: drivers and containers without VMM export."""

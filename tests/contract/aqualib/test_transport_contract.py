@@ -1,6 +1,6 @@
 """One suite over every transport: what `transports.base` promises, between two processes.
 
-The `-on-fake` cases are the real CUDA transports over stand-ins for the driver and CuPy's runtime
+The `-on-fake` cases are the real CUDA transports over a stand-in for the driver
 (`harness/fake_cuda`): calls, reference counts and descriptor passing on machines without a GPU.
 """
 

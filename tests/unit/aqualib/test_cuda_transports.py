@@ -1,8 +1,7 @@
-"""What the CUDA transports refuse, over the stand-ins; the contract suite has what they do."""
+"""What the CUDA transports refuse, over the stand-in; the contract suite has what they do."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 
 from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
 from aqualib.transports import Handle, Transport, cuda_ipc
-from aqualib.transports.cuda_ipc import CudaIpcTransport, CupyRuntime
+from aqualib.transports.cuda_driver import CudaDriver
 from aqualib.transports.cuda_vmm import PAYLOAD, CudaVmmTransport
+from aqualib.transports.host import CPU
 from harness import fake_cuda
 
 GRANULE = 2 * MIB
@@ -67,7 +67,7 @@ def test_memory_of_a_gpu_out_of_reach_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
     monkeypatch.setenv("FAKE_CUDA_PEERS", "0")
-    near = fake_cuda.FakeVmmTransport(library)
+    near = fake_cuda.FakeVmmTransport(CPU, CudaDriver(str(library)))
     far = CudaVmmTransport(torch.device("cuda", 1), near._driver)
     gpu = far._gpu
     memory = gpu.allocate(GRANULE)
@@ -113,41 +113,19 @@ def test_legacy_ipc_refuses_slabs_that_would_share_a_block(library: Path) -> Non
     assert "2 MiB" in refusal.value.remedy
 
 
-def test_legacy_ipc_without_cupy_says_which_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(TransportUnavailableError, match="CuPy") as refusal:
-        CudaIpcTransport(torch.device("cuda", 0)).check()
-    assert "cupy-cuda13x" in refusal.value.remedy
-
-
-class _FakeCupy:
-    """As much of CuPy as `CupyRuntime` touches, failing with one status."""
-
-    class cuda:  # noqa: N801 - a module's name
-        class Device:
-            def __init__(self, ordinal: int) -> None:
-                self.ordinal = ordinal
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None: ...
-
-        class runtime:  # noqa: N801 - a module's name
-            class CUDARuntimeError(RuntimeError):
-                status = 201
-
-            @classmethod
-            def ipcOpenMemHandle(cls, handle: bytes) -> int:  # noqa: N802 - CuPy's name
-                raise cls.CUDARuntimeError(f"failed on {len(handle)} bytes")
-
-
-def test_errors_of_cuda_ipc_explain_their_usual_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", _FakeCupy)
-    runtime = CupyRuntime(0)
-    with pytest.raises(TransportError, match="ipcOpenMemHandle failed") as failure:
-        runtime.open(bytes(64))
+def test_errors_of_cuda_ipc_explain_their_usual_cause(library: Path) -> None:
+    transport = fake_cuda.transport(TransportKind.CUDA_IPC, library)
+    slab = transport.create(GRANULE)
+    handle = slab.export()
+    size, _, name = cuda_ipc.PAYLOAD.unpack(handle.payload)
+    # As if another process had it, which has our pid in its own namespace.
+    handle.payload = cuda_ipc.PAYLOAD.pack(size, bytes(16), name)
+    with pytest.raises(TransportError, match="cuIpcOpenMemHandle_v2 failed") as failure:
+        transport.open(handle, GRANULE)
     assert "pid namespaces" in failure.value.remedy
-    assert failure.value.details == {"call": "ipcOpenMemHandle", "result_code": 201}
+    assert failure.value.details["result_code"] == 201
+    assert handle.fd is None
+    slab.close()
 
 
 def test_payloads_fit_the_wire(transport: Transport) -> None:

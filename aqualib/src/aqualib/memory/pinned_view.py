@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from aqualib.transports.borrowed import BorrowedSlab
+from aqualib.transports.base import MappedSlab
 
 if TYPE_CHECKING:
     from aqualib.ranges import Range
-    from aqualib.transports.base import MappedSlab
 
 
-class PinnedView(BorrowedSlab):
+class PinnedView(MappedSlab):
     """Bytes of a pinned slab; `close` ends it, or raises `BufferError` while somebody looks.
 
     Args:

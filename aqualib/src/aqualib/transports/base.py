@@ -25,13 +25,18 @@ What none can promise: taking a mapping away from another process. See `aqua_pro
 
 from __future__ import annotations
 
+import abc
 import os
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, cast
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from aqua_protocol import TransportError, format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from aqua_protocol import TransportKind
 
 
@@ -60,13 +65,33 @@ class Handle:
         self.close()
 
 
-@runtime_checkable
-class MappedSlab(Protocol):
-    """Memory that this process can read and write through `tensor`."""
+class MappedSlab(abc.ABC):
+    """Memory that this process can read and write through `tensor`.
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
+    torch does not own that memory. Unmapping under a live view is a crash that no exception
+    precedes, so `close` decides by torch's own reference count: the storage behind the tensor must
+    have died with it. Views, reshapes, `.numpy()` arrays and memoryviews all hold that storage, so
+    whatever can still reach the bytes is seen, on host and device alike. (`torch.frombuffer` keeps
+    nothing alive and cannot tell; `__cuda_array_interface__` ties a pointer to the device that owns
+    it, while a slab of a peer must be a tensor on the *importing* device.)
+
+    Nothing is unmapped when the object is collected, because views may outlive it: close it.
+
+    Args:
+        address: First byte; stays mapped and accessible from `device` until `_let_go`.
+        nbytes: Size in bytes.
+        device: Where torch shall run operations on the tensor.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._address = address
+        storage = cast(
+            "torch.UntypedStorage",
+            torch._C._construct_storage_from_data_pointer(address, device, nbytes),  # noqa: SLF001 - torch has no public constructor over a foreign pointer
+        )
+        self._tensor: torch.Tensor | None = _whole(storage)
+        self._lock = threading.Lock()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -75,6 +100,12 @@ class MappedSlab(Protocol):
         Raises:
             ValueError: The slab is closed.
         """
+        if (tensor := self._tensor) is not None:
+            return tensor
+        with self._lock:  # A `close` that is being refused may be about to put it back.
+            if self._tensor is None:
+                raise ValueError("the slab is closed")
+            return self._tensor
 
     def close(self) -> None:
         """Unmap; copies must have been fenced. Harmless when repeated.
@@ -82,12 +113,39 @@ class MappedSlab(Protocol):
         Raises:
             BufferError: Tensors over this memory are still alive; nothing was unmapped.
         """
+        with self._lock:
+            if self._tensor is None:
+                return
+            remains = StorageWeakRef(self._tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch's
+            self._tensor = None
+            # None when the storage is gone. Asking for a strong reference instead of `expired()`
+            # leaves no moment in which a view could die between the question and the repair.
+            survivor = cast(
+                "torch.UntypedStorage | None",
+                torch.UntypedStorage._new_with_weak_ptr(remains.cdata),  # noqa: SLF001 - torch's own way back from a weak reference
+            )
+            if survivor is not None:
+                self._tensor = _whole(survivor)
+                raise BufferError("tensors over the slab are still alive; drop them, then close")
+            self._let_go()
+
+    @abc.abstractmethod
+    def _let_go(self) -> None:
+        """Give the memory back; called once, under the lock, when no view is left."""
+
+    def __repr__(self) -> str:
+        state = "closed" if self._tensor is None else f"at {self._address:#x}"
+        return f"<{type(self).__name__} {self.nbytes} bytes {state}>"
 
 
-@runtime_checkable
-class OwnedSlab(MappedSlab, Protocol):
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class OwnedSlab(MappedSlab):
     """A slab that this process created and may lend."""
 
+    @abc.abstractmethod
     def export(self) -> Handle:
         """A fresh handle for one importer.
 
@@ -178,3 +236,28 @@ class Transport(Protocol):
 
     def copier(self) -> Copier:
         """A new copier, for the calling thread."""
+
+
+def require_multiple(nbytes: int, unit_bytes: int) -> None:
+    """Refuse sizes that no slab can have.
+
+    Raises:
+        TransportError: Not a positive multiple of what is mapped at once.
+    """
+    if nbytes <= 0 or nbytes % unit_bytes:
+        raise TransportError(
+            f"{nbytes} bytes cannot be mapped",
+            remedy=f"Choose a positive multiple of {format_bytes(unit_bytes)}.",
+        )
+
+
+def require_announced(size: int, nbytes: int) -> None:
+    """Refuse a slab of another size than its owner said.
+
+    Raises:
+        TransportError: With both sizes.
+    """
+    if size != nbytes:
+        raise TransportError(
+            f"the slab has {size} bytes, {nbytes} were announced", size=size, announced=nbytes
+        )

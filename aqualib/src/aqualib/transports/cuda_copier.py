@@ -110,41 +110,15 @@ class CudaCopier(Copier):
     def gather(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         if dst.is_cpu and src.is_cpu:
             self._host.gather(dst, src, index)
-            return
-        rows = checked_rows(index, packed=dst, table=src)
-        if not dst.nbytes:
-            return
-        self._begin(dst, src)
-        runs = RowRuns.of(rows, src)
-        if not _goes_by_staging(dst, src, runs):
-            self._copy_runs(runs, packed=dst, table=src, into_table=False)
-            return
-        with torch.cuda.stream(self._stream):
-            table, packed = _as_tables(src, dst)
-            where = index.to(self._device)
-            for rows_of_stage, stage in self._stages(packed):
-                torch.index_select(table, 0, where[rows_of_stage], out=stage)
-                packed[rows_of_stage].copy_(stage, non_blocking=True)
+        else:
+            self._copy_rows(index, packed=dst, table=src, into_table=False)
 
     @override
     def scatter(self, dst: torch.Tensor, src: torch.Tensor, index: torch.Tensor) -> None:
         if dst.is_cpu and src.is_cpu:
             self._host.scatter(dst, src, index)
-            return
-        rows = checked_rows(index, packed=src, table=dst)
-        if not src.nbytes:
-            return
-        self._begin(dst, src)
-        runs = RowRuns.of(rows, dst)
-        if not _goes_by_staging(src, dst, runs):
-            self._copy_runs(runs, packed=src, table=dst, into_table=True)
-            return
-        with torch.cuda.stream(self._stream):
-            table, packed = _as_tables(dst, src)
-            where = index.to(self._device)
-            for rows_of_stage, stage in self._stages(packed):
-                stage.copy_(packed[rows_of_stage], non_blocking=True)
-                table.index_copy_(0, where[rows_of_stage], stage)
+        else:
+            self._copy_rows(index, packed=src, table=dst, into_table=True)
 
     @override
     def fence(self) -> None:
@@ -157,6 +131,28 @@ class CudaCopier(Copier):
             self.fence()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._in_flight += (dst, src)
+
+    def _copy_rows(
+        self, index: torch.Tensor, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
+    ) -> None:
+        rows = checked_rows(index, packed=packed, table=table)
+        if not packed.nbytes:
+            return
+        self._begin(packed, table)
+        runs = RowRuns.of(rows, table)
+        if not _goes_by_staging(packed, table, runs):
+            self._copy_runs(runs, packed=packed, table=table, into_table=into_table)
+            return
+        with torch.cuda.stream(self._stream):
+            table, packed = _as_tables(table, packed)
+            where = index.to(self._device)
+            for rows_of_stage, stage in self._stages(packed):
+                if into_table:
+                    stage.copy_(packed[rows_of_stage], non_blocking=True)
+                    table.index_copy_(0, where[rows_of_stage], stage)
+                else:
+                    torch.index_select(table, 0, where[rows_of_stage], out=stage)
+                    packed[rows_of_stage].copy_(stage, non_blocking=True)
 
     def _stages(self, packed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Cut `packed` into stretches of rows that fit the staging buffer, each with its view."""
@@ -171,7 +167,8 @@ class CudaCopier(Copier):
     def _copy_runs(
         self, runs: RowRuns, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
     ) -> None:
-        if has_dense_rows(table) and all(_is_reachable(side) for side in (packed, table)):
+        reachable = all(side.is_cuda or side.is_pinned() for side in (packed, table))
+        if reachable and has_dense_rows(table):
             row_bytes = packed[0].nbytes
             in_packed = _addresses(packed, runs.packed_rows, row_bytes)
             in_table = _addresses(table, runs.table_rows, table.stride(0) * table.element_size())
@@ -181,12 +178,8 @@ class CudaCopier(Copier):
             return
         # Pageable memory and rows that are not one stretch of bytes: torch knows how.
         with torch.cuda.stream(self._stream):
-            for at, of, count in zip(
-                runs.table_rows.tolist(),
-                runs.packed_rows.tolist(),
-                runs.counts.tolist(),
-                strict=True,
-            ):
+            starts = zip(runs.table_rows.tolist(), runs.packed_rows.tolist(), strict=True)
+            for (at, of), count in zip(starts, runs.counts.tolist(), strict=True):
                 there, here = table[at : at + count], packed[of : of + count]
                 dst, src = (there, here) if into_table else (here, there)
                 dst.copy_(src, non_blocking=True)
@@ -207,10 +200,6 @@ def _as_tables(table: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor,
         return table, packed
     word = widest_word(table, packed)
     return as_words(table, word), as_words(packed, word)
-
-
-def _is_reachable(side: torch.Tensor) -> bool:
-    return side.is_cuda or side.is_pinned()
 
 
 def _addresses(table: torch.Tensor, rows: npt.NDArray[np.int64], stride_bytes: int) -> Words:

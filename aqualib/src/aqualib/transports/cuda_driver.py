@@ -5,7 +5,7 @@ current around every call, so that any thread may use it and no thread's own con
 decides nothing about slabs; see `cuda_vmm` and `cuda_copier`. Layouts are in `cuda_abi`.
 
 Why ctypes: torch builds disagree on which cuda-bindings they tolerate (2.10 pins 12.9, 2.11 wants
-13), CuPy has no virtual memory calls, and a dozen prototypes are less than either dependency.
+13), CuPy has no virtual memory calls, and these prototypes are less than either dependency.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from aqualib.transports.cuda_abi import (
     ALLOCATION_TYPE_PINNED,
     ATTRIBUTE_POSIX_FD_HANDLES,
     ATTRIBUTE_VIRTUAL_MEMORY,
+    BATCH_COPY,
+    BATCH_COPY_VERSION,
     COPY_IN_STREAM_ORDER,
     GRANULARITY_MINIMUM,
     HANDLE_TYPE_POSIX_FD,
     HOST_REGISTER_PORTABLE,
+    IPC_LAZY_PEER_ACCESS,
     LOCATION_TYPE_DEVICE,
     PROTOTYPES,
     STREAM_NON_BLOCKING,
     SUCCESS,
+    IpcMemHandle,
     MemAccessDesc,
     MemAllocationProp,
     MemcpyAttributes,
@@ -48,11 +52,6 @@ Words = npt.NDArray[np.uint64]
 """Addresses or sizes, laid out as the driver reads them."""
 
 LIBRARY: Final = "libcuda.so.1"
-
-_BATCH_SYMBOL: Final = b"cuMemcpyBatchAsync"
-# Versions of CUDA, fixed by its ABI; later drivers still serve that of 12.8 when asked for it.
-_BATCH_WITH_FAIL_INDEX: Final = 12080
-_BATCH_WITHOUT_FAIL_INDEX: Final = 13000
 
 
 class CudaError(TransportError):
@@ -98,7 +97,7 @@ class CudaDriver:
                 remedy="Check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES "
                 "does not hide it.",
             ) from error
-        self._batch = self._resolve_batch()
+        self._batch = self._find_batch_copy()
         self._devices: dict[int, CudaDevice] = {}
         self._lock = threading.Lock()
 
@@ -153,47 +152,18 @@ class CudaDriver:
                 self.call("cuMemcpyAsync", dst, src, size, stream)
             return
         attributes = MemcpyAttributes(src_access_order=COPY_IN_STREAM_ORDER)
-        first_copy = c_size_t(0)
-        result = self._batch(
-            dsts.ctypes.data,
-            srcs.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            byref(attributes),
-            byref(first_copy),
-            stream,
-        )
+        first, failed = c_size_t(0), c_size_t()
+        lists = (dsts.ctypes.data, srcs.ctypes.data, sizes.ctypes.data, len(sizes))
+        result = self._batch(*lists, byref(attributes), byref(first), 1, byref(failed), stream)
         self.require("cuMemcpyBatchAsync", result)
 
-    def _resolve_batch(self) -> Callable[..., int] | None:
-        """Find `cuMemcpyBatchAsync`, which lost its `failIdx` argument in CUDA 13."""
-        before = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
-        if address := self._proc_address(_BATCH_SYMBOL, _BATCH_WITH_FAIL_INDEX):
-            old = ctypes.CFUNCTYPE(c_int, *before, c_void_p, c_void_p)(address)
-
-            def with_fail_index(*arguments: object) -> int:
-                *rest, stream = arguments
-                failed = c_size_t()
-                return int(old(*rest, 1, byref(failed), stream))
-
-            return with_fail_index
-        if address := self._proc_address(_BATCH_SYMBOL, _BATCH_WITHOUT_FAIL_INDEX):
-            new = ctypes.CFUNCTYPE(c_int, *before, c_void_p)(address)
-
-            def without_fail_index(*arguments: object) -> int:
-                *rest, stream = arguments
-                return int(new(*rest, 1, stream))
-
-            return without_fail_index
-        return None
-
-    def _proc_address(self, symbol: bytes, version: int) -> int | None:
+    def _find_batch_copy(self) -> Callable[..., int] | None:
         address, status = c_void_p(), c_int()
         result = self._library.cuGetProcAddress_v2(
-            symbol, byref(address), version, 0, byref(status)
+            b"cuMemcpyBatchAsync", byref(address), BATCH_COPY_VERSION, 0, byref(status)
         )
         # A driver without the symbol answers with success and no address, or with not found.
-        return address.value if result == SUCCESS else None
+        return BATCH_COPY(address.value) if result == SUCCESS and address.value else None
 
 
 @functools.cache
@@ -262,35 +232,46 @@ class CudaDevice:
         Raises:
             CudaError: Out of memory, or not a multiple of the granularity.
         """
-        handle = c_ulonglong()
-        with self._current():
-            self.driver.call("cuMemCreate", byref(handle), nbytes, byref(self._prop), 0)
-        return handle.value
+        return self._read_word("cuMemCreate", nbytes, byref(self._prop), 0)
 
     def release(self, handle: int) -> None:
         """Drop a handle. Mappings and exported descriptors keep the memory."""
-        with self._current():
-            self.driver.call("cuMemRelease", handle)
+        self._call("cuMemRelease", handle)
+
+    def allocate_whole(self, nbytes: int) -> int:
+        """Mapped memory of the older kind, which IPC handles can name; its address, to `free`."""
+        return self._read_word("cuMemAlloc_v2", nbytes)
+
+    def free(self, address: int) -> None:
+        """Give memory back that no process has mapped any more."""
+        self._call("cuMemFree_v2", address)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """The 64 bytes by which another process opens what `allocate_whole` made."""
+        handle = IpcMemHandle()
+        self._call("cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle.reserved)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map another process's memory; the address, to `close_ipc`."""
+        given = IpcMemHandle.from_buffer_copy(handle)
+        return self._read_word("cuIpcOpenMemHandle_v2", given, IPC_LAZY_PEER_ACCESS)
+
+    def close_ipc(self, address: int) -> None:
+        """Unmap another process's memory; nothing may be using it."""
+        self._call("cuIpcCloseMemHandle", address)
 
     def export_fd(self, handle: int) -> int:
         """A descriptor of the memory behind `handle`, closed on exec, owned by the caller."""
         fd = c_int(-1)
-        with self._current():
-            self.driver.call(
-                "cuMemExportToShareableHandle", byref(fd), handle, HANDLE_TYPE_POSIX_FD, 0
-            )
+        self._call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_TYPE_POSIX_FD, 0)
         fcntl.fcntl(fd.value, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
         return fd.value
 
     def import_fd(self, fd: int) -> int:
         """A handle to the memory behind a descriptor, which stays the caller's."""
-        handle = c_ulonglong()
-        with self._current():
-            # The interface passes the descriptor itself in the pointer.
-            self.driver.call(
-                "cuMemImportFromShareableHandle", byref(handle), fd, HANDLE_TYPE_POSIX_FD
-            )
-        return handle.value
+        # The interface passes the descriptor itself in the pointer.
+        return self._read_word("cuMemImportFromShareableHandle", fd, HANDLE_TYPE_POSIX_FD)
 
     def home_of(self, handle: int) -> int:
         """Ordinal, among the GPUs visible here, of the GPU that holds the memory."""
@@ -325,15 +306,11 @@ class CudaDevice:
         Raises:
             CudaError: Not a multiple of the granularity.
         """
-        address = c_ulonglong()
-        with self._current():
-            self.driver.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
-        return address.value
+        return self._read_word("cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def free_reserved(self, address: int, nbytes: int) -> None:
         """Give addresses back that have nothing behind them any more."""
-        with self._current():
-            self.driver.call("cuMemAddressFree", address, nbytes)
+        self._call("cuMemAddressFree", address, nbytes)
 
     def map_at(self, address: int, handle: int, nbytes: int) -> None:
         """Put memory behind reserved addresses, for this GPU to read and write.
@@ -350,19 +327,16 @@ class CudaDevice:
 
     def unmap_at(self, address: int, nbytes: int) -> None:
         """Take the memory away from behind reserved addresses; nothing may be using it."""
-        with self._current():
-            self.driver.call("cuMemUnmap", address, nbytes)
+        self._call("cuMemUnmap", address, nbytes)
 
     def synchronize(self) -> None:
         """Wait for everything that was queued on this GPU by this process."""
-        with self._current():
-            self.driver.call("cuCtxSynchronize")
+        self._call("cuCtxSynchronize")
 
     def zero(self, address: int, nbytes: int) -> None:
         """Fill with zeros and wait. The driver does not promise clean memory."""
-        with self._current():
-            self.driver.call("cuMemsetD8Async", address, 0, nbytes, self._stream)
-            self.driver.call("cuStreamSynchronize", self._stream)
+        self._call("cuMemsetD8Async", address, 0, nbytes, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock host memory for every GPU of the process; returns how to undo it.
@@ -370,22 +344,16 @@ class CudaDevice:
         Raises:
             TransportError: The kernel or the driver refuses to lock that much.
         """
-        with self._current():
-            try:
-                self.driver.call("cuMemHostRegister_v2", address, nbytes, HOST_REGISTER_PORTABLE)
-            except CudaError as error:
-                raise TransportError(
-                    f"cannot pin {format_bytes(nbytes)} of host memory: {error.message}",
-                    remedy="Raise the locked-memory limit (`ulimit -l unlimited`) or reserve less "
-                    "host memory.",
-                    **error.details,
-                ) from error
-
-        def unpin() -> None:
-            with self._current():
-                self.driver.call("cuMemHostUnregister", address)
-
-        return unpin
+        try:
+            self._call("cuMemHostRegister_v2", address, nbytes, HOST_REGISTER_PORTABLE)
+        except CudaError as error:
+            raise TransportError(
+                f"cannot pin {format_bytes(nbytes)} of host memory: {error.message}",
+                remedy="Raise the locked-memory limit (`ulimit -l unlimited`) or reserve less "
+                "host memory.",
+                **error.details,
+            ) from error
+        return lambda: self._call("cuMemHostUnregister", address)
 
     def copy_batch(self, dsts: Words, srcs: Words, sizes: Words, stream: int) -> None:
         """Enqueue many copies on a stream: in one submission with drivers of CUDA 12.8 and newer.
@@ -401,6 +369,16 @@ class CudaDevice:
         """
         with self._current():
             self.driver.copy_batch(dsts, srcs, sizes, stream)
+
+    def _read_word(self, name: str, *arguments: object) -> int:
+        """Call a function whose first argument is an `unsigned long long *` for its result."""
+        word = c_ulonglong()
+        self._call(name, byref(word), *arguments)
+        return word.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        with self._current():
+            self.driver.call(name, *arguments)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""Slabs in device memory, shared by legacy CUDA IPC handles through CuPy: the fallback.
+"""Slabs in device memory, shared by legacy CUDA IPC handles: the fallback.
 
 For drivers and containers where memory cannot be exported as a descriptor. The handle is 64 bytes
-and names a whole `cudaMalloc` allocation, so slabs are multiples of 2 MiB: smaller allocations
+and names a whole `cuMemAlloc` allocation, so slabs are multiples of 2 MiB: smaller allocations
 share a block, and a handle to one would open its neighbours.
 
 How it falls short of `cuda_vmm`, and what is done about it:
@@ -13,7 +13,7 @@ How it falls short of `cuda_vmm`, and what is done about it:
 - A process cannot open its own handle, and cannot open one of a process that has the same pid in
   another pid namespace. Both are refused by name.
 
-Source: CUDA Runtime API, "Device Management", `cudaIpcGetMemHandle` and `cudaIpcOpenMemHandle`.
+Source: CUDA Driver API, "Memory Management", `cuIpcGetMemHandle` and `cuIpcOpenMemHandle`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ import contextlib
 import os
 import secrets
 import struct
-from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from typing import Final
 
 import torch
 from typing_extensions import override
 
-from aqua_protocol import (
-    MIB,
-    TransportError,
-    TransportKind,
-    TransportUnavailableError,
-    format_bytes,
+from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
+from aqualib.transports.base import (
+    Handle,
+    MappedSlab,
+    OwnedSlab,
+    require_announced,
+    require_multiple,
 )
-from aqualib.transports.base import Handle, OwnedSlab
-from aqualib.transports.borrowed import BorrowedSlab
-from aqualib.transports.cuda_driver import CudaDriver
+from aqualib.transports.cuda_driver import CudaDevice, CudaError
 from aqualib.transports.cuda_side import CudaSide
 from aqualib.transports.release_pipe import DEFERRED_FREE, ReleasePipes
 
@@ -45,7 +43,7 @@ PAYLOAD: Final = struct.Struct("<Q16s64s")
 """Size in bytes; name of the exporting process; the CUDA IPC handle."""
 
 BLOCK_BYTES: Final = 2 * MIB
-"""Bytes; cudaMalloc gives allocations of this multiple blocks of their own. It is CUDA's; doubled,
+"""Bytes; cuMemAlloc gives allocations of this multiple blocks of their own. It is CUDA's; doubled,
 slabs would have to be larger than needed."""
 
 _THIS_PROCESS: Final = secrets.token_bytes(16)
@@ -57,109 +55,30 @@ _CAUSES: Final = {
     201: "Lender and borrower probably have the same pid in different pid namespaces: share one "
     "(hostPID or shareProcessNamespace), or use cuda_vmm.",
 }
-"""What CUDA's error numbers mean for `cudaIpcOpenMemHandle`."""
+"""What CUDA's error numbers mean for `cuIpcOpenMemHandle`."""
 
 
-class Runtime(Protocol):
-    """The CUDA runtime calls that this transport needs, on one device; they raise TransportError.
-
-    An interface, so that the reference counting around it can be tested without a GPU.
-    """
-
-    def allocate(self, nbytes: int) -> int:
-        """Device memory with an address of its own."""
-
-    def free(self, address: int) -> None:
-        """Give memory back that no process has mapped."""
-
-    def handle_of(self, address: int) -> bytes:
-        """The 64 bytes that another process opens."""
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's memory; the address."""
-
-    def close(self, address: int) -> None:
-        """Unmap what `open` has mapped."""
-
-
-class CupyRuntime(Runtime):
-    """`Runtime` by CuPy.
-
-    Raises:
-        TransportUnavailableError: CuPy is not installed or does not fit the driver.
-    """
-
-    def __init__(self, ordinal: int) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise TransportUnavailableError(
-                f"cuda_ipc needs CuPy: {error}",
-                remedy="Install cupy-cuda12x or cupy-cuda13x, whichever fits the driver.",
-            ) from error
-        self._device = cupy.cuda.Device(ordinal)
-        self._runtime: Any = cupy.cuda.runtime
-
-    @override
-    def allocate(self, nbytes: int) -> int:
-        with self._calling("malloc"):
-            return int(self._runtime.malloc(nbytes))
-
-    @override
-    def free(self, address: int) -> None:
-        with self._calling("free"):
-            self._runtime.free(address)
-
-    @override
-    def handle_of(self, address: int) -> bytes:
-        with self._calling("ipcGetMemHandle"):
-            return bytes(self._runtime.ipcGetMemHandle(address))
-
-    @override
-    def open(self, handle: bytes) -> int:
-        with self._calling("ipcOpenMemHandle"):
-            return int(self._runtime.ipcOpenMemHandle(handle))
-
-    @override
-    def close(self, address: int) -> None:
-        with self._calling("ipcCloseMemHandle"):
-            self._runtime.ipcCloseMemHandle(address)
-
-    @contextlib.contextmanager
-    def _calling(self, name: str) -> Iterator[None]:
-        try:
-            with self._device:
-                yield
-        except self._runtime.CUDARuntimeError as error:
-            raise TransportError(
-                f"{name} failed: {error}",
-                remedy=_CAUSES.get(error.status, "") if name == "ipcOpenMemHandle" else "",
-                call=name,
-                result_code=int(error.status),
-            ) from error
-
-
-class IpcSlab(BorrowedSlab):
+class IpcSlab(MappedSlab):
     """A slab of another process, mapped here; use `CudaIpcTransport.open`."""
 
     def __init__(
-        self, runtime: Runtime, address: int, nbytes: int, device: torch.device, release_pipe: int
+        self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device, release_pipe: int
     ) -> None:
         super().__init__(address, nbytes, device)
-        self._runtime = runtime
+        self._gpu = gpu
         self._release_pipe = release_pipe
 
     def _let_go(self) -> None:
-        self._runtime.close(self._address)
+        self._gpu.close_ipc(self._address)
         os.close(self._release_pipe)  # Only now: it tells the owner that the mapping is gone.
 
 
-class OwnedIpcSlab(BorrowedSlab, OwnedSlab):
+class OwnedIpcSlab(OwnedSlab):
     """A slab that this process made and may lend; use `CudaIpcTransport.create`."""
 
-    def __init__(self, runtime: Runtime, address: int, nbytes: int, device: torch.device) -> None:
+    def __init__(self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device) -> None:
         super().__init__(address, nbytes, device)
-        self._runtime = runtime
+        self._gpu = gpu
         self._pipes: ReleasePipes | None = ReleasePipes()
 
     @override
@@ -167,7 +86,7 @@ class OwnedIpcSlab(BorrowedSlab, OwnedSlab):
         with self._lock:
             if self._pipes is None:
                 raise TransportError("a closed slab cannot be lent")
-            name = self._runtime.handle_of(self._address)
+            name = self._gpu.ipc_handle(self._address)
             try:
                 release_pipe = self._pipes.add()
             except OSError as error:
@@ -175,85 +94,65 @@ class OwnedIpcSlab(BorrowedSlab, OwnedSlab):
                     f"cannot export a slab: {error.strerror}",
                     remedy="Raise the limit of open files: a lender holds one per importer.",
                 ) from error
-            return Handle(PAYLOAD.pack(self._nbytes, _THIS_PROCESS, name), release_pipe)
+            return Handle(PAYLOAD.pack(self.nbytes, _THIS_PROCESS, name), release_pipe)
 
     def _let_go(self) -> None:
         pipes, self._pipes = self._pipes, None
         assert pipes is not None, "let go once"
         # At once, or when the last importer has let go.
-        DEFERRED_FREE.free_when_released(pipes, lambda: self._runtime.free(self._address))
+        DEFERRED_FREE.free_when_released(pipes, lambda: self._gpu.free(self._address))
 
 
 class CudaIpcTransport(CudaSide):
     """Slabs in the memory of a GPU, shared by IPC handle. See the module docstring.
 
-    Args:
-        device: Where this side's tensors live; importers need not use the exporter's GPU.
-        runtime: CUDA's runtime; CuPy's, loaded when first needed.
-        driver: The driver library; loaded when first needed.
+    Importers need not use the exporter's GPU.
     """
-
-    def __init__(
-        self, device: torch.device, runtime: Runtime | None = None, driver: CudaDriver | None = None
-    ) -> None:
-        super().__init__(device, driver)
-        self._runtime_if_loaded = runtime
 
     kind = TransportKind.CUDA_IPC
 
     @override
     def check(self) -> None:
+        gpu = self._gpu
         try:  # A slab and a handle to it; opening one takes another process.
             with contextlib.closing(self.create(BLOCK_BYTES)) as slab:
                 slab.export().close()
-        except TransportUnavailableError:
-            raise
         except TransportError as error:
             raise TransportUnavailableError(
-                f"cuda:{self._ordinal} does not share memory by IPC handle: {error.message}",
-                remedy="Free a few MiB on the GPU if it is full; install the CuPy build that fits "
-                "the driver; or use the cuda_vmm transport.",
+                f"cuda:{gpu.ordinal} does not share memory by IPC handle: {error.message}",
+                remedy="Free a few MiB on the GPU if it is full, or use the cuda_vmm transport.",
                 **error.details,
             ) from error
 
     @override
     def create(self, nbytes: int) -> OwnedIpcSlab:
-        if nbytes <= 0 or nbytes % BLOCK_BYTES:
-            raise TransportError(
-                f"{nbytes} bytes cannot be shared alone",
-                remedy=f"Choose a positive multiple of {format_bytes(BLOCK_BYTES)}.",
-            )
+        require_multiple(nbytes, BLOCK_BYTES)
+        gpu = self._gpu
         with contextlib.ExitStack() as undo:
-            address = self._runtime.allocate(nbytes)
-            undo.callback(self._runtime.free, address)
-            self._gpu.zero(address, nbytes)
-            slab = OwnedIpcSlab(self._runtime, address, nbytes, self._device)
+            address = gpu.allocate_whole(nbytes)
+            undo.callback(gpu.free, address)
+            gpu.zero(address, nbytes)
+            slab = OwnedIpcSlab(gpu, address, nbytes, self._device)
             undo.pop_all()
         return slab
 
     @override
     def open(self, handle: Handle, nbytes: int) -> IpcSlab:
+        gpu = self._gpu
         with handle:
             if len(handle.payload) != PAYLOAD.size or handle.fd is None:
                 raise TransportError("not the handle of a CUDA IPC slab")
             size, exporter, name = PAYLOAD.unpack(handle.payload)
-            if size != nbytes:
-                raise TransportError(
-                    f"the slab has {size} bytes, {nbytes} were announced",
-                    size=size,
-                    announced=nbytes,
-                )
+            require_announced(size, nbytes)
             if exporter == _THIS_PROCESS:
                 raise TransportError(
                     "CUDA IPC cannot open a handle in the process that made it",
                     remedy="Use the slab itself, or the cuda_vmm transport.",
                 )
-            address = self._runtime.open(name)
+            try:
+                address = gpu.open_ipc(name)
+            except CudaError as error:
+                error.remedy = _CAUSES.get(error.details["result_code"], error.remedy)
+                raise
             release_pipe, handle.fd = handle.fd, None
-        return IpcSlab(self._runtime, address, nbytes, self._device, release_pipe)
-
-    @property
-    def _runtime(self) -> Runtime:
-        if self._runtime_if_loaded is None:
-            self._runtime_if_loaded = CupyRuntime(self._ordinal)
-        return self._runtime_if_loaded
+        return IpcSlab(gpu, address, nbytes, self._device, release_pipe)

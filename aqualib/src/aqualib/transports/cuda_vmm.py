@@ -25,9 +25,14 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from aqua_protocol import TransportError, TransportKind, TransportUnavailableError, format_bytes
-from aqualib.transports.base import Handle, OwnedSlab
-from aqualib.transports.borrowed import BorrowedSlab
+from aqua_protocol import TransportError, TransportKind, TransportUnavailableError
+from aqualib.transports.base import (
+    Handle,
+    MappedSlab,
+    OwnedSlab,
+    require_announced,
+    require_multiple,
+)
 from aqualib.transports.cuda_driver import CudaDevice, CudaError
 from aqualib.transports.cuda_side import CudaSide
 
@@ -35,7 +40,7 @@ PAYLOAD: Final = struct.Struct("<Q40s")
 """Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""
 
 
-class VmmSlab(BorrowedSlab):
+class VmmSlab(MappedSlab):
     """A slab of another process, mapped for this side's GPU; use `CudaVmmTransport.open`."""
 
     def __init__(self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device) -> None:
@@ -43,7 +48,7 @@ class VmmSlab(BorrowedSlab):
         self._gpu = gpu
 
     def _let_go(self) -> None:
-        self._gpu.unmap(self._address, self._nbytes)
+        self._gpu.unmap(self._address, self.nbytes)
 
 
 class OwnedVmmSlab(VmmSlab, OwnedSlab):
@@ -60,7 +65,7 @@ class OwnedVmmSlab(VmmSlab, OwnedSlab):
         with self._lock:
             if self._memory is None:
                 raise TransportError("a closed slab cannot be lent")
-            payload = PAYLOAD.pack(self._nbytes, self._gpu.uuid.encode())
+            payload = PAYLOAD.pack(self.nbytes, self._gpu.uuid.encode())
             return Handle(payload=payload, fd=self._gpu.export_fd(self._memory))
 
     def _let_go(self) -> None:
@@ -90,7 +95,8 @@ class CudaVmmTransport(CudaSide):
                 "management (Pascal and newer, on bare metal or with it enabled for the guest).",
             )
         try:
-            self._lend_to_ourselves(gpu)
+            with contextlib.closing(self.create(gpu.granularity)) as slab:
+                self.open(slab.export(), slab.nbytes).close()
         except TransportError as error:
             raise TransportUnavailableError(
                 f"cuda:{gpu.ordinal} does not share memory by descriptor: {error.message}",
@@ -102,7 +108,7 @@ class CudaVmmTransport(CudaSide):
     @override
     def create(self, nbytes: int) -> OwnedVmmSlab:
         gpu = self._gpu
-        _require_granules(nbytes, gpu)
+        require_multiple(nbytes, gpu.granularity)
         with contextlib.ExitStack() as undo:
             memory = gpu.allocate(nbytes)
             undo.callback(gpu.release, memory)
@@ -136,29 +142,13 @@ class CudaVmmTransport(CudaSide):
             gpu.release(memory)  # The mapping keeps it.
         return VmmSlab(gpu, address, nbytes, self._device)
 
-    def _lend_to_ourselves(self, gpu: CudaDevice) -> None:
-        with contextlib.closing(self.create(gpu.granularity)) as slab:
-            self.open(slab.export(), slab.nbytes).close()
-
-
-def _require_granules(nbytes: int, gpu: CudaDevice) -> None:
-    granularity = gpu.granularity
-    if nbytes <= 0 or nbytes % granularity:
-        raise TransportError(
-            f"{nbytes} bytes cannot be mapped on cuda:{gpu.ordinal}",
-            remedy=f"Choose a positive multiple of {format_bytes(granularity)}.",
-        )
-
 
 def _read_payload(payload: bytes, nbytes: int) -> str:
     """The UUID of the GPU that holds the slab, once its size is the announced one."""
     if len(payload) != PAYLOAD.size:
         raise TransportError(f"not the payload of a VMM slab: {len(payload)} bytes")
     size, raw = PAYLOAD.unpack(payload)
-    if size != nbytes:
-        raise TransportError(
-            f"the slab has {size} bytes, {nbytes} were announced", size=size, announced=nbytes
-        )
+    require_announced(size, nbytes)
     return str(raw.decode("ascii", "replace"))
 
 

@@ -23,8 +23,7 @@ from jaxtyping import Int64, UInt8
 from typing_extensions import override
 
 from aqualib.ranges import are_neighbours
-from aqualib.transports.base import Copier
-from aqualib.transports.borrowed import BorrowedSlab
+from aqualib.transports.base import Copier, MappedSlab
 from aqualib.transports.host_pages import HostMapping
 from aqualib.transports.rows import (
     as_words,
@@ -38,7 +37,7 @@ from aqualib.transports.rows import (
 CPU: Final = torch.device("cpu")
 
 
-class HostSlab(BorrowedSlab):
+class HostSlab(MappedSlab):
     """Private host memory, faulted in and ready for memcpy speed.
 
     Args:

@@ -26,6 +26,7 @@ import os
 from typing import Final, cast
 
 from aqua_protocol import TransportError, format_bytes
+from aqualib.transports.base import require_multiple
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes of an x86-64 and 4 KiB-granule arm64 page-middle-directory entry. It is the processor's;
@@ -71,7 +72,7 @@ class HostMapping:
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None) -> None:
-        require_whole_pages(nbytes)
+        require_multiple(nbytes, PAGE_BYTES)
         self.nbytes = nbytes
         self.address = _map_aligned(nbytes, fd)
         try:
@@ -154,19 +155,6 @@ class HostMapping:
             if ctypes.get_errno() == errno.EINVAL:
                 return
             _require(-1, "fault in", size)
-
-
-def require_whole_pages(nbytes: int) -> None:
-    """Refuse sizes that no mapping can have.
-
-    Raises:
-        TransportError: Not a positive multiple of the page size.
-    """
-    if nbytes <= 0 or nbytes % PAGE_BYTES:
-        raise TransportError(
-            f"{nbytes} bytes cannot be mapped",
-            remedy=f"Choose a positive multiple of the page size, {PAGE_BYTES} bytes.",
-        )
 
 
 def _map_aligned(nbytes: int, fd: int | None) -> int:

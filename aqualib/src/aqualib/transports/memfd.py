@@ -12,6 +12,7 @@ with a valid token, and the optional checksum catches the rest.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -22,10 +23,16 @@ from typing import Final
 from typing_extensions import override
 
 from aqua_protocol import TransportError, TransportKind, TransportUnavailableError
-from aqualib.transports.base import Handle, OwnedSlab, Transport
-from aqualib.transports.borrowed import BorrowedSlab
+from aqualib.transports.base import (
+    Handle,
+    MappedSlab,
+    OwnedSlab,
+    Transport,
+    require_announced,
+    require_multiple,
+)
 from aqualib.transports.host import CPU, HostCopier, HostSlab
-from aqualib.transports.host_pages import PAGE_BYTES, HostMapping, require_whole_pages
+from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -33,7 +40,7 @@ _MFD_NOEXEC_SEAL: Final = 0x0008
 """Fixed by the ABI of Linux 6.3. Hosts with `vm.memfd_noexec=2` refuse memory that could be run."""
 
 
-class MemfdSlab(BorrowedSlab):
+class MemfdSlab(MappedSlab):
     """A slab of another process, mapped here; use `MemfdTransport.open`."""
 
     def __init__(self, mapping: HostMapping) -> None:
@@ -95,27 +102,24 @@ class MemfdTransport(Transport):
 
     @override
     def create(self, nbytes: int) -> OwnedMemfdSlab:
-        require_whole_pages(nbytes)
-        fd = sealed_memory(nbytes)
-        try:
+        require_multiple(nbytes, PAGE_BYTES)
+        with contextlib.ExitStack() as undo:
+            fd = sealed_memory(nbytes)
+            undo.callback(os.close, fd)
             mapping = HostMapping(nbytes, fd=fd)
-            try:
-                mapping.collapse(fd)  # What is lent is warm.
-                mapping.populate()
-            except TransportError:
-                mapping.unmap()
-                raise
-            return OwnedMemfdSlab(mapping, fd)
-        except TransportError:
-            os.close(fd)
-            raise
+            undo.callback(mapping.unmap)
+            mapping.collapse(fd)  # What is lent is warm.
+            mapping.populate()
+            slab = OwnedMemfdSlab(mapping, fd)
+            undo.pop_all()
+        return slab
 
     @override
     def open(self, handle: Handle, nbytes: int) -> MemfdSlab:
         with handle:
             if handle.fd is None:
                 raise TransportError("a memfd slab came without its descriptor")
-            require_whole_pages(nbytes)
+            require_multiple(nbytes, PAGE_BYTES)
             _require_slab(handle.fd, nbytes)
             mapping = HostMapping(nbytes, fd=handle.fd)
         try:
@@ -167,10 +171,7 @@ def _require_slab(fd: int, nbytes: int) -> None:
         raise TransportError(f"the descriptor is not a memfd slab: {error.strerror}") from error
     if seals & SEALS != SEALS:
         raise TransportError("the slab is not sealed: its owner could truncate it under us")
-    if size != nbytes:
-        raise TransportError(
-            f"the slab has {size} bytes, {nbytes} were announced", size=size, announced=nbytes
-        )
+    require_announced(size, nbytes)
 
 
 def _cannot(verb: str, error: OSError) -> TransportError:

@@ -2,7 +2,7 @@
 
 A transport that was named and cannot work is an error that says what to do; nothing is silently
 replaced by something slower. Modules of transports are imported when they are tried, so that a
-machine without CuPy or a driver loses nothing.
+machine without a driver loses nothing.
 """
 
 from __future__ import annotations
