@@ -28,7 +28,8 @@ from aqua_protocol import (
 
 log = structlog.get_logger(__name__)
 
-Headers = list[tuple[bytes, bytes]]
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+"""Status, headers and body."""
 
 MAX_FAULTS: Final = 20
 """Faults of a body that are named: a person mends a few at once, and a body of garbage has
@@ -95,8 +96,8 @@ def explain_version(sent: Any, error: AquaError) -> AquaError:  # noqa: ANN401 -
     return error
 
 
-def error_answer(error: AquaError) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of an error."""
+def error_answer(error: AquaError) -> Answer:
+    """How an error is answered; the length of the body is not among the headers."""
     headers = [JSON_HEADER]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))

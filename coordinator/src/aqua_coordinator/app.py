@@ -24,7 +24,7 @@ from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.auth import Authenticator
 from aqua_coordinator.capability_signer import CapabilitySigner
 from aqua_coordinator.event_watcher import EventWatcher
-from aqua_coordinator.hot_routes import HotRoutes
+from aqua_coordinator.hot_routes import find_hot_routes
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import Services
@@ -69,7 +69,7 @@ class Service:
     Attributes:
         asgi: The ASGI application to serve.
         api: FastAPI alone.
-        hot_routes: Around it; the limits are around these.
+        hot_routes: Operations that go past it.
         services: What operations work with.
 
     Raises:
@@ -100,8 +100,8 @@ class Service:
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
-        self.hot_routes = HotRoutes(self.api, _ROUTES, self.services)
-        self.asgi = RequestLimits(self.hot_routes, self.services)
+        self.hot_routes = find_hot_routes(_ROUTES, self.services)
+        self.asgi = RequestLimits(self.api, self.hot_routes, self.services)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:

@@ -1,4 +1,4 @@
-"""Hot routes: what members do all the time, as ASGI routes of their own beside FastAPI's.
+"""Hot routes: what members do all the time, on a way of their own beside FastAPI's.
 
 FastAPI spends three times as long on a request as the operation behind it. So an operation marked
 `@hot` is called here without it: same function, same models, same checks, same errors, and FastAPI
@@ -16,10 +16,10 @@ from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import from_json
-from starlette.types import ASGIApp, Receive, Scope, Send
+from pydantic_core import SchemaValidator, from_json
 
-from aqua_coordinator.answers import JSON_HEADER, explain_version, invalid
+from aqua_coordinator.answers import explain_version, invalid
+from aqua_coordinator.auth import Caller
 from aqua_coordinator.services import KeyText, Services
 from aqua_protocol import AquaError
 from aqua_protocol.ids import Name
@@ -27,11 +27,13 @@ from aqua_protocol.wire import Wire
 
 Fault: TypeAlias = Mapping[str, Any]
 """As pydantic describes it: where (`loc`) and what (`msg`)."""
+Shape: TypeAlias = tuple[str, ...]
+HotRoutes: TypeAlias = "Mapping[Shape, HotRoute]"
 Operation = Callable[..., Awaitable[BaseModel]]
 OperationT = TypeVar("OperationT", bound=Operation)
 
-_NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
-_KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
+_NAME: Final = TypeAdapter(Name).validator
+_KEY: Final = TypeAdapter(KeyText).validator
 _KEY_HEADER: Final = "Idempotency-Key"
 _HOT: Final[set[Operation]] = set()
 _NAME_AT: Final = 3
@@ -45,7 +47,7 @@ def hot(operation: OperationT) -> OperationT:
 
 
 class HotRoute:
-    """One hot operation as an ASGI application.
+    """One hot operation, called with what a request carries.
 
     Args:
         route: FastAPI's route of the same operation.
@@ -53,6 +55,7 @@ class HotRoute:
 
     Attributes:
         path: Template, for metrics.
+        status: Of an answer that is no error.
     """
 
     def __init__(self, route: APIRoute, services: Services) -> None:
@@ -65,93 +68,73 @@ class HotRoute:
         body = get_type_hints(operation)["body"]
         assert issubclass(body, Wire), f"the body of {route.path} is {body}"
         self.path = route.path
+        self.status = route.status_code or 200
         self._operation: Operation = operation
         self._services = services
-        self._status = route.status_code or 200
-        self._body = body
+        self._validate = body.__pydantic_validator__.validate_json
         self._name = names[0] if names else None
         self._wants_key = "idempotency_key" in parameters
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check what was sent, run the operation and answer.
+    async def __call__(
+        self, caller: Caller, path: str, headers: Mapping[bytes, bytes], body: bytes
+    ) -> bytes:
+        """Check what was sent and run the operation; gives the body of its answer.
 
         Raises:
-            AquaError: Whatever is wrong, before anything has been sent.
+            AquaError: Whatever is wrong.
         """
-        arguments: dict[str, Any] = {"services": self._services, "caller": scope["user"]}
+        arguments: dict[str, Any] = {"services": self._services, "caller": caller}
         faults: list[Fault] = []
         if self._name is not None:
-            name = scope["path"].split("/")[_NAME_AT]
+            name = path.split("/")[_NAME_AT]
             arguments[self._name] = _checked(_NAME, name, self._name, faults)
         if self._wants_key:
-            key = next((v for k, v in scope["headers"] if k == b"idempotency-key"), None)
+            key = headers.get(b"idempotency-key")
             text = None if key is None else key.decode("latin-1")
             arguments["idempotency_key"] = _checked(_KEY, text, _KEY_HEADER, faults)
-        sent = (await receive())["body"]
         try:
-            arguments["body"] = self._body.model_validate_json(sent)
+            arguments["body"] = self._validate(body)
         except ValidationError as error:
             faults += error.errors(include_url=False, include_input=False)
-            raise _why_invalid(sent, faults) from error
+            raise _why_invalid(body, faults) from error
         if faults:
             raise invalid(faults)
         answer = await self._operation(**arguments)
-        body = answer.__pydantic_serializer__.to_json(answer)
-        headers = [JSON_HEADER, (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": self._status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        return answer.__pydantic_serializer__.to_json(answer)
 
 
-class HotRoutes:
-    """Sends requests of hot operations to their route, and all others on.
-
-    Args:
-        app: FastAPI, for the others.
-        routes: All routes of the application; those of hot operations are taken.
-        services: What operations work with.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute], services: Services) -> None:
-        self._app = app
-        self._routes = {
-            _shape(method, route.path): HotRoute(route, services)
-            for route in routes
-            for method in route.methods or ()
-            if route.endpoint in _HOT
-        }
-        assert len(self._routes) == len(_HOT), f"of {_HOT} only {self.paths} have a route"
-
-    @property
-    def paths(self) -> list[str]:
-        """Templates of all hot routes."""
-        return [route.path for route in self._routes.values()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        route = self._routes.get(_shape(scope["method"], scope["path"]))
-        if route is None:
-            await self._app(scope, receive, send)
-        else:
-            scope["route"] = route
-            await route(scope, receive, send)
+def find_hot_routes(routes: Sequence[APIRoute], services: Services) -> HotRoutes:
+    """The routes of hot operations among all routes of the application."""
+    found = {
+        shape_of(method, route.path): HotRoute(route, services)
+        for route in routes
+        for method in route.methods or ()
+        if route.endpoint in _HOT
+    }
+    assert len(found) == len(_HOT), f"of {_HOT} only {found} have a route"
+    return found
 
 
-def _shape(method: str, path: str) -> tuple[str, ...]:
+def shape_of(method: str, path: str) -> Shape:
     """What a request shares with all others of its route: all but the name."""
     parts = path.split("/")
-    parts[_NAME_AT : _NAME_AT + 1] = ["{}"] * (len(parts) > _NAME_AT)
+    if len(parts) > _NAME_AT:
+        parts[_NAME_AT] = "{}"
     return method, *parts
 
 
 def _checked(
-    adapter: TypeAdapter[str], value: str | None, where: str, faults: list[Fault]
-) -> str | None:
+    schema: SchemaValidator | PluggableSchemaValidator,
+    value: str | None,
+    where: str,
+    faults: list[Fault],
+) -> Any:  # noqa: ANN401 - by the schema
     """The value if it fits; otherwise what is wrong with it joins `faults`."""
     if value is None:
         faults.append({"loc": (where,), "msg": "Field required"})
         return None
     try:
-        return adapter.validate_python(value)
+        return schema.validate_python(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         faults += [{**fault, "loc": (where,)} for fault in found]

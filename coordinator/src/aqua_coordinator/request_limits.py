@@ -2,7 +2,7 @@
 
 Bounded (how many at once, how large), authenticated as soon as its head has come and before its
 body is read, measured (route, method, code, duration), and answered by an `ErrorBody` whatever goes
-wrong. Behind it stand the hot routes, and FastAPI for everything else.
+wrong. Hot routes are called from here; FastAPI stands behind it for everything else.
 
 A request under `/v1/` carries its caller in `scope["user"]`; the others are for probes and
 browsers, and need no token here. A body reaches the application whole, in one message.
@@ -15,7 +15,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aqua_coordinator.answers import error_answer, typed
+from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
+from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
 
@@ -41,15 +42,17 @@ _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 
 class RequestLimits:
-    """ASGI middleware around the whole application.
+    """The ASGI application that the server runs.
 
     Args:
-        app: What serves the requests that are let through.
+        app: FastAPI, for what is not hot.
+        hot_routes: As by `find_hot_routes`.
         services: For settings, authentication and metrics.
     """
 
-    def __init__(self, app: ASGIApp, services: Services) -> None:
+    def __init__(self, app: ASGIApp, hot_routes: HotRoutes, services: Services) -> None:
         self._app = app
+        self._hot_routes = hot_routes
         self._authenticator = services.authenticator
         self._metrics = services.metrics
         self._limit = services.settings.max_concurrent_requests
@@ -59,26 +62,25 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         started_s = time.perf_counter()
-        status = 0
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if not status:
-                status = message["status"]
-            await send(message)
-
         # A stream is served for hours; it has a limit of its own, and no duration to speak of.
         counted = scope["path"] != EVENTS_PATH
         self._in_flight += counted
+        watched = _WatchedSend(send)
+        answer: Answer | None
         try:
-            await self._serve(scope, receive, watch)
-        except Exception as error:
-            if status:
-                raise
-            code, headers, body = error_answer(typed(error))
-            headers.append((b"content-length", b"%d" % len(body)))
-            await watch({"type": "http.response.start", "status": code, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            try:
+                answer = await self._serve(scope, receive, watched)
+            except Exception as error:
+                if watched.status:
+                    raise
+                answer = error_answer(typed(error))
+            if answer is None:
+                status = watched.status
+            else:
+                status, headers, body = answer
+                headers.append((b"content-length", b"%d" % len(body)))
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
         finally:
             self._in_flight -= counted
         if counted:
@@ -86,26 +88,48 @@ class RequestLimits:
             seconds = time.perf_counter() - started_s
             self._metrics.answered(route, scope["method"], status, seconds)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> Answer | None:
+        """The answer of a hot route; None when FastAPI has sent one."""
         if self._in_flight > self._limit:
             raise UnavailableError(
                 f"{self._in_flight - 1} requests are being served already",
                 remedy="Retry later, or run more coordinators.",
                 retry_after_s=1.0,
             )
-        path: str = scope["path"]
+        method, path = scope["method"], scope["path"]
         headers = dict(scope["headers"])
         if path.startswith(API):
             authorization = headers.get(b"authorization")
             scope["user"] = self._authenticator.authenticate(
                 None if authorization is None else authorization.decode("latin-1")
             )
-        if scope["method"] in _BODY_METHODS:
+        body = b""
+        if method in _BODY_METHODS:
             resource = path.removeprefix(API).partition("/")[0]
             body = await _read_body(headers, receive, BODY_BYTES.get(resource, SMALL_BODY_BYTES))
             _require_json(headers, body)
             receive = _replay(body, receive)
-        await self._app(scope, receive, send)
+        route = self._hot_routes.get(shape_of(method, path))
+        if route is None:
+            await self._app(scope, receive, send)
+            return None
+        scope["route"] = route
+        return route.status, [JSON_HEADER], await route(scope["user"], path, headers, body)
+
+
+class _WatchedSend:
+    """Sends on, and remembers the status."""
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if not self.status:
+            self.status = message["status"]
+        await self._send(message)
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
