@@ -31,6 +31,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain, groupby
 from typing import Any, Final, TypeAlias
 
 import hiredis
@@ -70,6 +71,9 @@ RETRY_AFTER_S: Final = 1.0
 """What callers are told while Redis is away; about the time an embedded one takes to restart.
 Doubled, they come back a second later."""
 
+SHARING: Final = frozenset({"grant_lease", "renew_lease", "release_lease"})
+"""Small scripts that consumers call all the time: neighbours in a batch share one call."""
+
 _BOOKS_KEY: Final = KEYS["books"].encode()
 _NOT_NOW: Final = (
     *("BUSY", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"),
@@ -101,6 +105,7 @@ class Pipeline:
             name: ("FCALL", self._library.function(name).encode(), b"1", _BOOKS_KEY)
             for name in SCRIPTS
         }
+        self._several = ("FCALL", self._library.function("run_several").encode(), b"1", _BOOKS_KEY)
         self._waiting: deque[_Command] = deque()
         self._submitted = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
@@ -121,11 +126,13 @@ class Pipeline:
 
     def script(self, name: str, *arguments: Argument) -> asyncio.Future[Answer]:
         """Run a script over the books; the future raises what `store_error` makes of errors."""
-        return self._submit(name, (*self._calls[name], *arguments))
+        if name in SHARING:
+            return self._submit(_Command(name, (name, len(arguments), *arguments), shares=True))
+        return self._submit(_Command(name, (*self._calls[name], *arguments)))
 
     def command(self, *words: Argument) -> asyncio.Future[Answer]:
         """Run a plain command; the future raises what `store_error` makes of errors."""
-        return self._submit(str(words[0]).lower(), words)
+        return self._submit(_Command(str(words[0]).lower(), words))
 
     async def listen(self) -> AbstractConnection:
         """A connection of its own, for a command that blocks. `hang_up` takes it back.
@@ -161,7 +168,7 @@ class Pipeline:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
         return connection
 
-    def _submit(self, name: str, words: tuple[Argument, ...]) -> asyncio.Future[Answer]:
+    def _submit(self, command: _Command) -> asyncio.Future[Answer]:
         if self._sender is None:
             raise StoreUnavailableError("the coordinator is not connected to Redis")
         if len(self._waiting) >= MAX_WAITING:
@@ -170,7 +177,6 @@ class Pipeline:
                 remedy="Retry later, or run more coordinators.",
                 retry_after_s=RETRY_AFTER_S,
             )
-        command = _Command(name, words)
         self._waiting.append(command)
         self._submitted.set()
         return command.future
@@ -227,10 +233,11 @@ class Pipeline:
         self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
     ) -> None:
         """Send every command of the batch, and take each out of it as its answer comes."""
-        packed = b"".join([command.packed for command in batch])
+        calls = [list(call) for _, call in groupby(batch, key=_call_of)]
+        packed = b"".join([self._pack(call) for call in calls])
         await connection.send_packed_command(packed, check_health=False)
         unknown = 0
-        for _ in range(len(batch)):
+        for call in calls:
             try:
                 answer = await connection.read_response()
             except ReadOnlyError as error:
@@ -239,20 +246,35 @@ class Pipeline:
             except ResponseError as error:
                 if str(error) == _NO_FUNCTION and not reloaded:
                     # To the end of the batch, behind those whose answers are still to come.
-                    batch.rotate(-1)
-                    unknown += 1
-                else:
-                    batch.popleft().fail(store_error(error))
-                continue
-            command = batch.popleft()
-            if self._observe is not None:
-                self._observe(command.name, time.perf_counter() - command.submitted_s)
-            if not command.future.done():
-                command.future.set_result(answer)
+                    batch.rotate(-len(call))
+                    unknown += len(call)
+                    continue
+                answers = [error] * len(call)
+            else:
+                # That there are no books is told to all.
+                several = call[0].shares and answer[0] == b"ok"
+                answers = answer[1] if several else [answer] * len(call)
+            now_s = time.perf_counter()
+            for own in answers:
+                command = batch.popleft()
+                if isinstance(own, Exception):
+                    command.fail(store_error(own))
+                    continue
+                if self._observe is not None:
+                    self._observe(command.name, now_s - command.submitted_s)
+                if not command.future.done():
+                    command.future.set_result(own)
         if unknown:
             assert len(batch) == unknown, f"{len(batch)} commands left, {unknown} unknown"
             await self._load(connection)
             await self._exchange(connection, batch, reloaded=True)
+
+    def _pack(self, call: list[_Command]) -> bytes:
+        words = call[0].words
+        if call[0].shares:
+            words = (*self._several, *chain.from_iterable(command.words for command in call))
+        packed: bytes = hiredis.pack_command(words)
+        return packed
 
     async def _load(self, connection: AbstractConnection) -> None:
         """Give Redis the library: it is a new one, was flushed, or a replica that is behind."""
@@ -266,20 +288,25 @@ class Pipeline:
 
 
 class _Command:
-    """One command on its way."""
+    """One command on its way; one that shares its call has the words of its script only."""
 
-    __slots__ = ("future", "name", "packed", "submitted_s")
+    __slots__ = ("future", "name", "shares", "submitted_s", "words")
 
-    def __init__(self, name: str, words: tuple[Argument, ...]) -> None:
+    def __init__(self, name: str, words: tuple[Argument, ...], *, shares: bool = False) -> None:
         self.name = name
-        # Its stub says a tuple of one.
-        self.packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+        self.words = words
+        self.shares = shares
         self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.submitted_s = time.perf_counter()
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
+
+
+def _call_of(command: _Command) -> object:
+    """Neighbours with the same value travel in one call."""
+    return command.shares or command
 
 
 def _fail(commands: deque[_Command], error: Exception) -> None:

@@ -3,7 +3,7 @@
 -- ARGV[1]  request: a LeaseRequest as JSON, without nulls
 -- ARGV[2]  idempotency_key
 -- ARGV[3]  attach_window_s, in microseconds
--- Calls    first_answer, refuse, pairing_of, fitting, largest, integer, offer_of, next_epoch,
+-- Calls    first_answer, refuse, pairing_of, fitting, largest, size_of, integer, offer_of, next_epoch,
 --          open_lease, list_lease, book, set_deadline, save, keep_answer
 -- Result   {'ok', books_id, answer}: answer is these, by line feeds (an endpoint may hold some)
 --            lease_id, epoch, producer_id, incarnation, consumer_id, bytes, expires_in_us,
@@ -45,8 +45,8 @@ if not producer_id then
   end
   producer_id = roomiest
 end
-if redis.call('ZCARD', KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
-    or redis.call('ZCARD', KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
+if size_of(KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
+    or size_of(KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then
   return refuse('capacity_exhausted', 'a member holds as many leases as a report can carry',
     'producer_id', producer_id, 'consumer_id', consumer_id)
 end

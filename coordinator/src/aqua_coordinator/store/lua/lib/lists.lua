@@ -4,13 +4,23 @@
 
 local MAX_WORDS = 1000
 
-local function enlist(key, member, score)
+local function note(key, member, score, growth)
   unwritten[key] = unwritten[key] or {}
   unwritten[key][member] = score
+  growths[key] = (growths[key] or 0) + growth
+end
+
+local function enlist(key, member, score)
+  note(key, member, score, 1)
 end
 
 local function strike(key, member)
-  enlist(key, member, false)
+  note(key, member, false, -1)
+end
+
+-- How many a list has, if members were new when they were enlisted, and there when struck.
+local function size_of(key)
+  return redis.call('ZCARD', key) + (growths[key] or 0)
 end
 
 -- The number that a member is listed under, or nil.
@@ -41,7 +51,7 @@ local function write_list(key)
   for first = 1, #struck, MAX_WORDS do
     redis.call('ZREM', key, unpack(struck, first, math.min(first + MAX_WORDS - 1, #struck)))
   end
-  unwritten[key] = nil
+  unwritten[key], growths[key] = nil, nil
 end
 
 local function write_lists()

@@ -1,5 +1,4 @@
 -- Which producer lends: the placer's pairing if there is one, else best fit inside the domain.
--- Reads the lists in Redis, so it comes before a call's own changes to offers.
 
 -- The producers of a pairing, best first; nil when the placer has said nothing.
 local function pairing_of(consumer_id)
@@ -14,8 +13,19 @@ local function pairing_of(consumer_id)
   return producers
 end
 
+-- Write the list of free bytes that is about to be read, if scripts of the same call changed it.
+local function refresh_free(domain)
+  for producer_id, offer in pairs(offers) do
+    if offer.changed then
+      list_offer(producer_id, offer)
+    end
+  end
+  write_list(KEY.free .. domain)
+end
+
 -- The producer with the most free bytes, and these: what a lease could get at most.
 local function largest(domain, pairing)
+  refresh_free(domain)
   if not pairing then
     local top = redis.call('ZREVRANGE', KEY.free .. domain, 0, 0, 'WITHSCORES')
     return top[1], tonumber(top[2] or 0)
@@ -32,6 +42,7 @@ end
 
 -- The first of the pairing, or the tightest of the domain, that has `bytes` free; else nil.
 local function fitting(domain, pairing, bytes)
+  refresh_free(domain)
   if not pairing then
     return redis.call('ZRANGEBYSCORE', KEY.free .. domain, integer(bytes), '+inf',
       'LIMIT', 0, 1)[1]

@@ -1,16 +1,23 @@
 -- Makes functions of Redis of the scripts.
 --
 -- Every script but the one that opens the books finds them open, and one that may write finds their
--- clock going on.
+-- clock going on. `run_several` runs scripts one after the other in one call, each over what those
+-- before it have left: they share the reading of books and producers, and the writing of lists. A
+-- script that fails there fails alone, which is sound for those that check before they write.
 
-local function register(name, flags, script)
-  local reads_only = flags[1] == 'no-writes'
-  local callback = function(keys, args)
+local scripts = {}
+
+local function register_function(name, flags, callback)
+  redis.register_function({
+    function_name = 'LIBRARY_NAME_' .. name, callback = callback, flags = flags,
+  })
+end
+
+-- Within open books, whose changes are written at the end.
+local function writing(script)
+  return function(keys, args)
     if not begin() then
       return {'no_books'}
-    end
-    if reads_only then
-      return script(keys, args)
     end
     if stood_still then
       go_on()
@@ -19,10 +26,29 @@ local function register(name, flags, script)
     settle()
     return answer
   end
+end
+
+local function register(name, flags, script)
+  scripts[name] = script
+  local callback = writing(script)
   if name == 'create_books' then
     callback = script
+  elseif flags[1] == 'no-writes' then
+    callback = function(keys, args)
+      return begin() and script(keys, args) or {'no_books'}
+    end
   end
-  redis.register_function({
-    function_name = 'LIBRARY_NAME_' .. name, callback = callback, flags = flags,
-  })
+  register_function(name, flags, callback)
 end
+
+-- ARGV is a script's name, how many arguments it has, and these; repeated.
+register_function('run_several', {}, writing(function(keys, args)
+  local answers, at = {}, 1
+  while at < #args do
+    local last = at + 1 + tonumber(args[at + 1])
+    local sound, answer = pcall(scripts[args[at]], keys, {unpack(args, at + 2, last)})
+    answers[#answers + 1] = sound and answer or redis.error_reply('ERR ' .. tostring(answer))
+    at = last + 1
+  end
+  return {'ok', answers}
+end))
