@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator, from_json
+from pydantic_core import from_json
 
 from aqua_coordinator.answers import explain_version, invalid
 from aqua_coordinator.auth import Caller
@@ -32,8 +32,8 @@ HotRoutes: TypeAlias = "Mapping[Shape, HotRoute]"
 Operation = Callable[..., Awaitable[BaseModel]]
 OperationT = TypeVar("OperationT", bound=Operation)
 
-_NAME: Final = TypeAdapter(Name).validator
-_KEY: Final = TypeAdapter(KeyText).validator
+_NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
+_KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
 _KEY_HEADER: Final = "Idempotency-Key"
 _HOT: Final[set[Operation]] = set()
 _NAME_AT: Final = 3
@@ -124,17 +124,14 @@ def shape_of(method: str, path: str) -> Shape:
 
 
 def _checked(
-    schema: SchemaValidator | PluggableSchemaValidator,
-    value: str | None,
-    where: str,
-    faults: list[Fault],
-) -> Any:  # noqa: ANN401 - by the schema
+    adapter: TypeAdapter[str], value: str | None, where: str, faults: list[Fault]
+) -> str | None:
     """The value if it fits; otherwise what is wrong with it joins `faults`."""
     if value is None:
         faults.append({"loc": (where,), "msg": "Field required"})
         return None
     try:
-        return schema.validate_python(value)
+        return adapter.validate_python(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         faults += [{**fault, "loc": (where,)} for fault in found]

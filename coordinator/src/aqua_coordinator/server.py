@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -53,6 +54,45 @@ SERVER_OPTIONS: Final[dict[str, Any]] = {
 """For uvicorn; benchmarks give the same to what they compare with."""
 
 
+class _TurnTransport:
+    """A transport that writes at once what it is given in one turn of the loop.
+
+    uvicorn writes the head of an answer and its body one after the other, and each write is a
+    system call and a packet of its own. Everything else is the real transport's.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._parts: list[bytes] = []
+        self.is_closing = transport.is_closing
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a transport has
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+
+def _protocol_that_writes_once(make: Callable[..., Any], **arguments: Any) -> Any:  # noqa: ANN401 - uvicorn's
+    """Uvicorn's protocol over such a transport, which it is given by asyncio's own interface."""
+    protocol = make(**arguments)
+    connection_made = protocol.connection_made
+    protocol.connection_made = lambda transport: connection_made(_TurnTransport(transport))
+    return protocol
+
+
 class Server(uvicorn.Server):
     """uvicorn as a part of a larger life.
 
@@ -62,7 +102,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn.Config(service.asgi, **SERVER_OPTIONS))
+        config = uvicorn.Config(service.asgi, **SERVER_OPTIONS)
+        config.load()
+        make = partial(_protocol_that_writes_once, config.http_protocol_class)
+        config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
+        super().__init__(config)
         self._event_watcher = service.services.event_watcher
 
     @contextlib.contextmanager

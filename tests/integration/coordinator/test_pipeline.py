@@ -119,6 +119,22 @@ async def test_books_that_are_lost_are_told_to_each_script_of_a_batch(
         assert await asyncio.gather(*calls) == [[b"no_books"]] * 3
 
 
+async def test_a_script_that_fails_in_a_shared_call_fails_alone(room: LedgerRoom) -> None:
+    producer = await room.join(PaperProducer(slabs=8))
+    consumer = PaperConsumer()
+    await room.hear(consumer)
+    lease = (await room.grant(consumer)).lease
+    async with running_pipeline(room.url) as pipeline:
+        broken = [pipeline.script("release_lease", lease.lease_id, "no-epoch", "") for _ in "ab"]
+        sound = pipeline.script("release_lease", lease.lease_id, lease.epoch, "")
+        *failures, answer = await asyncio.gather(*broken, sound, return_exceptions=True)
+    assert {type(failure) for failure in failures} == {AssertionError}
+    assert not isinstance(answer, BaseException)
+    assert answer[0] == b"ok"
+    assert (await room.ledger.producer(producer.name)).leased_bytes == 0
+    assert await room.ledger.audit() == []
+
+
 async def test_more_scripts_than_a_batch_takes_are_all_answered(room: LedgerRoom) -> None:
     await room.join(PaperProducer(slabs=4 * MAX_BATCH))
     consumer = PaperConsumer()

@@ -249,31 +249,31 @@ class Pipeline:
                     batch.rotate(-len(call))
                     unknown += len(call)
                     continue
-                answers = [error] * len(call)
-            else:
-                # That there are no books is told to all.
-                several = call[0].shares and answer[0] == b"ok"
-                answers = answer[1] if several else [answer] * len(call)
-            now_s = time.perf_counter()
-            for own in answers:
-                command = batch.popleft()
-                if isinstance(own, Exception):
-                    command.fail(store_error(own))
-                    continue
-                if self._observe is not None:
-                    self._observe(command.name, now_s - command.submitted_s)
-                if not command.future.done():
-                    command.future.set_result(own)
+                answer = error
+            self._hand_out(answer, [batch.popleft() for _ in call])
         if unknown:
             assert len(batch) == unknown, f"{len(batch)} commands left, {unknown} unknown"
             await self._load(connection)
             await self._exchange(connection, batch, reloaded=True)
 
+    def _hand_out(self, answer: Answer, call: list[_Command]) -> None:
+        """Give each command its part; that there are no books, or an error, is told to all."""
+        several = call[0].shares and isinstance(answer, list) and answer[0] == b"ok"
+        now_s = time.perf_counter()
+        for command, own in zip(call, answer[1] if several else [answer] * len(call), strict=True):
+            if isinstance(own, RedisError):
+                command.fail(store_error(own))
+                continue
+            if self._observe is not None:
+                self._observe(command.name, now_s - command.submitted_s)
+            if not command.future.done():
+                command.future.set_result(own)
+
     def _pack(self, call: list[_Command]) -> bytes:
         words = call[0].words
         if call[0].shares:
             words = (*self._several, *chain.from_iterable(command.words for command in call))
-        packed: bytes = hiredis.pack_command(words)
+        packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub takes a tuple of one
         return packed
 
     async def _load(self, connection: AbstractConnection) -> None:
