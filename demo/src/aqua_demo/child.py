@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, Self, TypeVar
 
-from aqua_demo.messages import COMMANDS, Command, Failure, Finish, LogLine, Message
+from aqua_demo.messages import COMMANDS, Command, Failure, Finish, LogLine
 from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
+from aqua_protocol.wire import Wire
 
-SettingsT = TypeVar("SettingsT", bound=Message)
+SettingsT = TypeVar("SettingsT", bound=Wire)
 
 
 class Parent:
@@ -40,7 +41,7 @@ class Parent:
             level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
         )
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Wire) -> None:
         """Send one message; silently nowhere when the parent is gone."""
         with self._lock:
             try:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from aqua_cli import ExitCode, Json, print_json, say, write_json
 from aqua_cli import main as run_app
 from aqua_protocol import ConfigError, TransportKind
-
-if TYPE_CHECKING:
-    from aqua_demo.scale import DemoScale
-    from aqua_protocol.leases import PlacementPlan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,12 +59,13 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     from rich.console import Console
 
     from aqua_demo.orchestration import DemoRun, Options
+    from aqua_demo.planned import read_arrangement
     from aqua_demo.plot import draw
     from aqua_demo.scale import SCALES
-    from aqua_demo.view import summary, view_for
+    from aqua_demo.view import RunView, summary
 
     size = "quick" if quick else "full"
-    scale, pairings = _arrangement(SCALES[size], profile or [], plan)
+    scale, pairings = read_arrangement(SCALES[size], profile or [], plan)
     options = Options(
         size=size,
         scale=scale,
@@ -79,9 +76,9 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         logs=logs,
         pairings=pairings,
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=as_json)
     try:
-        with view_for(console, quiet=as_json) as view:
+        with RunView(console) as view:
             story = DemoRun(options, view)
             report = story.run()
     except KeyboardInterrupt:
@@ -101,21 +98,6 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
             say(f"aqua-demo: not so: {claim.text}: {claim.reason}")
     if not report.succeeded:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _arrangement(
-    scale: DemoScale, profiles: list[Path], plan: Path | None
-) -> tuple[DemoScale, PlacementPlan | None]:
-    """What profiles and plan say, if there are any."""
-    if plan is None and not profiles:
-        return scale, None
-    if plan is None or not profiles:
-        raise ConfigError(
-            "profiles and a plan go together", remedy="Give --profile twice and --plan."
-        )
-    from aqua_demo.planned import read_arrangement
-
-    return read_arrangement(scale, profiles, plan)
 
 
 def _prepare(directory: Path) -> Path:

@@ -91,11 +91,7 @@ class Generation:
             max_new_tokens=length,
             do_sample=True,
             top_k=0,
-            suppress_tokens=[
-                ByteVocabulary.pad_token_id,
-                ByteVocabulary.bos_token_id,
-                ByteVocabulary.eos_token_id,
-            ],
+            suppress_tokens=list(ByteVocabulary.special),
             logits_processor=[self._recorder],
             stopping_criteria=[self._is_ending],
         )

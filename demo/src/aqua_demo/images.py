@@ -11,10 +11,11 @@ Time comes from outside, in seconds, so that a test can run a minute in a moment
 
 from __future__ import annotations
 
-import random
 import time
+from collections import deque
 from typing import Final
 
+import numpy as np
 import torch
 
 from aqua_demo.models import NoiseSchedule, build_unet
@@ -38,30 +39,43 @@ CALIBRATION_S: Final = 0.4
 start, which measures twice, takes 0.8 s longer."""
 
 
+RATE_WINDOW_S: Final = 2.0
+"""Seconds over which the rate of requests is taken, at least. Doubled, the informer sees a burst
+later."""
+
+RATE_WINDOW_REQUESTS: Final = 60
+"""Requests to expect in the window, at least: the rate then varies by an eighth, and twice the mean
+stands out. Doubled, it varies by an eleventh and bursts are seen later."""
+
+
 class Arrivals:
-    """The times at which requests arrive.
+    """Requests that arrive at random, and the rate at which they were seen to.
 
     Args:
         per_s: Mean rate; may be set at any time and holds for all later arrivals.
-        seed: The same seed gives the same gaps, in units of their mean.
+        seed: Of their numbers.
         now_s: When the process starts.
+
+    Attributes:
+        seen_per_s: Requests a second over the last seconds, from zero at the start.
     """
 
     def __init__(self, per_s: float, *, seed: int, now_s: float) -> None:
         self.per_s = per_s
-        self._random = random.Random(seed)
-        self._next_s = now_s + self._gap_s()
+        self.seen_per_s = 0.0
+        self._random = np.random.default_rng(seed)
+        self._counts = deque([(now_s, 0)])
+        self._window_s = max(RATE_WINDOW_S, RATE_WINDOW_REQUESTS / per_s)
 
     def due(self, now_s: float) -> int:
         """Count the requests that have arrived since the last call."""
-        count = 0
-        while self._next_s <= now_s:
-            count += 1
-            self._next_s += self._gap_s()
+        count = int(self._random.poisson(self.per_s * (now_s - self._counts[-1][0])))
+        self._counts.append((now_s, count))
+        while self._counts[0][0] < now_s - self._window_s:
+            self._counts.popleft()
+        # A rate over a shorter time than the window says little: until then it starts from zero.
+        self.seen_per_s = sum(each for _, each in self._counts) / self._window_s
         return count
-
-    def _gap_s(self) -> float:
-        return self._random.expovariate(self.per_s)
 
 
 class ImageService:

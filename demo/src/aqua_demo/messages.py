@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from aqua_demo.scale import DemoScale
 from aqua_protocol import ErrorBody, TransportKind, format_bytes
+from aqua_protocol.wire import Wire
 
 
-class Message(BaseModel):
-    """The base of all messages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ProgramSettings(Message):
+class ProgramSettings(Wire):
     """What both programs need to know."""
 
     scale: DemoScale
@@ -31,7 +26,7 @@ class ProgramSettings(Message):
     threads: int
 
 
-class ReclaimMeasure(Message):
+class ReclaimMeasure(Wire):
     """A finished reclaim, as the producer measured it."""
 
     bytes: int
@@ -45,7 +40,7 @@ class ReclaimMeasure(Message):
         )
 
 
-class ProducerSample(Message):
+class ProducerSample(Wire):
     """State of the image service and of its offer."""
 
     type: Literal["producer"] = "producer"
@@ -61,7 +56,7 @@ class ProducerSample(Message):
     reclaims: list[ReclaimMeasure] = Field(default_factory=list)
 
 
-class ConsumerSample(Message):
+class ConsumerSample(Wire):
     """State of the generation and of the cache."""
 
     type: Literal["consumer"] = "consumer"
@@ -78,21 +73,21 @@ class ConsumerSample(Message):
     )
 
 
-class ComparedTokens(Message):
+class ComparedTokens(Wire):
     """How far the uninterrupted run has come."""
 
     type: Literal["progress"] = "progress"
     tokens: int
 
 
-class LogLine(Message):
+class LogLine(Wire):
     """One line for people."""
 
     type: Literal["news"] = "news"
     text: str
 
 
-class ConsumerResult(Message):
+class ConsumerResult(Wire):
     """What came out of a generation, interrupted or not."""
 
     type: Literal["result"] = "result"
@@ -116,27 +111,27 @@ class ConsumerResult(Message):
         return max(0, self.tokens - 1) / max(self.decode_s, 1e-9)
 
 
-class Failure(Message):
+class Failure(Wire):
     """The child gives up."""
 
     type: Literal["failure"] = "failure"
     error: ErrorBody
 
 
-class SetLoad(Message):
+class SetLoad(Wire):
     """The producer's clients send this many times the usual number of requests from now on."""
 
     type: Literal["set_load"] = "set_load"
     factor: float
 
 
-class CorruptOneByte(Message):
+class CorruptOneByte(Wire):
     """Flip one bit of what the cache has stored (negative control)."""
 
     type: Literal["corrupt_one_byte"] = "corrupt_one_byte"
 
 
-class Finish(Message):
+class Finish(Wire):
     """Bring the work to an end and report the result."""
 
     type: Literal["finish"] = "finish"

@@ -12,7 +12,6 @@ thousand characters a prompt of eight thousand tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final, cast
@@ -26,6 +25,9 @@ WEIGHT_DEVIATION: Final = 0.1
 """Of the weights of the Llama, five times the customary 0.02. Doubled, its logits spread further,
 and sampling depends on fewer of them."""
 
+STEPS: Final = 1000
+"""Steps from an image to noise, as in the paper. Doubled, each changes half as much."""
+
 
 class ByteVocabulary:
     """Bytes as tokens: 0, 1 and 2 pad, begin and end a sequence; 3 + b is the byte b."""
@@ -33,6 +35,7 @@ class ByteVocabulary:
     pad_token_id: Final = 0
     bos_token_id: Final = 1
     eos_token_id: Final = 2
+    special: Final = (pad_token_id, bos_token_id, eos_token_id)
     size: Final = 3 + 256
 
 
@@ -87,24 +90,20 @@ class UNet(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self._step_dim = 4 * channels
-        self._embed_step = nn.Sequential(
-            nn.Linear(self._step_dim, self._step_dim),
-            nn.SiLU(),
-            nn.Linear(self._step_dim, self._step_dim),
-        )
+        step_dim = 4 * channels
+        self._embed_step = nn.Embedding(STEPS, step_dim)
         self._enter = nn.Conv2d(3, channels, 3, padding=1)
-        self._down1 = ResidualBlock(channels, 2 * channels, self._step_dim)
-        self._down2 = ResidualBlock(2 * channels, 4 * channels, self._step_dim)
-        self._middle = ResidualBlock(4 * channels, 4 * channels, self._step_dim)
+        self._down1 = ResidualBlock(channels, 2 * channels, step_dim)
+        self._down2 = ResidualBlock(2 * channels, 4 * channels, step_dim)
+        self._middle = ResidualBlock(4 * channels, 4 * channels, step_dim)
         self._attend = nn.MultiheadAttention(4 * channels, 4, batch_first=True)
-        self._up2 = ResidualBlock(8 * channels, 2 * channels, self._step_dim)
-        self._up1 = ResidualBlock(4 * channels, channels, self._step_dim)
+        self._up2 = ResidualBlock(8 * channels, 2 * channels, step_dim)
+        self._up1 = ResidualBlock(4 * channels, channels, step_dim)
         self._leave = nn.Conv2d(2 * channels, 3, 3, padding=1)
 
     def forward(self, images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Noise in `images` at `steps`, shape (batch,)."""
-        step = self._embed_step(sinusoids(steps, self._step_dim))
+        step = self._embed_step(steps)
         outer = self._enter(images)
         inner = self._down1(functional.avg_pool2d(outer, 2), step)
         core = self._down2(functional.avg_pool2d(inner, 2), step)
@@ -145,10 +144,10 @@ class NoiseSchedule:
     """The variances of the diffusion, linear in the step, and the way back."""
 
     def __init__(self, step_count: int, device: torch.device) -> None:
-        betas = torch.linspace(1e-4, 0.02, 1000, device=device)
+        betas = torch.linspace(1e-4, 0.02, STEPS, device=device)
         kept = torch.cumprod(1 - betas, dim=0)
-        # Evenly spaced steps of the thousand, the noisiest first.
-        self.steps = torch.linspace(999, 0, step_count, device=device).long()
+        # Evenly spaced steps of them all, the noisiest first.
+        self.steps = torch.linspace(STEPS - 1, 0, step_count, device=device).long()
         self._kept = kept[self.steps]
         self._kept_before = torch.cat([self._kept[1:], torch.ones(1, device=device)])
 
@@ -164,12 +163,3 @@ def build_unet(channels: int, seed: int) -> UNet:
     """A U-Net with random weights."""
     torch.manual_seed(seed)
     return UNet(channels).eval()
-
-
-def sinusoids(steps: torch.Tensor, dim: int) -> torch.Tensor:
-    """The customary embedding of positions, shape (batch, dim)."""
-    rates = torch.exp(
-        torch.arange(dim // 2, device=steps.device) * (-math.log(10_000) / (dim // 2))
-    )
-    angles = steps[:, None].float() * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -275,4 +275,4 @@ class DemoRun:
         self._producer.send(SetLoad(factor=factor))
 
     def _note(self, source: str, text: str) -> None:
-        self._view.tell(self.record.note(source, text, time.monotonic()))
+        self._view.tell(time.monotonic() - self.record.started_s, source, text)

@@ -51,7 +51,6 @@ NEARLY_ALL: Final = 0.9
 """Share of the pages that counts as all: new pages appear in host memory first. At 1 a phase would
 wait for a moment without new pages; at half of it, it would end with pages still on their way."""
 
-
 NO_PRODUCER: Final = ProducerSample(at_s=0.0)
 NO_CONSUMER: Final = ConsumerSample(at_s=0.0)
 

@@ -26,13 +26,18 @@ Document = TypeVar("Document", bound=BaseModel)
 
 
 def read_arrangement(
-    scale: DemoScale, profiles: list[Path], plan: Path
-) -> tuple[DemoScale, PlacementPlan]:
-    """Read files and make an arrangement of them; see `arrange`.
+    scale: DemoScale, profiles: list[Path], plan: Path | None
+) -> tuple[DemoScale, PlacementPlan | None]:
+    """Read files, if there are any, and make an arrangement of them; see `arrange`.
 
     Raises:
         ConfigError: A file is not what it should be, or the plan does not suit the demo.
     """
+    if plan is None and not profiles:
+        return scale, None
+    if plan is None or not profiles:
+        remedy = "Give --profile twice and --plan."
+        raise ConfigError("profiles and a plan go together", remedy=remedy)
     found = {profile.model: profile for profile in (_read(path, ModelProfile) for path in profiles)}
     read = _read(plan, Plan)
     return arrange(scale, found, read.matches, read.plan_hash)

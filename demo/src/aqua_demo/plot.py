@@ -6,12 +6,12 @@ below. Ours adds where the consumer's bytes are, and what made the producer act.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
-from aqua_demo.messages import ConsumerSample, ProducerSample
 from aqua_demo.phases import GENERATING, DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
@@ -52,39 +52,27 @@ def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
         drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
 
 
-def _columns(
-    record: RunRecord, samples: Iterable[ConsumerSample | ProducerSample], *names: str
-) -> list[list[float]]:
-    """Seconds since the start, then the named fields of the samples."""
-    rows = [(s.at_s - record.started_s, *(getattr(s, name) for name in names)) for s in samples]
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
 def _draw_bytes(axis: Axes, record: RunRecord) -> None:
-    at_s, *places = _columns(record, record.consumer, "device_bytes", "peer_bytes", "host_bytes")
+    fields = ("device_bytes", "peer_bytes", "host_bytes")
+    at_s, *places = record.columns(record.consumer, *fields)
     axis.stackplot(
         at_s,
-        [[size / MIB for size in place] for place in places],
+        np.array(places) / MIB,
         labels=["own device (budget)", "borrowed from the image service", "host memory"],
         colors=[BLUE, TEAL, AMBER],
         linewidth=0,
     )
-    at_s, offered = _columns(record, record.producer, "offered_bytes")
-    axis.plot(
-        at_s,
-        [size / MIB for size in offered],
-        color=INK,
-        linestyle=(0, (4, 2)),
-        label="on offer by the image service",
-    )
+    at_s, offered = record.columns(record.producer, "offered_bytes")
+    dashed: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2))}
+    axis.plot(at_s, offered / MIB, label="on offer by the image service", **dashed)
     axis.set_ylabel("MiB")
     # Head room for the names of the phases and the legend.
-    axis.set_ylim(0, 1.5 * max(*map(sum, zip(*places, strict=True)), *offered) / MIB)
+    axis.set_ylim(0, 1.5 * max(np.sum(places, axis=0).max(), offered.max()) / MIB)
     axis.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.0, 0.86))
 
 
 def _draw_tokens(axis: Axes, record: RunRecord) -> None:
-    at_s, rates = zip(*record.token_rates(), strict=True)
+    at_s, rates = record.token_rates()
     axis.plot(at_s, rates, color=VIOLET, linewidth=1.8)
     axis.fill_between(at_s, rates, color=VIOLET, alpha=0.12)
     for span in record.spans:
@@ -92,33 +80,26 @@ def _draw_tokens(axis: Axes, record: RunRecord) -> None:
         if span.phase in GENERATING and mean is not None:
             assert span.until_s is not None
             axis.hlines(mean, span.since_s, span.until_s, color=VIOLET, linestyle=":", linewidth=1)
-            axis.annotate(
-                f"mean {mean:.1f}",
-                ((span.since_s + span.until_s) / 2, 0),
-                textcoords="offset points",
-                xytext=(0, 6),
-                ha="center",
-                fontsize=9,
-                color=VIOLET,
-            )
+            middle = (span.since_s + span.until_s) / 2, 0.02 * rates.max()
+            axis.text(*middle, f"mean {mean:.1f}", ha="center", fontsize=9, color=VIOLET)
     axis.set_ylabel("LLM: tokens / s")
-    axis.set_ylim(0, 1.3 * max(rates))
+    axis.set_ylim(0, 1.3 * rates.max())
 
 
 def _draw_producer(axis: Axes, record: RunRecord) -> None:
-    at_s, waiting, asked = _columns(record, record.producer, "queue_length", "arrivals_per_s")
+    at_s, waiting, asked = record.columns(record.producer, "queue_length", "arrivals_per_s")
     lines = axis.plot(at_s, waiting, color=RED, label="requests waiting")
     axis.set_ylabel("image service:\nrequests waiting")
-    axis.set_ylim(0, 1.3 * max(5, *waiting))
+    axis.set_ylim(0, 1.3 * max(5, waiting.max()))
     right = axis.twinx()
     right.spines["right"].set_visible(True)
     right.grid(visible=False)  # One grid is enough.
-    served_at_s, served = zip(*record.image_rates(), strict=True)
-    lines += right.plot(served_at_s, served, color=FAINT, label="images / s")
+    _, served = record.image_rates()
+    lines += right.plot(at_s, served, color=FAINT, label="images / s")
     dotted: dict[str, Any] = {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (1, 1.5))}
     lines += right.step(at_s, asked, where="post", label="requests / s", **dotted)
     right.set_ylabel("images / s, requests / s")
-    right.set_ylim(0, 1.3 * max(1.0, *served))
+    right.set_ylim(0, 1.3 * max(1.0, served.max()))
     axis.legend(handles=lines, loc="upper left", ncols=3)
 
 

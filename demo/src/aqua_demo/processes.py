@@ -22,8 +22,9 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from aqua_demo.messages import REPORTS, Failure, Finish, Message, Report
+from aqua_demo.messages import REPORTS, Failure, Finish, Report
 from aqua_protocol import AquaError
+from aqua_protocol.wire import Wire
 
 STOP_WAIT_S: Final = 10.0
 """Seconds for a child to stop before it is killed. Doubled, a demo with a child that hangs ends ten
@@ -105,7 +106,7 @@ class Child:
             self._process.wait(timeout_s)
         return self.exit_status
 
-    def send(self, command: Message) -> None:
+    def send(self, command: Wire) -> None:
         """Send a command; nowhere when the child is gone, which is heard of otherwise."""
         assert self._process.stdin is not None
         try:
@@ -162,7 +163,7 @@ class ProcessGroup:
         self._patience_s = patience_s
         self._children: list[Child] = []
 
-    def start_program(self, name: str, module: str, settings: Message) -> Child:
+    def start_program(self, name: str, module: str, settings: Wire) -> Child:
         """Start one of the demo's own programs, which speaks its language.
 
         Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -39,14 +38,6 @@ from aqualib.transports import select
 
 SAMPLE_INTERVAL_S: Final = 0.1
 """Seconds between samples, as of the consumer. Doubled, the plot shows steps."""
-
-RATE_WINDOW_S: Final = 2.0
-"""Seconds over which the rate of requests is taken, at least. Doubled, the informer sees a burst
-later."""
-
-RATE_WINDOW_REQUESTS: Final = 60
-"""Requests to expect in the window, at least: the rate then varies by an eighth, and twice the mean
-stands out. Doubled, it varies by an eleventh and bursts are seen later."""
 
 IDLE_WAIT_S: Final = 0.02
 """Seconds until the clock is looked at again. Doubled, a request waits that much longer for its
@@ -88,26 +79,13 @@ class RecordingProducer(Producer):
         self.tickets.append(ticket)
         return ticket
 
-
-class RateMeter:
-    """Requests a second over the last seconds; written by one thread, read by another.
-
-    Args:
-        expected_per_s: The usual rate, which sets the window.
-    """
-
-    def __init__(self, expected_per_s: float) -> None:
-        self._window_s = max(RATE_WINDOW_S, RATE_WINDOW_REQUESTS / expected_per_s)
-        self._counts: deque[tuple[float, int]] = deque()
-        self.per_s = 0.0
-
-    def count(self, requests: int, now_s: float) -> None:
-        """Requests have arrived; call it also when there were none."""
-        self._counts.append((now_s, requests))
-        while self._counts[0][0] < now_s - self._window_s:
-            self._counts.popleft()
-        # A rate over a shorter time than the window says little: until then it starts from zero.
-        self.per_s = sum(count for _, count in self._counts) / self._window_s
+    def measures(self) -> list[ReclaimMeasure]:
+        """Say what the finished reclaims took."""
+        return [
+            ReclaimMeasure(bytes=t.returned_bytes, first_slab_ms=first_ms, total_ms=t.total_ms)
+            for t in self.tickets
+            if (first_ms := t.first_slab_ms) is not None and t.total_ms is not None
+        ]
 
 
 class ProducerProgram:
@@ -142,11 +120,11 @@ class ProducerProgram:
             f"a U-Net serves {capacity_per_s:.0f} images/s, {scale.spare_images} at a time, and"
             f" {service.images_per_s(8):.0f} images/s, 8 at a time; {base_per_s:.0f}/s are asked"
         )
-        meter = RateMeter(base_per_s)
+        arrivals = Arrivals(base_per_s, seed=settings.seed, now_s=time.monotonic())
         loop = TorchLoop(
             allowance,
             queue_length=lambda: service.queue_length,
-            requests_per_s=lambda: meter.per_s,
+            requests_per_s=lambda: arrivals.seen_per_s,
         )
         profile = Profile(
             slab_bytes=scale.slab_bytes,
@@ -171,60 +149,41 @@ class ProducerProgram:
         ):
             producer.tickets = []
             with Informer(producer, loop, profile, poll_s=0.1):
-                self._serve(parent, service, base_per_s, meter, loop, producer, allowance)
-
-    def _serve(
-        self,
-        parent: Parent,
-        service: ImageService,
-        base_per_s: float,
-        meter: RateMeter,
-        loop: TorchLoop,
-        producer: RecordingProducer,
-        allowance: CountedMemoryLimit,
-    ) -> None:
-        arrivals = Arrivals(base_per_s, seed=self._settings.seed, now_s=time.monotonic())
-        next_sample_s = 0.0
-        while not self._finished.is_set():
-            now_s = time.monotonic()
-            arrivals.per_s = self._load_factor * base_per_s
-            due = arrivals.due(now_s)
-            meter.count(due, now_s)
-            service.request(due)
-            if now_s >= next_sample_s:
-                next_sample_s = now_s + SAMPLE_INTERVAL_S
-                parent.tell(
-                    ProducerSample(
-                        at_s=now_s,
-                        arrivals_per_s=arrivals.per_s,
-                        queue_length=service.queue_length,
-                        batch=service.batch,
-                        images=service.images,
-                        memory_total_bytes=allowance.total_bytes,
-                        memory_used_bytes=allowance.own_bytes,
-                        offered_bytes=producer.offered_bytes,
-                        leased_bytes=producer.leased_bytes,
-                        reclaims=measures(producer.tickets),
-                    )
-                )
-            if service.is_idle:
-                self._finished.wait(IDLE_WAIT_S)
-            else:
-                service.step()
-                loop.step_ended()
+                next_sample_s = 0.0
+                while not self._finished.is_set():
+                    now_s = time.monotonic()
+                    arrivals.per_s = self._load_factor * base_per_s
+                    service.request(arrivals.due(now_s))
+                    if now_s >= next_sample_s:
+                        next_sample_s = now_s + SAMPLE_INTERVAL_S
+                        parent.tell(sample(now_s, arrivals, service, allowance, producer))
+                    if service.is_idle:
+                        self._finished.wait(IDLE_WAIT_S)
+                    else:
+                        service.step()
+                        loop.step_ended()
 
 
-def measures(tickets: list[ReclaimTicket]) -> list[ReclaimMeasure]:
-    """Say what the finished reclaims took."""
-    return [
-        ReclaimMeasure(
-            bytes=ticket.returned_bytes,
-            first_slab_ms=ticket.first_slab_ms,
-            total_ms=ticket.total_ms,
-        )
-        for ticket in tickets
-        if ticket.first_slab_ms is not None and ticket.total_ms is not None
-    ]
+def sample(
+    now_s: float,
+    arrivals: Arrivals,
+    service: ImageService,
+    allowance: CountedMemoryLimit,
+    producer: RecordingProducer,
+) -> ProducerSample:
+    """Sample the state of this moment."""
+    return ProducerSample(
+        at_s=now_s,
+        arrivals_per_s=arrivals.per_s,
+        queue_length=service.queue_length,
+        batch=service.batch,
+        images=service.images,
+        memory_total_bytes=allowance.total_bytes,
+        memory_used_bytes=allowance.own_bytes,
+        offered_bytes=producer.offered_bytes,
+        leased_bytes=producer.leased_bytes,
+        reclaims=producer.measures(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What was seen when: samples of both programs, phases and log entries, on one clock.
+"""What was seen when: samples of both programs and the phases, on one clock.
 
 Owns the record that the live view, the report and the plot are made from, and the rates that follow
 from it. Bounded: ten samples a second for an hour.
@@ -7,9 +7,12 @@ from it. Bounded: ten samples a second for an hour.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
+
+import numpy as np
+from jaxtyping import Float64
 
 from aqua_demo.messages import ConsumerSample, ProducerSample
 from aqua_demo.phases import DemoPhase
@@ -17,9 +20,6 @@ from aqua_demo.phases import DemoPhase
 MAX_SAMPLES: Final = 36_000
 """Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two
 hours."""
-
-MAX_ENTRIES: Final = 7
-"""Lines of the log that are kept for the view. Doubled, its picture is seven lines taller."""
 
 RATE_WINDOW_S: Final = 2.0
 """Seconds over which rates are averaged: a burst of images lasts longer, and single steps do not
@@ -35,15 +35,6 @@ class PhaseSpan:
     until_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """Something worth a line."""
-
-    at_s: float
-    source: str
-    text: str
-
-
 @dataclass(slots=True)
 class RunRecord:
     """The record of one run.
@@ -55,7 +46,6 @@ class RunRecord:
     started_s: float
     producer: deque[ProducerSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     consumer: deque[ConsumerSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=MAX_ENTRIES))
     spans: list[PhaseSpan] = field(default_factory=list)
 
     def enter(self, phase: DemoPhase, now_s: float) -> None:
@@ -68,27 +58,20 @@ class RunRecord:
         if self.spans and self.spans[-1].until_s is None:
             self.spans[-1] = replace(self.spans[-1], until_s=now_s - self.started_s)
 
-    def note(self, source: str, text: str, now_s: float) -> LogEntry:
-        """Record something worth a line."""
-        entry = LogEntry(now_s - self.started_s, source, text)
-        self.log.append(entry)
-        return entry
+    def columns(
+        self, samples: Iterable[ConsumerSample | ProducerSample], *names: str
+    ) -> Float64[np.ndarray, "columns samples"]:
+        """Seconds since the start, then the named fields of the samples, a column each."""
+        rows = [(s.at_s - self.started_s, *(getattr(s, name) for name in names)) for s in samples]
+        return np.array(rows, dtype=np.float64).T
 
-    def token_rates(self) -> list[tuple[float, float]]:
-        """(seconds since the start, new tokens a second), averaged over a sliding window."""
-        return rates([(s.at_s - self.started_s, s.tokens) for s in self.consumer])
+    def token_rates(self) -> Float64[np.ndarray, "2 samples"]:
+        """Seconds since the start, and new tokens a second over a sliding window."""
+        return rates(self.columns(self.consumer, "tokens"))
 
-    def image_rates(self) -> list[tuple[float, float]]:
-        """(seconds since the start, images a second), averaged over a sliding window."""
-        return rates([(s.at_s - self.started_s, s.images) for s in self.producer])
-
-    def tokens_per_s(self) -> float:
-        """New tokens a second, over the last seconds."""
-        return self.token_rates()[-1][1] if len(self.consumer) > 1 else 0.0
-
-    def images_per_s(self) -> float:
-        """Images a second, over the last seconds."""
-        return self.image_rates()[-1][1] if len(self.producer) > 1 else 0.0
+    def image_rates(self) -> Float64[np.ndarray, "2 samples"]:
+        """Seconds since the start, and images a second over a sliding window."""
+        return rates(self.columns(self.producer, "images"))
 
     def mean_tokens_per_s(self, span: PhaseSpan) -> float | None:
         """New tokens a second over all of a phase; None when it did not last."""
@@ -99,17 +82,13 @@ class RunRecord:
         return (inside[-1].tokens - inside[0].tokens) / (inside[-1].at_s - inside[0].at_s)
 
 
-def rates(counts: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
-    """Counts a second over the last `RATE_WINDOW_S`, at each count but the first.
+def rates(counts: Float64[np.ndarray, "2 samples"]) -> Float64[np.ndarray, "2 samples"]:
+    """Counts a second over the last `RATE_WINDOW_S`, at each time; 0 at the first.
 
     Args:
-        counts: (time in seconds, count so far), ascending in time.
+        counts: Times in seconds, ascending, and the count so far at each.
     """
-    found: list[tuple[float, float]] = []
-    oldest = 0
-    for at_s, count in counts[1:]:
-        while counts[oldest][0] < at_s - RATE_WINDOW_S:
-            oldest += 1
-        since_s, before = counts[oldest]
-        found.append((at_s, (count - before) / (at_s - since_s) if at_s > since_s else 0.0))
-    return found
+    at_s, count = counts
+    since_s = np.maximum(at_s - RATE_WINDOW_S, at_s[0])
+    gained = count - np.interp(since_s, at_s, count)
+    return np.array([at_s, np.divide(gained, at_s - since_s, where=at_s > since_s, out=0 * at_s)])

@@ -8,17 +8,17 @@ and the budget was kept. A claim that fails names its reason, and the demo exits
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Final
 
 from pydantic import Field
 
 from aqua_demo.machine import describe_machine
-from aqua_demo.messages import ConsumerResult, Message, ReclaimMeasure
+from aqua_demo.messages import ConsumerResult, ReclaimMeasure
 from aqua_demo.phases import GENERATING, TITLES, DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
+from aqua_protocol.wire import Wire
 
 PACKAGES: Final = ("aqualib", "aqua-coordinator", "aqua-protocol", "torch", "transformers")
 
@@ -28,7 +28,7 @@ HOST_REMARK: Final = (
 GPU_REMARK: Final = "Borrowed memory is a GPU's, host memory is behind PCIe."
 
 
-class PhaseReport(Message):
+class PhaseReport(Wire):
     """One phase; times in seconds since the start."""
 
     name: str
@@ -38,7 +38,7 @@ class PhaseReport(Message):
     tokens_per_s: float | None = None
 
 
-class Claim(Message):
+class Claim(Wire):
     """Something the demo shows, and whether it did."""
 
     text: str
@@ -46,7 +46,7 @@ class Claim(Message):
     reason: str = Field(default="", description="Why not, with figures.")
 
 
-class DemoReport(Message):
+class DemoReport(Wire):
     """The content of `demo-report.json`."""
 
     tokens_identical: bool
@@ -216,15 +216,11 @@ def returned_bytes(record: RunRecord) -> int:
 
 def _series(record: RunRecord) -> dict[str, list[int | float]]:
     """Columns of the samples, times in seconds since the start."""
-
-    def columns(
-        samples: Iterable[Message], prefix: str, names: str
-    ) -> dict[str, list[int | float]]:
-        rows = [sample.model_dump() for sample in samples]
-        found = {f"{prefix}{name}": [row[name] for row in rows] for name in names.split()}
-        times = [round(row["at_s"] - record.started_s, 3) for row in rows]
-        return {f"{prefix}at_s": times, **found}
-
-    return columns(record.consumer, "", "tokens device_bytes peer_bytes host_bytes") | columns(
-        record.producer, "producer_", "queue_length images offered_bytes leased_bytes"
-    )
+    series = {}
+    for prefix, samples, names in (
+        ("", record.consumer, "tokens device_bytes peer_bytes host_bytes"),
+        ("producer_", record.producer, "queue_length images offered_bytes leased_bytes"),
+    ):
+        series[f"{prefix}at_s"] = [round(s.at_s - record.started_s, 3) for s in samples]
+        series |= {f"{prefix}{name}": [getattr(s, name) for s in samples] for name in names.split()}
+    return series

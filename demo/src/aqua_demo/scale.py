@@ -2,8 +2,9 @@
 
 The full size takes about a minute and a half on two cores. What is fixed here are the proportions
 that make the story true on any machine: the keys and values exceed the budget several times, the
-offer holds all of them even when the image service keeps room for `MOST_SPARE_IMAGES`, and one
-image's workspace is what an idle image service spares.
+offer holds all of them even when the image service keeps room for two images (a profile finds its
+peak at one or at two at once, whichever the machine made a little faster that day), and one image's
+workspace is what an idle image service spares.
 """
 
 from __future__ import annotations
@@ -14,11 +15,6 @@ from typing import Final
 from aqua_demo.models import LlamaSize
 from aqua_protocol import MIB
 from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
-
-MOST_SPARE_IMAGES: Final = 2
-"""Images that the service may keep room for and still offer enough. A profile finds its peak at one
-or at two images at once, whichever the machine made a little faster that day. Doubled, its device
-has to be larger by two workspaces."""
 
 WEIGHT_BYTES: Final = 1 * MIB
 """Room for the image model's weights. Doubled, a MiB less can be lent."""

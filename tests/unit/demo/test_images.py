@@ -33,6 +33,9 @@ def test_arrivals_come_at_the_rate_that_is_set_and_repeat_with_the_seed() -> Non
     assert 4500 < sum(counts) < 5500
     arrivals.per_s = 100.0
     assert 9000 < arrivals.due(300.0) < 11000
+    for tick in range(1, 201):
+        arrivals.due(300.0 + tick / 50)
+    assert 60 < arrivals.seen_per_s < 140
 
 
 def test_a_request_becomes_an_image_after_its_steps(service: ImageService) -> None:

@@ -16,7 +16,7 @@ from aqua_demo.plot import draw
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import QUICK
-from aqua_demo.view import picture, summary
+from aqua_demo.view import RunView, picture, summary
 
 STARTED_S = 1000.0
 PHASES = {
@@ -36,7 +36,6 @@ def _timeline(**changes: Any) -> RunRecord:  # noqa: ANN401 - any field of the c
     timeline = RunRecord(STARTED_S)
     for phase, since_s in PHASES.items():
         timeline.enter(phase, STARTED_S + since_s)
-    timeline.note("producer", "offers 400 B", STARTED_S + 1)
     for tenth in range(200):
         at_s = tenth / 10
         spilled = 10 <= at_s < 15
@@ -159,8 +158,9 @@ def test_a_report_survives_its_file() -> None:
 
 def test_rates_are_those_of_the_samples() -> None:
     timeline = _timeline()
-    assert timeline.tokens_per_s() == pytest.approx(10.0)
-    assert timeline.images_per_s() == pytest.approx(10.0)
+    for at_s, rates in (timeline.token_rates(), timeline.image_rates()):
+        assert len(at_s) == len(rates)
+        assert rates[-1] == pytest.approx(10.0)
     assert timeline.mean_tokens_per_s(timeline.spans[3]) == pytest.approx(10.0)
     assert timeline.mean_tokens_per_s(timeline.spans[6]) is None
 
@@ -176,8 +176,9 @@ def test_the_live_view_and_the_summary_fit_a_terminal() -> None:
     timeline = _timeline()
     for phase in Phase:
         seen = Observation(timeline.producer[-1], timeline.consumer[-1])
-        console.print(picture(timeline, goals(phase, seen, QUICK), STARTED_S + 20))
-    console.print(picture(RunRecord(STARTED_S), [], STARTED_S))
+        console.print(picture(timeline, goals(phase, seen, QUICK)))
+    console.print(picture(RunRecord(STARTED_S), []))
+    RunView(console).tell(1.0, "producer", "offers 400 B")
     console.print(summary(_report()))
     text = console.export_text()
     for expected in ("own device", "borrowed", "host memory", "tokens/s", "2.5 ms", "offers 400 B"):
