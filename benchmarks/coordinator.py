@@ -36,7 +36,7 @@ from rich.table import Table
 
 from aqua_protocol import PROTOCOL_VERSION
 from aqua_protocol.members import ConsumerReport, ProducerReport
-from aqua_protocol.transport import TransportKind
+from aqua_protocol.wire import TransportKind
 
 HERE: Final = Path(__file__).parent
 SLAB_BYTES: Final = 65_536

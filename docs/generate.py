@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from aqua_protocol import LEASE, SLAB
-from aqua_protocol.diagram import mermaid
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.machine import EventT, StateMachine, StateT
 
@@ -45,7 +44,7 @@ def machine_page(machine: StateMachine[StateT, EventT], source: str) -> str:
             "with `invalid_transition`.",
             "",
             "```mermaid",
-            mermaid(machine),
+            machine.mermaid(),
             "```",
             "",
             "## States",

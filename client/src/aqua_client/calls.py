@@ -19,32 +19,8 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from aqua_protocol import leases, members
 from aqua_protocol.ids import new_idempotency_key
-from aqua_protocol.leases import (
-    Health,
-    LeaseAction,
-    LeaseGrant,
-    LeaseRenewal,
-    LeaseRequest,
-    LeaseView,
-    Page,
-    PlacementPlan,
-    ReclaimRequest,
-    ReclaimView,
-)
-from aqua_protocol.members import (
-    ConsumerAck,
-    ConsumerReport,
-    ConsumerView,
-    Heartbeat,
-    HeartbeatAck,
-    OfferUpdate,
-    OfferView,
-    ProducerAck,
-    ProducerReport,
-    ProducerView,
-)
-from aqua_protocol.pages import ConsumerPage, LeasePage, OfferPage, ProducerPage, ReclaimPage
 from aqua_protocol.profile import ModelProfile, Profiles
 
 if TYPE_CHECKING:
@@ -56,7 +32,7 @@ double the requests of a listing; it grants no more."""
 
 AnswerT = TypeVar("AnswerT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
-PageT = TypeVar("PageT", bound=Page)
+PageT = TypeVar("PageT", bound=leases.Page)
 EntryT = TypeVar("EntryT")
 
 
@@ -107,19 +83,19 @@ class Listing(Generic[PageT, EntryT]):
 # --- Members ------------------------------------------------------------------------------
 
 
-def report_producer(report: ProducerReport) -> Call[ProducerAck]:
+def report_producer(report: members.ProducerReport) -> Call[members.ProducerAck]:
     """Tell the books a producer's full state; sent once."""
-    return _call("PUT", f"/v1/producers/{report.producer_id}", ProducerAck, report)
+    return _call("PUT", f"/v1/producers/{report.producer_id}", members.ProducerAck, report)
 
 
-def report_consumer(report: ConsumerReport) -> Call[ConsumerAck]:
+def report_consumer(report: members.ConsumerReport) -> Call[members.ConsumerAck]:
     """Tell the books a consumer's full state, which renews its leases; sent once."""
-    return _call("PUT", f"/v1/consumers/{report.consumer_id}", ConsumerAck, report)
+    return _call("PUT", f"/v1/consumers/{report.consumer_id}", members.ConsumerAck, report)
 
 
-def heartbeat(reports: Heartbeat) -> Call[HeartbeatAck]:
+def heartbeat(reports: members.Heartbeat) -> Call[members.HeartbeatAck]:
     """Tell the books the full state of many members; sent once."""
-    return _call("POST", "/v1/heartbeats", HeartbeatAck, reports)
+    return _call("POST", "/v1/heartbeats", members.HeartbeatAck, reports)
 
 
 def remove_producer(producer_id: str, incarnation: str) -> Call[None]:
@@ -132,40 +108,42 @@ def remove_consumer(consumer_id: str, incarnation: str) -> Call[None]:
     return _remove(f"/v1/consumers/{consumer_id}", incarnation)
 
 
-def get_producer(producer_id: str) -> Call[ProducerView]:
+def get_producer(producer_id: str) -> Call[members.ProducerView]:
     """Read one producer as the books have it."""
-    return _get(f"/v1/producers/{producer_id}", ProducerView)
+    return _get(f"/v1/producers/{producer_id}", members.ProducerView)
 
 
-def get_consumer(consumer_id: str) -> Call[ConsumerView]:
+def get_consumer(consumer_id: str) -> Call[members.ConsumerView]:
     """Read one consumer as the books have it."""
-    return _get(f"/v1/consumers/{consumer_id}", ConsumerView)
+    return _get(f"/v1/consumers/{consumer_id}", members.ConsumerView)
 
 
-def list_producers() -> Listing[ProducerPage, ProducerView]:
+def list_producers() -> Listing[members.ProducerPage, members.ProducerView]:
     """List producers by name."""
-    return Listing(_first_page("/v1/producers", ProducerPage), lambda page: page.producers)
+    return _pages("/v1/producers", members.ProducerPage, lambda page: page.producers)
 
 
-def list_consumers() -> Listing[ConsumerPage, ConsumerView]:
+def list_consumers() -> Listing[members.ConsumerPage, members.ConsumerView]:
     """List consumers by name."""
-    return Listing(_first_page("/v1/consumers", ConsumerPage), lambda page: page.consumers)
+    return _pages("/v1/consumers", members.ConsumerPage, lambda page: page.consumers)
 
 
-def list_offers() -> Listing[OfferPage, OfferView]:
+def list_offers() -> Listing[members.OfferPage, members.OfferView]:
     """List offers by the producer's name."""
-    return Listing(_first_page("/v1/offers", OfferPage), lambda page: page.offers)
+    return _pages("/v1/offers", members.OfferPage, lambda page: page.offers)
 
 
-def update_offer(producer_id: str, update: OfferUpdate) -> Call[OfferView]:
+def update_offer(producer_id: str, update: members.OfferUpdate) -> Call[members.OfferView]:
     """Change an offer between two reports; sent once."""
-    return _call("PUT", f"/v1/offers/{producer_id}", OfferView, update)
+    return _call("PUT", f"/v1/offers/{producer_id}", members.OfferView, update)
 
 
 # --- Leases and reclaims ------------------------------------------------------------------
 
 
-def grant_lease(request: LeaseRequest, *, idempotency_key: str | None = None) -> Call[LeaseGrant]:
+def grant_lease(
+    request: leases.LeaseRequest, *, idempotency_key: str | None = None
+) -> Call[leases.LeaseGrant]:
     """Ask for a lease; repeated under one key, so at most one is granted.
 
     Args:
@@ -177,33 +155,37 @@ def grant_lease(request: LeaseRequest, *, idempotency_key: str | None = None) ->
         UnavailableError: No answer. The lease may have been granted: call again with the same
             key, or let it expire unattached.
     """
-    return _post_once("/v1/leases", LeaseGrant, request, idempotency_key)
+    return _post_once("/v1/leases", leases.LeaseGrant, request, idempotency_key)
 
 
-def renew_lease(lease_id: str, renewal: LeaseRenewal) -> Call[LeaseView]:
+def renew_lease(lease_id: str, renewal: leases.LeaseRenewal) -> Call[leases.LeaseView]:
     """Start a lease's time to live anew, outside of a report.
 
     Raises:
         LeaseLostError: It has ended.
         StaleEpochError: It was granted under another epoch.
     """
-    return _call("POST", f"/v1/leases/{lease_id}/renew", LeaseView, renewal, repeatable=True)
+    return _call("POST", f"/v1/leases/{lease_id}/renew", leases.LeaseView, renewal, repeatable=True)
 
 
-def release_lease(lease_id: str, epoch: int) -> Call[LeaseView]:
+def release_lease(lease_id: str, epoch: int) -> Call[leases.LeaseView]:
     """Give up a lease's right; a second release is harmless."""
-    action = LeaseAction(epoch=epoch)
-    return _call("POST", f"/v1/leases/{lease_id}/release", LeaseView, action, repeatable=True)
+    action = leases.LeaseAction(epoch=epoch)
+    return _call(
+        "POST", f"/v1/leases/{lease_id}/release", leases.LeaseView, action, repeatable=True
+    )
 
 
-def revoke_lease(lease_id: str, epoch: int) -> Call[LeaseView]:
+def revoke_lease(lease_id: str, epoch: int) -> Call[leases.LeaseView]:
     """End the right to a lease, as an operator; sent once."""
-    return _call("POST", f"/v1/leases/{lease_id}/revoke", LeaseView, LeaseAction(epoch=epoch))
+    return _call(
+        "POST", f"/v1/leases/{lease_id}/revoke", leases.LeaseView, leases.LeaseAction(epoch=epoch)
+    )
 
 
-def get_lease(lease_id: str) -> Call[LeaseView]:
+def get_lease(lease_id: str) -> Call[leases.LeaseView]:
     """Read one lease as the books have it."""
-    return _get(f"/v1/leases/{lease_id}", LeaseView)
+    return _get(f"/v1/leases/{lease_id}", leases.LeaseView)
 
 
 def list_leases(
@@ -211,41 +193,41 @@ def list_leases(
     state: LeaseState | None = None,
     producer_id: str | None = None,
     consumer_id: str | None = None,
-) -> Listing[LeasePage, LeaseView]:
+) -> Listing[leases.LeasePage, leases.LeaseView]:
     """List booked leases by producer, all or those of a state or member."""
     wanted = {"state": state, "producer_id": producer_id, "consumer_id": consumer_id}
     params = {name: str(value) for name, value in wanted.items() if value is not None}
-    return Listing(_first_page("/v1/leases", LeasePage, params), lambda page: page.leases)
+    return _pages("/v1/leases", leases.LeasePage, lambda page: page.leases, **params)
 
 
 def open_reclaim(
-    request: ReclaimRequest, *, idempotency_key: str | None = None
-) -> Call[ReclaimView]:
+    request: leases.ReclaimRequest, *, idempotency_key: str | None = None
+) -> Call[leases.ReclaimView]:
     """Ask a producer to take memory back, as an operator; repeated under one key."""
-    return _post_once("/v1/reclaims", ReclaimView, request, idempotency_key)
+    return _post_once("/v1/reclaims", leases.ReclaimView, request, idempotency_key)
 
 
-def get_reclaim(reclaim_id: str) -> Call[ReclaimView]:
+def get_reclaim(reclaim_id: str) -> Call[leases.ReclaimView]:
     """Read one reclaim as the books have it."""
-    return _get(f"/v1/reclaims/{reclaim_id}", ReclaimView)
+    return _get(f"/v1/reclaims/{reclaim_id}", leases.ReclaimView)
 
 
-def list_reclaims() -> Listing[ReclaimPage, ReclaimView]:
+def list_reclaims() -> Listing[leases.ReclaimPage, leases.ReclaimView]:
     """List reclaims in the order they were opened, also for a while after their end."""
-    return Listing(_first_page("/v1/reclaims", ReclaimPage), lambda page: page.reclaims)
+    return _pages("/v1/reclaims", leases.ReclaimPage, lambda page: page.reclaims)
 
 
 # --- Plans, profiles, health --------------------------------------------------------------
 
 
-def put_placements(plan: PlacementPlan) -> Call[PlacementPlan]:
+def put_placements(plan: leases.PlacementPlan) -> Call[leases.PlacementPlan]:
     """Replace the plan that new leases follow, as an operator."""
-    return _call("PUT", "/v1/placements", PlacementPlan, plan, repeatable=True)
+    return _call("PUT", "/v1/placements", leases.PlacementPlan, plan, repeatable=True)
 
 
-def get_placements() -> Call[PlacementPlan]:
+def get_placements() -> Call[leases.PlacementPlan]:
     """Read the plan in force."""
-    return _get("/v1/placements", PlacementPlan)
+    return _get("/v1/placements", leases.PlacementPlan)
 
 
 def put_profile(profile: ModelProfile) -> Call[ModelProfile]:
@@ -269,21 +251,27 @@ def get_profiles(model: str = "") -> Call[list[ModelProfile]]:
     )
 
 
-def healthz() -> Call[Health]:
+def healthz() -> Call[leases.Health]:
     """Ask whether the process lives; needs no token."""
-    return _get("/healthz", Health)
+    return _get("/healthz", leases.Health)
 
 
-def readyz() -> Call[Health]:
+def readyz() -> Call[leases.Health]:
     """Ask whether the store answers and takes writes; needs no token."""
-    return _get("/readyz", Health)
+    return _get("/readyz", leases.Health)
 
 
 # --- Shapes -------------------------------------------------------------------------------
 
 
 def _call(
-    method: str, path: str, answer: type[ModelT], body: BaseModel, *, repeatable: bool = False
+    method: str,
+    path: str,
+    answer: type[ModelT],
+    body: BaseModel,
+    *,
+    repeatable: bool = False,
+    idempotency_key: str | None = None,
 ) -> Call[ModelT]:
     return Call(
         method=method,
@@ -291,32 +279,26 @@ def _call(
         body=body.model_dump_json().encode(),
         read=answer.model_validate_json,
         repeatable=repeatable,
+        idempotency_key=idempotency_key,
     )
 
 
-def _post_once(
-    path: str, answer: type[ModelT], body: BaseModel, idempotency_key: str | None
-) -> Call[ModelT]:
-    call = _call("POST", path, answer, body, repeatable=True)
-    return replace(call, idempotency_key=idempotency_key or new_idempotency_key())
+def _post_once(path: str, answer: type[ModelT], body: BaseModel, key: str | None) -> Call[ModelT]:
+    key = key or new_idempotency_key()
+    return _call("POST", path, answer, body, repeatable=True, idempotency_key=key)
 
 
-def _get(path: str, answer: type[ModelT], params: Mapping[str, str] | None = None) -> Call[ModelT]:
+def _get(path: str, answer: type[ModelT], **params: str) -> Call[ModelT]:
     read = answer.model_validate_json
-    return Call(method="GET", path=path, read=read, params=params or {}, repeatable=True)
+    return Call(method="GET", path=path, read=read, params=params, repeatable=True)
 
 
-def _first_page(
-    path: str, answer: type[PageT], params: Mapping[str, str] | None = None
-) -> Call[PageT]:
-    return _get(path, answer, {**(params or {}), "limit": str(PAGE_LIMIT)})
+def _pages(
+    path: str, answer: type[PageT], entries: Callable[[PageT], list[EntryT]], **params: str
+) -> Listing[PageT, EntryT]:
+    return Listing(_get(path, answer, limit=str(PAGE_LIMIT), **params), entries)
 
 
 def _remove(path: str, incarnation: str) -> Call[None]:
-    return Call(
-        method="DELETE",
-        path=path,
-        read=lambda _: None,
-        params={"incarnation": incarnation},
-        absent_is_done=True,
-    )
+    params = {"incarnation": incarnation}
+    return Call(method="DELETE", path=path, read=lambda _: None, params=params, absent_is_done=True)

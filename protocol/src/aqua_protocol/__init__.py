@@ -5,11 +5,13 @@ and the simulator follow these tables and speak these messages; nothing else con
 
 Modules, from the ground up:
 
-- `errors`, `units`, `ids`, `version`: the vocabulary.
+- `errors`, `units`, `ids`: the vocabulary.
 - `machine`, `lease`, `slab`: who may do what when, as tables.
-- `wire`, `members`, `leases`: REST messages.
-- `channel`, `capability`, `transport`: what a consumer and a producer say to each other.
-- `diagram`: draws the tables for the documents.
+- `wire`, `leases`, `members`: REST messages.
+- `channel`, `capability`: what a consumer and a producer say to each other.
+- `profile`, `problem`, `plan`: what the profiler and the placer write and read.
+- `hardware`, `decoders`: the GPUs and models that planners know by name.
+- `findings`: what `aqua doctor` asks and hears.
 """
 
 from __future__ import annotations
@@ -47,9 +49,8 @@ from aqua_protocol.errors import (
 )
 from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
 from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
-from aqua_protocol.transport import TransportKind
 from aqua_protocol.units import DEFAULT_SLAB_BYTES, GIB, KIB, MIB, format_bytes, parse_bytes
-from aqua_protocol.version import PROTOCOL_VERSION, require_protocol_version
+from aqua_protocol.wire import PROTOCOL_VERSION, TransportKind, require_protocol_version
 
 __all__ = [
     "BOOKED_STATES",

@@ -24,8 +24,7 @@ from pydantic import Field, TypeAdapter
 
 from aqua_protocol.errors import ErrorBody
 from aqua_protocol.ids import MAX_EPOCH, Name
-from aqua_protocol.transport import TransportKind
-from aqua_protocol.wire import EpochField, Flag, PositiveBytes, VersionNumber, Wire
+from aqua_protocol.wire import EpochField, Flag, PositiveBytes, TransportKind, VersionNumber, Wire
 
 MAX_PACKET_BYTES: Final = 64 * 1024
 """Below the default `net.core.wmem_max` of 212,992 bytes, so that a packet is never refused.

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from aqua_protocol.ids import Name
 from aqua_protocol.lease import LeaseState
-from aqua_protocol.transport import TransportKind
-from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, Wire
+from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, TransportKind, Wire
 
 # A plan of the largest cluster that the placer is measured on, one pairing a GPU. Doubled, one
 # request may take 8 MB and block Redis for twice the time.
@@ -169,12 +168,6 @@ class Event(Wire):
     bytes: ByteCount | None = None
 
 
-class Page(Wire):
-    """Where a listing goes on."""
-
-    next_cursor: str | None = Field(default=None, description="Pass as `cursor`; null at the end.")
-
-
 class Health(Wire):
     """Liveness and readiness."""
 
@@ -182,3 +175,21 @@ class Health(Wire):
     version: str
     books_id: str | None = None
     uptime_s: float = 0.0
+
+
+class Page(Wire):
+    """Where a listing goes on."""
+
+    next_cursor: str | None = Field(default=None, description="Pass as `cursor`; null at the end.")
+
+
+class LeasePage(Page):
+    """A page of leases."""
+
+    leases: list[LeaseView]
+
+
+class ReclaimPage(Page):
+    """A page of reclaims."""
+
+    reclaims: list[ReclaimView]

@@ -48,6 +48,16 @@ class StateMachine(Generic[StateT, EventT]):
             raise InvalidTransitionError(message, noun=self.noun, state=state, event=event)
         return after
 
+    def mermaid(self) -> str:
+        """Draw the table for the documents; events between the same two states share an arrow."""
+        arrows: dict[tuple[str, str], list[str]] = {}
+        for (state, event), after in self.transitions.items():
+            arrows.setdefault((state, after), []).append(event)
+        lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {self.initial}"]
+        lines += [f"    {a} --> {b} : {', '.join(events)}" for (a, b), events in arrows.items()]
+        lines += [f"    {state} --> [*]" for state in sorted(self.terminal)]
+        return "\n".join(lines)
+
     def allows(self, state: StateT, event: EventT) -> bool:
         """Whether the table has the pair."""
         return (state, event) in self.transitions

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from aqua_protocol.errors import ErrorBody
 from aqua_protocol.ids import Name
-from aqua_protocol.transport import TransportKind
+from aqua_protocol.leases import Page
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqua_protocol.wire import (
     ByteCount,
@@ -28,6 +28,7 @@ from aqua_protocol.wire import (
     Rate,
     RevisionField,
     Seconds,
+    TransportKind,
     VersionNumber,
     Wire,
 )
@@ -268,3 +269,21 @@ class OfferView(Wire):
     leased_bytes: int
     free_bytes: int
     grantable: bool
+
+
+class ProducerPage(Page):
+    """A page of producers."""
+
+    producers: list[ProducerView]
+
+
+class ConsumerPage(Page):
+    """A page of consumers."""
+
+    consumers: list[ConsumerView]
+
+
+class OfferPage(Page):
+    """A page of offers."""
+
+    offers: list[OfferView]

@@ -1,17 +1,47 @@
-"""The base of every wire message: frozen, closed to unknown fields, bounded.
+"""What all messages share: their base, the bounds of their fields, and the protocol's version.
 
 Requests refuse what they do not know, so that a misspelt field is an error instead of a silent
 default. `strict` keeps JSON `"12"` from passing as 12 and `true` from passing as 1.
+
+`PROTOCOL_VERSION` counts incompatible changes of the wire: messages, tables, token format. Both
+sides say it first and refuse loudly; guessing across versions is how memory gets corrupted.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from aqua_protocol.errors import VersionMismatchError
 from aqua_protocol.ids import MAX_EPOCH
 from aqua_protocol.units import MAX_BYTES
+
+# Fixed: a count of changes.
+PROTOCOL_VERSION: Final = 1
+
+
+def require_protocol_version(theirs: int, *, who: str) -> None:
+    """Refuse a peer that speaks another protocol version.
+
+    Raises:
+        VersionMismatchError: `theirs` differs; `details` carries both numbers.
+    """
+    if theirs != PROTOCOL_VERSION:
+        message = f"{who} speaks protocol {theirs}, this side speaks {PROTOCOL_VERSION}"
+        raise VersionMismatchError(message, theirs=theirs, ours=PROTOCOL_VERSION)
+
+
+class TransportKind(StrEnum):
+    """How a slab is shared between two processes."""
+
+    MEMFD = "memfd"
+    """Anonymous host memory behind a file descriptor: CPU machines, tests, the demo."""
+    CUDA_VMM = "cuda_vmm"
+    """CUDA virtual memory management with POSIX descriptors: the primary path on GPUs."""
+    CUDA_IPC = "cuda_ipc"
+    """Legacy CUDA IPC handles: drivers and containers without VMM export."""
 
 
 class Wire(BaseModel):

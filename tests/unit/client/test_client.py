@@ -19,7 +19,7 @@ from aqua_protocol import (
 )
 from aqua_protocol.leases import LeaseRenewal, LeaseRequest
 from aqua_protocol.members import ConsumerReport, ProducerReport
-from aqua_protocol.transport import TransportKind
+from aqua_protocol.wire import TransportKind
 from aqualib.reporter import Identity
 from harness.scripted_server import Answer, Request, ScriptedServer
 

@@ -17,7 +17,6 @@ from aqua_protocol import (
 )
 from aqua_protocol import LeaseEvent as Event
 from aqua_protocol import LeaseState as State
-from aqua_protocol.diagram import mermaid
 from aqua_protocol.machine import StateMachine
 
 MACHINES = [
@@ -76,7 +75,7 @@ class TestEveryMachine:
         self, machine: StateMachine[Any, Any], states: type[StrEnum], events: type[StrEnum]
     ) -> None:
         drawn = set()
-        for line in mermaid(machine).splitlines():
+        for line in machine.mermaid().splitlines():
             arrow, colon, labels = line.strip().partition(" : ")
             if colon:
                 at, to = arrow.split(" --> ")

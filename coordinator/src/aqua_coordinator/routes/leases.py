@@ -15,11 +15,11 @@ from aqua_protocol.ids import Name
 from aqua_protocol.leases import (
     LeaseAction,
     LeaseGrant,
+    LeasePage,
     LeaseRenewal,
     LeaseRequest,
     LeaseView,
 )
-from aqua_protocol.pages import LeasePage
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 

@@ -27,17 +27,19 @@ from aqua_protocol import (
 from aqua_protocol.ids import Name
 from aqua_protocol.members import (
     ConsumerAck,
+    ConsumerPage,
     ConsumerReport,
     ConsumerView,
     Heartbeat,
     HeartbeatAck,
+    OfferPage,
     OfferUpdate,
     OfferView,
     ProducerAck,
+    ProducerPage,
     ProducerReport,
     ProducerView,
 )
-from aqua_protocol.pages import ConsumerPage, OfferPage, ProducerPage
 
 producers = APIRouter(prefix="/v1/producers", tags=["producers"])
 consumers = APIRouter(prefix="/v1/consumers", tags=["consumers"])

@@ -8,8 +8,7 @@ from aqua_coordinator.routes.pagination import Limit, PositionCursor
 from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import ReclaimRequest, ReclaimView
-from aqua_protocol.pages import ReclaimPage
+from aqua_protocol.leases import ReclaimPage, ReclaimRequest, ReclaimView
 
 router = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
 
