@@ -127,7 +127,7 @@ def serve(
         PagedMemory(BLOCKS, BLOCK_TOKENS),
         store,
         policy_named(
-            policy, FairSettings(block_tokens=BLOCK_TOKENS, slice_iterations=slice_iterations)
+            policy, FairSettings(slice_iterations=slice_iterations), block_tokens=BLOCK_TOKENS
         ),
     )
     return engine.run([Arrival(str(index), *each) for index, each in enumerate(arrivals)])

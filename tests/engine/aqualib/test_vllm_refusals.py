@@ -12,9 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
+from aqualib.engines.vllm.lending import scheduler
 from aqualib.engines.vllm.lending.lendable_cache import lendable_cache
 from aqualib.engines.vllm.lending.memory import HostKvMemory
-from aqualib.engines.vllm.versions import VllmVersion
 from aqualib.transports.host_pages import PAGE_BYTES
 
 # vLLM and torch warn about themselves and each other; not ours to mend.
@@ -68,7 +68,7 @@ def test_a_build_that_has_renamed_what_lending_uses() -> None:
 def test_a_cache_in_another_process_or_made_by_another_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(VllmVersion, "require_lendable", lambda *_: None)
+    monkeypatch.setattr(scheduler, "require_lendable", lambda *_: None)
     said = refusal(lambda: LendingScheduler(config()))
     assert "--worker-cls aqualib.engines.vllm.LendingWorker" in said
 

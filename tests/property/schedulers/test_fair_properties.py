@@ -38,11 +38,9 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], int]:
 
 def engine(name: PolicyName, workload: tuple[list[Request], int], **changes: Any) -> PagedEngine:  # noqa: ANN401 - fields of a view or of settings
     requests, blocks = workload
-    settings = FairSettings(
-        block_tokens=4, slice_iterations=SLICE, stint_tokens=4, patience_turns=PATIENCE
-    )
+    settings = FairSettings(slice_iterations=SLICE, stint_tokens=4, patience_turns=PATIENCE)
     fresh = [replace(request, served_steps=[]) for request in requests]
-    made = PagedEngine(policy_named(name, settings), fresh, blocks)
+    made = PagedEngine(policy_named(name, settings, block_tokens=4), fresh, blocks)
     return replace(made, **changes)
 
 

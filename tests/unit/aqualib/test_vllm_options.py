@@ -9,7 +9,12 @@ from aqua_protocol import ConfigError
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.options import PagingMode, read_options
 from aqualib.engines.vllm.paging_plan import WorkerReport
-from aqualib.engines.vllm.versions import VERSIONS, supported_version
+from aqualib.engines.vllm.versions import (
+    MINORS,
+    require_pageable,
+    require_schedulable,
+    require_supported,
+)
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:
@@ -40,22 +45,22 @@ def test_without_paging_nothing_is_opened() -> None:
     assert not read_options({"mode": PagingMode.RECOMPUTE}).is_paging
 
 
-@pytest.mark.parametrize("minor", VERSIONS)
+@pytest.mark.parametrize("minor", MINORS)
 @pytest.mark.parametrize("suffix", ["", ".0", ".1.dev3+cpu"])
-def test_every_supported_version_has_an_adapter(minor: str, suffix: str) -> None:
-    assert supported_version(minor + suffix).minor == minor
+def test_every_supported_version_is_taken(minor: str, suffix: str) -> None:
+    require_supported(minor + suffix)
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.0", "0.320", "dev"])
 def test_an_unknown_version_is_refused_with_what_would_do(version: str) -> None:
     with pytest.raises(ConfigError, match=r"not supported.*0\.32"):
-        supported_version(version)
+        require_supported(version)
 
 
 def test_a_scheduler_without_what_is_used_is_refused_by_the_name_of_it() -> None:
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace()))
     with pytest.raises(ConfigError, match=r"Scheduler\._preempt_request.*BlockPool\."):
-        supported_version("0.32.0").require(scheduler)
+        require_schedulable(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_paging_is_refused_where_blocks_are_zeroed_first(
     scheduler = SimpleNamespace(use_v2_model_runner=is_second_runner, needs_kv_cache_zeroing=zeroes)
     outcome = pytest.raises(ConfigError, match="zeroed") if is_refused else nullcontext()
     with outcome:
-        supported_version("0.32.0").require_pageable(scheduler)
+        require_pageable(scheduler)
 
 
 def test_workers_together_report_the_worst() -> None:

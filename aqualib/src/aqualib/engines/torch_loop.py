@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from aqua_protocol import MIB, ConfigError, TransportError
 from aqua_protocol.members import LoadReport
@@ -46,27 +46,6 @@ DEFAULT_HEADROOM_BYTES: Final = 512 * MIB
 Doubled, that much less is lent."""
 
 
-class MemoryLimit(Protocol):
-    """The part of a device's memory that a program may use."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the device."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that cannot be lent now: the program's recent peak, slabs, and other processes."""
-
-    def step_ended(self) -> None:
-        """Measure the step that has just ended."""
-
-    def shrink(self, nbytes: int) -> int:
-        """Do without up to `nbytes`; returns how much it was."""
-
-    def grow(self, nbytes: int) -> None:
-        """Use `nbytes` given up before again."""
-
-
 class TorchLoop:
     """A program in steps, as the informer sees it (a `LoadSource`).
 
@@ -74,22 +53,25 @@ class TorchLoop:
         limit: Its memory.
         queue_length: Requests that wait now; called on the informer's thread.
         requests_per_s: Rate of arrivals, if the program knows it; likewise.
+
+    Attributes:
+        step_ended: Call it at the end of every step, on the loop's thread.
+        shrink, grow: The limit's, on the informer's thread.
     """
 
     def __init__(
         self,
-        limit: MemoryLimit,
+        limit: CudaMemoryLimit | CountedMemoryLimit,
         *,
         queue_length: Callable[[], int],
         requests_per_s: Callable[[], float] | None = None,
     ) -> None:
         self._limit = limit
+        self.step_ended: Final = limit.step_ended
+        self.shrink: Final = limit.shrink
+        self.grow: Final = limit.grow
         self._queue_length = queue_length
         self._requests_per_s = requests_per_s
-
-    def step_ended(self) -> None:
-        """Call this at the end of every step, on the loop's thread."""
-        self._limit.step_ended()
 
     def on_step_end(
         self,
@@ -111,14 +93,6 @@ class TorchLoop:
             memory_total_bytes=self._limit.total_bytes,
             requests_per_s=None if self._requests_per_s is None else self._requests_per_s(),
         )
-
-    def shrink(self, nbytes: int) -> int:
-        """Do without up to `nbytes`; returns how much it was."""
-        return self._limit.shrink(nbytes)
-
-    def grow(self, nbytes: int) -> None:
-        """Use `nbytes` given up before again."""
-        self._limit.grow(nbytes)
 
 
 class CudaMemoryLimit:

@@ -3,7 +3,7 @@
 An engine adapter (or the simulator) owns one `FairPolicy`, tells it events and asks it once per
 step:
 
-    policy = policy_named(PolicyName.CFS, FairSettings(block_tokens=16))
+    policy = policy_named(PolicyName.CFS, FairSettings(), block_tokens=16)
     policy.added(view)              # a request arrived
     policy.admitted(request_id)     # it holds blocks now, running or loading
     policy.preempted(view)          # it left the batch, by the policy's decision or the engine's

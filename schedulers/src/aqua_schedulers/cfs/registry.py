@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.cfs.policy import FairPolicy
@@ -14,6 +16,9 @@ from aqua_schedulers.cfs.ranking import (
     LeastServedFirst,
     Ranking,
 )
+
+DEFAULT_BLOCK_TOKENS: Final = 16
+"""Tokens of a KV block, vLLM's default. Doubled, requests are reckoned in coarser pieces."""
 
 
 class PolicyName(StrEnum):
@@ -40,12 +45,10 @@ class PolicyName(StrEnum):
             raise ConfigError(f"no policy named {name!r}", remedy=f"Known: {known}.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class FairSettings:
+class FairSettings(BaseModel):
     """The settings that may be tuned; `benchmarks/fair_policies.py` says what the defaults give.
 
     Attributes:
-        block_tokens: Tokens of a KV block of the engine; vLLM's default.
         slice_iterations: Engine steps of a time slice; the paper leaves the number open. Doubled, a
             prompt that finds memory full waits up to twice as long, and less is paged.
         stint_tokens: For `first-token`: output of each request that goes before all further output,
@@ -55,20 +58,21 @@ class FairSettings:
         fcfs_on_host: First come, first served while paged state would go to host memory.
     """
 
-    block_tokens: int = 16
-    slice_iterations: int = 5
-    stint_tokens: int = 4
-    patience_turns: int = 1000
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slice_iterations: int = Field(default=5, ge=1, le=10_000)
+    stint_tokens: int = Field(default=4, ge=1, le=1 << 20)
+    patience_turns: int = Field(default=1000, ge=1, le=1 << 20)
     fcfs_on_host: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("block_tokens", "slice_iterations", "stint_tokens", "patience_turns"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
 
-
-def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -> FairPolicy:
-    """Make a policy.
+def policy_named(
+    name: PolicyName | str,
+    settings: FairSettings | None = None,
+    *,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+) -> FairPolicy:
+    """Make a policy for an engine with KV blocks of `block_tokens`.
 
     Raises:
         ConfigError: No policy of that name.
@@ -82,7 +86,7 @@ def policy_named(name: PolicyName | str, settings: FairSettings | None = None) -
     }
     return FairPolicy(
         rankings[PolicyName.named(name)],
-        block_tokens=settings.block_tokens,
+        block_tokens=block_tokens,
         patience_turns=settings.patience_turns,
         fcfs_on_host=settings.fcfs_on_host,
     )

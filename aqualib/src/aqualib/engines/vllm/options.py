@@ -11,14 +11,12 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from aqua_protocol import ConfigError, parse_bytes
 from aqua_schedulers.cfs import FairSettings, PolicyName
 from aqualib.engines.vllm.lending.options import LendingOptions
 from aqualib.engines.vllm.plugin import CONNECTOR
-
-POLICY_DEFAULTS: Final = FairSettings()
 
 ADDITIONAL_CONFIG_KEY: Final = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
@@ -53,10 +51,8 @@ def _bytes_from(value: object) -> object:
         raise ValueError(error.message) from error
 
 
-class AquaOptions(BaseModel):
+class AquaOptions(FairSettings):
     """The adapter's options; immutable. Read them with `read_options`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @property
     def is_paging(self) -> bool:
@@ -65,28 +61,6 @@ class AquaOptions(BaseModel):
 
     policy: PolicyName = Field(
         default=PolicyName.FIRST_TOKEN, description="Who computes when memory is short."
-    )
-    slice_iterations: int = Field(
-        default=POLICY_DEFAULTS.slice_iterations,
-        ge=1,
-        le=10_000,
-        description="Length of a time slice in engine steps.",
-    )
-    stint_tokens: int = Field(
-        default=POLICY_DEFAULTS.stint_tokens,
-        ge=1,
-        le=1 << 20,
-        description="For first-token: output before a request may first be preempted.",
-    )
-    patience_turns: int = Field(
-        default=POLICY_DEFAULTS.patience_turns,
-        ge=1,
-        le=1 << 20,
-        description="Slices of waiting after which a request goes before all others.",
-    )
-    fcfs_on_host: bool = Field(
-        default=POLICY_DEFAULTS.fcfs_on_host,
-        description="Stop slicing while paged KV can only go to host memory.",
     )
     mode: PagingMode = Field(
         default=PagingMode.SWAP, description="When KV of preempted requests is paged out."

@@ -24,7 +24,6 @@ from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
     EngineView,
-    FairSettings,
     PagingRates,
     PagingTier,
     PreemptionMode,
@@ -36,7 +35,12 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
-from aqualib.engines.vllm.versions import supported_version
+from aqualib.engines.vllm.versions import (
+    max_running,
+    require_pageable,
+    require_schedulable,
+    require_supported,
+)
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
@@ -56,26 +60,17 @@ class AquaScheduler(LendingScheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        version = supported_version(vllm.__version__)
-        version.require(self)
+        require_supported(vllm.__version__)
+        require_schedulable(self)
         options = options_of(vllm_config)
         block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._policy = policy_named(
-            options.policy,
-            FairSettings(
-                block_tokens=block_tokens,
-                slice_iterations=options.slice_iterations,
-                stint_tokens=options.stint_tokens,
-                patience_turns=options.patience_turns,
-                fcfs_on_host=options.fcfs_on_host,
-            ),
-        )
+        self._policy = policy_named(options.policy, options, block_tokens=block_tokens)
         self._block_tokens = block_tokens
-        self._max_running = version.max_running(self)
+        self._max_running = max_running(self)
         self.paging: KvPagingScheduler | None = None
         if isinstance(self.connector, AquaConnector):
             self.paging = self.connector.paging_scheduler
-            version.require_pageable(self)
+            require_pageable(self)
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue
         # Of running and loading requests, in the order of admission: what a decision does must not

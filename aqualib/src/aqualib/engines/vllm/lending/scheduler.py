@@ -26,7 +26,7 @@ from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of
-from aqualib.engines.vllm.versions import supported_version
+from aqualib.engines.vllm.versions import require_lendable, require_supported
 
 RATE_WINDOW_S: Final = 10.0
 """Arrivals of so many seconds make the rate that the informer sees, by judgement. Doubled, a burst
@@ -64,7 +64,8 @@ class LendingScheduler(Scheduler):
         options = options_of(vllm_config)
         if options.lend is None:
             return
-        supported_version(vllm.__version__).require_lendable(self)
+        require_supported(vllm.__version__)
+        require_lendable(self)
         cache = LENDABLE.pop(vllm_config.instance_id, None)
         if cache is None:
             raise ConfigError(
