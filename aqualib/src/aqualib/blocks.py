@@ -41,7 +41,7 @@ from aqua_protocol import (
     format_bytes,
 )
 from aqualib.checksum import matches, row_checksums
-from aqualib.memory.frame_state import FrameState
+from aqualib.memory.frame import FrameState
 from aqualib.metrics import Direction
 from aqualib.ranges import Range, are_ascending, are_neighbours, frame_runs, lie_within, slot_runs
 from aqualib.tensor import Location, location_of

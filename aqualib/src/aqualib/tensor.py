@@ -34,14 +34,15 @@ import torch
 
 from aqua_protocol import ChecksumMismatchError, DataLostError, format_bytes
 from aqualib.checksum import checksum, matches
-from aqualib.memory.frame_state import FrameState
-from aqualib.memory.pinned_view import PinnedView, still_alive
+from aqualib.memory.frame import FrameState, still_alive
 from aqualib.metrics import Direction
+from aqualib.transports.base import MappedSlab
 
 if TYPE_CHECKING:
     from aqualib.memory.allocator import Piece, TensorAllocator
     from aqualib.memory.copy_stream import CopyStream
     from aqualib.memory.transfers import Transfer, Transfers
+    from aqualib.ranges import Range
 
 logger = logging.getLogger("aqualib")
 
@@ -67,6 +68,25 @@ def location_of(states: set[FrameState]) -> Location:
     return Location.PEER if True in on_peer else Location.HOST
 
 
+class PinnedView(MappedSlab):
+    """Bytes of a pinned slab; `close` ends it, or raises `BufferError` while somebody looks.
+
+    All tensors over a slab share one storage, so torch's reference count cannot tell who still
+    looks at one tensor's bytes. A view is a storage of its own over a part of the slab.
+
+    Args:
+        memory: The slab, which stays mapped for as long as the view is open.
+        run: Which bytes of it.
+    """
+
+    def __init__(self, memory: MappedSlab, run: Range) -> None:
+        whole = memory.tensor
+        super().__init__(whole.data_ptr() + run.start, run.size, whole.device)
+
+    def _let_go(self) -> None:
+        """The memory belongs to the slab."""
+
+
 class AquaTensor:
     """A tensor in the store. Made by `Aqua.empty` and `Aqua.offload`; a context manager.
 
@@ -90,7 +110,7 @@ class AquaTensor:
         self._pieces = tuple(allocator.take(self.nbytes))
         self._sum: int | None = None
         self._pin_count = 0
-        self._views: list[PinnedView] = []
+        self._views: list[MappedSlab] = []
         self._has_warned = False
         self._finalizer = weakref.finalize(
             self, _leave, transfers, allocator, self._pieces, self._views
@@ -309,7 +329,7 @@ def _leave(
     transfers: Transfers,
     allocator: TensorAllocator,
     pieces: Sequence[Piece],
-    views: list[PinnedView],
+    views: list[MappedSlab],
 ) -> None:
     """Finalizer of a tensor: free its room once no view of it is alive."""
 

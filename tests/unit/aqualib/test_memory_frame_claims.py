@@ -134,7 +134,8 @@ def test_a_claim_waits_for_a_dissolved_frame_that_is_still_on_its_way() -> None:
     store.dissolve(frame)
     claimer = Claimer(store)
     claimer.start()
-    store.arrive(move, copied_bytes=0)
+    with store.answering() as (table, _):
+        table.arrived(move)
     assert claimer.frame() is not frame
     store.audit()
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from aqua_protocol import InvalidTransitionError
-from aqualib.memory.frame_state import (
+from aqualib.memory.frame import (
     FRAME,
     MOVING_STATES,
     OPEN_STATES,

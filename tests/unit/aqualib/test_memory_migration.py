@@ -8,8 +8,7 @@ from typing import cast
 
 import pytest
 
-from aqualib.memory.frame import MERGE_GAP_BYTES, Frame, PeerSlab
-from aqualib.memory.frame_state import FrameState
+from aqualib.memory.frame import MERGE_GAP_BYTES, Frame, FrameState, PeerSlab
 from aqualib.memory.frame_table import FrameTable
 from aqualib.memory.migration_policy import (
     BREATHER_S,
@@ -24,8 +23,8 @@ from aqualib.memory.migration_policy import (
     decide,
     wake_s,
 )
-from aqualib.memory.pinned_view import PinnedView
 from aqualib.ranges import Range
+from aqualib.transports.base import MappedSlab
 from harness.memory import PaperSlab
 
 SLAB_BYTES = 1 << 20
@@ -192,6 +191,17 @@ def test_spare_slabs_are_filled_from_host_memory_fullest_frame_first(store: Pape
     ]
 
 
+def test_an_empty_frame_does_not_take_the_slab_that_a_pinned_full_one_waits_for(
+    store: PaperStore,
+) -> None:
+    full, empty = store.frame(), store.frame(used_units=0)
+    full.pins = 1
+    first, second = store.lend(2)
+    assert store.pick() == Promotion(empty, second, [])
+    full.pins = 0
+    assert store.pick() == Promotion(full, first, [Range(0, UNIT_BYTES)])
+
+
 def test_giving_back_comes_before_promoting(store: PaperStore) -> None:
     asked = store.peer_frame()
     store.frame()
@@ -294,7 +304,7 @@ def test_a_slab_promised_to_a_promotion_under_way_is_drained_after_it_arrived(
     assert isinstance(promotion, Promotion)
     store.table.ask_back(slabs, NOW_S)
     assert store.pick() is None
-    store.table.arrived(promotion, 0)
+    store.table.arrived(promotion)
     move = store.pick()
     assert isinstance(move, Drain)
     assert move.source is slabs[0]
@@ -303,7 +313,7 @@ def test_a_slab_promised_to_a_promotion_under_way_is_drained_after_it_arrived(
 def test_a_view_that_outlived_its_pin_keeps_the_frame_until_it_dies(store: PaperStore) -> None:
     frame, view = store.peer_frame(), PaperView()
     frame.pins = 1
-    frame.lingering.append(cast("PinnedView", view))
+    frame.lingering.append(cast("MappedSlab", view))
     store.ask(frame)
     assert store.pick() is None
     assert wake_s(store.table, NOW_S) is not None
@@ -380,7 +390,7 @@ def test_spilled_bytes_follow_every_arrival_and_every_release(store: PaperStore)
     store.lend(1)
     move = store.pick()
     assert isinstance(move, Promotion)
-    store.table.arrived(move, 8 * UNIT_BYTES)
+    store.table.arrived(move)
     assert (stats.spilled_bytes, stats.spilled_bytes_peak) == (0, 8 * UNIT_BYTES)
     frame.room.free_range(0, 3)
     store.table.note_taken(frame, -3)

@@ -2,9 +2,8 @@
 
 From the ground up; `aqualib.ranges` lies below all of them:
 
-- `frame_state`: where a frame may be and how it moves, as a table.
 - `frame`, `frame_table`, `migration_policy`: state, and the choice of what moves next.
 - `frame_store`, `migrator`, `slab_copier`: the same for many threads, and the threads that move.
 - `copy_stream`, `transfers`: copies between an engine and frames.
-- `allocator`, `pinned_view`: room for tensors, and views of it.
+- `allocator`: room for tensors.
 """

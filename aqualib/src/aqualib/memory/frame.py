@@ -1,24 +1,33 @@
-"""The frame: a slab-sized piece of the store, and the slab of a peer that may be under it.
+"""The frame: a slab-sized piece of the store, its states, and the slab of a peer under it.
 
 A frame owns one slab of host memory from birth to death, faulted in before the frame exists, so
 that a drain never waits for memory. A peer's slab comes and goes under it. While it is on a peer,
-the host slab is not wasted: it still has every byte as of the last move, so the frame only
-remembers which parts were written since (`written`), and leaving the peer copies just those. A
-frame that was promoted and only read leaves without a copy.
+the host slab still has every byte as of the last move, so the frame only remembers which parts were
+written since (`written`), and leaving the peer copies just those.
+
+The bytes live in exactly one of the two places, and `FRAME` is the whole protocol of moving them.
+In the open states the frame may be pinned; in the moving states the gate is closed: pins taken
+before are waited for, new ones wait until the frame has arrived. A move arrives, and only then do
+the bytes live in the new place; or it is abandoned, and they never left the old one; or the old
+place cannot be read any more, and the frame is lost until the last user has let go.
 
 Nothing here locks or blocks. Frames are changed by the store that owns them, under its lock.
+
+Source: Aqua section 6, "Reclaiming Aqua Tensors", moves tensors at iteration boundaries; the gate
+is ours, so that frames can move while the engine runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
-from aqualib.memory.frame_state import FRAME, MOVING_STATES, OPEN_STATES, FrameEvent, FrameState
+from aqua_protocol.machine import StateMachine
 from aqualib.ranges import Range, RangeAllocator, intersection, merged
 
 if TYPE_CHECKING:
-    from aqualib.memory.pinned_view import PinnedView
     from aqualib.transports.base import MappedSlab
 
 PARTS_PER_FRAME: Final = 64
@@ -30,6 +39,68 @@ MERGE_GAP_BYTES: Final = 64 * 1024
 """Bytes. Ranges with a smaller gap are copied as one: a copy call costs as much as some 50 KB of
 memcpy, and the bytes of a gap are unused or the same on both sides. Doubled, up to 128 KiB are
 copied in vain to save a call."""
+
+
+class FrameState(StrEnum):
+    """Where a frame's bytes live."""
+
+    HOST = "host"
+    PROMOTING = "promoting"
+    PEER = "peer"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+class FrameEvent(StrEnum):
+    """What can happen to a frame."""
+
+    PROMOTE = "promote"
+    DRAIN = "drain"
+    ARRIVE_ON_PEER = "arrive_on_peer"
+    ARRIVE_ON_HOST = "arrive_on_host"
+    ABANDON = "abandon"
+    LOSE = "lose"
+    EMPTY = "empty"
+
+
+_S, _E = FrameState, FrameEvent
+
+FRAME: Final[StateMachine[FrameState, FrameEvent]] = StateMachine(
+    noun="frame",
+    initial=_S.HOST,
+    terminal=frozenset(),
+    transitions={
+        (_S.HOST, _E.PROMOTE): _S.PROMOTING,
+        (_S.PROMOTING, _E.ARRIVE_ON_PEER): _S.PEER,
+        (_S.PROMOTING, _E.ABANDON): _S.HOST,
+        (_S.PEER, _E.DRAIN): _S.DRAINING,
+        (_S.DRAINING, _E.ARRIVE_ON_HOST): _S.HOST,
+        (_S.DRAINING, _E.ARRIVE_ON_PEER): _S.PEER,
+        (_S.DRAINING, _E.ABANDON): _S.PEER,
+        (_S.DRAINING, _E.LOSE): _S.LOST,
+        (_S.LOST, _E.EMPTY): _S.HOST,
+    },
+    meanings={
+        _S.HOST: "The bytes are in the frame's own host slab.",
+        _S.PROMOTING: "On the way from host memory to a peer; the gate is closed.",
+        _S.PEER: "The bytes are in a slab of a peer.",
+        _S.DRAINING: "On the way out of a peer's slab; the gate is closed.",
+        _S.LOST: "The peer's slab could not be read; every access raises until all is released.",
+        _E.PROMOTE: "A leased slab is free for the frame.",
+        _E.DRAIN: "The slab under the frame is asked back, or its owner is gone.",
+        _E.ARRIVE_ON_PEER: "The bytes are in the new slab, the old one is unmapped.",
+        _E.ARRIVE_ON_HOST: "The bytes are in host memory, the peer's slab is unmapped.",
+        _E.ABANDON: "Pins or views outlasted the patience of the move; nothing has changed.",
+        _E.LOSE: "A transport error while reading the only copy.",
+        _E.EMPTY: "Everything in the lost frame has been released.",
+    },
+)
+
+OPEN_STATES: Final = frozenset({_S.HOST, _S.PEER})
+"""States in which a frame may be pinned."""
+
+MOVING_STATES: Final = frozenset({_S.PROMOTING, _S.DRAINING})
+"""States in which the gate is closed."""
 
 
 class Lender(Protocol):
@@ -104,7 +175,7 @@ class Frame:
     state: FrameState = FRAME.initial
     peer: PeerSlab | None = None
     pins: int = 0
-    lingering: list[PinnedView] = field(default_factory=list)
+    lingering: list[MappedSlab] = field(default_factory=list)
     written: int = 0
     retry_at_s: float = 0.0
     patient_until_s: float = 0.0
@@ -150,8 +221,6 @@ class Frame:
 
     def release_dead_views(self) -> None:
         """End the pins of lingering views that have died since."""
-        from aqualib.memory.pinned_view import still_alive  # Needs torch, as each view did.
-
         alive = still_alive(self.lingering)
         self.pins -= len(self.lingering) - len(alive)
         self.lingering = alive
@@ -191,3 +260,14 @@ class Frame:
 
     def _taken_bytes(self) -> list[Range]:
         return [taken.times(self.unit_bytes) for taken in self.room.ranges()]
+
+
+def still_alive(views: Iterable[MappedSlab]) -> list[MappedSlab]:
+    """Those that somebody still looks at; the others are closed."""
+    alive = []
+    for view in views:
+        try:
+            view.close()
+        except BufferError:
+            alive.append(view)
+    return alive

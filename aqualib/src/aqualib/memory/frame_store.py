@@ -19,18 +19,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import CapacityError, ConfigError, DataLostError, TransportError, format_bytes
-from aqualib.memory.frame_state import FrameState
-from aqualib.memory.frame_table import UNMAP_RETRY_S, FrameTable, StoreStats
-from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn, decide, wake_s
+from aqualib.memory.frame import FrameState
+from aqualib.memory.frame_table import FrameTable, StoreStats
+from aqualib.memory.migration_policy import Migration, decide, wake_s
 from aqualib.ranges import Range
 
 if TYPE_CHECKING:
     from aqualib.memory.frame import Frame, PeerSlab
-    from aqualib.memory.pinned_view import PinnedView
     from aqualib.transports.base import MappedSlab, Transport
 
 logger = logging.getLogger("aqualib")
@@ -219,7 +219,7 @@ class FrameStore:
             if not frame.pins and (frame.is_moving or self._table.may_move(frame)):
                 self._changed.notify_all()
 
-    def linger(self, frame: Frame, view: PinnedView) -> None:
+    def linger(self, frame: Frame, view: MappedSlab) -> None:
         """Take over a pin whose view is still alive: it ends when the view has died."""
         with self._changed:
             frame.lingering.append(view)
@@ -255,7 +255,7 @@ class FrameStore:
     def next_migration(self) -> Migration | None:
         """Wait for the next thing to move and close its gate; None once the store has stopped.
 
-        A `SlabReturn` is answered by `returned` or `keep`, others by `arrive`, `abandon` or `lose`.
+        The caller tells the table what has become of it, inside `answering`.
         """
         with self._changed:
             table = self._table
@@ -271,40 +271,12 @@ class FrameStore:
                 self._changed.wait(None if until_s is None else until_s - now_s)
             return None
 
-    def arrive(self, move: Drain | Promotion, *, copied_bytes: int) -> None:
-        """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
+    @contextmanager
+    def answering(self) -> Iterator[tuple[FrameTable, float]]:
+        """The table and the time, to note what has become of a migration."""
         with self._changed:
-            self._table.arrived(move, copied_bytes)
-            self._note_moved()
-
-    def abandon(self, move: Drain | Promotion) -> None:
-        """Nothing has changed; the migration is tried again after a while."""
-        with self._changed:
-            self._table.abandoned(move, self._clock() + UNMAP_RETRY_S)
-            self._note_moved()
-
-    def lose(self, move: Drain, failure: str) -> None:
-        """The only copy cannot be read, and its slab is unmapped or stranded."""
-        with self._changed:
-            self._table.lost(move, failure)
-            self._note_moved()
-
-    def reroute(self, move: Drain) -> Drain:
-        """The same drain to the host slab instead, because the target cannot be written."""
-        with self._changed:
-            self._table.free_target(move)
-            return replace(move, target=None, ranges=move.frame.unsaved_ranges())
-
-    def keep(self, move: SlabReturn) -> None:
-        """A slab that holds nothing cannot be unmapped yet; that is tried again after a while."""
-        with self._changed:
-            self._table.kept(move.slab, self._clock() + UNMAP_RETRY_S)
-            self._changed.notify_all()
-
-    def returned(self, move: SlabReturn) -> None:
-        """A slab that held nothing is unmapped."""
-        with self._changed:
-            self._table.returned(move.slab)
+            yield self._table, self._clock()
+            self.version = self._table.version
             self._changed.notify_all()
 
     def nudge(self) -> None:
@@ -414,10 +386,6 @@ class FrameStore:
         for frame, run in runs:
             frame.room.free_range(run.start, run.size)
             self._table.note_taken(frame, -run.size)
-
-    def _note_moved(self) -> None:
-        self.version += 1
-        self._changed.notify_all()
 
     def _knows_whether_full(self) -> bool:
         """Whether the host slabs counted as taken are: none is being made, or moves to be freed."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from aqualib.memory.frame import Frame, PeerSlab
-from aqualib.memory.frame_state import FrameEvent, FrameState
+from aqualib.memory.frame import Frame, FrameEvent, FrameState, PeerSlab
 from aqualib.memory.migration_policy import (
     CloseGate,
     Drain,
@@ -26,7 +25,7 @@ from aqualib.memory.migration_policy import (
     ReportOverdue,
     SlabReturn,
 )
-from aqualib.ranges import RangeAllocator
+from aqualib.ranges import RangeAllocator, size_of
 
 if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab
@@ -86,6 +85,7 @@ class FrameTable:
         spare_hosts: Host slabs with no frame.
         host_count: Host slabs that exist or are being made.
         moves_out: Migrations that have been started and not been answered.
+        version: Goes up whenever a frame has arrived somewhere, stayed after all, or is lost.
     """
 
     slab_bytes: int
@@ -99,6 +99,7 @@ class FrameTable:
     spare_hosts: list[MappedSlab] = field(default_factory=list)
     host_count: int = 0
     moves_out: int = 0
+    version: int = 0
     _next_number: int = 0
 
     @property
@@ -208,7 +209,7 @@ class FrameTable:
                 self._abandon(frame, retry_at_s)
             case ReportOverdue():
                 self._report_overdue(effect)
-            case SlabReturn(slab=slab):
+            case SlabReturn(source=slab):
                 # Kept out of the spares, so that it is not filled, and in `asked`: still mapped.
                 del self.spare_peers[slab]
                 self.moves_out += 1
@@ -226,7 +227,7 @@ class FrameTable:
 
     # --- What the migrator answers --------------------------------------------------------
 
-    def arrived(self, move: Drain | Promotion, copied_bytes: int) -> None:
+    def arrived(self, move: Drain | Promotion) -> None:
         """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
         frame = move.frame
         if isinstance(move, Promotion):
@@ -236,23 +237,23 @@ class FrameTable:
             self._forget(move.source)
             frame.peer = move.target
             self.stats.drained_bytes += frame.used_bytes
-            self.stats.drain_copied_bytes += copied_bytes
+            self.stats.drain_copied_bytes += size_of(move.ranges)
         is_on_peer = move.target is not None
         event = FrameEvent.ARRIVE_ON_PEER if is_on_peer else FrameEvent.ARRIVE_ON_HOST
         self._advance(frame, event)
         self._answered(frame)
 
-    def abandoned(self, move: Drain | Promotion, retry_at_s: float) -> None:
+    def abandoned(self, move: Drain | Promotion, now_s: float) -> None:
         """Nothing has changed; the migration is tried again after a while."""
         if isinstance(move, Drain):
-            self.free_target(move)
-        self._abandon(move.frame, retry_at_s)
+            self._free_target(move)
+        self._abandon(move.frame, now_s + UNMAP_RETRY_S)
         self._answered(move.frame)
 
     def lost(self, move: Drain, failure: str) -> None:
         """The only copy cannot be read, and its slab is unmapped or stranded."""
         self._forget(move.source)
-        self.free_target(move)
+        self._free_target(move)
         move.frame.peer = None
         move.frame.failure = failure
         self._advance(move.frame, FrameEvent.LOSE)
@@ -264,18 +265,17 @@ class FrameTable:
         self._forget(slab)
         self.moves_out -= 1
 
-    def kept(self, slab: PeerSlab, retry_at_s: float) -> None:
+    def kept(self, slab: PeerSlab, now_s: float) -> None:
         """A slab that holds nothing cannot be unmapped yet; that is tried again after a while."""
-        slab.retry_at_s = retry_at_s
+        slab.retry_at_s = now_s + UNMAP_RETRY_S
         self.spare_peers[slab] = None
         self.stats.moves_abandoned += 1
         self.moves_out -= 1
 
-    def free_target(self, move: Drain) -> None:
-        """The slab that a drain was to fill is spare again."""
-        if move.target is not None:
-            del self.under[move.target]
-            self.spare_peers[move.target] = None
+    def rerouted(self, move: Drain) -> Drain:
+        """The same drain to the host slab instead, because the target cannot be written."""
+        self._free_target(move)
+        return replace(move, target=None, ranges=move.frame.unsaved_ranges())
 
     # --- Check ----------------------------------------------------------------------------
 
@@ -344,6 +344,12 @@ class FrameTable:
             self.spare_peers[frame.peer] = None
             frame.peer = None
 
+    def _free_target(self, move: Drain) -> None:
+        """The slab that a drain was to fill is spare again."""
+        if move.target is not None:
+            del self.under[move.target]
+            self.spare_peers[move.target] = None
+
     def _forget(self, slab: PeerSlab) -> None:
         """A slab is not mapped any more."""
         self.under.pop(slab, None)
@@ -352,6 +358,7 @@ class FrameTable:
 
     def _answered(self, frame: Frame) -> None:
         self.moves_out -= 1
+        self.version += 1
         self.settle(frame)
 
     def _report_overdue(self, overdue: ReportOverdue) -> None:

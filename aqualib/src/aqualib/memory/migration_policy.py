@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from aqualib.memory.frame_state import FrameState
+from aqualib.memory.frame import FrameState
 
 if TYPE_CHECKING:
     from aqualib.memory.frame import Frame, PeerSlab
@@ -71,7 +71,7 @@ class Promotion:
 class SlabReturn:
     """Unmap a slab that holds nothing."""
 
-    slab: PeerSlab
+    source: PeerSlab
 
 
 Migration = Drain | Promotion | SlabReturn
@@ -182,7 +182,8 @@ def _for_spare_slabs(table: FrameTable, now_s: float) -> Effect | None:
         for frame in table.at_home
         if frame.state is FrameState.HOST and frame.retry_at_s <= now_s and not frame.is_unwanted
     ]
-    chosen = max(ready, key=lambda frame: (not frame.pins, frame.used_bytes), default=None)
+    # An empty frame would take the slab that a full one, pinned for a moment, is about to need.
+    chosen = max(ready, default=None, key=lambda f: (f.used_bytes > 0, not f.pins, f.used_bytes))
     if chosen is None:
         return None
     if not chosen.pins:

@@ -19,13 +19,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
 from aqualib.memory.migration_policy import Drain, Promotion, SlabReturn
 from aqualib.memory.slab_copier import SlabCopier
-from aqualib.ranges import size_of
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -49,7 +47,8 @@ class Migrator:
     def __init__(self, store: FrameStore, transport: Transport) -> None:
         self._store = store
         self._copier = SlabCopier(transport)
-        self._copied: queue.Queue[_Copied | SlabReturn | None] = queue.Queue(maxsize=PIPELINE_DEPTH)
+        self._copied: queue.Queue[tuple[Drain | SlabReturn, str] | None]
+        self._copied = queue.Queue(maxsize=PIPELINE_DEPTH)
         self._warned: set[int] = set()
         self._threads = [
             threading.Thread(target=self._copy_moves, name="aqua-migrator", daemon=True),
@@ -71,7 +70,7 @@ class Migrator:
     def _copy_moves(self) -> None:
         while (move := self._store.next_migration()) is not None:
             if isinstance(move, SlabReturn):
-                self._copied.put(move)
+                self._copied.put((move, ""))
             elif isinstance(move, Promotion):
                 self._promote(move)
             else:
@@ -83,74 +82,60 @@ class Migrator:
         failure = self._copier.copy(move.target.memory, move.frame.host, move.ranges)
         if failure:
             logger.warning("%r cannot be filled, bytes stay on the host: %s", move.target, failure)
-            self._store.abandon(move)
-        else:
-            self._store.arrive(move, copied_bytes=size_of(move.ranges))
+        with self._store.answering() as (table, now_s):
+            if failure:
+                table.abandoned(move, now_s)
+            else:
+                table.arrived(move)
 
-    def _drain(self, move: Drain) -> _Copied:
+    def _drain(self, move: Drain) -> tuple[Drain, str]:
+        """The drain as it was carried out, and why its copy is no good, if it is not."""
         source = move.source.memory
         if move.target is not None:
             failure = self._copier.copy(move.target.memory, source, move.ranges)
             if not failure:
-                return _Copied(move, "")
+                return move, ""
             # Either end may have failed; the host slab will tell which.
             logger.warning("cannot move %r to %r: %s", move.frame, move.target, failure)
-            move = self._store.reroute(move)
+            with self._store.answering() as (table, _):
+                move = table.rerouted(move)
         failure = self._copier.copy(move.frame.host, source, move.ranges)
         if failure:
             logger.error("%r cannot be read, its bytes are lost: %s", move.source, failure)
-        return _Copied(move, failure)
+        return move, failure
 
     # --- The unmapping thread -------------------------------------------------------------
 
     def _finish_moves(self) -> None:
         run_promptly()
-        while (item := self._copied.get()) is not None:
-            if isinstance(item, SlabReturn):
-                self._give_back(item)
-            else:
-                self._finish_drain(item.move, item.failure)
+        while (copied := self._copied.get()) is not None:
+            self._finish(*copied)
 
-    def _give_back(self, move: SlabReturn) -> None:
-        tell = _unmap(move.slab)
-        if tell is None:
-            self._store.keep(move)
-        else:
-            self._store.returned(move)
-            tell(move.slab)
-            self._store.nudge()
-
-    def _finish_drain(self, move: Drain, failure: str) -> None:
+    def _finish(self, move: Drain | SlabReturn, failure: str) -> None:
         tell = _unmap(move.source)
-        if tell is None:
-            self._warn_of_views(move)
-            self._store.abandon(move)
-            return
-        if failure:
-            self._store.lose(move, failure)
-        else:
-            self._store.arrive(move, copied_bytes=size_of(move.ranges))
-        tell(move.source)
-        self._store.nudge()
-
-    def _warn_of_views(self, move: Drain) -> None:
-        if move.frame.number in self._warned:
-            return
-        self._warned.add(move.frame.number)
-        logger.warning(
-            "%r cannot leave %r: a tensor over it has outlived its use; drop every view, numpy "
-            "array and memoryview of it, or the producer will act by its policy",
-            move.frame,
-            move.source,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A drain between the threads; `failure` says why the copy is no good, if it is not."""
-
-    move: Drain
-    failure: str
+        with self._store.answering() as (table, now_s):
+            if isinstance(move, SlabReturn):
+                if tell is None:
+                    table.kept(move.source, now_s)
+                else:
+                    table.returned(move.source)
+            elif tell is None:
+                table.abandoned(move, now_s)
+            elif failure:
+                table.lost(move, failure)
+            else:
+                table.arrived(move)
+        if tell is not None:
+            tell(move.source)
+            self._store.nudge()
+        elif isinstance(move, Drain) and move.frame.number not in self._warned:
+            self._warned.add(move.frame.number)
+            logger.warning(
+                "%r cannot leave %r: a tensor over it has outlived its use; drop every view, numpy "
+                "array and memoryview of it, or the producer will act by its policy",
+                move.frame,
+                move.source,
+            )
 
 
 def _unmap(slab: PeerSlab) -> Callable[[PeerSlab], None] | None:
