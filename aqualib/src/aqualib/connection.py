@@ -79,8 +79,8 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         ConfigError: A value is wrong; says which and what to write instead.
         TransportUnavailableError: The transport asked for cannot work here.
     """
-    from aqualib.identity import find_identity, require_name
-    from aqualib.settings import load_settings
+    from aqualib.settings import load_settings, require_name
+    from aqualib.topology import find_identity
     from aqualib.transports import select
 
     settings = load_settings(
@@ -93,6 +93,8 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         checksum=checksum,
     )
     chosen = select(settings.transport, device)
+    if model is not None:
+        require_name("model", model)
     identity = find_identity(settings, chosen.device, model)
     with contextlib.ExitStack() as undo:
         link = None if is_offline else undo.enter_context(settings.coordinator_client())
@@ -147,17 +149,19 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         TransportUnavailableError: The transport asked for cannot work here.
         TransportError: The socket cannot be listened on.
     """
-    from aqualib.identity import find_identity, require_name
     from aqualib.producer.device import device_memory
     from aqualib.producer.metrics import ProducerMetrics
     from aqualib.producer.producer import Producer
-    from aqualib.settings import load_settings, socket_directory
+    from aqualib.settings import load_settings, require_name, socket_directory
+    from aqualib.topology import find_identity
     from aqualib.transports import select
 
     settings = load_settings(
         coordinator_url=coordinator_url, token=token, transport=transport, slab_bytes=slab_bytes
     )
     chosen = select(settings.transport, device)
+    if model is not None:
+        require_name("model", model)
     identity = find_identity(settings, chosen.device, model)
     name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
     with (

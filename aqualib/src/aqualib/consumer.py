@@ -212,7 +212,13 @@ class Aqua:
         """Call it once per iteration: what has changed since, or None, in under a microsecond."""
         if self._store.version == self._seen_version:
             return None
-        return self._happenings()
+        self._seen_version = self._store.version
+        before, self._seen = self._seen, self._store.snapshot()
+        return StepChanges(
+            drained_bytes=self._seen.drained_bytes - before.drained_bytes,
+            promoted_bytes=self._seen.promoted_bytes - before.promoted_bytes,
+            lost_bytes=self._seen.lost_bytes,
+        )
 
     def audit(self) -> None:
         """Recount the store and compare with its sums, at one instant; for tests.
@@ -265,14 +271,6 @@ class Aqua:
             raise ConfigError(CLOSED, remedy="Call aqualib.connect() again.")
         return self._lease_client.take_up(grant)
 
-    def reserve(self, nbytes: int) -> None:
-        """Prepare host memory for `nbytes`, so that storing them later does not wait for it.
-
-        Raises:
-            TransportError: Memory ran out.
-        """
-        self._store.reserve(-(-nbytes // self._store.slab_bytes))
-
     # --- The end --------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -294,15 +292,6 @@ class Aqua:
             self._link.close()
 
     # --- Inside ---------------------------------------------------------------------------
-
-    def _happenings(self) -> StepChanges:
-        self._seen_version = self._store.version
-        before, self._seen = self._seen, self._store.snapshot()
-        return StepChanges(
-            drained_bytes=self._seen.drained_bytes - before.drained_bytes,
-            promoted_bytes=self._seen.promoted_bytes - before.promoted_bytes,
-            lost_bytes=self._seen.lost_bytes,
-        )
 
     def _abandon(self) -> None:
         """In a forked child: refuse further use; the parent's threads do not run here."""

@@ -11,7 +11,7 @@ library that fills the default registry by itself collides with the engine it li
     aqua_consumer_spilled_host_bytes{node, gpu_uuid, model}  in host memory for want of them
     aqua_consumer_used_bytes, aqua_consumer_lost_bytes       wherever they are; unreadable
     aqua_consumer_promoted_bytes_total, aqua_consumer_drained_bytes_total
-    aqua_consumer_reclaims_total, aqua_consumer_pins_overdue_total
+    aqua_consumer_returned_bytes_total, aqua_consumer_pins_overdue_total
     aqua_ipc_transport_info{transport}                       really in use, as measured
     aqua_ipc_link_bytes_per_second{transport, direction}     the slowest path in use
 

@@ -8,6 +8,7 @@ of it is right. Code that embeds Aqua may override any field by name.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_client import CoordinatorClient
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
-from aqua_protocol.ids import Name
+from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
 from aqualib.producer.escalation import Escalation
 
@@ -147,6 +148,25 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - checked field
         raise ConfigError(
             "; ".join(faults), remedy="Correct the variables, or unset them for the defaults."
         ) from error
+
+
+def require_name(what: str, name: str) -> str:
+    """`name`, if the books can hold it: refused here, not by the thread that reports it later.
+
+    Args:
+        what: Whose name it is, for the message.
+        name: Such as `llm-0.node-3`.
+
+    Raises:
+        ConfigError: It is empty, too long, or has other characters, such as a slash.
+    """
+    if len(name) > MAX_NAME_LENGTH or re.fullmatch(NAME_PATTERN, name) is None:
+        raise ConfigError(
+            f"{what} {name!r} is not a name",
+            remedy=f"Use up to {MAX_NAME_LENGTH} letters, digits and inner '. _ : -', "
+            "for example 'Llama-3-8B'.",
+        )
+    return name
 
 
 def socket_directory(configured: Path | None = None) -> Path:

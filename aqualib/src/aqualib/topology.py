@@ -32,9 +32,12 @@ from pydantic import Field, ValidationError, model_validator
 from aqua_protocol import ConfigError
 from aqua_protocol.ids import Name
 from aqua_protocol.wire import ByteCount, Wire
+from aqualib.reporter import Identity
 
 if TYPE_CHECKING:
     import torch
+
+    from aqualib.settings import Settings
 
 _log: Final = logging.getLogger("aqualib")
 
@@ -83,14 +86,6 @@ class Link(Wire):
             message = f"a link joins two GPUs, not {self.a} with itself"
             raise ValueError(message)
         return self
-
-
-class Place(Wire):
-    """Where a member is, in the words of its reports."""
-
-    node: Name
-    domain: Name
-    gpu_uuid: Name
 
 
 class Topology(Wire):
@@ -192,7 +187,26 @@ def emulated() -> Topology:
     return Topology(node=_node(), boot_id=boot_id, gpus=[gpu])
 
 
-def place(device: torch.device, *, gpu_uuid: str | None = None) -> Place:
+def find_identity(settings: Settings, device: torch.device, model: str | None = None) -> Identity:
+    """The identity of this process; settings win over what is found out.
+
+    Args:
+        settings: May name the node, the domain and the GPU.
+        device: Where the member's slabs are.
+        model: What runs here, for people.
+
+    Raises:
+        ConfigError: The topology file is wrong, or does not list the GPU.
+    """
+    node, domain, gpu_uuid = settings.node, settings.domain, settings.gpu_uuid
+    if node and domain and gpu_uuid:
+        return Identity(node, domain, gpu_uuid, model)
+    # Without a topology file an emulated GPU has the name that the settings give it.
+    here = place(device, gpu_uuid=gpu_uuid if os.environ.get(TOPOLOGY_FILE_VARIABLE) else None)
+    return Identity(node or here.node, domain or here.domain, gpu_uuid or here.gpu_uuid, model)
+
+
+def place(device: torch.device, *, gpu_uuid: str | None = None) -> Identity:
     """Where this process is when its slabs are on `device`; what a member reports about itself.
 
     A GPU that is not listed (NVML absent, a MIG slice) is a domain of its own.
@@ -207,14 +221,14 @@ def place(device: torch.device, *, gpu_uuid: str | None = None) -> Place:
     if device.type == "cpu":
         topology = discover() if os.environ.get(TOPOLOGY_FILE_VARIABLE) else emulated()
         uuid = topology.gpu(gpu_uuid or topology.gpus[0].uuid).uuid
-        return Place(node=topology.node, domain=topology.domain_of(uuid), gpu_uuid=uuid)
+        return Identity(topology.node, topology.domain_of(uuid), uuid)
     from aqualib.transports.cuda_driver import load_driver
 
     topology = discover()
     uuid = load_driver().device(device.index or 0).uuid
     listed = any(gpu.uuid == uuid for gpu in topology.gpus)
     domain = topology.domain_of(uuid) if listed else f"{topology.boot_id}.{uuid}"
-    return Place(node=topology.node, domain=domain, gpu_uuid=uuid)
+    return Identity(topology.node, domain, uuid)
 
 
 def _node() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,6 @@ from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
 from aqualib.producer.producer import Producer
 from aqualib.producer.reclaims import ReclaimTicket
-from aqualib.reporter import Identity
 from aqualib.topology import place
 from aqualib.transports import select
 
@@ -142,7 +142,7 @@ class ProducerProgram:
                 transport=transport,
                 link=link,
                 endpoint=settings.socket,
-                identity=Identity(**place(transport.device).model_dump(), model="unet"),
+                identity=replace(place(transport.device), model="unet"),
                 slab_bytes=scale.slab_bytes,
                 device=memory,
             ) as producer,

@@ -6,7 +6,7 @@ import pytest
 
 import aqualib
 from aqua_protocol import ConfigError
-from aqualib.identity import require_name
+from aqualib.settings import require_name
 
 
 @pytest.mark.parametrize("name", ["llm-0.node-3", "GPU:a_b", "x", "a" * 128])

@@ -47,22 +47,34 @@ class ReclaimRecord:
 
     Attributes:
         reclaim_id: The producer's name for it.
+        asked_at_s: When the first message came, by the attachment's clock.
         bytes: Asked back, in whole slabs.
+        slabs_out: Slabs of it that have not been returned yet.
         first_slab_ms: From the message to the first slab returned.
         total_ms: To the last; None while slabs are out.
     """
 
     reclaim_id: str
-    bytes: int
+    asked_at_s: float
+    bytes: int = 0
+    slabs_out: int = 0
     first_slab_ms: float | None = None
     total_ms: float | None = None
 
+    def note_asked(self, slab_count: int, slab_bytes: int) -> None:
+        """This many slabs more are to come back."""
+        self.bytes += slab_count * slab_bytes
+        self.slabs_out += slab_count
+        self.total_ms = None
 
-@dataclass(slots=True)
-class _OpenReclaim:
-    record: ReclaimRecord
-    asked_at_s: float
-    outstanding: int = 0
+    def note_returned(self, now_s: float) -> None:
+        """One of them is back."""
+        elapsed_ms = (now_s - self.asked_at_s) * 1e3
+        if self.first_slab_ms is None:
+            self.first_slab_ms = elapsed_ms
+        self.slabs_out -= 1
+        if not self.slabs_out:
+            self.total_ms = elapsed_ms
 
 
 class Attachment:
@@ -88,18 +100,18 @@ class Attachment:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease_id: Final = grant.lease.lease_id
+        self.producer_id: Final = grant.lease.producer_id
         self.epoch: Final = grant.lease.epoch
         self.slab_bytes: Final = grant.slab_bytes
         self.link: LinkMeasurement | None = None
         self.channel: Final = channel
         self.pidfd: Final = channel.peer_pidfd()
-        self._producer_id = grant.lease.producer_id
         self._clock = clock
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._slabs: dict[int, PeerSlab] = {}
-        self._asked: dict[int, _OpenReclaim] = {}
-        self._reclaims: dict[str, _OpenReclaim] = {}
+        self._asked: dict[int, ReclaimRecord] = {}
+        self._reclaims: dict[str, ReclaimRecord] = {}
         self._is_connected = True
         self._is_ending = False
 
@@ -111,16 +123,6 @@ class Attachment:
         )
 
     # --- What others may ask --------------------------------------------------------------
-
-    @property
-    def producer_id(self) -> str:
-        """The producer whose memory it is."""
-        return self._producer_id
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the producer can still be told anything."""
-        return self._is_connected
 
     @property
     def is_ending(self) -> bool:
@@ -152,7 +154,7 @@ class Attachment:
     def reclaims(self) -> list[ReclaimRecord]:
         """The latest reclaims, oldest first."""
         with self._lock:
-            return [replace(reclaim.record) for reclaim in self._reclaims.values()]
+            return [replace(record) for record in self._reclaims.values()]
 
     # --- Slabs out, slabs back ------------------------------------------------------------
 
@@ -168,14 +170,17 @@ class Attachment:
         Slabs that have gone back meanwhile are left out: the answer is already on its way.
         """
         with self._lock:
-            found = [slab for ref in message.slabs if (slab := self._find(ref)) is not None]
+            here = [(ref, self._slabs.get(ref.slab_id)) for ref in message.slabs]
+            found = [slab for ref, slab in here if slab and slab.generation == ref.generation]
             fresh = [slab.slab_id for slab in found if slab.slab_id not in self._asked]
             if fresh:
-                reclaim = self._reclaim(message.reclaim_id)
-                reclaim.record.bytes += len(fresh) * self.slab_bytes
-                reclaim.record.total_ms = None
-                reclaim.outstanding += len(fresh)
-                self._asked |= dict.fromkeys(fresh, reclaim)
+                record = self._reclaims.setdefault(
+                    message.reclaim_id, ReclaimRecord(message.reclaim_id, self._clock())
+                )
+                record.note_asked(len(fresh), self.slab_bytes)
+                self._asked |= dict.fromkeys(fresh, record)
+                if len(self._reclaims) > MAX_RECLAIMS_KEPT:
+                    del self._reclaims[next(iter(self._reclaims))]
             return found
 
     def take_back(self, slab: PeerSlab) -> None:
@@ -185,11 +190,13 @@ class Attachment:
             is_last = not self._slabs
         self._tell(Released(slab_id=slab.slab_id, generation=slab.generation))
         with self._lock:
-            if (reclaim := self._asked.pop(slab.slab_id, None)) is not None:
-                self._note_returned(reclaim)
+            if (record := self._asked.pop(slab.slab_id, None)) is not None:
+                record.note_returned(self._clock())
         if is_last:
             self._tell(Goodbye())
-            self._hang_up()
+            with self._sending:
+                if self._is_connected:
+                    self.channel.shutdown()  # The event thread sees it and closes the descriptors.
 
     def strand(self, slab: PeerSlab) -> None:
         """The slab cannot be unmapped: it stays ours until the process ends."""
@@ -229,31 +236,7 @@ class Attachment:
             self.channel.close()
             os.close(self.pidfd)
 
-    # --- Inside the lock ------------------------------------------------------------------
-
-    def _find(self, ref: SlabRef) -> PeerSlab | None:
-        slab = self._slabs.get(ref.slab_id)
-        return slab if slab is not None and slab.generation == ref.generation else None
-
-    def _reclaim(self, reclaim_id: str) -> _OpenReclaim:
-        if (known := self._reclaims.get(reclaim_id)) is not None:
-            return known
-        record = ReclaimRecord(reclaim_id=reclaim_id, bytes=0)
-        reclaim = _OpenReclaim(record=record, asked_at_s=self._clock())
-        self._reclaims[reclaim_id] = reclaim
-        if len(self._reclaims) > MAX_RECLAIMS_KEPT:
-            del self._reclaims[next(iter(self._reclaims))]
-        return reclaim
-
-    def _note_returned(self, reclaim: _OpenReclaim) -> None:
-        elapsed_ms = (self._clock() - reclaim.asked_at_s) * 1e3
-        if reclaim.record.first_slab_ms is None:
-            reclaim.record.first_slab_ms = elapsed_ms
-        reclaim.outstanding -= 1
-        if not reclaim.outstanding:
-            reclaim.record.total_ms = elapsed_ms
-
-    # --- The channel ----------------------------------------------------------------------
+    # --- Inside ---------------------------------------------------------------------------
 
     def _tell(self, message: Released | Goodbye) -> None:
         with self._sending:
@@ -265,10 +248,4 @@ class Attachment:
                 # Gone, or it has not read for seconds: it waits for our death instead, and no
                 # further slab waits for it.
                 logger.info("%s was not told of %s: %s", self.producer_id, message.type, error)
-                self.channel.shutdown()
-
-    def _hang_up(self) -> None:
-        """The event thread sees the end of the channel and closes the descriptors."""
-        with self._sending:
-            if self._is_connected:
                 self.channel.shutdown()

@@ -130,13 +130,7 @@ class LeaseClient:
     def changed(self) -> None:
         """The store has grown or shrunk: think again, and tell the coordinator."""
         self._reporter.changed()
-        with self._changed:
-            self._news_count += 1
-            self._changed.notify_all()
-
-    def flush_report(self, timeout_s: float) -> bool:
-        """Wait until the books know the state of this moment; False without a coordinator."""
-        return self._reporter.flush(timeout_s)
+        self._think_again()
 
     def take_up(self, grant: LeaseGrant) -> Attachment:
         """Attach to a granted lease and hand its slabs to the store.
@@ -144,23 +138,18 @@ class LeaseClient:
         Raises:
             AquaError: As `aqualib.leasing.handshake.attach`.
         """
+        from aqualib.probe import measure
+
         attachment = attach(
             grant,
             consumer_id=self._consumer_id,
             transport=self._transport,
             slab_bytes=self._store.slab_bytes,
         )
-        from aqualib.probe import measure
-
         slabs = attachment.slabs
         attachment.link = measure(self._transport, slabs[0].memory)
-        logger.info(
-            "lease %s: %s from %s, %s",
-            attachment.lease_id,
-            format_bytes(attachment.mapped_bytes),
-            attachment.producer_id,
-            attachment.link,
-        )
+        size = format_bytes(attachment.mapped_bytes)
+        logger.info("%r maps %s, %s", attachment, size, attachment.link)
         with self._changed:
             self._attachments[attachment.lease_id] = attachment
             self._backoff.note_attached(self._clock())
@@ -172,10 +161,8 @@ class LeaseClient:
 
     def stop_asking(self) -> None:
         """Take no more leases. Harmless when repeated."""
-        with self._changed:
-            self._is_closing = True
-            self._news_count += 1
-            self._changed.notify_all()
+        self._is_closing = True
+        self._think_again()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -234,10 +221,8 @@ class LeaseClient:
             if notice.epoch >= attachment.epoch:
                 logger.warning("lease %s has ended: %s", attachment.lease_id, notice.reason)
                 self._store.ask_back(attachment.end())
-        with self._changed:
-            self._available_count = ack.available_bytes // self._store.slab_bytes
-            self._news_count += 1
-            self._changed.notify_all()
+        self._available_count = ack.available_bytes // self._store.slab_bytes
+        self._think_again()
 
     # --- The leasing thread ---------------------------------------------------------------
 
@@ -258,6 +243,11 @@ class LeaseClient:
             else:
                 self._ask(order)
 
+    def _think_again(self) -> None:
+        with self._changed:
+            self._news_count += 1
+            self._changed.notify_all()
+
     def _need(self) -> Need:
         frame_count, _ = self._store.counts()
         attachments = self.attachments
@@ -272,23 +262,19 @@ class LeaseClient:
         )
 
     def _ask(self, order: RequestLease) -> None:
+        grant = None
         try:
             # The landing place comes first: a reclaim must not wait for memory.
             self._store.reserve(self._store.counts()[1] + order.slab_count)
             grant = self._allocate(order)
+            if not self._is_closing:
+                self.take_up(grant)
+                self._refusal_code = ""
+                return
         except AquaError as error:
             self._note_refusal(error)
-            return
-        if self._is_closing:
+        if grant is not None:
             self._release(grant)
-            return
-        try:
-            self.take_up(grant)
-        except AquaError as error:
-            self._note_refusal(error)
-            self._release(grant)
-        else:
-            self._refusal_code = ""
 
     def _allocate(self, order: RequestLease) -> LeaseGrant:
         assert self._link is not None, "there is no coordinator to ask"
@@ -304,15 +290,12 @@ class LeaseClient:
         request, key = self._unanswered
         try:
             grant = self._link.grant_lease(request, idempotency_key=key)
-        except UnavailableError:
-            raise  # It may have been granted: ask again under the same key.
-        except AquaError:
-            self._unanswered = None
+        except AquaError as error:
+            if not isinstance(error, UnavailableError):
+                self._unanswered = None  # Else it may have been granted: ask under the same key.
             raise
         self._unanswered = None
-        with self._changed:
-            # Until the next answer says more.
-            self._available_count = 0
+        self._available_count = 0  # Until the next answer says more.
         return grant
 
     def _release(self, grant: LeaseGrant) -> None:

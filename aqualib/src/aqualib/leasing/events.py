@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from aqua_protocol import ProtocolError, TransportError
-from aqua_protocol.channel import Goodbye, Ping, Pong, ProducerMessage, Reclaim
+from aqua_protocol.channel import Goodbye, Ping, Pong, Reclaim
 from aqualib.channel import LingeringSelector
 from aqualib.thread_slice import run_promptly
 
@@ -107,9 +107,6 @@ class EventThread:
             return
         for fd in fds:
             os.close(fd)
-        self._handle(attachment, message)
-
-    def _handle(self, attachment: Attachment, message: ProducerMessage) -> None:
         match message:
             case Reclaim():
                 self._store.ask_back(attachment.note_asked(message))
@@ -130,10 +127,7 @@ class EventThread:
         left = attachment.disconnect()
         if left:
             logger.warning(
-                "the channel to %s has ended (%s); %d slabs are drained from their mappings",
-                attachment.producer_id,
-                reason,
-                len(left),
+                "%r ends (%s); its slabs are drained from their mappings", attachment, reason
             )
             self._store.ask_back(left)
         self._client.on_closed(attachment, is_lost=bool(left))

@@ -129,20 +129,20 @@ class _Incoming:
         is_last = False
         while not is_last:
             message, fds = self._next()
-            if not isinstance(message, Slabs):
+            try:
+                if not isinstance(message, Slabs):
+                    raise self._fault(f"sent {message.type} instead of slabs")
+                if sum(handle.fd_count for handle in message.slabs) != len(fds):
+                    raise self._fault("sent slabs without their descriptors")
+                expected = len(seen) + len(message.slabs)
+                seen.update(handle.slab_id for handle in message.slabs)
+                if len(seen) != expected:
+                    raise self._fault("lent a slab twice")
+                if len(seen) > count or (message.last and len(seen) < count):
+                    raise self._fault(f"announced {count} slabs, not {len(seen)}")
+            except ProtocolError:
                 _close_all(fds)
-                raise ProtocolError(f"{self._producer_id} sent {message.type} instead of slabs")
-            if sum(handle.fd_count for handle in message.slabs) != len(fds):
-                _close_all(fds)
-                raise ProtocolError(f"{self._producer_id} sent slabs without their descriptors")
-            before = len(seen)
-            seen.update(handle.slab_id for handle in message.slabs)
-            if len(seen) != before + len(message.slabs):
-                _close_all(fds)
-                raise ProtocolError(f"{self._producer_id} lent a slab twice")
-            if len(seen) > count or (message.last and len(seen) < count):
-                _close_all(fds)
-                raise ProtocolError(f"{self._producer_id} announced {count} slabs, not {len(seen)}")
+                raise
             for handle in message.slabs:
                 yield handle, fds.pop(0) if handle.fd_count else None
             is_last = message.last
@@ -159,6 +159,9 @@ class _Incoming:
             raise error_from_body(message.error)
         return message, fds
 
+    def _fault(self, what: str) -> ProtocolError:
+        return ProtocolError(f"{self._producer_id} {what}")
+
 
 def _map_slabs(
     lent: Iterator[tuple[SlabHandle, int | None]], attachment: Attachment, transport: Transport
@@ -168,13 +171,12 @@ def _map_slabs(
         if failure is None:
             try:
                 attachment.note_lent(_open(handle, fd, attachment, transport))
+                continue
             except AquaError as error:
                 failure = error
-                attachment.decline(handle)
-        else:
-            if fd is not None:
-                os.close(fd)
-            attachment.decline(handle)
+        elif fd is not None:
+            os.close(fd)
+        attachment.decline(handle)
     if failure is not None:
         raise failure
 
@@ -188,12 +190,8 @@ def _open(
         if fd is not None:
             os.close(fd)
         raise ProtocolError(f"{attachment.producer_id} sent a malformed slab handle") from error
-    return PeerSlab(
-        slab_id=handle.slab_id,
-        generation=handle.generation,
-        memory=transport.open(Handle(payload=payload, fd=fd), attachment.slab_bytes),
-        lender=attachment,
-    )
+    memory = transport.open(Handle(payload=payload, fd=fd), attachment.slab_bytes)
+    return PeerSlab(handle.slab_id, handle.generation, memory, attachment)
 
 
 def _require_ours(grant: LeaseGrant, transport: Transport, slab_bytes: int) -> None:
@@ -212,7 +210,13 @@ def _require_ours(grant: LeaseGrant, transport: Transport, slab_bytes: int) -> N
 
 
 def _check_welcome(welcome: Welcome, grant: LeaseGrant) -> None:
-    require_protocol_version(welcome.protocol_version, who=grant.lease.producer_id)
+    lease = grant.lease
+    require_protocol_version(welcome.protocol_version, who=lease.producer_id)
+    if welcome.slab_count * welcome.slab_bytes > lease.bytes:
+        raise ProtocolError(
+            f"{lease.producer_id} lends {welcome.slab_count} slabs, more than was granted"
+        )
+    granted = (lease.producer_id, lease.lease_id, lease.epoch, grant.transport, grant.slab_bytes)
     said = (
         welcome.producer_id,
         welcome.lease_id,
@@ -220,17 +224,6 @@ def _check_welcome(welcome: Welcome, grant: LeaseGrant) -> None:
         welcome.transport,
         welcome.slab_bytes,
     )
-    granted = (
-        grant.lease.producer_id,
-        grant.lease.lease_id,
-        grant.lease.epoch,
-        grant.transport,
-        grant.slab_bytes,
-    )
-    if welcome.slab_count * welcome.slab_bytes > grant.lease.bytes:
-        raise ProtocolError(
-            f"{grant.lease.producer_id} lends {welcome.slab_count} slabs, more than was granted"
-        )
     if said != granted:
         raise ProtocolError(
             f"{grant.endpoint} welcomes under {said}, the coordinator granted {granted}",
