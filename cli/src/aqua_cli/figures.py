@@ -3,10 +3,9 @@
     with figure(path, width=9) as drawing:
         axes = drawing.subplots()
         axes.plot(steps, ours, label="ours")
-        label_lines(axes)
+        axes.legend()
 
-Lines carry their names at their ends (`label_lines`); a legend is for areas and for lines too
-close to tell apart. The same drawing gives the same bytes, and the file appears whole or not at
+The same drawing gives the same bytes, and the file appears whole or not at
 all. Drawn by matplotlib's Agg without pyplot: no display, no figures left open.
 """
 
@@ -21,9 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aqua_cli.files import write_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 INK: Final = "#1f2933"
 FAINT: Final = "#7b8794"
@@ -64,9 +61,6 @@ STYLE: Final[dict[str, Any]] = {
 }
 FORMATS: Final = {".png": {"Software": None}, ".svg": {"Date": None}}
 """Formats by ending, with the metadata that would differ between two runs."""
-LINE_HEIGHT: Final = 1.25
-"""Height of a label with its gap, in font sizes: labels closer than this touch. Doubled, labels of
-lines that end together drift away from them."""
 
 
 @contextmanager
@@ -106,33 +100,3 @@ def figure(path: Path, *, width: float = 8.0, height: float = 4.0) -> Iterator[F
         content = io.BytesIO()
         drawing.savefig(content, format=path.suffix[1:], metadata=FORMATS[path.suffix])
     write_bytes(path, content.getvalue())
-
-
-def label_lines(axes: Axes, *, size: float = 9.0) -> None:
-    """Write the name of each labelled line beside its last point, in its colour, not overlapping.
-
-    Args:
-        axes: Drawn, with its limits set: labels are placed by what is on the page now.
-        size: Of the font, in points.
-    """
-    ends: list[tuple[float, tuple[float, float], Line2D]] = []
-    for line in axes.lines:
-        points: Any = line.get_xydata()
-        if not str(line.get_label()).startswith("_") and len(points):
-            _, height = axes.transData.transform(points[-1])
-            ends.append((float(height), tuple(points[-1]), line))
-    apart = LINE_HEIGHT * size * axes.figure.dpi / 72
-    lowest = float("-inf")
-    for height, end, line in sorted(ends, key=lambda entry: entry[0]):
-        place = max(height, lowest + apart)
-        lowest = place
-        axes.annotate(
-            str(line.get_label()),
-            end,
-            xytext=(5, (place - height) * 72 / axes.figure.dpi),
-            textcoords="offset points",
-            color=line.get_color(),
-            fontsize=size,
-            va="center",
-            annotation_clip=False,
-        )

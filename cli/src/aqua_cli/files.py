@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gzip
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,7 +59,8 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
                 yield file
             return
         place = path.resolve()
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+        file = draft.open("xb")
     except OSError as error:
         from aqua_protocol.errors import ConfigError
 
@@ -67,17 +68,17 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
             f"cannot write {path}: {error.strerror or error}",
             remedy="Choose a folder that exists and is writable.",
         ) from error
-    draft = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
+            kept = None if before is None else stat.S_IMODE(before.st_mode)
+            if (wanted := kept if mode is None else mode) is not None:
+                os.fchmod(file.fileno(), wanted)  # First: what is written may be a secret.
             if path.suffix == ".gz":
                 with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as compressed:
                     yield compressed  # type: ignore[misc] # a GzipFile writes bytes as well
             else:
                 yield file
             file.flush()
-            kept = stat.S_IMODE(before.st_mode) if before is not None else 0o666 & ~_umask()
-            os.fchmod(file.fileno(), kept if mode is None else mode)
             os.fsync(file.fileno())
         draft.replace(place)
     except BaseException:
@@ -85,15 +86,6 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
             draft.unlink()
         raise
     _sync_folder(place.parent)
-
-
-def _umask() -> int:
-    """The umask. From /proc, since `os.umask` reads it only by setting it, for all threads."""
-    with suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
 
 
 def _sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from enum import IntEnum
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -23,11 +24,29 @@ import typer
 import typer.core
 import typer.main
 
-from aqua_cli.exit_codes import ExitCode, exit_code_of
 from aqua_cli.output import print_json, say
 
 if TYPE_CHECKING:
     from aqua_protocol.errors import ErrorBody
+
+
+class ExitCode(IntEnum):
+    """Exit status of every command of Aqua.
+
+    A command says 1 itself (`raise typer.Exit(ExitCode.FAILED)`) where its own answer is "no"; the
+    others follow from the error that it raises.
+    """
+
+    DONE = 0
+    FAILED = 1
+    """A check failed, a target was missed, or the service refused."""
+    WRONG = 2
+    """Wrong usage, input or configuration; nothing was done."""
+    UNAVAILABLE = 3
+    """Something that is needed is not available: a service, solver, engine or device."""
+    INTERRUPTED = 130
+    """Ctrl-C, as shells have it: 128 + SIGINT."""
+
 
 UsageError: Final = typer.BadParameter.__mro__[1]
 """Typer brings its own copy of click and does not export this class of it."""
@@ -86,6 +105,30 @@ def _report_of(error: Exception) -> tuple[ErrorBody, int] | None:
         remedy = "" if is_help or context is None else f"`{context.command_path} --help` shows how."
         return _body("usage", error.format_message(), remedy), ExitCode.WRONG  # type: ignore[attr-defined] # of the private click
     return None
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit status for an expected error.
+
+    Services say with HTTP status 501, 503 and the like that what is needed is not there; errors
+    of this program carry the same statuses (`AquaError.http_status`), so one rule serves both.
+    """
+    from aqua_protocol import errors
+
+    match error:
+        case KeyboardInterrupt():
+            return ExitCode.INTERRUPTED
+        case errors.UnavailableError() | errors.TransportUnavailableError():
+            return ExitCode.UNAVAILABLE
+        case errors.AquaError(http_status=501) | ConnectionError() | TimeoutError():
+            return ExitCode.UNAVAILABLE
+        case errors.ConfigError() | errors.RequestInvalidError():
+            return ExitCode.WRONG
+        case errors.AquaError():
+            return ExitCode.FAILED
+        case OSError():
+            return ExitCode.WRONG
+    raise AssertionError(f"{error!r} is not an expected error")
 
 
 def _body(code: str, message: str, remedy: str = "") -> ErrorBody:

@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay:
-    """Where a task is; made by `progress`.
-
-    Args:
-        bar: What draws it; None draws nothing.
-        title: What is being done.
-        total: How much there is to do, in any unit; None if unknown.
-        log_every_s: Where nothing is drawn, seconds between two lines in the log; None for none.
-    """
+    """Where a task is; made by `progress`, drawn by `bar` or told to the log."""
 
     def __init__(
         self, bar: Progress | None, title: str, total: float | None, log_every_s: float | None
@@ -77,23 +70,14 @@ def progress(
     if quiet or not sys.stderr.isatty():
         yield ProgressDisplay(None, title, total, None if quiet else log_every_s)
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        SpinnerColumn,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
-    if total is None:
-        columns += [SpinnerColumn(), TimeElapsedColumn()]
-    else:
-        columns += [BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
-    columns.append(TextColumn("{task.fields[note]}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    shown: tuple[rich.ProgressColumn, ...] = rich.SpinnerColumn(), rich.TimeElapsedColumn()
+    if total is not None:
+        shown = rich.BarColumn(), rich.TaskProgressColumn(), rich.TimeRemainingColumn()
+    title_column = rich.TextColumn("{task.description}", markup=False)
+    note_column = rich.TextColumn("{task.fields[note]}", markup=False)
+    columns = (title_column, *shown, note_column)
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield ProgressDisplay(bar, title, total, None)
