@@ -76,16 +76,3 @@ def measure(
         "cpu_s": plan.cpu_seconds,
         "valid": check_plan(instance, plan).passed,
     }
-
-
-def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as aligned text."""
-    cells = [list(COLUMNS)] + [
-        [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
-        for row in rows
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,6 +23,7 @@ from aqua_cli import (
     Json,
     Output,
     print_json,
+    print_table,
     progress,
     say,
 )
@@ -33,8 +33,6 @@ from aqua_cli.options import DEFAULT_COORDINATOR_URL
 if TYPE_CHECKING:
     from aqua_placer.budget import Budget, Progress
     from aqua_placer.plan.explanation import Explainer
-    from aqua_placer.problem.instance import Instance
-    from aqua_placer.problem.request import Request
     from aqua_protocol.plan import Plan
 
 app = typer.Typer(
@@ -43,15 +41,18 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-Choice = TypeVar("Choice", bound=StrEnum)
+
+# As `aqua_protocol.plan` and `problem.request` have them, whose import would take half a second.
+ObjectiveName = Literal["coverage", "abs", "signed"]
+MatchingName = Literal["stable", "best-fit", "exact", "links"]
 
 ProblemFile = Annotated[Path, typer.Argument(help="Problem: YAML or JSON, .gz or not.")]
 PlanFile = Annotated[Path, typer.Argument(help="Plan, as written by --output.")]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="coverage, abs or signed.")]
+ObjectiveOption = Annotated[ObjectiveName, typer.Option("--objective", help="What to optimise.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds, at most.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same plan.")]
 MatchingOption = Annotated[
-    str, typer.Option("--matching", help="stable, best-fit, exact or links.")
+    MatchingName, typer.Option("--matching", help="Who gets which producer.")
 ]
 
 
@@ -61,22 +62,26 @@ def solve(  # noqa: PLR0917 - a command has as many arguments as options
     objective: ObjectiveOption = "coverage",
     time_limit: TimeLimit = 60.0,
     seed: Seed = 0,
-    solver: Annotated[str, typer.Option(help="auto, or milp for the paper's program.")] = "auto",
-    backend: Annotated[str, typer.Option(help="For milp: highs, gurobi or cbc.")] = "highs",
+    solver: Annotated[
+        Literal["auto", "milp"], typer.Option(help="milp: the paper's program.")
+    ] = "auto",
+    backend: Annotated[
+        Literal["highs", "gurobi", "cbc"], typer.Option(help="Who takes that program.")
+    ] = "highs",
     matching: MatchingOption = "stable",
-    threads: Annotated[int, typer.Option(min=1, max=1, help="Solvers run on one thread.")] = 1,
-    profile: Annotated[
-        list[Path] | None, typer.Option(help="Profiles to add as models, one replica each.")
-    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Place models on servers and match producers to consumers."""
+    from aqua_placer.problem.parser import read_problem
+    from aqua_placer.problem.request import Backend, Request, Solver
     from aqua_placer.solve.placement import place
+    from aqua_protocol.plan import MatchingMode, Objective
 
-    del threads  # one is the promise: the same seed gives the same plan
-    instance = _problem(file, profile or [])
-    request = _request(objective, seed, solver, backend, matching)
+    request = Request(
+        Objective(objective), Solver(solver), Backend(backend), MatchingMode(matching), seed
+    )
+    instance = read_problem(file)
     with _budget(time_limit, quiet=as_json) as budget:
         plan = place(instance, request, budget)
     _deliver(plan, output, as_json=as_json)
@@ -97,11 +102,14 @@ def replan(  # noqa: PLR0917 - as above
 ) -> None:
     """Reach the target again with few migrations, as steps that can be executed in order."""
     from aqua_placer.plan.files import read_plan
+    from aqua_placer.problem.parser import read_problem
+    from aqua_placer.problem.request import Request
     from aqua_placer.relocate.relocation import Relocation, relocate
+    from aqua_protocol.plan import MatchingMode, Objective
 
-    instance = _problem(file, [])
+    instance = read_problem(file)
     today = None if current is None else read_plan(current)
-    request = _request(objective, seed, "auto", "highs", matching)
+    request = Request(Objective(objective), matching=MatchingMode(matching), seed=seed)
     with _budget(time_limit, quiet=as_json) as budget:
         plan, result = relocate(instance, today, request, Relocation(epsilon, max_moves), budget)
     _deliver(plan, output, as_json=as_json)
@@ -128,20 +136,14 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say in words why a consumer has this producer or none, and what would fix it."""
+    from dataclasses import asdict
+
     explainer = _explainer(file, plan_file)
     plan = explainer.plan
     names = groups or [entry.group for entry in plan.unmatched[:20]]
     told = [explainer.explain(name) for name in names]
     if as_json:
-        print_json(
-            {
-                "summary": explainer.summary(),
-                "groups": [
-                    {"group": t.group, "server": t.server, "role": t.role, "lines": list(t.lines)}
-                    for t in told
-                ],
-            }
-        )
+        print_json({"summary": explainer.summary(), "groups": [asdict(entry) for entry in told]})
         return
     for line in explainer.summary():
         typer.echo(line)
@@ -176,8 +178,9 @@ def check(file: ProblemFile, plan_file: PlanFile, as_json: Json = False) -> None
     """Verify a plan independently of the solvers."""
     from aqua_placer.plan.files import read_plan
     from aqua_placer.plan.verification import check_plan
+    from aqua_placer.problem.parser import read_problem
 
-    verdicts = check_plan(_problem(file, []), read_plan(plan_file))
+    verdicts = check_plan(read_problem(file), read_plan(plan_file))
     if as_json:
         print_json(verdicts)
     else:
@@ -199,18 +202,21 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Solve a folder of problems, or seeded families, and tabulate gap, coverage and CPU time."""
-    from aqua_placer.benchmark import as_table, measure, sources
+    from aqua_placer.benchmark import COLUMNS, measure, sources
+    from aqua_protocol.plan import Objective
 
-    rows: list[dict[str, Any]] = []
     problems = list(sources(folder, family or [], gpus or [128, 1024], seeds))
+    rows: list[dict[str, object]] = []
     with progress("Solving", total=len(problems), quiet=as_json) as shown:
         for label, make in problems:
             shown.update(done=len(rows), note=label)
-            rows.append(measure(label, make(), _objective(objective), time_limit))
+            rows.append(measure(label, make(), Objective(objective), time_limit))
     if as_json:
         print_json({"objective": objective, "rows": rows})
-    else:
-        typer.echo(as_table(rows))
+        return
+    told = [[row[name] for name in COLUMNS] for row in rows]
+    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in told]
+    print_table(f"Solved for {objective}", COLUMNS, cells)
 
 
 @app.command()
@@ -258,50 +264,6 @@ def push(
         print_json({"pairings": count, "plan_hash": plan.plan_hash, "url": url})
     else:
         say(f"{url}: {count} pairings of plan {plan.plan_hash[:12]}")
-
-
-def _choice(kind: type[Choice], value: str, option: str) -> Choice:
-    from aqua_protocol import ConfigError
-
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(
-            f"{option} {value!r} is not known",
-            remedy=f"Choose one of {', '.join(member.value for member in kind)}.",
-        ) from error
-
-
-def _objective(value: str) -> Any:  # noqa: ANN401 - an Objective; its module loads pydantic
-    from aqua_protocol.plan import Objective
-
-    return _choice(Objective, value, "--objective")
-
-
-def _request(objective: str, seed: int, solver: str, backend: str, matching: str) -> Request:
-    from aqua_placer.problem.request import Backend, Request, Solver
-    from aqua_protocol.plan import MatchingMode
-
-    return Request(
-        objective=_objective(objective),
-        solver=_choice(Solver, solver, "--solver"),
-        backend=_choice(Backend, backend, "--backend"),
-        matching=_choice(MatchingMode, matching, "--matching"),
-        seed=seed,
-    )
-
-
-def _problem(file: Path, profiles: list[Path]) -> Instance:
-    from aqua_placer.problem.document import read_document
-    from aqua_placer.problem.parser import instance_from, models_of_profiles, read_problem
-
-    if not profiles:
-        return read_problem(file)
-    document = read_document(file)
-    models = models_of_profiles([read_document(path) for path in profiles])
-    if isinstance(document, dict):
-        document["models"] = [*(document.get("models") or []), *models]
-    return instance_from(document, default_name=file.name.split(".")[0])
 
 
 def _explainer(file: Path, plan_file: Path) -> Explainer:

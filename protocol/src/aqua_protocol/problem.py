@@ -29,6 +29,8 @@ MAX_GPUS_PER_SERVER: Final = 1_024
 MAX_SHARDS: Final = 1_024
 MAX_REPLICAS: Final = 100_000
 MAX_SIZE_GB: Final = 1_000_000.0
+# GB of a card: a megabyte. What is less is a slip of the unit, also when doubled.
+MIN_HBM_GB: Final = 1e-3
 
 Label = Annotated[str, Field(min_length=1, max_length=256)]
 SizeGb = Annotated[float, Field(ge=-MAX_SIZE_GB, le=MAX_SIZE_GB)]
@@ -41,11 +43,11 @@ class ServerClass(Wire):
     name: Label | None = Field(default=None, description="Default: `server`, then `server-2` ...")
     count: Annotated[int, Field(ge=1, le=MAX_SERVERS)]
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_SERVER)]
-    hbm_gb: Annotated[float, Field(gt=0, le=MAX_SIZE_GB)]
+    hbm_gb: Annotated[float, Field(ge=MIN_HBM_GB, le=MAX_SIZE_GB)]
     domain: Annotated[str, Field(max_length=64)] = Field(
         default="nvlink", description="What joins the GPUs; for people."
     )
-    links: list[list[Annotated[float, Field(ge=0)]]] | None = Field(
+    links: list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]] | None = Field(
         default=None, description="GB/s between GPU i and j; absent where all are equal."
     )
 

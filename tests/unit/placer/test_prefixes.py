@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 from jaxtyping import Float64, Int64
 
-from aqua_placer.value.prefixes import chosen_groups, covered_gb
-from aqua_placer.value.roster import GroupTable, at_most_gb, roster
+from aqua_placer.value.coverage import (
+    GroupTable,
+    at_most_gb,
+    chosen_groups,
+    covered_gb,
+    group_table,
+)
 
 GPUS = 16
 
@@ -67,7 +72,7 @@ def best_of(row: Int64[np.ndarray, " gpus"], table: GroupTable) -> tuple[float, 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 5.0]])
 def test_the_exact_way_covers_what_the_best_order_of_blocks_does(weights: list[float]) -> None:
     tp, r_gb, weight, rows = some_contents(weights, seed=len(weights))
-    table = replace(roster(tp, r_gb, weight, GPUS), is_exact=True)
+    table = replace(group_table(tp, r_gb, weight, GPUS), is_exact=True)
     covered = covered_gb(table, rows)
     chosen = chosen_groups(table, rows)
     for row, total, groups in zip(rows, covered, chosen, strict=True):
@@ -78,7 +83,7 @@ def test_the_exact_way_covers_what_the_best_order_of_blocks_does(weights: list[f
 
 def test_many_weights_are_ranked_and_what_is_found_can_be_served() -> None:
     tp, r_gb, weight, rows = some_contents([0.3, 0.7, 1.1, 1.9, 2.5], seed=5)
-    table = roster(tp, r_gb, weight, GPUS)
+    table = group_table(tp, r_gb, weight, GPUS)
     assert not table.is_exact, "so many kinds on 16 GPUs have too many states"
     covered = covered_gb(table, rows)
     chosen = chosen_groups(table, rows)
@@ -94,7 +99,7 @@ def test_many_weights_are_ranked_and_what_is_found_can_be_served() -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 5.0]])
 def test_the_quick_bound_is_never_below_what_is_covered(weights: list[float]) -> None:
     tp, r_gb, weight, rows = some_contents(weights, seed=7)
-    table = roster(tp, r_gb, weight, GPUS)
+    table = group_table(tp, r_gb, weight, GPUS)
     nobody = np.full((1, GPUS), -1)
     lenders_alone = np.where(rows >= 25, rows, -1)
     for contents in (rows, nobody, lenders_alone):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 if TYPE_CHECKING:
+    from highspy import Highs
     from jaxtyping import Float64, Int64
 
     from aqua_placer.budget import Budget
@@ -40,18 +41,19 @@ class Verdict(StrEnum):
 class LinearModel:
     """Minimise `cost @ x` with `row_lower <= A x <= row_upper` and `lower <= x <= upper`.
 
-    `A` is given by columns: `starts` (one more than columns), `rows` and `values` of its entries.
-    `lower` is 0 where it is None; `integral` is for all columns, or 0 or 1 for each.
+    `A` is given by columns (`by_rows`: by rows): `starts` has one entry more than those, `index`
+    and `values` are of its entries. `integral` is for all columns, or 0 or 1 for each.
     """
 
     cost: Float64[np.ndarray, " columns"]
+    lower: Float64[np.ndarray, " columns"]
     upper: Float64[np.ndarray, " columns"]
     starts: Int64[np.ndarray, " columns_and_end"]
-    rows: Int64[np.ndarray, " entries"]
+    index: Int64[np.ndarray, " entries"]
     values: Float64[np.ndarray, " entries"]
     row_lower: Float64[np.ndarray, " rows"]
     row_upper: Float64[np.ndarray, " rows"]
-    lower: Float64[np.ndarray, " columns"] | None = None
+    by_rows: bool = False
     integral: bool | Int64[np.ndarray, " columns"] = False
 
     @classmethod
@@ -71,9 +73,10 @@ class LinearModel:
         np.cumsum(np.bincount(column, minlength=len(dense)), out=starts[1:])
         return cls(
             cost=cost,
+            lower=np.zeros(len(cost)),
             upper=np.full(len(cost), upper),
             starts=starts,
-            rows=row.astype(np.int64),
+            index=row.astype(np.int64),
             values=dense[column, row].astype(np.float64),
             row_lower=row_lower,
             row_upper=row_upper,
@@ -92,6 +95,29 @@ class Answer:
     row_duals: Float64[np.ndarray, " rows"] | None = None
 
 
+def as_highs(model: LinearModel) -> Highs:
+    """The model in HiGHS, silent and unsolved."""
+    import highspy
+
+    highs = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs in part
+    highs.silent()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.row_lower)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = model.cost, model.lower, model.upper
+    lp.row_lower_, lp.row_upper_ = model.row_lower, model.row_upper
+    formats = highspy.MatrixFormat
+    lp.a_matrix_.format_ = formats.kRowwise if model.by_rows else formats.kColwise
+    lp.a_matrix_.start_ = model.starts.astype(np.int32)
+    lp.a_matrix_.index_ = model.index.astype(np.int32)
+    lp.a_matrix_.value_ = model.values
+    if model.integral is not False:
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        whole = np.broadcast_to(np.asarray(model.integral, dtype=np.int64), len(model.cost))
+        lp.integrality_ = [kinds[flag] for flag in whole.tolist()]
+    highs.passModel(lp)
+    return highs
+
+
 def solve(
     model: LinearModel,
     budget: Budget,
@@ -105,9 +131,8 @@ def solve(
 
     if budget.expired():
         return Answer(Verdict.UNKNOWN, None, np.inf, -np.inf)
-    highs = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs in part
+    highs, is_integer = as_highs(model), model.integral is not False
     for option, value in (
-        ("output_flag", False),
         ("threads", 1),
         ("random_seed", seed),
         ("time_limit", budget.remaining_s()),
@@ -116,22 +141,6 @@ def solve(
         ("mip_max_nodes", max_nodes),
     ):
         highs.setOptionValue(option, value)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(model.cost), len(model.row_lower)
-    lp.col_cost_ = model.cost
-    lp.col_lower_ = np.zeros(len(model.cost)) if model.lower is None else model.lower
-    lp.col_upper_ = model.upper
-    lp.row_lower_, lp.row_upper_ = model.row_lower, model.row_upper
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = model.starts.astype(np.int32)
-    lp.a_matrix_.index_ = model.rows.astype(np.int32)
-    lp.a_matrix_.value_ = model.values
-    is_integer = model.integral is not False
-    if is_integer:
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        whole = np.broadcast_to(np.asarray(model.integral, dtype=np.int64), len(model.cost))
-        lp.integrality_ = [kinds[flag] for flag in whole.tolist()]
-    highs.passModel(lp)
     if is_integer:
 
         def stop_when_asked(event: Any) -> None:  # noqa: ANN401 - highspy's callback event

@@ -2,7 +2,7 @@
 
 The layer cake cuts a group of sixteen shards into single ones at every level, and the program over
 blocks serves fractions of it. On one server that holds everything the program over prefixes
-(`value.prefixes`) is exact, and whatever servers there are can only cover less. Its states are
+(`value.coverage`) is exact, and whatever servers there are can only cover less. Its states are
 numbers per kind of consumer; along the most numerous kind the recursion
 
     best(n) = max(reached(n), best(n - 1) + gain(n))

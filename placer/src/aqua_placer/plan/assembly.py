@@ -11,13 +11,20 @@ from dataclasses import dataclass
 
 from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.budget import relative_gap
-from aqua_placer.plan.reasons import match_reason, unmatched_reason
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Request
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
 from aqua_placer.value.coverage import demand_gb
-from aqua_placer.value.matches import ServerMatch
-from aqua_protocol.plan import Assignment, Match, Move, Objective, Plan, Unmatched
+from aqua_placer.value.matches import ConsumerGroup, ProducerShard, ServedGroup, ServerMatch
+from aqua_protocol.plan import Assignment, Match, MatchingMode, Move, Objective, Plan, Unmatched
+
+CHOICE = {
+    MatchingMode.STABLE: "largest need with most spare",
+    MatchingMode.EXACT: "part of the matching that covers most",
+    MatchingMode.BEST_FIT: "smallest producer that suffices",
+    MatchingMode.LINKS: "best of spare times link bandwidth",
+}
+"""Why a match is as it is, in one line; the long answers are in `explanation`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,33 +37,13 @@ class SolveResult:
     coverage_bound_gb: float | None = None
 
 
-def assign_gpus(
-    instance: Instance,
-    placement: Placement,
-    kept: dict[int, list[int]] | None = None,
-) -> list[list[int]]:
-    """GPU indices of every group's shards; groups in `kept` stay on theirs."""
-    kept = kept or {}
-    taken: dict[int, set[int]] = {}
-    for group, own in kept.items():
-        taken.setdefault(int(placement[group]), set()).update(own)
-    following = [0] * instance.servers.count
+def assign_gpus(instance: Instance, placement: Placement) -> list[list[int]]:
+    """GPU indices of every group's shards, dealt out in the order of groups."""
+    free = [0] * instance.servers.count
     gpus: list[list[int]] = []
-    for group, (server, shards) in enumerate(
-        zip(placement.tolist(), instance.tp.tolist(), strict=True)
-    ):
-        if group in kept:
-            gpus.append(kept[group])
-            continue
-        busy = taken.get(server, ())
-        dealt: list[int] = []
-        at = following[server]
-        while len(dealt) < shards:
-            if at not in busy:
-                dealt.append(at)
-            at += 1
-        following[server] = at
-        gpus.append(dealt)
+    for server, shards in zip(placement.tolist(), instance.tp.tolist(), strict=True):
+        gpus.append(list(range(free[server], free[server] + shards)))
+        free[server] += shards
     return gpus
 
 
@@ -124,7 +111,7 @@ def plan_of(
                 producer_shard=producer.shard,
                 server=names[match.server],
                 covered_gb=served.covered_gb,
-                reason=match_reason(served, producer, request.matching),
+                reason=_match_reason(served, producer, request.matching),
             )
             for match in matches
             for served in match.served_groups
@@ -135,7 +122,7 @@ def plan_of(
                 group=instance.names[consumer.group],
                 server=names[match.server],
                 need_gb=consumer.gb,
-                reason=unmatched_reason(match, consumer),
+                reason=_unmatched_reason(match, consumer),
             )
             for match in matches
             for consumer in match.unserved
@@ -144,3 +131,30 @@ def plan_of(
         moves=list(moves),
     )
     return plan.model_copy(update={"plan_hash": plan.compute_hash()})
+
+
+def _match_reason(served: ServedGroup, producer: ProducerShard, mode: MatchingMode) -> str:
+    """One line for one producer of a consumer group."""
+    need, covered = served.consumer.gb, served.covered_gb
+    why = CHOICE[mode]
+    if served.consumer.shards > 1:
+        why = f"one of {served.consumer.shards} producers in lockstep"
+    told = f"{why}: lends {covered:g} of the {need:g} GB needed, has {producer.gb:g} GB"
+    if covered < min(producer.gb, need) - GRAIN_GB:
+        return f"{told}; the weakest of the {served.consumer.shards} has {covered:g} GB"
+    return told
+
+
+def _unmatched_reason(match: ServerMatch, consumer: ConsumerGroup) -> str:
+    """One line for a consumer group without producers."""
+    producers = sum(len(served.producers) for served in match.served_groups) + len(match.idle)
+    if not producers:
+        return "no producer on this server"
+    if len(match.idle) < consumer.shards <= producers:
+        if match.idle:
+            return (
+                f"needs {consumer.shards} producers at once, {len(match.idle)} are left beside "
+                "consumers that cover more"
+            )
+        return f"all {producers} producer shards here serve consumers that cover more"
+    return f"needs {consumer.shards} producers at once, this server has {producers}"

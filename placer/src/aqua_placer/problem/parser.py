@@ -1,6 +1,6 @@
 """Makes an `Instance` of a file or request, and names every way it can be wrong.
 
-Reads the model and the column form of a parsed document, and lists of profiles. What a
+Reads the model and the column form of a parsed document. What a
 schema can say is checked by `aqua_protocol.problem`; here is checked what takes the whole problem:
 names are unique, sizes are numbers, groups fit a server and the cluster, pins and current places
 exist. An error names the first offending item and what to do about it.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -29,17 +29,15 @@ from aqua_protocol.problem import (
     MAX_SHARDS,
     MAX_SIZE_GB,
     ColumnProblem,
+    GroupColumns,
     Model,
     PlacementProblem,
     ServerClass,
 )
-from aqua_protocol.profile import ModelProfile, ProfileLabel
+from aqua_protocol.profile import ProfileLabel
 
 MAX_NAME: Final = 256
 """Characters of a group's name, fixed by the length of a label in the schema."""
-
-MIN_HBM_GB: Final = 1e-3
-"""GB of a card's HBM: a megabyte. What is less is a slip of the unit, also when doubled."""
 
 WEIGHT_RANGE: Final = (1e-6, 1e6)
 """Magnitudes beyond which a number is a slip of the unit: products with them vanish beside a GB, or
@@ -47,6 +45,13 @@ swallow all others."""
 
 DESCRIPTIVE: Final = ("family", "seed", "comment")
 """Keys that are allowed beside `name` and mean nothing to the placer."""
+
+SCHEMAS: Final[dict[int | str, type[BaseModel]]] = {
+    "servers": ServerClass,
+    "models": Model,
+    "groups": GroupColumns,
+}
+"""Of the parts of a problem."""
 
 
 def read_problem(path: Path) -> Instance:
@@ -78,22 +83,6 @@ def instance_from(document: Any, *, default_name: str = "") -> Instance:  # noqa
     if "groups" in document:
         return _from_columns(_parsed(ColumnProblem, document), default_name)
     return _from_models(_parsed(PlacementProblem, document), default_name)
-
-
-def models_of_profiles(documents: Sequence[Any]) -> list[dict[str, Any]]:
-    """Model entries for bare profiles, named by their models; repeats become replicas.
-
-    Raises:
-        ProblemInvalidError: A document is not a profile.
-    """
-    models: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        profile = _parsed(ModelProfile, document)
-        if profile.model in models:
-            models[profile.model]["replicas"] += 1
-        else:
-            models[profile.model] = {"name": profile.model, "replicas": 1, "profile": document}
-    return list(models.values())
 
 
 def _without_notes(document: dict[str, Any]) -> dict[str, Any]:
@@ -129,25 +118,14 @@ def _parsed(kind: type[Any], document: Any) -> Any:  # noqa: ANN401 - one of the
 
 def _remedy_of_unknown(kind: type[BaseModel], loc: Sequence[int | str]) -> str:
     """What to write instead of a key that the schema does not know, in the same form of file."""
-    *parents, key = [part for part in loc if isinstance(part, str)]
-    schema: Any = kind
-    for part in parents:
-        annotation = schema.model_fields[part].annotation
-        found = [own for own in (annotation, *get_args(annotation)) if _is_schema(own)]
-        if not found:
-            break
-        schema = found[0]
+    schema, key = SCHEMAS.get(loc[0], kind), loc[-1]
     known = sorted(schema.model_fields)
     near = get_close_matches(str(key), known, n=1)
-    if parents == ["groups"]:
+    if schema is GroupColumns:
         return f"Remove the column {key!r}; columns of `groups` are {', '.join(known)}."
     instead = f"Write {near[0]!r} for {key!r}" if near else f"Remove {key!r}"
     notes = f"; notes go into {', '.join(DESCRIPTIVE)}" if "name" in known else ""
     return f"{instead}; keys here are {', '.join(known)}{notes}."
-
-
-def _is_schema(kind: Any) -> bool:  # noqa: ANN401 - any annotation
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _place(document: Any, loc: Sequence[int | str]) -> str:  # noqa: ANN401 - parsed JSON
@@ -166,7 +144,7 @@ def _place(document: Any, loc: Sequence[int | str]) -> str:  # noqa: ANN401 - pa
     return words or "problem"
 
 
-def digest_of(problem: BaseModel) -> str:
+def _digest_of(problem: BaseModel) -> str:
     """SHA-256 of the problem's meaning: the same for YAML, JSON and field order."""
     content = problem.model_dump(mode="json", exclude_defaults=True)
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -174,23 +152,15 @@ def digest_of(problem: BaseModel) -> str:
 
 
 def _servers(classes: Sequence[ServerClass]) -> Servers:
-    names: list[str] = []
-    for index, kind in enumerate(classes):
-        name = kind.name or ("server" if index == 0 else f"server-{index + 1}")
-        if name in names:
-            raise ProblemInvalidError(
-                f"two server classes are named {name!r}", remedy="Give each class its own name."
-            )
-        names.append(name)
-        if kind.hbm_gb < MIN_HBM_GB:
-            raise ProblemInvalidError(
-                f"servers[{index}] ({name}): hbm_gb is {kind.hbm_gb}", remedy="Give HBM in GB."
-            )
-        if kind.links is not None and not np.isfinite(kind.links).all():
-            raise ProblemInvalidError(
-                f"servers[{index}] ({name}): links has entries that are not numbers",
-                remedy="Give GB/s, and 0 where two GPUs are not joined.",
-            )
+    names = [
+        kind.name or ("server" if index == 0 else f"server-{index + 1}")
+        for index, kind in enumerate(classes)
+    ]
+    twice = _repeated(names)
+    if twice is not None:
+        raise ProblemInvalidError(
+            f"two server classes are named {twice!r}", remedy="Give each class its own name."
+        )
     return Servers(
         class_names=tuple(names),
         counts=np.array([kind.count for kind in classes], dtype=np.int64),
@@ -201,6 +171,10 @@ def _servers(classes: Sequence[ServerClass]) -> Servers:
             for kind in classes
         ),
     )
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    return next((name for name, number in Counter(names).items() if number > 1), None)
 
 
 def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
@@ -222,10 +196,11 @@ def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
     _first(names, np.abs(r_gb) > MAX_SIZE_GB, "r_gb is out of range", "Give GB, not bytes.")
     _first(names, tp < 1, "has less than one shard", "Give tp as a whole number of at least 1.")
     _first(names, tp > MAX_SHARDS, f"has more than {MAX_SHARDS} shards", "Split the model.")
-    places = servers_by_name(servers)
-    current = np.full(count, -1, dtype=np.int64)
-    for index, place in enumerate(columns.current or []):
-        current[index] = _current(names[index], place, places, servers)
+    places = _servers_by_name(servers)
+    today = columns.current or [None] * count
+    current = [
+        _current(name, place, places, servers) for name, place in zip(names, today, strict=True)
+    ]
     return _checked(
         Instance(
             name=problem.name or default_name,
@@ -234,8 +209,8 @@ def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
             tp=tp,
             r_gb=np.repeat(r_gb[:, None], len(servers.counts), axis=1),
             weight=weight,
-            current=current,
-            digest=digest_of(problem),
+            current=np.array(current, dtype=np.int64),
+            digest=_digest_of(problem),
         ),
         "Give every entry of `groups.name` its own name, such as {0}.0 and {0}.1.",
     )
@@ -251,7 +226,7 @@ def _first(
         )
 
 
-def servers_by_name(servers: Servers) -> dict[str, int]:
+def _servers_by_name(servers: Servers) -> dict[str, int]:
     """Index of every server by its name."""
     return {servers.name(index): index for index in range(servers.count)}
 
@@ -273,7 +248,7 @@ def _current(
 
 def _from_models(problem: PlacementProblem, default_name: str) -> Instance:
     servers = _servers(problem.servers)
-    places = servers_by_name(servers)
+    places = _servers_by_name(servers)
     names: list[str] = []
     tp: list[int] = []
     sizes: list[Float64[np.ndarray, " classes"]] = []
@@ -283,31 +258,23 @@ def _from_models(problem: PlacementProblem, default_name: str) -> Instance:
     apart: list[tuple[int, ...]] = []
     alike: dict[str, list[int]] = {}
     for model in problem.models:
-        size = _size_by_class(model, servers)
-        pins = _pinned(model, servers, places)
-        for replica in range(model.replicas):
-            stages = []
-            for stage in range(model.stages):
-                index = len(names)
-                stages.append(index)
-                names.append(
-                    model.name
-                    + (f".{replica}" if model.replicas > 1 else "")
-                    + (f".stage{stage}" if model.stages > 1 else "")
-                )
-                tp.append(model.shards)
-                sizes.append(size)
-                weight.append(model.weight)
-                place = (
-                    None if model.current is None else model.current[replica * model.stages + stage]
-                )
-                current.append(_current(names[-1], place, places, servers))
-                if pins is not None:
-                    allowed[index] = pins
-                if model.anti_affinity is not None:
-                    alike.setdefault(model.anti_affinity, []).append(index)
-            if model.stages_apart and len(stages) > 1:
-                apart.append(tuple(stages))
+        copies = [f".{index}" for index in range(model.replicas)] if model.replicas > 1 else [""]
+        stages = [f".stage{index}" for index in range(model.stages)] if model.stages > 1 else [""]
+        own = [model.name + copy + stage for copy in copies for stage in stages]
+        members = range(len(names), len(names) + len(own))
+        names += own
+        tp += [model.shards] * len(own)
+        sizes += [_size_by_class(model, servers)] * len(own)
+        weight += [model.weight] * len(own)
+        today = model.current or [None] * len(own)
+        current += [_current(*entry, places, servers) for entry in zip(own, today, strict=True)]
+        if model.pin:
+            allowed |= dict.fromkeys(members, _pinned(model, servers, places))
+        if model.anti_affinity is not None:
+            alike.setdefault(model.anti_affinity, []).extend(members)
+        if model.stages_apart and model.stages > 1:
+            ends = range(0, len(own), model.stages)
+            apart += [tuple(members[first : first + model.stages]) for first in ends]
     apart += [tuple(members) for members in alike.values() if len(members) > 1]
     return _checked(
         Instance(
@@ -320,7 +287,7 @@ def _from_models(problem: PlacementProblem, default_name: str) -> Instance:
             current=np.array(current, dtype=np.int64),
             allowed=allowed,
             apart=tuple(apart),
-            digest=digest_of(problem),
+            digest=_digest_of(problem),
         ),
         "Give every entry of `models` its own `name`; `replicas: 2` makes two copies of {0}.",
     )
@@ -346,9 +313,7 @@ def _size_by_class(model: Model, servers: Servers) -> Float64[np.ndarray, " clas
 
 def _pinned(
     model: Model, servers: Servers, places: Mapping[str, int]
-) -> Bool[np.ndarray, " servers"] | None:
-    if not model.pin:
-        return None
+) -> Bool[np.ndarray, " servers"]:
     mask: Bool[np.ndarray, " servers"] = np.zeros(servers.count, dtype=bool)
     for place in model.pin:
         if place in servers.class_names:
@@ -371,7 +336,7 @@ def _checked(instance: Instance, remedy_of_duplicates: str) -> Instance:
         ProblemInvalidError: Naming the first item that is wrong.
     """
     names, servers = instance.names, instance.servers
-    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    twice = _repeated(names)
     if twice is not None:
         raise ProblemInvalidError(
             f"two groups are named {twice!r}",

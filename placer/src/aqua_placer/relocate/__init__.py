@@ -1,6 +1,6 @@
 """Leads from today's plan to the next with few migrations, as moves that can be executed in order.
 
-- `arrivals`: groups that run nowhere yet. `exchange_search`: which groups go where.
+- `exchange_search`: which groups go where.
 - `moves`: the order, through host memory where a full cluster needs it.
 - `relocation`: all of it: problem and plan in, plan and moves out.
 """

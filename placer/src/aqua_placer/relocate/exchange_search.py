@@ -21,8 +21,8 @@ from jaxtyping import Float64, Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
+from aqua_placer.errors import ProblemInvalidError
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
-from aqua_placer.relocate.arrivals import with_arrivals
 from aqua_placer.search.coverage import (
     MAX_ROWS,
     Exchanges,
@@ -36,6 +36,7 @@ from aqua_placer.search.coverage import (
 )
 from aqua_placer.search.layout import Layout, subsets
 from aqua_placer.search.repair import constrained_groups
+from aqua_placer.solve.constrained import repaired
 from aqua_placer.value.balance import BalanceMode, worst
 from aqua_protocol.plan import Objective
 
@@ -97,7 +98,16 @@ def replace_groups(
         ProblemInvalidError: Today's placement overfills a server.
         ProblemInfeasibleError: Groups without a place cannot be placed at all.
     """
-    start = with_arrivals(instance, budget, seed)
+    servers, placed = instance.servers, instance.current >= 0
+    used = np.bincount(instance.current[placed], instance.tp[placed], servers.count)
+    if (used > servers.capacity).any():
+        server = int((used > servers.capacity).argmax())
+        raise ProblemInvalidError(
+            f"server {servers.name(server)} holds {used[server]:.0f} shards today but has "
+            f"{servers.capacity[server]} GPUs",
+            remedy="Correct `current`, or leave it out for groups that are not running.",
+        )
+    start = repaired(instance, instance.current, budget, seed)
     frozen = constrained_groups(instance) if instance.is_constrained else None
     search = _Search(Layout(instance, start, frozen), target, max_moves, seed)
     search.settle_arrivals(budget)

@@ -3,5 +3,5 @@
 - `feasibility`, `construction`, `units`: whether groups fit, and first placements.
 - `whole_servers`: from a fractional solution to one.
 - `layout`, `balance`, `coverage`: pairs of servers exchange groups, for either level.
-- `repair`: pins and sets kept apart.
+- `repair`: newcomers, pins and sets kept apart.
 """

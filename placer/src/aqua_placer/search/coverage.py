@@ -23,8 +23,7 @@ from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB
 from aqua_placer.search.balance import excess, excess_count
 from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
-from aqua_placer.value.prefixes import covered_gb
-from aqua_placer.value.roster import GroupTable, at_most_gb, rosters
+from aqua_placer.value.coverage import GroupTable, at_most_gb, covered_gb, group_tables
 
 MAX_ROWS: Final = 60_000
 """Exchanges priced at once: some 50 MB of columns; doubled, twice that."""
@@ -43,9 +42,8 @@ class ServerCost:
     """Prices a server's content, in GB of coverage; lower is better."""
 
     aim: Thresholds
-    rosters: tuple[GroupTable, ...]
+    tables: tuple[GroupTable, ...]
     wants_coverage: bool = True
-    excess_price: float = EXCESS_PRICE
 
     def price(
         self,
@@ -76,8 +74,8 @@ class ServerCost:
         kind: Int64[np.ndarray, " rows"],
     ) -> Float64[np.ndarray, " rows"]:
         result = np.zeros(len(rows))
-        for index, table in enumerate(self.rosters):
-            here = slice(None) if len(self.rosters) == 1 else kind == index
+        for index, table in enumerate(self.tables):
+            here = slice(None) if len(self.tables) == 1 else kind == index
             result[here] = measure(table, rows[here])
         return result
 
@@ -86,12 +84,12 @@ class ServerCost:
     ) -> Float64[np.ndarray, " rows"]:
         """What exceeding the thresholds costs."""
         over_cnt = excess_count(cnt, self.aim) * self.aim.hbm_gb
-        return self.excess_price * (excess(mem, self.aim) + over_cnt)
+        return EXCESS_PRICE * (excess(mem, self.aim) + over_cnt)
 
 
 def cost_for(layout: Layout, aim: Thresholds) -> ServerCost:
     """A cost of this layout's groups."""
-    return ServerCost(aim, rosters(layout.instance))
+    return ServerCost(aim, group_tables(layout.instance))
 
 
 def improve_coverage(

@@ -21,6 +21,7 @@ from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Backend, Request
 from aqua_placer.search.balance import improve_balance
 from aqua_placer.search.coverage import cost_for, improve_coverage
+from aqua_placer.search.feasibility import any_placement
 from aqua_placer.search.layout import Effort, Layout
 from aqua_placer.search.repair import constrained_groups, repair
 from aqua_placer.solve.paper_program import solve_program
@@ -67,9 +68,12 @@ def repaired(instance: Instance, placement: Placement, budget: Budget, seed: int
     try:
         return repair(instance, placement, seed)
     except ProblemInfeasibleError:
+        if not instance.is_constrained:
+            # Scattered beyond repair: start over from any placement that fits.
+            return any_placement(instance, budget)
         if instance.num_groups * instance.servers.count > SMALL_PROGRAM:
             raise
-        result = solve_program(instance, Objective.ABS, Backend.HIGHS, budget, seed)
-        if result.placement is None:
+        found, _ = solve_program(instance, Objective.ABS, Backend.HIGHS, budget, seed)
+        if found is None:
             raise
-        return result.placement
+        return found

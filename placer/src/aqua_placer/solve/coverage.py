@@ -8,8 +8,8 @@
    objective, but most placements that are optimal by the paper's objective cover far less. Whole
    servers at those thresholds follow by the duals.
 3. Many sizes, or contents too many to list: consumers with their producers as units, placed whole;
-   then exchanges of single groups, first towards coverage where units fell short of it, then
-   towards balance for as long as coverage holds.
+   then exchanges towards coverage where units fell short of it, at the balance that they have or
+   with as little more room as they need.
 """
 
 from __future__ import annotations
@@ -62,23 +62,6 @@ ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), (0.75, 2, 8.0), (0.75, 2, 8.0), (
 servers may get worse, start after start: what the last groups need to change places is found beyond
 the balance, and the balance is regained after."""
 
-EVENING_ROUNDS: Final = 640
-"""Servers x rounds of two-group exchanges per step towards balance; doubled, steps take twice as
-long."""
-
-EVENING_STEP: Final = 0.6
-"""Share of the memory beyond the optimum's that a step leaves, at first: less asks for
-too much at once, doubled it would ask for nothing."""
-
-# Steps towards balance: the later ones bring a few GB each, and cost as much as the first.
-# Doubled, up to twice the time goes into balance.
-MAX_FAILURES: Final = 2
-MAX_STEPS: Final = 12
-
-EVENING_PRICE: Final = 1.0
-"""GB of coverage for a GB beyond the threshold: the usual price (three times as much) gives up too
-much coverage, and so would twice this."""
-
 
 def solve_coverage(instance: Instance, budget: Budget, seed: int) -> CoverageIncumbent:
     """Maximise coverage, then balance; always returns a placement.
@@ -105,14 +88,12 @@ def solve_coverage(instance: Instance, budget: Budget, seed: int) -> CoverageInc
 def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> None:
     """Few types: the bound by contents, and whole servers at the least thresholds that reach it."""
     instance, budget = best.instance, best.budget
-    worth, is_exact = content_worth_gb(space)
+    worth = content_worth_gb(space)
     everything: Bool[np.ndarray, " contents"] = np.ones(len(space.rows), dtype=bool)
     _, fraction = fractional_servers(space, everything, budget, worth)
     if fraction is None:
         return
     most = fraction.most
-    if is_exact:
-        best.bound_gb = min(best.bound_gb, most + GRAIN_GB)
     goal = most * (1 - COVERAGE_TOLERANCE)
     found = _least_thresholds(best, space, worth, goal)
     for widening in range(MAX_WIDENINGS + 1):
@@ -178,7 +159,7 @@ def _least_thresholds(
 
 
 def _by_units(best: CoverageIncumbent, rng: np.random.Generator, seed: int) -> None:
-    """Improve in coverage, then in balance, without listing contents."""
+    """Improve in coverage without listing contents."""
     instance, budget = best.instance, best.budget
     if best.covered_gb < best.enough_gb:
         _place_units(best, None, seed)
@@ -191,8 +172,6 @@ def _by_units(best: CoverageIncumbent, rng: np.random.Generator, seed: int) -> N
             _place_units(best, blocks.order, seed)
     if best.covered_gb < best.enough_gb:
         _search(best, rng)
-    if instance.servers.count <= LARGE_CLUSTER:
-        _even_out(best, rng)
 
 
 def _place_units(
@@ -230,35 +209,3 @@ def _search(best: CoverageIncumbent, rng: np.random.Generator) -> None:
             effort = Effort(rounds, order, 40, tolerance_gb)
             improve_coverage(layout, cost, rng, budget, effort, target_gb=best.enough_gb)
             best.offer(layout.placement(), "coverage")
-
-
-def _even_out(best: CoverageIncumbent, rng: np.random.Generator) -> None:
-    """Exchanges towards balance: ask for a little less each time, for as long as coverage holds."""
-    instance, budget = best.instance, best.budget
-    even_cnt, even_mem = worst(instance, best.balance.found, BalanceMode.ABS)
-    even_mem += COARSE_QUANTUM_GB
-    small = instance.servers.gpus.max() <= WINDOW
-    pair_rounds = max(5, min(80, EVENING_ROUNDS // instance.servers.count)) if small else 0
-    step, failures = EVENING_STEP, 0
-    for _ in range(MAX_STEPS):
-        cnt, mem = worst(instance, best.placement, BalanceMode.ABS)
-        level = Thresholds(cnt, mem, BalanceMode.ABS, instance.hbm_gb)
-        even = Thresholds(even_cnt, even_mem, BalanceMode.ABS, instance.hbm_gb)
-        if failures == MAX_FAILURES or budget.expired() or level.level_gb <= even.level_gb:
-            return
-        if cnt > even_cnt and failures % 2 == 0:
-            aim = replace(level, cnt=max(cnt - 2, even_cnt), mem_gb=max(mem, even_mem))
-        else:
-            aim = replace(level, mem_gb=even_mem + max(mem - even_mem, 0.0) * step)
-        layout = Layout(instance, best.placement)
-        cost = replace(cost_for(layout, aim), excess_price=EVENING_PRICE)
-        taken = False
-        for order, rounds in ((1, SINGLE_ROUNDS // 4), (2, pair_rounds)):
-            effort = Effort(rounds, order, 20, 0.2)
-            improve_coverage(layout, cost, rng, budget, effort, target_gb=best.bound_gb)
-            taken = best.offer(layout.placement(), "balance")
-            if taken:
-                break
-        if not taken:
-            failures += 1
-            step = step**0.5

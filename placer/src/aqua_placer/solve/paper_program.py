@@ -41,58 +41,47 @@ MAX_ROWS: Final = 1_000_000
 
 @dataclass
 class Rows:
-    """A program being written, entry by entry."""
+    """A program being written, row by row."""
 
     cost: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
-    integral: list[int] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    row_lower: list[float] = field(default_factory=list)
-    row_upper: list[float] = field(default_factory=list)
+    integral: list[bool] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    entries: list[tuple[int, float]] = field(default_factory=list)
+    sides: list[tuple[float, float]] = field(default_factory=list)
 
     def variable(self, cost: float, lower: float, upper: float, *, whole: bool) -> int:
         """A new column; returns its index."""
         self.cost.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
-        self.integral.append(int(whole))
+        self.integral.append(whole)
         return len(self.cost) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        """A new row: lower <= sum of value x column <= upper."""
-        index = len(self.row_lower)
-        self.entries += [(column, index, value) for column, value in terms]
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
+        """A new row: lower <= sum of value x column <= upper; without terms it says nothing."""
+        if terms:
+            self.entries += terms
+            self.starts.append(len(self.entries))
+            self.sides.append((lower, upper))
 
     def model(self) -> LinearModel:
-        """The program in columns."""
-        entries = sorted(self.entries)
-        column = np.array([entry[0] for entry in entries], dtype=np.int64)
-        starts = np.zeros(len(self.cost) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(column, minlength=len(self.cost)), out=starts[1:])
+        """The program as solvers take it."""
+        index, values = zip(*self.entries, strict=True)
+        row_lower, row_upper = np.array(self.sides).T
         return LinearModel(
             cost=np.array(self.cost),
             lower=np.array(self.lower),
             upper=np.array(self.upper),
-            starts=starts,
-            rows=np.array([entry[1] for entry in entries], dtype=np.int64),
-            values=np.array([entry[2] for entry in entries]),
-            row_lower=np.array(self.row_lower),
-            row_upper=np.array(self.row_upper),
+            starts=np.array(self.starts),
+            index=np.array(index),
+            values=np.array(values),
+            row_lower=row_lower,
+            row_upper=row_upper,
+            by_rows=True,
             integral=np.array(self.integral, dtype=np.int64),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class ProgramResult:
-    """A placement and what the solver proved: `value` and `bound` in the objective's direction."""
-
-    placement: Placement | None
-    value: float
-    bound: float
-    verdict: Verdict
 
 
 def solve_paper_program(instance: Instance, request: Request, budget: Budget) -> SolveResult:
@@ -101,8 +90,9 @@ def solve_paper_program(instance: Instance, request: Request, budget: Budget) ->
     Raises:
         SolverUnavailableError, ProblemInfeasibleError, ProblemInvalidError: As `solve_program`.
     """
-    result = solve_program(instance, request.objective, request.backend, budget, request.seed)
-    placement = result.placement
+    placement, bound = solve_program(
+        instance, request.objective, request.backend, budget, request.seed
+    )
     if placement is None:
         # Out of time before the first solution: any placement, with the bound as far as proven.
         placement = any_placement(instance, budget)
@@ -111,17 +101,16 @@ def solve_paper_program(instance: Instance, request: Request, budget: Budget) ->
     elif not instance.is_constrained:
         placement = _in_order(instance, placement)
     if request.objective is Objective.COVERAGE:
-        bound = min(result.bound, layer_bound_gb(instance))
-        return SolveResult(placement, 0.0, coverage_bound_gb=bound)
+        return SolveResult(placement, 0.0, coverage_bound_gb=min(bound, layer_bound_gb(instance)))
     if request.objective is Objective.SIGNED:
-        return SolveResult(placement, 0.0, signed_bound=result.bound)
-    return SolveResult(placement, max(result.bound, 0.0))
+        return SolveResult(placement, 0.0, signed_bound=bound)
+    return SolveResult(placement, max(bound, 0.0))
 
 
 def solve_program(
     instance: Instance, objective: Objective, backend: Backend, budget: Budget, seed: int
-) -> ProgramResult:
-    """Solve the program for `objective` with `backend`.
+) -> tuple[Placement | None, float]:
+    """The best placement known for `objective`, if there is one, and the bound that is proven.
 
     Raises:
         SolverUnavailableError: Not installed, no licence, or too large for the licence.
@@ -151,7 +140,7 @@ def solve_program(
     if answer.x is not None:
         placement = answer.x[x].argmax(axis=1).astype(np.int64)
     sign = -1.0 if objective is Objective.COVERAGE else 1.0
-    return ProgramResult(placement, sign * answer.cost, sign * answer.bound, answer.verdict)
+    return placement, sign * answer.bound
 
 
 def _assignment(instance: Instance, rows: Rows) -> Int64[np.ndarray, "groups servers"]:

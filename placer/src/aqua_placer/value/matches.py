@@ -2,7 +2,7 @@
 
 All modes give a consumer group one distinct producer shard per shard, or nothing.
 
-`stable` (default) and `exact` choose by the program over prefixes (`prefixes`), which covers the
+`stable` (default) and `exact` choose by the program over prefixes (`coverage`), which covers the
 most. `exact` leaves it there. `stable` then lets single shards choose again among themselves:
 consumers prefer the most spare, producers the largest need (of consumers that weigh no less), and
 with preferences aligned like that Gale-Shapley is sort-and-zip; unequal weights start from the
@@ -25,8 +25,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from aqua_placer.problem.instance import GRAIN_GB, Instance
-from aqua_placer.value.prefixes import chosen_groups
-from aqua_placer.value.roster import rosters
+from aqua_placer.value.coverage import chosen_groups, group_tables
 from aqua_protocol.plan import MatchingMode
 
 
@@ -165,7 +164,7 @@ def _sides(
 def _chosen(instance: Instance, slots: Int64[np.ndarray, "servers width"]) -> list[list[int]]:
     """Per server, the consumer groups of the best state, in the order of their blocks."""
     result: list[list[int]] = [[] for _ in range(len(slots))]
-    for kind, table in enumerate(rosters(instance)):
+    for kind, table in enumerate(group_tables(instance)):
         here = np.nonzero(instance.servers.class_of == kind)[0]
         for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
             result[server] = groups
