@@ -7,6 +7,7 @@ are PNG or SVG files. Heavy imports happen inside the commands, so that `--help`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -70,27 +71,20 @@ def fit(
         from aqua_simulator.plots import draw_fit
 
         draw_fit(result, plot)
-    files: dict[str, list[int]] = {}
-    for function in result.functions.values():
-        entry = files.setdefault(function.file, [0, 0])
-        entry[0] += 1
-        entry[1] += function.row_count
     if as_json:
-        print_json(
-            {
-                "fit": str(output),
-                "hold_out": hold_out,
-                "functions": {
-                    key: {"kind": one.kind, "file": one.file, "row_count": one.row_count}
-                    for key, one in result.functions.items()
-                },
-            }
-        )
+        functions = {
+            key: {"kind": one.kind, "file": one.file, "row_count": one.row_count}
+            for key, one in result.functions.items()
+        }
+        print_json({"fit": str(output), "hold_out": hold_out, "functions": functions})
         return
+    files: dict[str, list[int]] = {}
+    for one in result.functions.values():
+        files.setdefault(one.file, []).append(one.row_count)
     print_table(
         f"Fitted {len(result.functions)} functions into {output}",
         ("file", "functions", "rows"),
-        [(name, str(count), str(rows)) for name, (count, rows) in sorted(files.items())],
+        [(name, str(len(rows)), str(sum(rows))) for name, rows in sorted(files.items())],
     )
 
 
@@ -123,25 +117,12 @@ def evaluate(
 
         draw_scores(scores, plot)
     if as_json:
-        print_json(
-            {
-                "overall_mape_percent": levels,
-                "scores": [
-                    {
-                        "level": one.level,
-                        "name": one.name,
-                        "mape_percent": one.mape,
-                        "row_count": one.row_count,
-                    }
-                    for one in scores
-                ],
-            }
-        )
+        print_json({"overall_mape_percent": levels, "scores": [asdict(one) for one in scores]})
         return
     print_table(
         "Mean absolute percentage error on unseen rows",
         ("level", "name", "MAPE, %", "rows"),
-        [(one.level, one.name, f"{one.mape:.2f}", str(one.row_count)) for one in scores],
+        [(one.level, one.name, f"{one.mape_percent:.2f}", str(one.row_count)) for one in scores],
     )
     for level, value in levels.items():
         typer.echo(f"{level}: {value:.2f} % over all rows")

@@ -45,7 +45,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
         axes = drawing.add_subplot()
         levels = ("operator", "linear", "composite")
         for place, level in enumerate(levels):
-            errors = [score.mape for score in scores if score.level == level]
+            errors = [score.mape_percent for score in scores if score.level == level]
             spread = (
                 np.linspace(-0.3, 0.3, len(errors)) if len(errors) > 1 else np.zeros(len(errors))
             )

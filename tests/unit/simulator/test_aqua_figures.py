@@ -17,7 +17,7 @@ from aqua_simulator.papers.aqua import (
     outcomes,
     piecewise_bytes_per_s,
 )
-from aqua_simulator.papers.index import FIGURES
+from aqua_simulator.papers.figures import FIGURES
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore

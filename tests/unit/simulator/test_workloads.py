@@ -13,6 +13,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import optimal
+from aqua_simulator.papers.figures import published_figures
 from aqua_simulator.workloads import arrivals
 from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, OPENVID, SOURCES
@@ -122,6 +123,9 @@ def test_only_media_state_their_length() -> None:
 def test_single_traces_have_the_properties_of_table_3(name: str) -> None:
     source = SOURCES[name]
     load = draw([(source, 14_042)], seed=1)
-    assert load.optimal_sharing == pytest.approx(source.published_sharing, abs=0.02)
-    density = optimal(load, COST).density
-    assert density == pytest.approx(source.published_density, rel=0.15)
+    published = published_figures()["table3"].rows
+    sharing, density = (
+        published[f"{name}, {what}"].published for what in ("prefix sharing", "compute density")
+    )
+    assert load.optimal_sharing == pytest.approx(sharing, abs=0.02)
+    assert optimal(load, COST).density == pytest.approx(density, rel=0.15)

@@ -37,7 +37,7 @@ from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.paging import PageStore
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import from_data_sheet
-from aqua_simulator.workloads.sources import Quantiles, log_normal
+from aqua_simulator.workloads.sources import log_normal
 
 STABLE_WAIT_S: Final = 1.0
 """Seconds; section 4.1 gives interactive use one, and long prompts take longer without any queue.
@@ -67,30 +67,22 @@ PIECE_S: Final = 5e-6
 piece by piece takes nearly twice as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Prompt and output lengths, drawn independently."""
+Draw = Callable[
+    [int, np.random.Generator], tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]
+]
+"""Draws prompt and output lengths of so many requests."""
 
-    name: str
-    prompt: Quantiles
-    output: Quantiles
-    origin: str
-
-    def draw(
-        self, count: int, generator: np.random.Generator
-    ) -> tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]:
-        """Lengths of `count` requests."""
-        prompts = self.prompt.at(generator.random(count))
-        outputs = self.output.at(generator.random(count))
-        return prompts.astype(np.int64), outputs.astype(np.int64)
+_ARXIV_PROMPT: Final = log_normal(7000 * 1.08, sqrt(2 * np.log(1.08)), low=1500, high=14000)
+_ARXIV_OUTPUT: Final = log_normal(230, 0.5, low=30, high=800)
 
 
-ARXIV: Final = Lengths(
-    "arxiv summarization",
-    log_normal(7000 * 1.08, sqrt(2 * np.log(1.08)), low=1500, high=14000),
-    log_normal(230, 0.5, low=30, high=800),
-    "lognormal of the median of about 7,000 prompt tokens that section 9 names; outputs about 200",
-)
+def arxiv_lengths(
+    count: int, generator: np.random.Generator
+) -> tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]:
+    """Surrogate of arxiv summarization: the median prompt that section 9 names, short outputs."""
+    prompts = _ARXIV_PROMPT.at(generator.random(count))
+    outputs = _ARXIV_OUTPUT.at(generator.random(count))
+    return prompts.astype(np.int64), outputs.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,6 @@ class BurstExperiment:
     """One experiment of the paper.
 
     Attributes:
-        lengths: Draws prompt and output lengths of so many requests.
         kv_tokens: KV memory of the engine.
         dram_bytes_per_s, peer_bytes_per_s: Rates of one GPU's links.
         stable_wait_s: What makes a rate stable: the mean wait before a prompt is begun.
@@ -107,9 +98,7 @@ class BurstExperiment:
     model: DecoderModel
     gpu: GpuModel
     width: int
-    lengths: Callable[
-        [int, np.random.Generator], tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]
-    ]
+    lengths: Draw
     kv_tokens: int
     dram_bytes_per_s: float
     peer_bytes_per_s: float
@@ -125,19 +114,12 @@ class BurstExperiment:
 
     def engine(self, policy: PolicyName, location: PagingTier) -> Engine:
         """An engine whose preempted contexts go there."""
-        rates = {
-            PagingTier.HOST: self.dram_bytes_per_s,
-            PagingTier.PEER: self.peer_bytes_per_s,
-        }
+        rates = {PagingTier.HOST: self.dram_bytes_per_s, PagingTier.PEER: self.peer_bytes_per_s}
         store = None
         if location is not PagingTier.NOWHERE:
-            store = PageStore(
-                location.value,
-                10**9,
-                rates[location] * self.width,
-                is_overlapped=self.copies_overlap,
-                location=location,
-            )
+            rate = rates[location] * self.width
+            overlap = self.copies_overlap
+            store = PageStore("paper", 10**9, rate, is_overlapped=overlap, location=location)
         settings = EngineSettings(
             max_num_batched_tokens=self.budget,
             kv_bytes_per_token=self.model.kv_bytes_per_token,
@@ -201,7 +183,6 @@ class Outcome:
 
     runs: list[list[Served]] = field(default_factory=list)
     preemption_count: int = 0
-    copy_s: float = 0.0
 
     def mean(self, of: Callable[[list[Served]], float]) -> float:
         """Mean over the seeds."""
@@ -261,44 +242,37 @@ def outcomes(
             served = engine.run(burst.arrivals(rate, seed))
             outcome.runs.append(sorted(served, key=lambda row: int(row.request_id)))
             outcome.preemption_count += engine.preemption_count
-            outcome.copy_s += engine.copy_s
     return found
-
-
-def kv_tokens(model: DecoderModel, gpu: GpuModel, width: int, share: float) -> int:
-    """KV memory beside the weights."""
-    return int((width * gpu.hbm_bytes * share - model.weight_bytes) // model.kv_bytes_per_token)
 
 
 def burst_of(
     model: str,
     gpu: str,
     width: int,
-    lengths: Callable[
-        [int, np.random.Generator], tuple[Int64[np.ndarray, " count"], Int64[np.ndarray, " count"]]
-    ],
+    lengths: Draw,
     *,
     memory_share: float,
     dram_bytes_per_s: float,
     factor: float,
 ) -> BurstExperiment:
-    """An experiment by names."""
+    """An experiment by names; the KV memory is what `memory_share` leaves beside the weights."""
     shape, device = decoder_named(model), gpu_named(gpu)
+    room = width * device.hbm_bytes * memory_share - shape.weight_bytes
     return BurstExperiment(
         shape,
         device,
         width,
         lengths,
-        kv_tokens(shape, device, width, memory_share),
+        int(room // shape.kv_bytes_per_token),
         dram_bytes_per_s,
         device.nvlink_bytes_per_s,
         factor=factor,
     )
 
 
-def piecewise_bytes_per_s(link_bytes_per_s: float) -> float:
+def piecewise_bytes_per_s(link_bytes_per_s: float, *, launch_s: float = PIECE_S) -> float:
     """What a link gives when every block, layer, key and value is a copy of its own."""
-    return PIECE_BYTES / (PIECE_S + PIECE_BYTES / link_bytes_per_s)
+    return PIECE_BYTES / (launch_s + PIECE_BYTES / link_bytes_per_s)
 
 
 def cached_prefix_run(

@@ -1,4 +1,4 @@
-"""BlendServe: Table 3 and Figures 3 and 5 to 12.
+"""BlendServe's traces and runs, from which its figures are made.
 
 `Experiments` runs everything: it makes the blends, knows the cost and the memory of the paper's
 machine (Llama-3.1-8B on an A100 80GB, 20 GB for weights and buffers), and remembers its runs, so
@@ -11,7 +11,7 @@ tokens for the baselines; sampling probability 0.01 (given); Algorithm 2's thres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -19,15 +19,13 @@ from typing import Final
 import numpy as np
 
 from aqua_protocol.decoders import DECODERS, DecoderModel
-from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS, GpuModel
-from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import Bound, OfflineResult, optimal, run
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
 from aqua_simulator.offline.workload import OfflineWorkload
 from aqua_simulator.workloads.blended import blend_counts, draw
-from aqua_simulator.workloads.sources import BURSTGPT, MMLU, SOURCES, Source
+from aqua_simulator.workloads.sources import BURSTGPT, Source
 
 INTERFERENCE: Final = 0.4
 """Alpha, 0 to 1: chosen so that DFS stands where the paper's numbers put it. Doubled, overlap hides
@@ -35,12 +33,6 @@ only a fifth of the smaller resource."""
 
 RESERVED_BYTES: Final = 20 * 10**9
 """Fixed by the paper (Figure 5): weights and temporary buffers."""
-
-MMLU_REQUESTS: Final = 14_042
-"""Fixed by the benchmark: its questions; Table 3 is about the traces as they are."""
-
-TRACE_REQUESTS: Final = 40_000
-"""Fixed by the paper (appendix A.1): requests of a single trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +104,11 @@ class Experiments:
         """KV tokens in what weights and buffers leave."""
         return int((self.gpu.hbm_bytes - RESERVED_BYTES) // self.model.kv_bytes_per_token)
 
+    @cached_property
+    def plan(self) -> PlanSettings:
+        """What planners know and may use, unless a run says otherwise."""
+        return PlanSettings(self.capacity_tokens, seed=self.seed)
+
     def workload(self, trace: Trace, request_count: int) -> OfflineWorkload:
         """The blend; only the last one is kept, it is large."""
         key = (trace, request_count)
@@ -138,7 +135,7 @@ class Experiments:
         """Run a policy on a trace."""
         count = request_count or self.request_count
         cost = cost or self.cost
-        settings = settings or PlanSettings(self.capacity_tokens, seed=self.seed)
+        settings = settings or self.plan
         key = (trace, policy, count, cost, settings)
         if key not in self._runs:
             self.progress(f"{trace.name}, {policy}, {count:,} requests")
@@ -157,34 +154,6 @@ class Experiments:
 def gain(ours: TraceRun, base: TraceRun) -> float:
     """Throughput gain in percent."""
     return (base.result.makespan_s / ours.result.makespan_s - 1.0) * 100.0
-
-
-def surrogates(sources: Sequence[Source]) -> list[str]:
-    """A line for each source on what stands in for the trace."""
-    return [f"{source.name} ({source.provenance}): {source.origin}." for source in sources]
-
-
-def workload_of(source: Source, experiments: Experiments) -> tuple[OfflineWorkload, Bound]:
-    """A single source as Table 3 describes it."""
-    count = MMLU_REQUESTS if source is MMLU else TRACE_REQUESTS
-    workload = draw([(source, count)], seed=experiments.seed)
-    return workload, optimal(workload, experiments.cost)
-
-
-def request_density(prompt: int, output: int, model: DecoderModel, gpu: GpuModel) -> float:
-    """rho(r) of one request by the paper's formulas."""
-    return float(ResourceCost.of(model, gpu).density(prompt, output))
-
-
-def source_named(name: str) -> Source:
-    """A source of the blends.
-
-    Raises:
-        ConfigError: Unknown name.
-    """
-    if name not in SOURCES:
-        raise ConfigError(f"no source named {name!r}", remedy=f"Known: {', '.join(SOURCES)}.")
-    return SOURCES[name]
 
 
 def grid(source: Source, *, every: int = 1) -> list[Trace]:

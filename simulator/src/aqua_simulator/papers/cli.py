@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +42,7 @@ def paper(
 ) -> None:
     """Reproduce tables or figures of a paper and print ours beside the published numbers."""
     from aqua_simulator.papers.blendserve import Experiments
-    from aqua_simulator.papers.index import FIGURES, named
+    from aqua_simulator.papers.figures import named, reproduce
     from aqua_simulator.papers.report import Reproduction, picture_of, write_page
 
     wanted = named(names)
@@ -61,19 +60,19 @@ def paper(
             if resume is not None:
                 kept = resume / f"{key}-{request_count}-{seed}-{interference:g}.json"
             if kept is not None and kept.is_file():
-                made.append(Reproduction.from_json(json.loads(kept.read_text())))
+                made.append(Reproduction.model_validate_json(kept.read_bytes()))
                 continue
-            figure = FIGURES[key](experiments)
+            figure = reproduce(key, experiments)
             made.append(figure)
             if plots is not None:
                 figure.save_plot(picture_of(key, plots))
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                write_json(kept, figure.to_json())
+                write_json(kept, figure)
     if output is not None:
         write_page(output, made, plots)
     if as_json:
-        figures = [figure.to_json() for figure in made]
+        figures = [figure.model_dump(mode="json") for figure in made]
         print_json({"request_count": request_count, "seed": seed, "figures": figures})
         return
     for figure in made:
@@ -105,18 +104,18 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
 ) -> None:
     """Run an offline blend of BlendServe's sources under one policy."""
     import time
+    from dataclasses import replace
 
-    from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings
-    from aqua_simulator.papers.blendserve import Experiments, Trace, source_named
+    from aqua_simulator.offline.policies import OfflinePolicy
+    from aqua_simulator.papers.blendserve import Experiments, Trace
+    from aqua_simulator.workloads.sources import source_named
 
     known = [name.value for name in OfflinePolicy]
     if policy not in known:
         raise ConfigError(f"no policy named {policy!r}", remedy=f"Known: {', '.join(known)}.")
     experiments = Experiments(request_count=request_count, seed=seed, interference=interference)
     trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, source_named(source))
-    settings = PlanSettings(
-        experiments.capacity_tokens, sample_probability=sample, media_known=media_known, seed=seed
-    )
+    settings = replace(experiments.plan, sample_probability=sample, media_known=media_known)
     started = time.perf_counter()
     with progress(f"Running {request_count:,} requests", quiet=as_json):
         made = experiments.run(trace, OfflinePolicy(policy), settings=settings)
@@ -161,7 +160,7 @@ def _print_reproduction(made: Reproduction) -> None:
     columns = ("", "published", "ours", "difference", "unit")
     print_table(made.title, columns, [row.cells for row in made.rows])
     if made.sensitivity:
-        rows = [(row.name, row.ours_text, row.unit) for row in made.sensitivity]
+        rows = [(row.name, row.ours_text, row.unit or "") for row in made.sensitivity]
         print_table("Sensitivity", ("", "ours", "unit"), rows)
     for text in (*made.surrogates, *made.remarks):
         typer.echo(f"- {text}")

@@ -1,4 +1,4 @@
-"""A reproduced figure: rows of published against ours, what was a surrogate, how far it bends.
+"""A reproduced figure: published numbers beside ours, what was a surrogate, how far it bends.
 
 All figures together are the page `docs/measurements/papers.md`, written by `aqua-sim paper all`.
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, Field, computed_field
 
 from aqua_cli.figures import figure
 from aqua_cli.files import write_text
@@ -21,22 +23,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One number of a figure.
+class PublishedRow(BaseModel, frozen=True, extra="forbid"):
+    """What the paper prints for a row.
 
     Attributes:
-        published: The paper's number; None where it prints none.
-        low, high: The paper's range where it states a range instead.
+        published: The number; None where it prints none.
+        low, high: The range where it states a range instead.
+        unit: None is that of the figure.
     """
 
-    name: str
-    ours: float
     published: float | None = None
-    unit: str = ""
+    unit: str | None = None
     low: float | None = None
     high: float | None = None
 
+
+class FigureRow(PublishedRow, frozen=True, extra="ignore"):
+    """One number of a figure."""
+
+    name: str
+    ours: float
+
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated properties
     @property
     def difference(self) -> float | None:
         """Ours less published; for a range, how far outside it we are (0 inside)."""
@@ -69,11 +77,29 @@ class Row:
     def cells(self) -> tuple[str, str, str, str, str]:
         """The row of a table: name, published, ours, difference, unit."""
         difference = "" if self.difference is None else f"{self.difference:+.3g}"
-        return self.name, self.published_text, self.ours_text, difference, self.unit
+        return self.name, self.published_text, self.ours_text, difference, self.unit or ""
 
 
 @dataclass(frozen=True, slots=True)
-class Reproduction:
+class FigureMeasurement:
+    """What a figure came out as here; `published.toml` says what the paper has in its place.
+
+    Attributes:
+        values: Our numbers by the names of their rows, in order.
+        sensitivity: The same for cases that the paper does not state.
+        facts: Values that the texts of `published.toml` name in braces.
+        remarks: What only the measurement knows.
+        draw: Draws on a Matplotlib figure.
+    """
+
+    values: Mapping[str, float]
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+    draw: Callable[[Figure], None] | None = None
+
+
+class Reproduction(BaseModel, frozen=True):
     """One table or figure.
 
     Attributes:
@@ -82,44 +108,29 @@ class Reproduction:
         surrogates: Inputs that are not the paper's.
         sensitivity: What changes when a constant that the paper does not give changes.
         remarks: Where and why we differ.
-        draw: Draws the figure; None where a table says it all.
+        draw: Draws on a Matplotlib figure; None where a table says it all, and in what was read
+            back from JSON.
     """
 
     key: str
     title: str
     source: str
-    rows: Sequence[Row]
+    rows: Sequence[FigureRow]
     surrogates: Sequence[str] = ()
-    sensitivity: Sequence[Row] = ()
+    sensitivity: Sequence[FigureRow] = ()
     remarks: Sequence[str] = ()
-    draw: Callable[[Figure], None] | None = field(default=None, repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the drawing."""
-        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "draw"}
-        for name in ("rows", "sensitivity"):
-            data[name] = [{**asdict(row), "difference": row.difference} for row in data[name]]
-        return data
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Reproduction:
-        """What `to_json` wrote; it cannot be drawn again."""
-        known = dict(data)
-        for name in ("rows", "sensitivity"):
-            rows = [{**row} for row in data[name]]
-            for row in rows:
-                del row["difference"]
-            known[name] = [Row(**row) for row in rows]
-        return cls(**known)
+    draw: Callable[[Any], None] | None = Field(default=None, repr=False, exclude=True)
 
     def to_markdown(self, *, image: str | None = None) -> str:
         """A section of `docs/measurements/papers.md`."""
         lines = [f"## {self.title}", "", f"{self.source}.", ""]
         if image:
             lines += [f"![{self.title}]({image})", ""]
-        lines += _table(self.rows)
+        lines += ["| | published | ours | difference | unit |", "|---|---:|---:|---:|---|"]
+        lines += [f"| {' | '.join(row.cells)} |" for row in self.rows]
         if self.sensitivity:
-            lines += ["", "Sensitivity:", "", *_table(self.sensitivity, published=False)]
+            lines += ["", "Sensitivity:", "", "| case | ours | unit |", "|---|---:|---|"]
+            lines += [f"| {row.name} | {row.ours_text} | {row.unit} |" for row in self.sensitivity]
         if self.surrogates:
             lines += ["", "Surrogates:", "", *(f"- {text}" for text in self.surrogates)]
         if self.remarks:
@@ -134,14 +145,6 @@ class Reproduction:
         with figure(path) as drawing:
             self.draw(drawing)
         return True
-
-
-def _table(rows: Sequence[Row], *, published: bool = True) -> list[str]:
-    if not published:
-        body = [f"| {row.name} | {row.ours_text} | {row.unit} |" for row in rows]
-        return ["| case | ours | unit |", "|---|---:|---|", *body]
-    body = [f"| {' | '.join(row.cells)} |" for row in rows]
-    return ["| | published | ours | difference | unit |", "|---|---:|---:|---:|---|", *body]
 
 
 HEADER: Final = """# The papers, simulated again

@@ -46,13 +46,13 @@ class Score:
 
     Attributes:
         level: `operator`, `linear` or `composite`.
-        mape: Mean absolute percentage error, in percent.
+        mape_percent: Mean absolute percentage error.
         row_count: Unseen rows it was measured on.
     """
 
     level: str
     name: str
-    mape: float
+    mape_percent: float
     row_count: int
 
 
@@ -91,7 +91,7 @@ def evaluate(fit: Fit, samples: Iterable[Samples]) -> list[Score]:
 
 def overall(scores: Iterable[Score], level: str) -> float:
     """Row-weighted MAPE of a level, in percent; NaN when the level has no rows."""
-    rows = [(score.mape, score.row_count) for score in scores if score.level == level]
+    rows = [(score.mape_percent, score.row_count) for score in scores if score.level == level]
     count = sum(size for _, size in rows)
     return sum(error * size for error, size in rows) / count if count else float("nan")
 

@@ -19,6 +19,8 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from aqua_protocol.errors import ConfigError
+
 
 class Fidelity(StrEnum):
     """How close a source is to the trace of that name."""
@@ -80,7 +82,6 @@ class Source:
         group_count: Groups with a further shared prefix each (subjects of MMLU); 0 for none.
         group_tokens: Length of that prefix.
         known_output: Output length is known in advance (generation media).
-        published_sharing, published_density: BlendServe Table 3.
         origin: Where the quantiles come from.
     """
 
@@ -91,8 +92,6 @@ class Source:
     system_tokens: int
     provenance: Fidelity
     origin: str
-    published_sharing: float
-    published_density: float
     group_count: int = 0
     group_tokens: Quantiles | None = None
     known_output: bool = False
@@ -138,8 +137,6 @@ SHAREGPT: Final = Source(
     system_tokens=55,
     provenance=Fidelity.MEASURED,
     origin="sharegpt_8k_filtered, Llama-2 tokenizer (project-etalon/etalon), 15,366 rows",
-    published_sharing=0.02,
-    published_density=3.12,
 )
 
 WILDCHAT: Final = Source(
@@ -150,8 +147,6 @@ WILDCHAT: Final = Source(
     system_tokens=130,
     provenance=Fidelity.SURROGATE,
     origin="lognormal of the published means (user turn 296 tokens; output 256, A.1 of the paper)",
-    published_sharing=0.19,
-    published_density=2.13,
 )
 
 AZURE: Final = Source(
@@ -162,8 +157,6 @@ AZURE: Final = Source(
     system_tokens=20,
     provenance=Fidelity.MEASURED,
     origin="AzureLLMInferenceTrace_code (2023), 4,409 rows: the half whose density fits Table 3",
-    published_sharing=0.01,
-    published_density=33.2,
 )
 
 BURSTGPT: Final = Source(
@@ -178,8 +171,6 @@ BURSTGPT: Final = Source(
     system_tokens=9,
     provenance=Fidelity.SURROGATE,
     origin="quantiles of the first 59,999 rows of BurstGPT_1; outputs scaled to Table 3",
-    published_sharing=0.02,
-    published_density=17.78,
 )
 
 OPENVID: Final = Source(
@@ -190,8 +181,6 @@ OPENVID: Final = Source(
     system_tokens=8,
     provenance=Fidelity.SURROGATE,
     origin="lognormal of mean 176 frames x 256 tokens x 16/45; spread from the paper's density",
-    published_sharing=0.0,
-    published_density=0.05,
     known_output=True,
 )
 
@@ -203,8 +192,6 @@ MMLU: Final = Source(
     system_tokens=1,
     provenance=Fidelity.MEASURED,
     origin="characters / 4.3 of 7,687 questions of 29 subjects; shots scaled to Table 3's sharing",
-    published_sharing=0.8646,
-    published_density=54.91,
     group_count=57,
     group_tokens=Quantiles(
         _LEVELS, (260, 275, 325, 340, 450, 850, 1220, 1560, 1650, 1680, 1720, 1740)
@@ -214,3 +201,14 @@ MMLU: Final = Source(
 SOURCES: Final[dict[str, Source]] = {
     source.name: source for source in (SHAREGPT, WILDCHAT, AZURE, OPENVID, BURSTGPT, MMLU)
 }
+
+
+def source_named(name: str) -> Source:
+    """A source of the blends.
+
+    Raises:
+        ConfigError: Unknown name.
+    """
+    if name not in SOURCES:
+        raise ConfigError(f"no source named {name!r}", remedy=f"Known: {', '.join(SOURCES)}.")
+    return SOURCES[name]

@@ -1,0 +1,108 @@
+"""All figures by the names of the command line, and how one is made.
+
+`published.toml` holds what the papers print and what is to be said of it; a function of
+`blendserve_figures` or `aqua_figures` measures our numbers, by the names of the rows. `reproduce`
+lays the two beside each other.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, TypeAdapter
+
+from aqua_protocol.errors import ConfigError
+from aqua_simulator.papers import aqua_figures, blendserve_figures
+from aqua_simulator.papers.blendserve import Experiments
+from aqua_simulator.papers.report import (
+    FigureMeasurement,
+    FigureRow,
+    PublishedRow,
+    Reproduction,
+)
+from aqua_simulator.workloads.sources import SOURCES
+
+FIGURES: Final[Mapping[str, Callable[[Experiments], FigureMeasurement]]] = {
+    **blendserve_figures.FIGURES,
+    **aqua_figures.FIGURES,
+}
+"""BlendServe's without a prefix, Aqua's with one: both papers have a Figure 8."""
+
+
+class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
+    """A table of `published.toml`, which explains the fields."""
+
+    title: str
+    source: str
+    unit: str = ""
+    sensitivity_unit: str = ""
+    traces: Sequence[str] = ()
+    surrogates: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    rows: Mapping[str, PublishedRow] = {}
+
+
+@cache
+def published_figures() -> Mapping[str, PublishedFigure]:
+    """What the papers print, by the names of the command line."""
+    text = Path(__file__).with_name("published.toml").read_text()
+    return TypeAdapter(dict[str, PublishedFigure]).validate_python(tomllib.loads(text))
+
+
+def named(names: Sequence[str]) -> list[str]:
+    """Figures by name, each once; `all` is all of them.
+
+    Raises:
+        ConfigError: No figure of that name.
+    """
+    for name in names:
+        if name not in FIGURES and name != "all":
+            raise ConfigError(
+                f"no figure named {name!r}", remedy=f"Known: {', '.join(FIGURES)}, all."
+            )
+    return list(FIGURES) if "all" in names else list(dict.fromkeys(names))
+
+
+def reproduce(key: str, experiments: Experiments) -> Reproduction:
+    """Measure a figure and lay its rows beside what the paper prints."""
+    printed, measured = published_figures()[key], FIGURES[key](experiments)
+    rows, unmeasured = [], set(printed.rows)
+    for name, ours in measured.values.items():
+        known = next((tail for tail in _tails(name) if tail in printed.rows), None)
+        number = PublishedRow() if known is None else printed.rows[known]
+        unit = printed.unit if number.unit is None else number.unit
+        rows.append(FigureRow(**{**number.model_dump(), "name": name, "ours": ours, "unit": unit}))
+        unmeasured.discard(known or "")
+    assert not unmeasured, (key, unmeasured)
+    facts = {
+        "request_count": experiments.request_count,
+        "interference": experiments.interference,
+        **measured.facts,
+    }
+    traces = (SOURCES[name] for name in printed.traces)
+    origins = [f"{source.name} ({source.provenance}): {source.origin}." for source in traces]
+    return Reproduction(
+        key=key,
+        title=printed.title,
+        source=printed.source.format_map(facts),
+        rows=rows,
+        surrogates=[*origins, *(text.format_map(facts) for text in printed.surrogates)],
+        sensitivity=[
+            FigureRow(name=name, ours=ours, unit=printed.sensitivity_unit)
+            for name, ours in measured.sensitivity.items()
+        ],
+        remarks=[*printed.remarks, *measured.remarks],
+        draw=measured.draw,
+    )
+
+
+def _tails(name: str) -> Iterator[str]:
+    """The name of a row, and what is left behind each comma: `Trace 1, gain` is a `gain`."""
+    yield name
+    _, comma, rest = name.partition(", ")
+    if comma:
+        yield from _tails(rest)
