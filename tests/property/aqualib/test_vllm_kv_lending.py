@@ -15,7 +15,7 @@ from aqua_protocol import TransportError
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
-from aqualib.engines.vllm.lending.lendable_cache import LendableCache
+from aqualib.engines.vllm.lending.memory import LendableCache
 from aqualib.ranges import Range
 from harness.block_pool import PaperBlock, PaperPool
 

@@ -10,13 +10,12 @@ Resource-aware Batching`. `BlendMode.PAPER` is the policy as published,
 """
 
 from aqua_schedulers.blendserve.cost import ResourceCost
-from aqua_schedulers.blendserve.data_parallel import split_among
 from aqua_schedulers.blendserve.foresight import ForesightBlend
 from aqua_schedulers.blendserve.lengths import UNKNOWN, LengthEstimate, RequestPool, choose_sample
 from aqua_schedulers.blendserve.order import BlendOrder, TreeResources
 from aqua_schedulers.blendserve.paper import PaperBlend
 from aqua_schedulers.blendserve.prefix_cache import PrefixCacheModel
-from aqua_schedulers.blendserve.preparation import BlendMode, PreparedPool, prepare
+from aqua_schedulers.blendserve.preparation import BlendMode, PreparedPool, prepare, split_among
 from aqua_schedulers.blendserve.tree import PrefixTree
 
 __all__ = [

@@ -1,20 +1,9 @@
 """What Aqua does in an engine, on the engine's own `/metrics` and in its log.
 
 vLLM carries a connector's figures from every process to the front end, sums them and exports them
-with its own labels; this module says which there are. All are counters, sent as what was added
-since the last step, so sums over workers and engines mean what they should. With several workers
-bytes and seconds add up over them.
-
-    aqua:kv_paged_out_bytes_total, aqua:kv_paged_in_bytes_total
-    aqua:kv_paging_seconds_total            time that steps, or loads beside them, spent paging
-    aqua:kv_failures_total                  transfers that failed; their blocks are computed again
-    aqua:kv_drained_bytes_total             moved away from peers, because they wanted their memory
-    aqua:kv_reclaim_seconds_total           from their demand until the last slab was given back
-    aqua:forced_preemptions_total           requests preempted at the end of a slice
-    aqua:restored_tokens_total              of preempted requests, loaded instead of computed
-    aqua:prefix_queried_tokens_total, aqua:prefix_hit_tokens_total     the tier's hit rate
-    aqua:unsaved_blocks_total               dropped for want of room in the store
-    aqua:lost_blocks_total                  not there when they were needed
+with its own labels; `COUNTERS` says which there are, each as `aqua:NAME_total`. All are counters,
+sent as what was added since the last step, so sums over workers and engines mean what they should.
+With several workers bytes and seconds add up over them.
 """
 
 from __future__ import annotations
@@ -31,9 +20,9 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS: Final = {
     "kv_paged_out_bytes": "KV bytes paged out.",
     "kv_paged_in_bytes": "KV bytes paged in.",
-    "kv_paging_seconds": "Time spent paging.",
+    "kv_paging_seconds": "Time that steps, or loads beside them, spent paging.",
     "kv_failures": "Transfers that failed; their blocks are computed again.",
-    "kv_drained_bytes": "KV bytes moved away from peers.",
+    "kv_drained_bytes": "KV bytes moved away from peers, because they wanted their memory.",
     "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",
     "forced_preemptions": "Requests preempted at the end of a slice.",
     "restored_tokens": "Tokens of preempted requests that were loaded instead of computed.",

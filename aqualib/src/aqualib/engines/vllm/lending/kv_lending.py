@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aqualib.engines.vllm.lending.granules import GranuleMask
-    from aqualib.engines.vllm.lending.lendable_cache import LendableCache
+    from aqualib.engines.vllm.lending.memory import LendableCache
 
 
 @dataclass(frozen=True, slots=True)

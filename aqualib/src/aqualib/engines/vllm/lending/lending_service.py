@@ -8,7 +8,14 @@ The load is the scheduler's own figures. vLLM has an entry point for plug-ins th
 load, `vllm.stat_logger_plugins`, and it is not used: loggers live in the front end's process, hear
 of a step when its output has come there, and hear nothing while no step is made. Here a request
 that has to wait is known before the step that leaves it waiting is computed, and an engine that is
-idle and has most to lend is seen to be. For watching there are `LenderMetrics` and vLLM's metrics.
+idle and has most to lend is seen to be.
+
+For watching there are a producer's metrics as the engine sees them, on a registry and, if asked
+for, a port of their own: the scheduler's process is not the one that serves vLLM's `/metrics`, and
+vLLM carries figures from here to there for connectors only. Beside a producer's they say
+
+    aqua_lender_absent_blocks           KV blocks that the engine does without
+    aqua_lender_reclaim_seconds_total   from the decision until the engine had its blocks again
 
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
 informer's and the producer's affair, and the engine goes on with the blocks that it has.
@@ -17,26 +24,30 @@ informer's and the producer's affair, and the engine goes on with the blocks tha
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import start_http_server
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from aqua_protocol import ConfigError, format_bytes
 from aqualib.connection import open_producer
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import KvLending
-from aqualib.engines.vllm.lending.metrics import LenderMetrics
 from aqualib.producer.informer import Informer
+from aqualib.producer.metrics import ProducerMetrics
+from aqualib.producer.reclaims import ReclaimTotals
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
-    from aqualib.engines.vllm.lending.lendable_cache import LendableCache
+    from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.options import LendingOptions
     from aqualib.producer.producer import Producer
+    from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -123,3 +134,49 @@ class LendingService:
     def close(self) -> None:
         """Take everything back, as far as consumers let go in time, and leave."""
         self._opened.close()
+
+
+class LenderMetrics(ProducerMetrics):
+    """A producer's and the engine's figures, on a registry of their own.
+
+    A reclaim has ended here when the engine has its blocks: later than for the producer.
+
+    Args:
+        lending: Whose blocks.
+        producer: Who lends them.
+    """
+
+    def __init__(self, lending: KvLending, producer: Producer) -> None:
+        self._lending = lending
+        self._lock = threading.Lock()
+        self._open: list[tuple[ReclaimTicket, float]] = []
+        self._ended = ReclaimTotals()
+        super().__init__(producer)
+
+    @property
+    def ended_reclaims(self) -> ReclaimTotals:
+        """The informer's reclaims that brought their blocks back."""
+        return self._ended
+
+    def reclaim_began(self, reclaim: ReclaimTicket) -> None:
+        """Memory was asked back."""
+        with self._lock:
+            self._open.append((reclaim, time.monotonic()))
+
+    def blocks_came_back(self) -> None:
+        """The engine has blocks again: count the reclaims that are complete with them."""
+        now_s = time.monotonic()
+        with self._lock:
+            for reclaim, began_s in self._open:
+                if reclaim.done:
+                    self._ended = self._ended.plus(reclaim, now_s - began_s)
+            self._open = [pair for pair in self._open if not pair[0].done]
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as of now."""
+        yield from super().collect()
+        yield GaugeMetricFamily(
+            "aqua_lender_absent_blocks",
+            "KV blocks that the engine does without.",
+            value=self._lending.out_blocks,
+        )

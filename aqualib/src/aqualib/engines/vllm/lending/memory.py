@@ -9,15 +9,21 @@ Memory that returns reads as zeros.
 An access to a released address is a crash on a CPU as on a GPU. So a caller that releases must know
 that nothing running or queued touches it; see `kv_lending`.
 
-Which device: `HostKvMemory` here, `CudaKvMemory` in `cuda_memory`.
+Which device: `HostKvMemory` here, `CudaKvMemory` in `cuda_memory`. `LendableCache` is a KV cache in
+such memory, and where its blocks lie in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from aqua_protocol import ConfigError
+from aqualib.engines.vllm.lending.granules import GranuleMap
+from aqualib.engines.vllm.rows import block_rows
 from aqualib.producer.device import EmulatedMemory
 from aqualib.ranges import Range, runs_of
 from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
@@ -138,3 +144,49 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that torch does not own, as a tensor of shape (nbytes,), int8."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # noqa: SLF001 - torch has no public constructor over a foreign pointer
     return torch.empty(0, dtype=torch.int8, device=device).set_(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class LendableCache:
+    """A KV cache, ready to be lent from.
+
+    Attributes:
+        memory: Under it.
+        granules: Which blocks are where in it.
+        block_bytes: Of one block, all layers.
+        device: Where it is.
+    """
+
+    memory: KvMemory
+    granules: GranuleMap
+    block_bytes: int
+    device: torch.device
+
+
+def lendable_cache(
+    memory: KvMemory, caches: Iterable[torch.Tensor], block_count: int
+) -> LendableCache:
+    """Find the blocks of KV caches in the memory that they were made of.
+
+    Raises:
+        ConfigError: Some lie elsewhere, or in a layout that is not known here.
+    """
+    pieces = block_rows(caches, block_count)
+    rows = [Range(piece.data_ptr(), piece.nbytes) for piece in pieces]
+    regions = memory.regions
+    strays = [
+        row
+        for row in rows
+        if not any(region.start <= row.start and row.end <= region.end for region in regions)
+    ]
+    if strays or not rows:
+        raise ConfigError(
+            f"{len(strays)} of {len(rows)} parts of the KV cache were not made of memory that can "
+            "be lent",
+            remedy='Run without "lend", and report the model and the exact version of vLLM.',
+        )
+    granules = GranuleMap(
+        regions, rows, block_count=block_count, granule_bytes=memory.granule_bytes
+    )
+    block_bytes = sum(row.size for row in rows) // block_count
+    return LendableCache(memory, granules, block_bytes, pieces[0].device)

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.lending.lendable_cache import LendableCache, lendable_cache
-from aqualib.engines.vllm.lending.memory import HostKvMemory
+from aqualib.engines.vllm.lending.memory import HostKvMemory, LendableCache, lendable_cache
 from aqualib.engines.vllm.options import options_of
 from aqualib.settings import load_settings
 from aqualib.transports.host_pages import PAGE_BYTES
