@@ -212,11 +212,11 @@ def test_decoding_pages_out_full_blocks_only_and_each_once(aqua: Aqua) -> None:
         model.config, max_tokens=64, resident_layers=2, aqua=aqua, block_tokens=8
     ) as cache:
         model(**prompt(1, 10), past_key_values=cache)
-        cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are offloaded
+        cache._storage.drain()  # type: ignore[union-attr]  # all layers are offloaded
         for length in range(11, 40):
             before = cache.statistics
             model(torch.tensor([[5]]), past_key_values=cache)
-            cache._storage.stream.drain()  # type: ignore[union-attr]  # all layers are offloaded
+            cache._storage.drain()  # type: ignore[union-attr]  # all layers are offloaded
             moved = cache.statistics.paged_out_bytes - before.paged_out_bytes
             assert moved == (LAYERS * block if length % 8 == 0 else 0)
         assert cache.statistics.stored_bytes == aqua.stats().used_bytes == LAYERS * 4 * block

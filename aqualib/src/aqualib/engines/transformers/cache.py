@@ -6,7 +6,7 @@
 
 A stock `generate` runs a prompt whose keys and values exceed the budget, with the same logits bit
 for bit as with `DynamicCache`: greedy, sampled, batched, with beams, with an assistant, in several
-prefill chunks or over several calls. `offload_plan` says which layers move, `layer_stream` how.
+prefill chunks or over several calls. `offload_plan` says which layers move, `storage` how.
 
 What it promises: keys and values on the device never exceed the budget; bytes that come back
 different from what was stored raise `ChecksumMismatchError` where the Aqua instance checks, and
@@ -137,14 +137,13 @@ class AquaCache(Cache):
         storage = self._storage
         if storage is None:
             return CacheStatistics(0, 0, 0, 0, 0, 0.0)
-        stream = storage.stream
         return CacheStatistics(
             resident_bytes=storage.nbytes,
             peak_resident_bytes=storage.peak_bytes,
-            stored_bytes=stream.stored_bytes if stream is not None else 0,
-            paged_out_bytes=stream.paged_out_bytes if stream is not None else 0,
-            paged_in_bytes=stream.paged_in_bytes if stream is not None else 0,
-            stall_s=stream.stall_s if stream is not None else 0.0,
+            stored_bytes=storage.stored_bytes,
+            paged_out_bytes=storage.paged_out_bytes,
+            paged_in_bytes=storage.paged_in_bytes,
+            stall_s=storage.stall_s,
         )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
