@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import structlog
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from aqua_protocol import (
@@ -43,9 +42,8 @@ def typed(error: Exception) -> AquaError:
         return error
     if isinstance(error, RequestValidationError):
         # FastAPI puts in front where the value was: body, path, query or header.
-        return invalid([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()])
-    if isinstance(error, ValidationError):
-        return invalid(error.errors())
+        faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+        return _other_version(error.body) or _invalid(faults)
     if isinstance(error, HTTPException):
         return _typed_http(error)
     log.error("unexpected error", exc_info=error)
@@ -70,7 +68,7 @@ def _typed_http(error: HTTPException) -> AquaError:
             return RequestInvalidError(str(error.detail))
 
 
-def invalid(faults: Sequence[Mapping[str, Any]]) -> AquaError:
+def _invalid(faults: Sequence[Mapping[str, Any]]) -> AquaError:
     """A body or parameter that does not fit, with where and why; what was sent stays out of it."""
     named = [
         {
@@ -84,16 +82,16 @@ def invalid(faults: Sequence[Mapping[str, Any]]) -> AquaError:
     return RequestInvalidError(f"{where}{first['fault']}", faults=named)
 
 
-def explain_version(sent: Any, error: AquaError) -> AquaError:  # noqa: ANN401 - any JSON
+def _other_version(sent: Any) -> AquaError | None:  # noqa: ANN401 - any JSON
     """The better reason for a report that does not fit: it is of another protocol version."""
     theirs = sent.get("protocol_version") if isinstance(sent, dict) else None
-    if isinstance(theirs, int) and theirs != PROTOCOL_VERSION:
-        return VersionMismatchError(
-            f"the member speaks protocol {theirs}, this coordinator speaks {PROTOCOL_VERSION}",
-            theirs=theirs,
-            ours=PROTOCOL_VERSION,
-        )
-    return error
+    if not isinstance(theirs, int) or theirs == PROTOCOL_VERSION:
+        return None
+    return VersionMismatchError(
+        f"the member speaks protocol {theirs}, this coordinator speaks {PROTOCOL_VERSION}",
+        theirs=theirs,
+        ours=PROTOCOL_VERSION,
+    )
 
 
 def error_answer(error: AquaError) -> Answer:

@@ -95,7 +95,7 @@ class Service:
                 ledger, None if secret is None else secret.get_secret_value().encode()
             ),
             authenticator=Authenticator(settings.tokens_file),
-            event_watcher=EventWatcher(self._pipeline),
+            event_watcher=EventWatcher(pool),
             metrics=metrics,
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)

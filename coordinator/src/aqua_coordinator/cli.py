@@ -6,14 +6,16 @@ or configuration, 3 a service that does not answer.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from aqua_cli import CoordinatorToken, CoordinatorUrl, Json, print_json, say
+from aqua_cli import CoordinatorToken, CoordinatorUrl, Json, print_json, print_table, say
 from aqua_cli import main as run_program
 from aqua_cli.options import DEFAULT_COORDINATOR_URL
+from aqua_coordinator.tokens import Role, create_token, parse_duration, read_tokens, revoke_token
 from aqua_protocol import ConfigError
 
 app = typer.Typer(
@@ -129,8 +131,7 @@ def token(
         typer.Option("--file", envvar="AQUA_TOKENS_FILE", help="The tokens file; made if missing."),
     ] = None,
     role: Annotated[
-        list[str] | None,
-        typer.Option(help="producer, consumer, operator or reader; may be repeated."),
+        list[Role] | None, typer.Option(help="What it may do; may be repeated.")
     ] = None,
     member: Annotated[
         str | None, typer.Option(help="Bind it to this producer or consumer.")
@@ -151,13 +152,13 @@ def token(
     """
     if context.invoked_subcommand is not None:
         return
-    from aqua_coordinator.tokens import create_token, parse_duration, parse_roles
-
     if file is None:
         raise ConfigError("no tokens file", remedy="Add --file tokens.json or AQUA_TOKENS_FILE.")
+    if not role:
+        raise ConfigError("a token needs a role", remedy=f"Add --role, one of {', '.join(Role)}.")
     made, entry = create_token(
         file,
-        roles=parse_roles(role or []),
+        roles=role,
         member=member,
         expires_in_s=None if expires is None else parse_duration(expires),
         note=note,
@@ -172,9 +173,18 @@ def list_tokens(
     as_json: Json = False,
 ) -> None:
     """List the tokens of a file: ids, roles, members, expiry. Never the tokens themselves."""
-    from aqua_coordinator.tokens import print_tokens, read_tokens
-
-    print_tokens(read_tokens(file), as_json=as_json)
+    entries = read_tokens(file).tokens
+    if as_json:
+        print_json([entry.model_dump(mode="json", exclude={"sha256"}) for entry in entries])
+        return
+    rows = []
+    for entry in entries:
+        expires = "never"
+        if entry.expires_s is not None:
+            expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.expires_s))
+        roles = ", ".join(entry.roles)
+        rows.append((entry.token_id, roles, entry.member or "any", expires, entry.note))
+    print_table("Tokens", ("id", "roles", "member", "expires", "note"), rows)
 
 
 @token_app.command("revoke")
@@ -182,6 +192,4 @@ def revoke(
     token_id: Annotated[str, typer.Argument(help="Id of the token.")], file: FileOption
 ) -> None:
     """Revoke a token; coordinators refuse it within a second."""
-    from aqua_coordinator.tokens import revoke_token
-
     revoke_token(file, token_id)

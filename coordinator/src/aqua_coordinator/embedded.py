@@ -26,7 +26,6 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -44,9 +43,6 @@ from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
 SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
 LOCK_NAME: Final = "aqua.lock"
-MAX_LOG_BYTES: Final = 8 << 20
-"""A longer log is put aside at a start: months of notices. One older log is kept. Doubled, the two
-take up to 32 MiB."""
 MIN_BACKOFF_S: Final = 0.1
 """Before the first restart of a server that dies; doubled, members wait 0.1 s longer for it."""
 MAX_BACKOFF_S: Final = 5.0
@@ -62,8 +58,6 @@ STOP_TIMEOUT_S: Final = 10.0
 Doubled, a shutdown takes 10 s longer where the disk hangs."""
 SYNC_PERIOD_S: Final = 1.0
 """Between syncs under `everysec`; doubled, a power cut takes up to three seconds instead of two."""
-MIN_FREE_BYTES: Final = 1 << 20
-"""With less free disk nothing could be booked: a start says so. Doubled, nothing changes."""
 _PR_SET_PDEATHSIG: Final = 1
 """Fixed by Linux."""
 _ALLOCATOR: Final = "glibc.malloc.tcache_count=512"
@@ -124,7 +118,7 @@ class EmbeddedValkey:
 
         Raises:
             SocketPathTooLongError: `data_dir` is too deep for a Unix socket.
-            ConfigError: The directory is not writable, full, or in use; or the server fails.
+            ConfigError: The directory is not writable or in use, or the server fails.
         """
         size = len(os.fsencode(self.socket_path))
         if size > MAX_SOCKET_PATH_BYTES:
@@ -135,7 +129,6 @@ class EmbeddedValkey:
                 path=str(self.socket_path),
             )
         self._binary = self._binary or _bundled_binary()
-        self._prepare_directory()
         deadline_s = time.monotonic() + self._start_timeout_s
         self._lock(deadline_s)
         try:
@@ -213,33 +206,16 @@ class EmbeddedValkey:
             except ConfigError as error:
                 log.warning("store cannot be started, trying again", error=str(error))
 
-    def _prepare_directory(self) -> None:
+    def _lock(self, deadline_s: float) -> None:
         try:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.data_dir).free
-            writable = os.access(self.data_dir, os.W_OK | os.X_OK)
-        except OSError as error:
-            raise self._unusable(f"cannot be made: {error}") from error
-        if not writable:
-            raise self._unusable("is not writable")
-        if free < MIN_FREE_BYTES:
-            raise ConfigError(
-                f"the disk of the data directory {self.data_dir} is full",
-                remedy="Free some space there, or set AQUA_DATA_DIR to another disk.",
-            )
-
-    def _unusable(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"the data directory {self.data_dir} {why}",
-            remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
-        )
-
-    def _lock(self, deadline_s: float) -> None:
-        path = self.data_dir / LOCK_NAME
-        try:
+            path = self.data_dir / LOCK_NAME
             self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise self._unusable(f"is not writable: {error}") from error
+            raise ConfigError(
+                f"the data directory {self.data_dir} is not writable: {error}",
+                remedy="Set AQUA_DATA_DIR to a directory that this user may write.",
+            ) from error
         # A predecessor that was killed leaves a server behind that is syncing its data: wait.
         while True:
             try:
@@ -258,11 +234,8 @@ class EmbeddedValkey:
 
     def _launch(self) -> None:
         assert self._binary is not None, "launched before start"
-        log_path = self.data_dir / LOG_NAME
         try:
-            if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
-                log_path.replace(log_path.with_suffix(".log.1"))
-            with log_path.open("ab") as output:
+            with (self.data_dir / LOG_NAME).open("ab") as output:
                 self._process = subprocess.Popen(  # noqa: S603 - our own program, no shell
                     [str(self._binary), *self._options()],
                     stdin=subprocess.DEVNULL,

@@ -8,15 +8,13 @@ no other and nothing is queued for it here.
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import structlog
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.pipeline import Pipeline
-from aqua_protocol import UnavailableError
 
 log = structlog.get_logger(__name__)
 
@@ -37,8 +35,8 @@ class EventWatcher:
         closed: No change will be told any more.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._redis = Redis(connection_pool=pool)
         self._changed: asyncio.Future[None] | None = None
         self._wanted = asyncio.Event()
         self.listeners = 0
@@ -64,38 +62,25 @@ class EventWatcher:
             await self._wanted.wait()
             try:
                 await self._listen()
-            except (RedisError, OSError, UnavailableError) as error:
+            except (RedisError, OSError) as error:
                 log.debug("event stream lost", error=str(error))
                 await asyncio.sleep(RETRY_S)
             self._wake()
 
     async def _listen(self) -> None:
         """Wake for every change until no stream is left."""
-        connection = await self._pipeline.listen()
-        known: bytes | None = None
-        try:
-            while self.listeners:
-                latest = await self._latest(connection)
-                if latest != known:
-                    known = latest
-                    self._wake()
-                # Answers at once if something was written since.
-                await connection.send_command(
-                    *("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", KEYS["events"], known)
-                )
-                async with asyncio.timeout(2 * BLOCK_MS / 1e3):
-                    await connection.read_response()
-                await asyncio.sleep(REST_S)
-            self._wanted.clear()
-        finally:
-            await self._pipeline.hang_up(connection)
-
-    @staticmethod
-    async def _latest(connection: AbstractConnection) -> bytes:
-        """Position of the last event."""
-        await connection.send_command("XREVRANGE", KEYS["events"], "+", "-", "COUNT", 1)
-        entries: list[list[bytes]] = await connection.read_response()
-        return entries[0][0] if entries else b"0-0"
+        known = b"0-0"
+        while self.listeners:
+            last: Any = await self._redis.xrevrange(KEYS["events"], count=1)
+            latest = last[0][0] if last else b"0-0"
+            if latest != known:
+                known = latest
+                self._wake()
+            # Answers at once if something was written since.
+            async with asyncio.timeout(2 * BLOCK_MS / 1e3):
+                await self._redis.xread({KEYS["events"]: known}, count=1, block=BLOCK_MS)
+            await asyncio.sleep(REST_S)
+        self._wanted.clear()
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():

@@ -1,9 +1,10 @@
 """Hot routes: what members do all the time, on a way of their own beside FastAPI's.
 
 FastAPI spends three times as long on a request as the operation behind it. So an operation marked
-`@hot` is called here without it: same function, same models, same checks, same errors, and FastAPI
-still documents it. What is left out is generality: a hot route knows one name in the path, one JSON
-body, one header and the services, and refuses at start to carry anything else.
+`@hot` is called here without it: same function, same models, same checks, and FastAPI still
+documents it. What is left out is generality: a hot route knows one name in the path, one JSON
+body, one header and the services, and refuses at start to carry anything else. A request that does
+not fit is FastAPI's, which says why.
 
 `tests/integration/coordinator/test_hot_routes.py` sends everything both ways and compares.
 """
@@ -16,17 +17,12 @@ from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
-from aqua_coordinator.answers import explain_version, invalid
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.services import KeyText, Services
-from aqua_protocol import AquaError
 from aqua_protocol.ids import Name
 from aqua_protocol.wire import Wire
 
-Fault: TypeAlias = Mapping[str, Any]
-"""As pydantic describes it: where (`loc`) and what (`msg`)."""
 Shape: TypeAlias = tuple[str, ...]
 HotRoutes: TypeAlias = "Mapping[Shape, HotRoute]"
 Operation = Callable[..., Awaitable[BaseModel]]
@@ -34,7 +30,6 @@ OperationT = TypeVar("OperationT", bound=Operation)
 
 _NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
 _KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
-_KEY_HEADER: Final = "Idempotency-Key"
 _HOT: Final[set[Operation]] = set()
 _NAME_AT: Final = 3
 """Fixed by the paths: `/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name."""
@@ -77,28 +72,22 @@ class HotRoute:
 
     async def __call__(
         self, caller: Caller, path: str, headers: Mapping[bytes, bytes], body: bytes
-    ) -> bytes:
-        """Check what was sent and run the operation; gives the body of its answer.
+    ) -> bytes | None:
+        """Run the operation; gives the body of its answer, or None for a request that does not fit.
 
         Raises:
-            AquaError: Whatever is wrong.
+            AquaError: The operation refuses.
         """
         arguments: dict[str, Any] = {"services": self._services, "caller": caller}
-        faults: list[Fault] = []
-        if self._name is not None:
-            name = path.split("/")[_NAME_AT]
-            arguments[self._name] = _checked(_NAME, name, self._name, faults)
-        if self._wants_key:
-            key = headers.get(b"idempotency-key")
-            text = None if key is None else key.decode("latin-1")
-            arguments["idempotency_key"] = _checked(_KEY, text, _KEY_HEADER, faults)
         try:
             arguments["body"] = self._validate(body)
-        except ValidationError as error:
-            faults += error.errors(include_url=False, include_input=False)
-            raise _why_invalid(body, faults) from error
-        if faults:
-            raise invalid(faults)
+            if self._name is not None:
+                arguments[self._name] = _NAME.validate_python(path.split("/")[_NAME_AT])
+            if self._wants_key:
+                key = headers.get(b"idempotency-key", b"").decode("latin-1")
+                arguments["idempotency_key"] = _KEY.validate_python(key)
+        except ValidationError:
+            return None
         answer = await self._operation(**arguments)
         return answer.__pydantic_serializer__.to_json(answer)
 
@@ -121,27 +110,3 @@ def shape_of(method: str, path: str) -> Shape:
     if len(parts) > _NAME_AT:
         parts[_NAME_AT] = "{}"
     return method, *parts
-
-
-def _checked(
-    adapter: TypeAdapter[str], value: str | None, where: str, faults: list[Fault]
-) -> str | None:
-    """The value if it fits; otherwise what is wrong with it joins `faults`."""
-    if value is None:
-        faults.append({"loc": (where,), "msg": "Field required"})
-        return None
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        faults += [{**fault, "loc": (where,)} for fault in found]
-        return None
-
-
-def _why_invalid(body: bytes, faults: list[Fault]) -> AquaError:
-    reason = invalid(faults)
-    try:
-        # pydantic's own parser: the standard library's recurses into nested garbage.
-        return explain_version(from_json(body), reason)
-    except ValueError:
-        return reason

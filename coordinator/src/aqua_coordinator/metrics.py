@@ -8,10 +8,10 @@ the same: take `max by (...)` over instances, not `sum`. Members are labels, lea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Final, TypeVar
+from functools import cache, partial
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -29,24 +29,19 @@ _FAST_BUCKETS: Final = (
 _RECLAIM_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """From the promise for the first slab (20 ms) past the default deadline."""
 
-ViewT = TypeVar("ViewT", ProducerRow, ConsumerView)
-MemberGauge = tuple[str, str, Callable[[ViewT], int | None]]
-"""Name, documentation and value of a gauge that each member has; None: it has none."""
-
-_PRODUCER_GAUGES: Final[tuple[MemberGauge[ProducerRow], ...]] = (
-    ("aqua_producer_offered_bytes", "Volunteered.", lambda row: row.offered_bytes),
-    ("aqua_producer_leased_bytes", "Leased out.", lambda row: row.leased_bytes),
-    ("aqua_producer_queue_length", "Requests waiting in the engine.", lambda row: row.queue_length),
-)
-_CONSUMER_GAUGES: Final[tuple[MemberGauge[ConsumerView], ...]] = (
-    ("aqua_consumer_leased_bytes", "On lease.", lambda view: view.leased_bytes),
-    ("aqua_consumer_wanted_bytes", "Peer memory it would take.", lambda view: view.wanted_bytes),
-    (
-        "aqua_consumer_spilled_host_bytes",
-        "In host memory for want of it.",
-        lambda view: view.spilled_bytes,
+_MEMBER_GAUGES: Final = {
+    "producer": (
+        ("aqua_producer_offered_bytes", "Volunteered.", "offered_bytes"),
+        ("aqua_producer_leased_bytes", "Leased out.", "leased_bytes"),
+        ("aqua_producer_queue_length", "Requests waiting in the engine.", "queue_length"),
     ),
-)
+    "consumer": (
+        ("aqua_consumer_leased_bytes", "On lease.", "leased_bytes"),
+        ("aqua_consumer_wanted_bytes", "Peer memory it would take.", "wanted_bytes"),
+        ("aqua_consumer_spilled_host_bytes", "In host memory for want of it.", "spilled_bytes"),
+    ),
+}
+"""Name, documentation and field of the gauges that each member has, by its role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,65 +58,54 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        requests = Counter(
-            "aqua_coordinator_requests",
-            "HTTP requests answered.",
-            ("route", "method", "code"),
-            registry=self._registry,
+        counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry, buckets=_FAST_BUCKETS)
+        # Finding the child of its labels costs the client more than counting: `cache`.
+        self._requests = cache(
+            counter(
+                "aqua_coordinator_requests",
+                "HTTP requests answered.",
+                ("route", "method", "code"),
+            ).labels
         )
-        request_seconds = Histogram(
-            "aqua_coordinator_request_duration_seconds",
-            "Time from the end of a request's head to the end of its answer.",
-            ("route", "method"),
-            buckets=_FAST_BUCKETS,
-            registry=self._registry,
+        self._request_seconds = cache(
+            histogram(
+                "aqua_coordinator_request_duration_seconds",
+                "Time from the end of a request's head to the end of its answer.",
+                ("route", "method"),
+            ).labels
         )
-        redis_seconds = Histogram(
-            "aqua_redis_command_duration_seconds",
-            "Time from submitting a command or script to its answer.",
-            ("command",),
-            buckets=_FAST_BUCKETS,
-            registry=self._registry,
+        self._redis_seconds = cache(
+            histogram(
+                "aqua_redis_command_duration_seconds",
+                "Time from submitting a command or script to its answer.",
+                ("command",),
+            ).labels
         )
-        # Finding the child of its labels costs the client more than counting.
-        self._requests = cache(requests.labels)
-        self._request_seconds = cache(request_seconds.labels)
-        self._redis_seconds = cache(redis_seconds.labels)
-        self.requests_in_flight = Gauge(
-            "aqua_coordinator_requests_in_flight",
-            "HTTP requests being served.",
-            registry=self._registry,
+        self.requests_in_flight = gauge(
+            "aqua_coordinator_requests_in_flight", "HTTP requests being served."
         )
-        self.event_streams = Gauge(
-            "aqua_coordinator_event_streams",
-            "Event streams being served.",
-            registry=self._registry,
-        )
-        self._reclaim_seconds = Histogram(
+        self.event_streams = gauge("aqua_coordinator_event_streams", "Event streams being served.")
+        self._reclaim_seconds = histogram(
             "aqua_reclaim_duration_seconds",
             "Time from the start of a reclaim to its last slab, measured by the producer.",
             buckets=_RECLAIM_BUCKETS,
-            registry=self._registry,
         )
-        self._reclaims = Counter(
+        self._reclaims = counter(
             "aqua_reclaims",
             "Reclaims closed: returned in time, escalated past the deadline, or dropped.",
             ("outcome",),
-            registry=self._registry,
         )
-        self._attach_seconds = Histogram(
+        self._attach_seconds = histogram(
             "aqua_lease_attach_duration_seconds",
             "Time from a grant to the producer's report of slabs handed out.",
-            buckets=_FAST_BUCKETS,
-            registry=self._registry,
         )
-        self._leases_ended = Counter(
+        self.endings = counter(
             "aqua_sweep_endings",
             "Leases expired and members given up by this coordinator's sweep.",
-            registry=self._registry,
         )
-        info = Gauge("aqua_coordinator_info", "Always 1.", ("version",), registry=self._registry)
-        info.labels(__version__).set(1)
+        gauge("aqua_coordinator_info", "Always 1.", ("version",)).labels(__version__).set(1)
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """Count one request."""
@@ -144,10 +128,6 @@ class Metrics:
             if seconds is not None:
                 self._reclaim_seconds.observe(seconds)
 
-    def swept(self, endings: int) -> None:
-        """Count what a sweep ended."""
-        self._leases_ended.inc(endings)
-
     def render(self, snapshot: BooksSnapshot | None) -> bytes:
         """Text for Prometheus; without a snapshot, Redis is down and so are the gauges."""
         registry = CollectorRegistry()
@@ -162,42 +142,50 @@ class _BooksCollector:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("aqua_redis_up", "Whether Redis answered this scrape.")
-        up.add_metric((), 0 if self._snapshot is None else 1)
-        yield up
-        if self._snapshot is None:
+        books = self._snapshot
+        answered = [((), float(books is not None))]
+        yield _gauge("aqua_redis_up", "Whether Redis answered this scrape.", (), answered)
+        if books is None:
             return
-        leases = GaugeMetricFamily("aqua_leases", "Leases in the books.", labels=("state",))
-        for state in sorted(BOOKED_STATES):
-            leases.add_metric((state,), self._snapshot.summary.leases_by_state[state])
-        yield leases
-        pending = GaugeMetricFamily("aqua_reclaim_pending", "Reclaims under way or not taken up.")
-        pending.add_metric((), self._snapshot.summary.open_reclaim_count)
-        yield pending
-        producers = {row.producer_id: row for row in self._snapshot.producers}
-        consumers = {view.consumer_id: view for view in self._snapshot.consumers}
-        yield from _member_gauges("producer", _PRODUCER_GAUGES, producers)
-        yield from _member_gauges("consumer", _CONSUMER_GAUGES, consumers)
-        seen = GaugeMetricFamily(
+        leases = [
+            ((state,), books.summary.leases_by_state[state]) for state in sorted(BOOKED_STATES)
+        ]
+        yield _gauge("aqua_leases", "Leases in the books.", ("state",), leases)
+        pending = [((), books.summary.open_reclaim_count)]
+        yield _gauge("aqua_reclaim_pending", "Reclaims under way or not taken up.", (), pending)
+        members: dict[str, dict[str, ProducerRow | ConsumerView]] = {
+            "producer": {row.producer_id: row for row in books.producers},
+            "consumer": {view.consumer_id: view for view in books.consumers},
+        }
+        for role, views in members.items():
+            labels = (role, "node", "gpu_uuid", "model")
+            for name, documentation, field in _MEMBER_GAUGES[role]:
+                samples = [
+                    ((member, view.node, view.gpu_uuid, view.model or ""), value)
+                    for member, view in views.items()
+                    if (value := getattr(view, field)) is not None
+                ]
+                yield _gauge(name, documentation, labels, samples)
+        now_s = time.time()
+        yield _gauge(
             "aqua_engine_last_heartbeat_timestamp_seconds",
             "Unix time of a member's last report.",
-            labels=("role", "member"),
+            ("role", "member"),
+            [
+                ((role, member), now_s - view.silent_s)
+                for role, views in members.items()
+                for member, view in views.items()
+            ],
         )
-        now_s = time.time()
-        for name, row in producers.items():
-            seen.add_metric(("producer", name), now_s - row.silent_s)
-        for name, view in consumers.items():
-            seen.add_metric(("consumer", name), now_s - view.silent_s)
-        yield seen
 
 
-def _member_gauges(
-    role: str, gauges: Sequence[MemberGauge[ViewT]], views: Mapping[str, ViewT]
-) -> Iterator[Metric]:
-    for name, documentation, value_of in gauges:
-        family = GaugeMetricFamily(name, documentation, labels=(role, "node", "gpu_uuid", "model"))
-        for member, view in views.items():
-            value = value_of(view)
-            if value is not None:
-                family.add_metric((member, view.node, view.gpu_uuid, view.model or ""), value)
-        yield family
+def _gauge(
+    name: str,
+    documentation: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family

@@ -108,13 +108,14 @@ class RequestLimits:
             resource = path.removeprefix(API).partition("/")[0]
             body = await _read_body(headers, receive, BODY_BYTES.get(resource, SMALL_BODY_BYTES))
             _require_json(headers, body)
-            receive = _replay(body, receive)
         route = self._hot_routes.get(shape_of(method, path))
-        if route is None:
-            await self._app(scope, receive, send)
-            return None
-        scope["route"] = route
-        return route.status, [JSON_HEADER], await route(scope["user"], path, headers, body)
+        if route is not None:
+            scope["route"] = route
+            content = await route(scope["user"], path, headers, body)
+            if content is not None:
+                return route.status, [JSON_HEADER], content
+        await self._app(scope, _replay(body, receive), send)
+        return None
 
 
 class _WatchedSend:

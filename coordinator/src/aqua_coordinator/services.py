@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
+from aqua_protocol.ids import MAX_EPOCH, Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +74,20 @@ IdempotencyKey = Annotated[
         description="Fresh and random for every new request; the same when it is retried.",
     ),
 ]
+
+MAX_PAGE: Final = 1000
+"""Entries, chosen by hand: some 300 KiB. Doubled, a page keeps other callers waiting longer."""
+
+NameCursor = Annotated[
+    Name | None, Query(description="`next_cursor` of the page before; names in ascending order.")
+]
+PositionCursor = Annotated[
+    int | None,
+    Query(ge=0, le=MAX_EPOCH, description="`next_cursor` of the page before; oldest first."),
+]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries on a page, at most.")]
+
+
+def next_name(names: list[str], limit: int) -> str | None:
+    """The cursor after a page of names; a short page is the last."""
+    return names[-1] if len(names) == limit else None

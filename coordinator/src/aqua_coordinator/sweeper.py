@@ -28,7 +28,7 @@ async def sweep_forever(
     while True:
         authenticator.refresh()
         try:
-            metrics.swept(await ledger.sweep(silent_s=silent_s))
+            metrics.endings.inc(await ledger.sweep(silent_s=silent_s))
         except UnavailableError as error:
             if not absent:
                 log.warning("store absent, nothing expires meanwhile", error=str(error))

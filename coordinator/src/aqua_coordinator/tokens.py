@@ -25,7 +25,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from aqua_cli import print_json, print_table, write_json
+from aqua_cli import write_json
 from aqua_protocol import ConfigError, UnknownResourceError
 from aqua_protocol.ids import Name
 
@@ -156,21 +156,6 @@ def create_token(
     return token, entry
 
 
-def parse_roles(names: list[str]) -> list[Role]:
-    """Roles by name.
-
-    Raises:
-        ConfigError: None, or an unknown one.
-    """
-    try:
-        roles = [Role(name) for name in names]
-    except ValueError as error:
-        raise ConfigError(str(error), remedy=f"Roles are {', '.join(Role)}.") from error
-    if not roles:
-        raise ConfigError("a token needs a role", remedy=f"Add --role, one of {', '.join(Role)}.")
-    return roles
-
-
 def parse_duration(text: str) -> float:
     """Seconds of `90s`, `15m`, `12h` or `30d`.
 
@@ -183,28 +168,6 @@ def parse_duration(text: str) -> float:
             f"{text!r} is not a duration", remedy="Write a number and s, m, h or d: 12h."
         )
     return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}[match[2]]
-
-
-def print_tokens(content: TokensFile, *, as_json: bool) -> None:
-    """Show a file's tokens on standard output."""
-    if as_json:
-        print_json([entry.model_dump(mode="json", exclude={"sha256"}) for entry in content.tokens])
-        return
-    rows = [
-        (
-            entry.token_id,
-            ", ".join(entry.roles),
-            entry.member or "any",
-            "never" if entry.expires_s is None else _date(entry.expires_s),
-            entry.note,
-        )
-        for entry in content.tokens
-    ]
-    print_table("Tokens", ("id", "roles", "member", "expires", "note"), rows)
-
-
-def _date(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
 def revoke_token(path: Path, token_id: str) -> None:

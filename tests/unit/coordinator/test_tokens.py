@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from aqua_cli.program import command_of, run
 from aqua_coordinator.auth import ANONYMOUS, Authenticator, Caller
+from aqua_coordinator.cli import app
 from aqua_coordinator.tokens import (
     Role,
     create_token,
     parse_duration,
-    parse_roles,
     read_tokens,
     revoke_token,
 )
@@ -162,10 +163,14 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["king"], ["reader", "king"]])
-def test_unknown_roles_or_none_are_refused_with_the_list(names: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_roles(names)
-    assert "operator" in caught.value.remedy
+def test_unknown_roles_or_none_are_refused_with_the_list(
+    path: Path, names: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [word for name in names for word in ("--role", name)]
+    command = command_of(app, "aqua-coordinator")
+    assert run(command, "aqua-coordinator", ["token", "--file", str(path), *options]) == 2
+    assert "operator" in capfd.readouterr().err
+    assert not path.exists()
 
 
 def test_a_member_that_is_no_name_is_refused(path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_coordinator.hot_routes import hot
-from aqua_coordinator.routes.pagination import Limit
-from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
+from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import LeaseState
 from aqua_protocol.ids import Name

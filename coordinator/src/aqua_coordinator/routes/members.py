@@ -14,8 +14,7 @@ from fastapi import APIRouter, Query
 
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.hot_routes import hot
-from aqua_coordinator.routes.pagination import Limit, NameCursor, next_name
-from aqua_coordinator.services import CallerDep, Services, ServicesDep
+from aqua_coordinator.services import CallerDep, Limit, NameCursor, Services, ServicesDep, next_name
 from aqua_coordinator.tokens import Role
 from aqua_protocol import (
     AquaError,

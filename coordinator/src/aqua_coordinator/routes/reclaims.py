@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from aqua_coordinator.routes.pagination import Limit, PositionCursor
-from aqua_coordinator.services import CallerDep, IdempotencyKey, ServicesDep
+from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, PositionCursor, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
 from aqua_protocol.leases import ReclaimPage, ReclaimRequest, ReclaimView

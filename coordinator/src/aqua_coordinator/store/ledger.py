@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from aqua_coordinator.store import rows
@@ -161,13 +162,9 @@ class Ledger:
     async def placements(self) -> PlacementPlan:
         """The plan in force."""
 
-    async def put_profile(self, profile: ModelProfile) -> None:
-        """Keep a model's profile, instead of any before."""
-        # With nulls, which tell what was not measured.
-        await self._put_profile(profile.model, profile.model_dump_json())
-
     @lua_step("put_profile.lua", rows.nothing)
-    async def _put_profile(self, model: str, profile: str) -> None: ...
+    async def put_profile(self, model: str, profile: str) -> None:
+        """Keep a model's profile, JSON, instead of any before."""
 
     @lua_step("read_profiles.lua", rows.rows(ModelProfile.model_validate_json))
     async def profiles(self, model: str = "") -> list[ModelProfile]:
@@ -246,11 +243,8 @@ class Ledger:
 
     async def sweep(self, *, silent_s: float) -> int:
         """One round of expiry, for any number of coordinators at once; counts what it ended."""
-
-        async def lose_silent_members(limit: int) -> int:
-            return await self._lose_silent_members(silent_s, limit)
-
-        ended = await _until_done(self._expire_leases) + await _until_done(lose_silent_members)
+        ended = await _until_done(self._expire_leases)
+        ended += await _until_done(partial(self._lose_silent_members, silent_s))
         await _until_done(self._forget_reclaims)
         return ended
 

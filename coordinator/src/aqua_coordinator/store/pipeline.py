@@ -134,23 +134,6 @@ class Pipeline:
         """Run a plain command; the future raises what `store_error` makes of errors."""
         return self._submit(_Command(str(words[0]).lower(), words))
 
-    async def listen(self) -> AbstractConnection:
-        """A connection of its own, for a command that blocks. `hang_up` takes it back.
-
-        Raises:
-            UnavailableError: As by `store_error`.
-        """
-        try:
-            connection = await self._take_connection()
-        except (RedisError, OSError) as error:
-            raise store_error(error) from error
-        return connection
-
-    async def hang_up(self, connection: AbstractConnection) -> None:
-        """Close a connection of `listen`: it may be in the middle of an answer."""
-        await connection.disconnect(nowait=True)
-        await self._pool.release(connection)
-
     async def forget_other_libraries(self) -> None:
         """Delete the scripts of other versions of this program; theirs are loaded when missed.
 
@@ -163,6 +146,11 @@ class Pipeline:
                 # Another coordinator may have been quicker.
                 with contextlib.suppress(AssertionError):
                     await self.command("FUNCTION", "DELETE", name)
+
+    async def _hang_up(self, connection: AbstractConnection) -> None:
+        """Close a connection that may be in the middle of an answer."""
+        await connection.disconnect(nowait=True)
+        await self._pool.release(connection)
 
     async def _take_connection(self) -> AbstractConnection:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
@@ -195,7 +183,7 @@ class Pipeline:
                 connection = await self._carry(batch, connection)
         finally:
             if connection is not None:
-                await self.hang_up(connection)
+                await self._hang_up(connection)
 
     async def _carry(
         self, batch: deque[_Command], connection: AbstractConnection | None
@@ -218,7 +206,7 @@ class Pipeline:
                     _fail(self._waiting, store_error(error))
                     self._submitted.clear()
                 if connection is not None:
-                    await self.hang_up(connection)
+                    await self._hang_up(connection)
                     connection = None
             except RedisError as error:
                 _fail(batch, store_error(error))

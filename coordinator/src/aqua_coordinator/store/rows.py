@@ -117,10 +117,7 @@ class BooksSummary:
     """The books as a whole."""
 
     books_id: str
-    plan_hash: str
     leases_by_state: dict[LeaseState, int]
-    producer_count: int
-    consumer_count: int
     open_reclaim_count: int
 
 
@@ -275,14 +272,12 @@ def placements(answer: Sequence[Any]) -> PlacementPlan:
 
 def summary(answer: Sequence[Any]) -> BooksSummary:
     """Read the answer of `read_books`."""
-    _, books_id, plan_hash, booked, counts, producers, consumers, open_reclaims = answer
+    _, books_id, booked, counts, open_reclaims = answer
     by_state = dict.fromkeys(LeaseState, 0)
     for state, count in zip(counts[::2], counts[1::2], strict=True):
         by_state[LeaseState(text(state))] = int(count)
     by_state[LEASE.initial] = booked - sum(by_state.values())
-    return BooksSummary(
-        text(books_id), text(plan_hash), by_state, producers, consumers, open_reclaims
-    )
+    return BooksSummary(text(books_id), by_state, open_reclaims)
 
 
 def event(event_id: bytes, facts: bytes) -> Event:

@@ -1,7 +1,7 @@
 -- Counts and names of the books as a whole.
 --
--- Result   {'ok', books_id, plan_hash, booked leases, {state, count, ...}, producers, consumers,
---           open reclaims}; leases that no state counts are in the initial one
+-- Result   {'ok', books_id, booked leases, {state, count, ...}, open reclaims}; leases that no
+--           state counts are in the initial one
 -- @flags no-writes
 
 local open = redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims)
@@ -9,6 +9,4 @@ local booked = 0
 for _, producer_id in ipairs(redis.call('ZRANGE', KEY.producers, 0, -1)) do
   booked = booked + redis.call('ZCARD', KEY.producer_leases .. producer_id)
 end
-return {'ok', books_id, redis.call('HGET', KEYS[1], 'plan_hash') or '',
-  booked, redis.call('HGETALL', KEY.lease_counts),
-  redis.call('ZCARD', KEY.producers), redis.call('ZCARD', KEY.consumers), open}
+return {'ok', books_id, booked, redis.call('HGETALL', KEY.lease_counts), open}
