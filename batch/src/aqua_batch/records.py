@@ -16,7 +16,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import shutil
 import tempfile
 import weakref
@@ -25,21 +24,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any, Final, TextIO, cast
+from typing import IO, Annotated, Any, Final, Literal, TextIO, cast
 
-from aqua_batch.bodies import COMPLETION_URL, URLS, answer_count, form_problem, prompt_parts
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from aqua_batch.bodies import URLS, ChatBody, CompletionBody, Text, problem_of, prompt_parts
 from aqua_protocol.errors import ConfigError
 
 LONGEST_LINE_BYTES: Final = 64 * 2**20
 """Bytes; a longer line is a mistake (a file without line ends), and would take the memory. Doubled,
 such a file takes twice as much before it is refused."""
 
-LONE_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Where JSON may spell half a character; whole ones come in pairs."""
-
 GZIP: Final = b"\x1f\x8b"
 UTF8_MARK: Final = b"\xef\xbb\xbf"
-UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 class RejectionCode(StrEnum):
@@ -52,6 +50,35 @@ class RejectionCode(StrEnum):
     INVALID_METHOD = "invalid_method"
     CONTEXT_LENGTH = "context_length_exceeded"
     ENGINE = "engine_error"
+
+
+CODES: Final = {"method": RejectionCode.INVALID_METHOD, "url": RejectionCode.INVALID_URL}
+"""Codes of single fields; any other is an invalid request."""
+
+
+class _Request(BaseModel):
+    """A line; which body it has follows from its URL."""
+
+    model_config = ConfigDict(strict=True)
+
+    custom_id: Text
+    method: Literal["POST"] = "POST"
+
+
+class _Chat(_Request):
+    url: Literal["/v1/chat/completions"]
+    body: ChatBody
+
+
+class _Completion(_Request):
+    url: Literal["/v1/completions"]
+    body: CompletionBody
+
+
+REQUESTS: Final[TypeAdapter[_Chat | _Completion]] = TypeAdapter(
+    Annotated[_Chat | _Completion, Field(discriminator="url")]
+)
+"""Reads a line, JSON and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +186,7 @@ def read_batch(path: Path, on_progress: Callable[[int], None] = lambda _: None) 
     try:
         content = _readable(path)
         with content.path.open("rb") as file:
-            start = file.read(len(UTF8_MARK))
-            if start.startswith(UTF16_MARKS):
-                raise ConfigError(
-                    f"{path} is written in UTF-16",
-                    remedy="JSON wants UTF-8: iconv -f UTF-16 -t UTF-8.",
-                )
-            file.seek(len(UTF8_MARK) if start == UTF8_MARK else 0)
+            file.seek(len(UTF8_MARK) if file.read(len(UTF8_MARK)) == UTF8_MARK else 0)
             for number, begin, raw in _lines(file):
                 on_progress(begin)
                 checked = _check(raw, number, begin, first_line)
@@ -222,67 +243,38 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
         begin += size
 
 
-def _check(  # noqa: C901, PLR0911 - one branch and return per way to be wrong
+def _check(
     content: bytes | None, line: int, start: int, first_line: dict[str, int]
 ) -> Entry | Rejection:
     if content is None:
         message = f"longer than {LONGEST_LINE_BYTES >> 20} MiB"
         return Rejection(line, RejectionCode.INVALID_REQUEST, message)
     try:
-        value = json.loads(content)
-        if LONE_SURROGATE.search(content):
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        message = f"not valid JSON: {error.msg} at column {error.colno}"
-        return Rejection(line, RejectionCode.INVALID_JSON, message)
-    except UnicodeEncodeError:
-        return Rejection(line, RejectionCode.INVALID_JSON, "text with half a character (\\ud800)")
-    except ValueError as error:  # bytes that are not UTF-8, numbers of thousands of digits
-        reason = error.reason if isinstance(error, UnicodeDecodeError) else error
-        return Rejection(line, RejectionCode.INVALID_JSON, f"not valid JSON: {reason}")
-    except RecursionError:
-        return Rejection(line, RejectionCode.INVALID_JSON, "JSON nested too deeply")
-    if not isinstance(value, dict):
-        return Rejection(line, RejectionCode.INVALID_JSON, "a line must be a JSON object")
-    custom_id = value.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        return Rejection(
-            line,
-            RejectionCode.INVALID_REQUEST,
-            "custom_id must be a non-empty string",
-            param="custom_id",
-        )
-    if custom_id in first_line:
-        return Rejection(
-            line,
-            RejectionCode.DUPLICATE_ID,
-            f"custom_id {custom_id!r} was used in line {first_line[custom_id]} already",
-            custom_id,
-            "custom_id",
-        )
-    problem = _request_problem(value)
-    if problem is not None:
-        code, message, param = problem
-        return Rejection(line, code, message, custom_id, param)
-    first_line[custom_id] = line
-    url, body = value["url"], value["body"]
-    answers = answer_count(body)
-    prompts = len(prompt_parts(body)) if url == COMPLETION_URL else 1
-    return Entry(line, custom_id, url, start, len(content), answers, prompts * answers)
+        request = REQUESTS.validate_json(content)
+    except ValidationError as error:
+        return _rejection(error, content, line)
+    name = request.custom_id
+    if name in first_line:
+        message = f"custom_id {name!r} was used in line {first_line[name]} already"
+        return Rejection(line, RejectionCode.DUPLICATE_ID, message, name, "custom_id")
+    first_line[name] = line
+    body = request.body
+    prompts = len(prompt_parts(body.prompt)) if isinstance(body, CompletionBody) else 1
+    answers = body.n or 1
+    return Entry(line, name, request.url, start, len(content), answers, prompts * answers)
 
 
-def _request_problem(value: dict[str, Any]) -> tuple[RejectionCode, str, str] | None:
-    """What is wrong with a line that has an id of its own: code, message, field."""
-    if value.get("method", "POST") != "POST":
-        return RejectionCode.INVALID_METHOD, "method must be POST", "method"
-    url = value.get("url")
-    if url not in URLS:
-        return RejectionCode.INVALID_URL, f"url must be one of {', '.join(URLS)}", "url"
-    body = value.get("body")
-    if not isinstance(body, dict):
-        return RejectionCode.INVALID_REQUEST, "body must be an object", "body"
-    problem = form_problem(url, body)
-    return None if problem is None else (RejectionCode.INVALID_REQUEST, *problem)
+def _rejection(error: ValidationError, content: bytes, line: int) -> Rejection:
+    """A line that is no request, by the code of what is wrong first."""
+    first, (message, param) = error.errors()[0], problem_of(error)
+    if first["type"].startswith("union_tag"):
+        code, message, param = RejectionCode.INVALID_URL, f"url must be one of {URLS}", "url"
+    elif not param:
+        return Rejection(line, RejectionCode.INVALID_JSON, first["msg"])
+    else:
+        code = CODES.get(param, RejectionCode.INVALID_REQUEST)
+    name = from_json(content).get("custom_id")
+    return Rejection(line, code, message, name if isinstance(name, str) else None, param)
 
 
 def write_errors(file: TextIO, rejections: Iterable[Rejection]) -> None:

@@ -54,7 +54,7 @@ def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> li
         return [tokenizer.chat(_as_texts(body["messages"]))]
     return [
         tokenizer.text(prompt) if isinstance(prompt, str) else prompt
-        for prompt in prompt_parts(body)
+        for prompt in prompt_parts(body["prompt"])
     ]
 
 

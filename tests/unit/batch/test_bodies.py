@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from aqua_batch import records
 from aqua_batch.bodies import (
     CHAT_URL,
     COMPLETION_URL,
-    form_problem,
+    ChatBody,
+    CompletionBody,
+    Problem,
     output_limit,
+    problem_of,
     prompt_parts,
     run_problem,
     sampling,
@@ -29,6 +33,14 @@ def row(custom_id: str, body: dict[str, Any], url: str = COMPLETION_URL) -> byte
     return json.dumps({"custom_id": custom_id, "url": url, "body": body}).encode()
 
 
+def form_problem(url: str, body: dict[str, Any]) -> Problem | None:
+    try:
+        (ChatBody if url == CHAT_URL else CompletionBody).model_validate(body)
+    except ValidationError as error:
+        return problem_of(error)
+    return None
+
+
 @pytest.mark.parametrize(
     ("prompt", "parts"),
     [
@@ -40,7 +52,7 @@ def row(custom_id: str, body: dict[str, Any], url: str = COMPLETION_URL) -> byte
 )
 def test_prompts_are_texts_or_token_ids_one_or_several(prompt: Any, parts: list[Any]) -> None:  # noqa: ANN401 - JSON
     assert form_problem(COMPLETION_URL, {"prompt": prompt}) is None
-    assert prompt_parts({"prompt": prompt}) == parts
+    assert prompt_parts(prompt) == parts
 
 
 @pytest.mark.parametrize(
@@ -49,7 +61,7 @@ def test_prompts_are_texts_or_token_ids_one_or_several(prompt: Any, parts: list[
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:  # noqa: ANN401 - JSON
     problem = form_problem(COMPLETION_URL, {"prompt": prompt})
     assert problem is not None
-    assert problem.param == "body.prompt"
+    assert problem.param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -58,13 +70,13 @@ def test_what_is_no_prompt_is_refused(prompt: Any) -> None:  # noqa: ANN401 - JS
         (3, "content"),
         (["text"], "content[0]"),
         ([{"type": "text"}], "content[0].text"),
-        ([{"type": "text", "text": "a"}, {"text": "b"}], "content[1]"),
+        ([{"type": "text", "text": "a"}, {"text": "b"}], "content[1].type"),
     ],
 )
 def test_what_is_no_message_is_refused_with_its_place(content: Any, param: str) -> None:  # noqa: ANN401 - JSON
     problem = form_problem(CHAT_URL, {"messages": [{"role": "user", "content": content}]})
     assert problem is not None
-    assert problem.param == f"body.messages[0].{param}"
+    assert problem.param == f"messages[0].{param}"
 
 
 def test_a_limit_that_is_not_given_is_openais() -> None:
@@ -151,8 +163,6 @@ def test_pictures_are_refused_where_a_request_is_run_and_not_where_it_is_ordered
 def test_what_breaks_a_parser_breaks_one_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "in.jsonl"
     file.write_bytes(line + b"\n" + row("good", {"prompt": "x"}))
-    if line.startswith(b"\xff\xfe"):
-        file.write_bytes(b"\n" + file.read_bytes())  # at the start it would be UTF-16's mark
     batch = read_batch(file)
     assert [entry.custom_id for entry in batch.entries] == ["good"]
     assert [each.code for each in batch.rejections] == [RejectionCode.INVALID_JSON]
@@ -191,13 +201,6 @@ def test_a_zipped_file_is_read_and_its_copy_goes_with_the_batch(tmp_path: Path) 
     assert not copy.exists()
     file.write_bytes(file.read_bytes()[:-6])
     with pytest.raises(ConfigError, match="not a whole gzip"):
-        read_batch(file)
-
-
-def test_utf_16_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "in.jsonl"
-    file.write_bytes(row("a", {"prompt": "x"}).decode().encode("utf-16"))
-    with pytest.raises(ConfigError, match="UTF-16"):
         read_batch(file)
 
 
