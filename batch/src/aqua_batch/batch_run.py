@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Int64
 
-from aqua_batch.bodies import sampling
+from aqua_batch.feed import Share
 from aqua_batch.fleet import Event, Fleet, Lost, Ready, Report
 from aqua_batch.journal import ResultJournal
 from aqua_batch.outputs import OutputCollector, RowOutput, result_line
 from aqua_batch.policies import Policy
 from aqua_batch.records import BatchFile
-from aqua_batch.share import Share
 from aqua_batch.tokenization import TokenizedBatch
 from aqua_protocol.errors import UnavailableError
 from aqua_schedulers.blendserve import (
@@ -280,11 +279,20 @@ class BatchRun:
         self._productive.discard(node)
         self._assigned[node] = rows
         lengths = prepared.lengths if prepared is not None else self._lengths(rows)
-        sampling = _RowSampling(
-            self._batch, self._tokenized, rows, rows - self._first_row[self._owner[rows]]
-        )
-        share = Share(self._prompts.keep(rows), lengths, sampling, policy, self._cost, prepared)
+        wishes = [self._wish(row) for row in rows.tolist()]
+        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self._cost, prepared)
         self._fleet.begin(node, share)
+
+    def _wish(self, row: int) -> Mapping[str, Any]:
+        """The sampling fields of a row."""
+        index, limit = int(self._owner[row]), int(self._prompts.limit[row])
+        fields = {**self._tokenized.sampling[index], "max_tokens": limit}
+        if "min_tokens" in fields:
+            fields["min_tokens"] = min(fields["min_tokens"], limit)
+        if "seed" in fields:
+            # Several answers to one prompt would be one and the same.
+            fields["seed"] += row - int(self._first_row[index])
+        return fields
 
     def _book(self, row: int, answer: RowOutput) -> None:
         """Take an answer; on disk once its line of the file has all of them."""
@@ -324,41 +332,3 @@ class BatchRun:
                 time.monotonic() - self._started_s,
             )
         )
-
-
-class _RowSampling(Sequence[Mapping[str, Any]]):
-    """Sampling fields of some rows, read from the batch file when they are asked for."""
-
-    def __init__(
-        self,
-        batch: BatchFile,
-        tokenized: TokenizedBatch,
-        rows: Int64[np.ndarray, " part"],
-        parts: Int64[np.ndarray, " part"],
-    ) -> None:
-        self._batch = batch
-        self._entries = tokenized.entries
-        self._owner = tokenized.owner[rows].tolist()
-        self._limit = tokenized.prompts.limit[rows].tolist()
-        self._part = parts.tolist()
-
-    def __len__(self) -> int:
-        return len(self._owner)
-
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - no slices: none are taken
-        (body,) = self._batch.bodies([self._entries[self._owner[index]]])
-        return self._row_sampling(index, body)
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        bodies = self._batch.bodies(self._entries[owner] for owner in self._owner)
-        return (self._row_sampling(index, body) for index, body in enumerate(bodies))
-
-    def _row_sampling(self, index: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        limit = self._limit[index]
-        fields = {**sampling(body), "max_tokens": limit}
-        if "min_tokens" in fields:
-            fields["min_tokens"] = min(fields["min_tokens"], limit)
-        if "seed" in fields:
-            # Several answers to one prompt would be one and the same.
-            fields["seed"] += self._part[index]
-        return fields

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from aqua_batch.fleet import Fleet
     from aqua_batch.ray_fleet import RayFleet
     from aqua_batch.records import BatchFile, Rejection
+    from aqua_batch.tokenization import TokenizedBatch
     from aqua_batch.tokens import Tokenizer
 
 app = typer.Typer(
@@ -40,7 +42,35 @@ PolicyOption = Annotated[Policy, typer.Option(help="foresight (default), paper, 
 ErrorsOption = Annotated[
     Path | None, typer.Option(help="Errors file; OUT with .errors.jsonl otherwise.")
 ]
-
+several = partial(typer.Option, rich_help_panel="Several nodes")
+Nodes = Annotated[
+    int | None,
+    several(
+        min=1,
+        max=1000,
+        help="Run one vLLM on each of so many nodes of a Ray cluster. Without it: one vLLM, here, "
+        "and no Ray.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    several(
+        help="The cluster, host:port of its head. RAY_ADDRESS otherwise, or the one that this "
+        "machine belongs to."
+    ),
+]
+GpusPerNode = Annotated[
+    int | None,
+    several(
+        min=0,
+        help="GPUs of each engine. Its tensor_parallel_size otherwise, or none in a cluster "
+        "without GPUs.",
+    ),
+]
+CpusPerNode = Annotated[int, several(min=1, help="CPUs that Ray keeps for each engine.")]
+WaitS = Annotated[
+    float, several(min=0, max=86400, help="How long to wait for Ray to find room for the engines.")
+]
 
 LOG_EVERY_S: Final = 10.0
 """Seconds between two lines on a run's progress where stderr is no terminal. Doubled, a log says
@@ -77,9 +107,6 @@ def order(  # noqa: PLR0917 - Typer's options
     max_step_tokens: Annotated[
         int, typer.Option(min=1, help="The engine's max_num_batched_tokens.")
     ] = 2048,
-    report: Annotated[
-        Path | None, typer.Option(help="Plan report; OUT with .plan.json and .plan.png otherwise.")
-    ] = None,
     errors: ErrorsOption = None,
     as_json: Json = False,
 ) -> None:
@@ -88,34 +115,22 @@ def order(  # noqa: PLR0917 - Typer's options
     from aqua_batch.policies import policy_for
     from aqua_batch.report import draw_usage, plan_report
     from aqua_batch.target import describe
-    from aqua_batch.tokenization import NothingToRunError, plan, read_lengths, tokenize
+    from aqua_batch.tokenization import plan, read_lengths
     from aqua_batch.tokens import load_tokenizer
 
-    report_path = report or _beside(output, ".plan.json")
+    report_path = _beside(output, ".plan.json")
     errors_path = errors or _beside(output, ".errors.jsonl")
     _refuse_same(source, output, report_path, report_path.with_suffix(".png"), errors_path)
     target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)
     words = load_tokenizer(tokenizer)
     _say_fallback(words)
     batch = _read(source)
-    try:
-        with progress("tokenising", len(batch.entries)) as shown:
-            tokenized = tokenize(
-                batch,
-                words,
-                longest_tokens=target.longest_tokens,
-                capacity_tokens=target.capacity_tokens,
-                on_progress=lambda done: shown.update(done=done),
-            )
-    except NothingToRunError as error:
-        _write_rejections(error.rejections, errors_path)
-        raise
+    tokenized = _tokenized(
+        batch, words, target.longest_tokens, target.capacity_tokens, errors_path, to_run=False
+    )
     prepared = plan(tokenized, target, read_lengths(lengths) if lengths else {})
     chosen = policy_for(
-        policy,
-        prepared,
-        capacity_tokens=target.capacity_tokens,
-        max_step_tokens=max_step_tokens,
+        policy, prepared, capacity_tokens=target.capacity_tokens, max_step_tokens=max_step_tokens
     )
     with progress("planning", tokenized.prompts.count) as shown:
         course = forecast(
@@ -133,7 +148,6 @@ def order(  # noqa: PLR0917 - Typer's options
     summary = plan_report(tokenized, prepared, course, target, words, policy.value)
     write_json(report_path, summary)
     draw_usage(course, report_path.with_suffix(".png"))
-    _write_rejections(tokenized.rejections, errors_path)
     if as_json:
         print_json(summary)
     else:
@@ -154,48 +168,11 @@ def run(  # noqa: PLR0917 - as above
         str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")
     ] = "{}",
     errors: ErrorsOption = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            help="Run one vLLM on each of so many nodes of a Ray cluster. Without it: one vLLM, "
-            "here, and no Ray.",
-            rich_help_panel="Several nodes",
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help="The cluster, host:port of its head. RAY_ADDRESS otherwise, or the one that this "
-            "machine belongs to.",
-            rich_help_panel="Several nodes",
-        ),
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="GPUs of each engine. Its tensor_parallel_size otherwise, or none in a cluster "
-            "without GPUs.",
-            rich_help_panel="Several nodes",
-        ),
-    ] = None,
-    cpus_per_node: Annotated[
-        int,
-        typer.Option(
-            min=1, help="CPUs that Ray keeps for each engine.", rich_help_panel="Several nodes"
-        ),
-    ] = 1,
-    wait_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=86400,
-            help="How long to wait for Ray to find room for the engines.",
-            rich_help_panel="Several nodes",
-        ),
-    ] = 60.0,
+    nodes: Nodes = None,
+    ray_address: RayAddress = None,
+    gpus_per_node: GpusPerNode = None,
+    cpus_per_node: CpusPerNode = 1,
+    wait_s: WaitS = 60.0,
     as_json: Json = False,
 ) -> None:
     """Run IN on vLLM; run again to resume.
@@ -218,11 +195,9 @@ def run(  # noqa: PLR0917 - as above
     If a machine or an engine dies, the others take over what it had not answered.
     """
     from aqua_batch.batch_run import BatchRun
-    from aqua_batch.bodies import run_problem
     from aqua_batch.fleet import LocalFleet
     from aqua_batch.journal import ResultJournal
     from aqua_batch.target import describe
-    from aqua_batch.tokenization import NothingToRunError, tokenize
     from aqua_batch.tokens import load_tokenizer
     from aqua_batch.vllm_engine import VllmEngine
 
@@ -240,27 +215,16 @@ def run(  # noqa: PLR0917 - as above
         resumed = len(journal.finished)
         options = {"tokenizer": tokenizer or model, **options}
         if nodes is None:
-            fleet: Fleet = LocalFleet(VllmEngine(model, options), time.monotonic)
+            fleet: Fleet = LocalFleet(VllmEngine(model, options))
         else:
             gpus = gpus_per_node
             fleet = stack.enter_context(
                 _ray_fleet(model, options, nodes, ray_address, gpus, cpus_per_node, wait_s)
             )
         facts = fleet.facts
-        try:
-            with progress("tokenising", len(batch.entries)) as shown:
-                tokenized = tokenize(
-                    batch,
-                    words,
-                    longest_tokens=facts.longest_tokens,
-                    capacity_tokens=facts.capacity_tokens,
-                    problem_of=run_problem,
-                    on_progress=lambda done: shown.update(done=done),
-                )
-        except NothingToRunError as error:
-            _write_rejections(error.rejections, errors_path)
-            raise
-        _write_rejections(tokenized.rejections, errors_path)
+        tokenized = _tokenized(
+            batch, words, facts.longest_tokens, facts.capacity_tokens, errors_path, to_run=True
+        )
         target = describe(
             gpu,
             Path(model) if Path(model).exists() else None,
@@ -313,8 +277,6 @@ def _ray_fleet(
     cpus: int,
     wait_s: float,
 ) -> RayFleet:
-    from functools import partial
-
     from aqua_batch.ray_fleet import Placement, RayFleet
     from aqua_batch.vllm_engine import VllmEngine
 
@@ -347,6 +309,39 @@ def _read(source: Path) -> BatchFile:
     size = source.stat().st_size if source.is_file() else 0
     with progress("reading", size) as shown:
         return read_batch(source, lambda done: shown.update(done=done))
+
+
+def _tokenized(
+    batch: BatchFile,
+    words: Tokenizer,
+    longest_tokens: int | None,
+    capacity_tokens: int,
+    errors_path: Path,
+    *,
+    to_run: bool,
+) -> TokenizedBatch:
+    """Tokenise, and write the errors file."""
+    from aqua_batch.tokenization import tokenize
+
+    with progress("tokenising", len(batch.entries)) as shown:
+        tokenized = tokenize(
+            batch,
+            words,
+            longest_tokens=longest_tokens,
+            capacity_tokens=capacity_tokens,
+            to_run=to_run,
+            on_progress=lambda done: shown.update(done=done),
+        )
+    rejections = tokenized.rejections
+    _write_rejections(rejections, errors_path)
+    if not tokenized.entries:
+        first = rejections[0]
+        raise ConfigError(
+            f"{batch.path}: none of {len(rejections)} lines can be run; "
+            f"line {first.line}: {first.message}",
+            remedy="Mend the lines; the errors file names each.",
+        )
+    return tokenized
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """What the feed and the fleets want of an engine.
 
 An engine works on *rows*: one prompt and one answer each, known to it by their index in the share
-that it serves (`share`). Anything that steps can be one: a stock vLLM, the forecast's counting
+that it serves (`feed`). Anything that steps can be one: a stock vLLM, the forecast's counting
 engine, a test's.
 """
 
@@ -34,11 +34,9 @@ class StepEngine(Protocol):
 
     def submit(self, request: int) -> None:
         """Add a request to what the engine works on."""
-        ...
 
     def step(self, token_budget: int) -> StepEvents:
         """Take one step. An engine with a budget of its own ignores `token_budget`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +73,14 @@ class BatchEngine(StepEngine, Protocol):
     @property
     def facts(self) -> EngineProperties:
         """What it can hold and compute."""
-        ...
 
     def serve(
-        self,
-        prompt_of: Callable[[int], list[int]],
-        sampling_of: Callable[[int], Mapping[str, Any]],
+        self, prompt_of: Callable[[int], list[int]], sampling_of: Callable[[int], Mapping[str, Any]]
     ) -> None:
         """Name the pool that the next requests are indices into: token ids, sampling fields."""
-        ...
 
     def take_outputs(self) -> list[RowOutput]:
         """Completions since the last call."""
-        ...
 
     def cache_counters(self) -> CacheCounters:
         """Its own prefix-cache counters, from its start."""
-        ...

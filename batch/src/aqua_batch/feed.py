@@ -1,5 +1,10 @@
 """Feeds an engine in the order and at the pace of a policy: the BlendScheduler's client side.
 
+A `Share` is what one engine is given to run. It is complete: prompts as token ids, estimated
+lengths, sampling fields, policy. It refers to no file and to no other share, so it may travel to
+another machine. `BlendFeed.of` takes it through an engine, called by the command's own loop or by
+an actor on a node.
+
 A stock engine takes requests whenever it is given some, and hides what it does with them. The feed
 therefore holds requests back, adds them as the policy says, and reckons from the engine's answers
 what the policy wants to know: which requests decode, how much prompt is still to compute, how much
@@ -12,12 +17,47 @@ while there is some. It knows neither files nor vLLM: a `StepEngine` is anything
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 
-from aqua_batch.engine import StepEngine, StepEvents
+from aqua_batch.engine import BatchEngine, StepEngine, StepEvents
+from aqua_batch.policies import Policy, policy_for
+from aqua_batch.tokenization import Prompts
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
-from aqua_schedulers.blendserve import PrefixCacheModel, PrefixTree
+from aqua_schedulers.admission import AdmissionPolicy, BatchView
+from aqua_schedulers.blendserve import (
+    LengthEstimate,
+    PrefixCacheModel,
+    PrefixTree,
+    PreparedPool,
+    ResourceCost,
+    prepare,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Rows for one engine.
+
+    Attributes:
+        lengths: Estimates, one for each row, made from all rows of the batch.
+        sampling: Sampling fields of each row, `max_tokens` among them.
+        prepared: The rows in order, where the caller has worked that out already.
+    """
+
+    prompts: Prompts
+    lengths: LengthEstimate
+    sampling: Sequence[Mapping[str, Any]]
+    policy: Policy
+    cost: ResourceCost
+    prepared: PreparedPool | None = None
+
+    def packed(self) -> Share:
+        """The share as it travels: nothing that can be redone."""
+        return replace(self, prepared=None)
 
 
 class BlendFeed:
@@ -43,7 +83,20 @@ class BlendFeed:
         self._output = 0
         self._left = tree.request_count
         self._view = BatchView(capacity_tokens)
-        self.last_plan = StepPlan((), 0)
+
+    @classmethod
+    def of(cls, share: Share, engine: BatchEngine) -> BlendFeed:
+        """A share on its way through an engine."""
+        pool, facts = share.prompts.pool, engine.facts
+        prepared = share.prepared or prepare(pool(), share.cost, lengths=share.lengths)
+        policy = policy_for(
+            share.policy,
+            prepared,
+            capacity_tokens=facts.capacity_tokens,
+            max_step_tokens=facts.max_step_tokens,
+        )
+        engine.serve(share.prompts.prompt, share.sampling.__getitem__)
+        return cls(policy, prepared.tree, engine, capacity_tokens=facts.capacity_tokens)
 
     @property
     def left_count(self) -> int:
@@ -55,17 +108,7 @@ class BlendFeed:
         """Requests that the engine works on."""
         return len(self._missing) + len(self._decoding)
 
-    @property
-    def decoding_count(self) -> int:
-        """Requests that generate a token per step."""
-        return len(self._decoding)
-
-    @property
-    def logical_kv_tokens(self) -> int:
-        """Sum of the contexts of decoding requests."""
-        return self._logical
-
-    def step(self, now_s: float) -> StepEvents:
+    def step(self, now_s: float) -> None:
         """Plan, submit, step, and book what happened.
 
         Raises:
@@ -79,7 +122,6 @@ class BlendFeed:
         view.logical_kv_tokens = self._logical
         view.physical_kv_tokens = self._cache.used_tokens + self._output
         plan = self._policy.plan(view)
-        self.last_plan = plan
         for request in np.asarray(plan.admit).tolist():
             missing = self._cache.hold(request)
             self._missing[request] = missing
@@ -90,10 +132,8 @@ class BlendFeed:
                 f"the policy admits none of the {self._left} requests that are left",
                 remedy="This is a defect of the policy; run with --policy dfs and report it.",
             )
-        events = self._engine.step(plan.token_budget)
-        self._book(events)
+        self._book(self._engine.step(plan.token_budget))
         view.step_index += 1
-        return events
 
     def _book(self, events: StepEvents) -> None:
         # One token each for those that were decoding; an engine that did less (it preempted one)

@@ -9,13 +9,13 @@ numbers from 0; one that is lost and comes back, on the same machine or another,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from aqua_batch.engine import BatchEngine, CacheCounters, EngineProperties
+from aqua_batch.feed import BlendFeed, Share
 from aqua_batch.outputs import RowOutput
-from aqua_batch.share import Share, ShareRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,12 @@ class Fleet(Protocol):
     @property
     def facts(self) -> EngineProperties:
         """What all engines can hold: the least of each."""
-        ...
 
     def ready_nodes(self) -> list[int]:
         """Nodes that can be given a share, or work on one."""
-        ...
 
     def begin(self, node: int, share: Share) -> None:
         """Give a share to a ready node whose last one has ended."""
-        ...
 
     def wait(self) -> list[Event]:
         """Block until something happens.
@@ -73,20 +70,17 @@ class Fleet(Protocol):
         Raises:
             UnavailableError: No engine is left, and none comes back.
         """
-        ...
 
     def cache_counters(self) -> CacheCounters:
         """Sum of the engines' own prefix-cache counters; lost engines are not in it."""
-        ...
 
 
 class LocalFleet:
     """One engine in this process. If it dies, so does the run."""
 
-    def __init__(self, engine: BatchEngine, now: Callable[[], float]) -> None:
+    def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
-        self._now = now
-        self._run: ShareRun | None = None
+        self._feed: BlendFeed | None = None
 
     @property
     def facts(self) -> EngineProperties:
@@ -99,17 +93,17 @@ class LocalFleet:
 
     def begin(self, node: int, share: Share) -> None:
         """Give the engine its share."""
-        assert node == 0 and self._run is None, f"node {node} is not idle"  # noqa: PT018 - one condition
-        self._run = ShareRun(share, self._engine)
+        assert node == 0 and self._feed is None, f"node {node} is not idle"  # noqa: PT018 - one condition
+        self._feed = BlendFeed.of(share, self._engine)
 
     def wait(self) -> list[Event]:
         """Take one step."""
-        run = self._run
-        assert run is not None, "nothing to wait for"
-        answers = run.step(self._now())
-        if run.left_count == 0:
-            self._run = None
-        return [Report(0, answers, run.running_count, run.left_count)]
+        feed = self._feed
+        assert feed is not None, "nothing to wait for"
+        feed.step(time.monotonic())
+        if feed.left_count == 0:
+            self._feed = None
+        return [Report(0, self._engine.take_outputs(), feed.running_count, feed.left_count)]
 
     def cache_counters(self) -> CacheCounters:
         """The engine's own counters."""

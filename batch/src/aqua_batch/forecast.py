@@ -13,6 +13,7 @@ Source: BlendServe sections 2.3, 5.2 and 5.3.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ INTERFERENCE: Final = 0.4
 do. Doubled, predicted steps hide only a fifth of the smaller resource."""
 
 SERIES_ROWS: Final = 1000
-"""Rows of the usage series, whatever the number of steps: rows are joined as steps grow, and a
-picture shows no more. Doubled, the series takes twice the memory."""
+"""Rows of the usage series, whatever the number of steps: a picture shows no more. Doubled, it is
+drawn from twice as many points."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,16 +150,18 @@ def forecast(
         )
     engine = _VirtualEngine(prepared, capacity_tokens)
     feed = BlendFeed(policy, prepared.tree, engine, capacity_tokens=capacity_tokens)
-    series = _Series()
-    now_s, steps = 0.0, 0
+    compute_series, memory_series = array("d"), array("d")
+    now_s = 0.0
     while feed.left_count > 0:
         feed.step(now_s)
         compute, memory = engine.compute_s, engine.memory_s
         now_s += _step_s(compute, memory)
-        steps += 1
-        series.add(compute, memory)
-        if steps % 256 == 0:
+        compute_series.append(compute)
+        memory_series.append(memory)
+        if len(compute_series) % 256 == 0:
             on_progress(prepared.pool.request_count - feed.left_count)
+    steps = len(compute_series)
+    steps_per_row = -(-steps // SERIES_ROWS)
     # The bound of the lengths that were run, which are whole tokens.
     cost, output = prepared.cost, engine.output_tokens
     rounding = float((output - prepared.lengths.mean).sum())
@@ -170,32 +173,15 @@ def forecast(
         _step_s(compute_s, memory_s),
         steps,
         engine.computed_prompt_tokens,
-        np.array(series.compute),
-        np.array(series.memory),
-        series.steps_per_row,
+        _means(compute_series, steps_per_row),
+        _means(memory_series, steps_per_row),
+        steps_per_row,
     )
 
 
-class _Series:
-    """Means over steps in at most SERIES_ROWS rows: when full, neighbours join."""
-
-    def __init__(self) -> None:
-        self.steps_per_row = 1
-        self.compute: list[float] = []
-        self.memory: list[float] = []
-        self._held = [0.0, 0.0]
-        self._count = 0
-
-    def add(self, compute: float, memory: float) -> None:
-        self._held[0] += compute
-        self._held[1] += memory
-        self._count += 1
-        if self._count < self.steps_per_row:
-            return
-        self.compute.append(self._held[0] / self._count)
-        self.memory.append(self._held[1] / self._count)
-        self._held, self._count = [0.0, 0.0], 0
-        if len(self.compute) == SERIES_ROWS:
-            self.compute = np.reshape(self.compute, (-1, 2)).mean(axis=1).tolist()
-            self.memory = np.reshape(self.memory, (-1, 2)).mean(axis=1).tolist()
-            self.steps_per_row *= 2
+def _means(values: array[float], steps_per_row: int) -> Float64[np.ndarray, " rows"]:
+    """Means over stretches of steps; the last stretch may be shorter."""
+    starts = np.arange(0, len(values), steps_per_row)
+    sums = np.add.reduceat(np.frombuffer(values), starts)
+    means: Float64[np.ndarray, " rows"] = sums / np.diff(np.append(starts, len(values)))
+    return means

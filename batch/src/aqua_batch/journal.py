@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+from aqua_batch.outputs import output_tokens
 from aqua_protocol.errors import ConfigError
 
 SYNC_EVERY = 64
@@ -74,7 +75,7 @@ class ResultJournal:
                     f"{self.path}, line {number}: not a result of a batch",
                     remedy="Choose an output file of its own for each batch.",
                 ) from error
-            self.finished[custom_id] = _output_tokens(record)
+            self.finished[custom_id] = output_tokens(record)
             good += len(raw)
         self._file.truncate(good)
         self._file.seek(0, os.SEEK_END)
@@ -89,7 +90,7 @@ class ResultJournal:
         assert custom_id not in self.finished, custom_id
         self._file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self.finished[custom_id] = _output_tokens(result)
+        self.finished[custom_id] = output_tokens(result)
         self._unsynced += 1
         if self._unsynced >= SYNC_EVERY:
             self.sync()
@@ -110,10 +111,3 @@ class ResultJournal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _output_tokens(record: dict[str, Any]) -> int:
-    try:
-        return int(record["response"]["body"]["usage"]["completion_tokens"])
-    except (KeyError, TypeError, ValueError):
-        return 0

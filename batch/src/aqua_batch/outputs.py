@@ -105,3 +105,11 @@ def _choice(index: int, answer: RowOutput, *, chat: bool) -> dict[str, Any]:
         else {"text": answer.text}
     )
     return {"index": index, "finish_reason": answer.finish_reason, "logprobs": None, **text}
+
+
+def output_tokens(record: Any) -> int:  # noqa: ANN401 - JSON
+    """Tokens that a line of an output file says were generated; 0 where it does not."""
+    try:
+        return max(0, int(record["response"]["body"]["usage"]["completion_tokens"]))
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -22,11 +22,7 @@ class Policy(StrEnum):
 
 
 def policy_for(
-    policy: Policy,
-    prepared: PreparedPool,
-    *,
-    capacity_tokens: int,
-    max_step_tokens: int,
+    policy: Policy, prepared: PreparedPool, *, capacity_tokens: int, max_step_tokens: int
 ) -> AdmissionPolicy:
     """The named policy over a prepared pool."""
     # Loaded late: the command line needs the names long before the policies, if at all.

@@ -11,38 +11,29 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqua_batch.engine import BatchEngine, CacheCounters, EngineProperties
-from aqua_batch.outputs import RowOutput
 from aqua_protocol.errors import AquaError, ErrorBody
 
 if TYPE_CHECKING:
-    from aqua_batch.share import Share, ShareRun
+    from aqua_batch.feed import BlendFeed, Share
+    from aqua_batch.fleet import Report
 
 EngineFactory = Callable[[], BatchEngine]
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """What an engine did in one call, and how it stands.
+class EngineActor:
+    """An engine and the share that it works on.
 
-    Attributes:
-        running, left: As in `fleet.Report`.
+    Args:
+        node: Its number, for reports.
     """
 
-    answers: list[RowOutput]
-    running: int
-    left: int
-
-
-class EngineActor:
-    """An engine and the share that it works on."""
-
-    def __init__(self) -> None:
+    def __init__(self, node: int) -> None:
+        self._node = node
         self._engine: BatchEngine | None = None
-        self._run: ShareRun | None = None
+        self._feed: BlendFeed | None = None
 
     def host(self) -> str:
         """Name of the machine; answers as soon as Ray has placed the process."""
@@ -65,26 +56,27 @@ class EngineActor:
 
     def begin(self, share: Share) -> None:
         """Prepare a share."""
-        from aqua_batch.share import ShareRun
+        from aqua_batch.feed import BlendFeed
 
         assert self._engine is not None, "not started"
-        assert self._run is None or self._run.left_count == 0, "the last share has not ended"
-        self._run = ShareRun(share, self._engine)
+        assert self._feed is None, "the last share has not ended"
+        self._feed = BlendFeed.of(share, self._engine)
 
-    def advance(self, for_s: float) -> Advance:
+    def advance(self, for_s: float) -> Report:
         """Take steps for about that long, or until the share ends."""
-        run = self._run
-        if run is None:
-            return Advance([], 0, 0)
-        answers: list[RowOutput] = []
+        from aqua_batch.fleet import Report
+
+        feed, engine = self._feed, self._engine
+        if feed is None or engine is None:
+            return Report(self._node, [], 0, 0)
         end_s = time.monotonic() + for_s
-        while run.left_count > 0:
-            answers += run.step(time.monotonic())
+        while feed.left_count > 0:
+            feed.step(time.monotonic())
             if time.monotonic() >= end_s:
                 break
-        if run.left_count == 0:
-            self._run = None
-        return Advance(answers, run.running_count, run.left_count)
+        if feed.left_count == 0:
+            self._feed = None
+        return Report(self._node, engine.take_outputs(), feed.running_count, feed.left_count)
 
     def cache_counters(self) -> CacheCounters:
         """The engine's own counters."""

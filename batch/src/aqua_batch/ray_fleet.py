@@ -26,9 +26,9 @@ from enum import Enum, auto
 from typing import Any, Final, Self
 
 from aqua_batch.engine import CacheCounters, EngineProperties
+from aqua_batch.feed import Share
 from aqua_batch.fleet import Event, Lost, Ready, Report
-from aqua_batch.ray_actor import Advance, EngineActor, EngineFactory
-from aqua_batch.share import Share
+from aqua_batch.ray_actor import EngineActor, EngineFactory
 from aqua_protocol.errors import (
     AquaError,
     CapacityError,
@@ -269,7 +269,7 @@ class RayFleet:
             num_gpus=self._gpus,
             scheduling_strategy=strategy,
             max_restarts=0,  # a restarted actor would be an engine without a start
-        ).remote()
+        ).remote(index)
 
     # --- What becomes of a call ------------------------------------------------------------
 
@@ -280,13 +280,13 @@ class RayFleet:
             result = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             return self._lose(node, error)
-        if isinstance(result, Advance):
+        if isinstance(result, Report):
             if result.left == 0:
                 # The calls behind it find no share and say so at once.
                 node.calls.clear()
             else:
                 node.calls.append(node.actor.advance.remote(ADVANCE_S))
-            return Report(node.index, result.answers, result.running, result.left)
+            return result
         if isinstance(result, str):
             node.host, node.stage = result, _Stage.STARTING
             node.calls.append(node.actor.start.remote(self._make_engine, self._environment))

@@ -16,18 +16,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from aqua_batch.bodies import Problem, known_length, output_limit
+from aqua_batch.bodies import Problem, known_length, output_limit, run_problem, sampling
+from aqua_batch.outputs import output_tokens
 from aqua_batch.records import BatchFile, Entry, Rejection, RejectionCode
 from aqua_batch.target import PlanTarget
 from aqua_batch.tokens import Tokenizer, prompt_tokens
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.blendserve import (
-    UNKNOWN,
-    PrefixTree,
-    PreparedPool,
-    RequestPool,
-    prepare,
-)
+from aqua_schedulers.blendserve import UNKNOWN, PrefixTree, PreparedPool, RequestPool, prepare
 
 NO_LIMIT = 2**31 - 1
 """Fixed: the largest 32-bit integer stands for no limit."""
@@ -85,12 +80,14 @@ class TokenizedBatch:
         entries: Requests that can run, in order of the file.
         prompts: Their rows: as many as each wants answers, one entry's after another's.
         owner: Entry of each row, as an index.
+        sampling: Sampling fields of each entry, equal ones shared; empty of a batch not to be run.
         rejections: All lines that cannot run, those of the file included.
     """
 
     entries: list[Entry]
     prompts: Prompts
     owner: Int32[np.ndarray, " rows"]
+    sampling: list[Mapping[str, Any]]
     rejections: list[Rejection]
 
     def first_rows(self) -> Int64[np.ndarray, " entries"]:
@@ -117,7 +114,7 @@ def tokenize(
     *,
     longest_tokens: int | None,
     capacity_tokens: int = NO_LIMIT,
-    problem_of: Callable[[str, dict[str, Any]], Problem | None] = lambda _url, _body: None,
+    to_run: bool = False,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> TokenizedBatch:
     """Tokenise a batch, and reject what the model or its memory cannot hold.
@@ -125,23 +122,22 @@ def tokenize(
     Args:
         longest_tokens: Tokens of prompt and output that fit in the model; None for no limit.
         capacity_tokens: KV tokens that fit in memory.
-        problem_of: A further check of URL and body: what the engine cannot do.
+        to_run: Reject what the engine cannot do, too, and keep the sampling fields.
         on_progress: Called with the number of requests done.
-
-    Raises:
-        ConfigError: No request is left.
     """
     entries: list[Entry] = []
     rejections = list(batch.rejections)
     flat = array("i")
     ends, known, limits, owner = [0], [], [], []
+    wishes: list[Mapping[str, Any]] = []
+    shared: dict[str, Mapping[str, Any]] = {}
     longest = min(longest_tokens or NO_LIMIT, capacity_tokens)
     holder = "memory" if longest == capacity_tokens else "model"
     for done, (entry, body) in enumerate(
         zip(batch.entries, batch.bodies(batch.entries), strict=True), start=1
     ):
         on_progress(done)
-        found = _prompts_of(entry, body, tokenizer, problem_of)
+        found = _prompts_of(entry, body, tokenizer, to_run=to_run)
         if isinstance(found, list):
             size = max(map(len, found))
             if size < longest:
@@ -155,51 +151,33 @@ def tokenize(
                         known.append(UNKNOWN if fixed is None else min(fixed, room))
                         limits.append(room if limit is None else min(limit, room))
                 entries.append(entry)
+                if to_run:
+                    wish = sampling(body)
+                    wishes.append(shared.setdefault(json.dumps(wish), wish))
                 continue
             message = f"the prompt has {size} tokens, the {holder} holds {longest}"
             found = Rejection(entry.line, RejectionCode.CONTEXT_LENGTH, message, entry.custom_id)
         rejections.append(found)
     rejections.sort(key=lambda rejection: rejection.line)
-    if not entries:
-        first = rejections[0]
-        raise NothingToRunError(
-            f"{batch.path}: none of {len(rejections)} lines can be run; "
-            f"line {first.line}: {first.message}",
-            rejections,
-        )
     return TokenizedBatch(
         entries,
         Prompts(
-            np.frombuffer(flat, dtype=np.int32),
+            np.asarray(flat, dtype=np.int32),
             np.array(ends, dtype=np.int64),
             np.array(known, dtype=np.int32),
             np.array(limits, dtype=np.int32),
         ),
         np.array(owner, dtype=np.int32),
+        wishes,
         rejections,
     )
 
 
-class NothingToRunError(ConfigError):
-    """Every line of the batch is rejected.
-
-    Attributes:
-        rejections: All of them, for the errors file.
-    """
-
-    def __init__(self, message: str, rejections: list[Rejection]) -> None:
-        super().__init__(message, remedy="Mend the lines; the errors file names each.")
-        self.rejections = rejections
-
-
 def _prompts_of(
-    entry: Entry,
-    body: dict[str, Any],
-    tokenizer: Tokenizer,
-    problem_of: Callable[[str, dict[str, Any]], Problem | None],
+    entry: Entry, body: dict[str, Any], tokenizer: Tokenizer, *, to_run: bool
 ) -> list[list[int]] | Rejection:
     """Token ids of each prompt of a request, or what is wrong with it."""
-    problem = problem_of(entry.url, body)
+    problem = run_problem(entry.url, body) if to_run else None
     if problem is None:
         try:
             prompts = prompt_tokens(tokenizer, entry.url, body)
@@ -216,8 +194,7 @@ def _prompts_of(
 def read_lengths(path: Path) -> dict[str, int]:
     """Output lengths by custom_id from an earlier output file.
 
-    Lines without `usage.completion_tokens` (errors, other formats) are passed over: this is a
-    hint, and any part of it helps.
+    Lines of other formats are passed over: this is a hint, and any part of it helps.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -228,9 +205,7 @@ def read_lengths(path: Path) -> dict[str, int]:
             for raw in file:
                 try:
                     record = json.loads(raw)
-                    tokens = record["response"]["body"]["usage"]["completion_tokens"]
-                    if isinstance(tokens, int) and tokens > 0:
-                        lengths[record["custom_id"]] = tokens
+                    lengths[record["custom_id"]] = output_tokens(record)
                 except (ValueError, KeyError, TypeError):
                     continue
     except OSError as error:

@@ -9,9 +9,10 @@ in English. A tokenizer that stands in says so (`Tokenizer.exact`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from aqua_batch.bodies import CHAT_URL, prompt_parts
 from aqua_protocol.errors import ConfigError
@@ -22,26 +23,42 @@ BYTES: Final = "bytes"
 """The name of the fallback."""
 
 
-class Tokenizer(Protocol):
-    """Turns a request's body into token ids."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """Turns a request's body into token ids.
 
-    @property
-    def name(self) -> str:
-        """The name, for reports."""
-        ...
+    Attributes:
+        name: For reports.
+        text: Token ids of a completion prompt.
+        template: Token ids of a chat with the turn of the assistant begun; None where no template
+            is known, and roles and contents are written line by line.
+    """
+
+    name: str
+    text: Callable[[str], list[int]]
+    template: Callable[[list[Mapping[str, Any]]], list[int]] | None = None
 
     @property
     def exact(self) -> bool:
         """Whether these are the engine's tokens."""
-        ...
-
-    def text(self, text: str) -> list[int]:
-        """A completion prompt."""
-        ...
+        return self.name != BYTES
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A chat, with the turn of the assistant begun."""
-        ...
+        """Token ids of a chat.
+
+        Raises:
+            ValueError: The chat template refuses the messages.
+        """
+        if self.template is None:
+            return self.text(plain_chat(messages))
+        try:
+            return self.template(list(messages))
+        except Exception as error:  # Templates are programs: they raise what they like.
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+BYTE_TOKENIZER: Final = Tokenizer(BYTES, lambda text: list(text.encode(errors="surrogatepass")))
+"""UTF-8 bytes as tokens."""
 
 
 def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> list[list[int]]:
@@ -69,10 +86,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         ConfigError: Neither is there, or its library is not installed.
     """
     if name == BYTES:
-        return ByteTokenizer()
-    if Path(name).is_dir():
-        return _from_transformers(name)
-    if name.count("/") == 1 and name[0] not in "./~":
+        return BYTE_TOKENIZER
+    if Path(name).is_dir() or (name.count("/") == 1 and name[0] not in "./~"):
         return _from_transformers(name)
     if "/" in name or name.startswith("."):
         raise ConfigError(
@@ -114,50 +129,6 @@ def _text_of(content: object) -> str:
     )
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as tokens."""
-
-    name = BYTES
-    exact = False
-
-    def text(self, text: str) -> list[int]:
-        """One token per byte."""
-        return list(text.encode(errors="surrogatepass"))
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """One token per byte of the plain form."""
-        return self.text(plain_chat(messages))
-
-
-class _FolderTokenizer:
-    """A Hugging Face tokenizer, with its chat template where it has one."""
-
-    exact = True
-
-    def __init__(self, name: str, tokenizer: Any) -> None:  # noqa: ANN401 - transformers' own type is built at run time
-        self.name = name
-        self._tokenizer = tokenizer
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        if not self._has_template:
-            logger.warning("%s has no chat template: chats are written as 'role: content'", name)
-
-    def text(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds to a prompt."""
-        return list(self._tokenizer(text)["input_ids"])
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids by the template; it brings its own special tokens."""
-        if not self._has_template:
-            return self.text(plain_chat(messages))
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # Templates are programs: they raise what they like.
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 def _from_transformers(name: str) -> Tokenizer:
     """What transformers finds on this machine; nothing is downloaded, which could take for ever."""
     try:
@@ -179,23 +150,16 @@ def _from_transformers(name: str) -> Tokenizer:
             f"{name} holds no tokenizer that transformers can read: {error}",
             remedy="Give the folder that has tokenizer.json.",
         ) from error
-    return _FolderTokenizer(name, tokenizer)
 
+    def chat(messages: list[Mapping[str, Any]]) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # It brings its own special tokens.
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-class _TiktokenTokenizer:
-    exact = True
-
-    def __init__(self, name: str, encoding: Any) -> None:  # noqa: ANN401 - an optional package
-        self.name = f"tiktoken:{name}"
-        self._encoding = encoding
-
-    def text(self, text: str) -> list[int]:
-        """Special tokens in the text are text."""
-        return list(self._encoding.encode(text, disallowed_special=()))
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """OpenAI does not publish its templates; the plain form stands in."""
-        return self.text(plain_chat(messages))
+    if not getattr(tokenizer, "chat_template", None):
+        logger.warning("%s has no chat template: chats are written as 'role: content'", name)
+        return Tokenizer(name, lambda text: list(tokenizer(text)["input_ids"]))
+    return Tokenizer(name, lambda text: list(tokenizer(text)["input_ids"]), chat)
 
 
 def _from_tiktoken(name: str) -> Tokenizer:
@@ -219,4 +183,6 @@ def _from_tiktoken(name: str) -> Tokenizer:
             f"tiktoken could not load {name!r}: {error}",
             remedy="It downloads encodings on first use; or give a tokenizer folder, or 'bytes'.",
         ) from error
-    return _TiktokenTokenizer(name, encoding)
+    # Special tokens in a text are text. OpenAI does not publish its chat templates.
+    encode = encoding.encode
+    return Tokenizer(f"tiktoken:{name}", lambda text: encode(text, disallowed_special=()))

@@ -77,9 +77,7 @@ class VllmEngine:
         )
 
     def serve(
-        self,
-        prompt_of: Callable[[int], list[int]],
-        sampling_of: Callable[[int], Mapping[str, Any]],
+        self, prompt_of: Callable[[int], list[int]], sampling_of: Callable[[int], Mapping[str, Any]]
     ) -> None:
         """Name the pool that the next requests are indices into."""
         assert not self._running, "the last pool has not ended"

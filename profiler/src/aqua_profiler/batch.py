@@ -23,12 +23,7 @@ from aqua_profiler.estimate.rate import confidence_of
 from aqua_profiler.load.programs import BatchProgram, ContextProgram
 from aqua_profiler.measure.memory import MemoryMeter
 from aqua_profiler.spec import BatchSpec
-from aqua_protocol.profile import (
-    ModelProfile,
-    ProfileKind,
-    ProfileLabel,
-    label_of,
-)
+from aqua_protocol.profile import ModelProfile, ProfileKind, ProfileLabel, label_of
 
 LEAST_GAIN: Final = 0.05
 """Share of throughput that two doublings of the batch must gain to go on, and by which the peak may

@@ -49,13 +49,16 @@ Threshold = Annotated[
 ]
 Hbm = Annotated[str | None, typer.Option("--hbm", help="Memory of the GPU, for example 80GB.")]
 Hardware = Annotated[str, typer.Option(help="For the provenance; default: this machine.")]
+Token = Annotated[
+    str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
+]
 ProfileFile = Annotated[Path, typer.Argument(help="A profile.")]
 
 
 @run.command()
 def llm(  # noqa: PLR0917 - a command has as many arguments as options
     endpoint: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")],
-    model: Annotated[str, typer.Option(help="As the server calls it.")],
+    model: Annotated[str, typer.Option(help="As the server calls it; 256 characters at most.")],
     lengths: Annotated[
         Path, typer.Option(help="Prompt and output lengths: CSV, or a trace; .gz or not.")
     ],
@@ -69,9 +72,8 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         float, typer.Option(min=0.01, max=0.999, help="Share of requests that must keep --ttft-s.")
     ] = 0.5,
     budget_s: Budget = 600.0,
-    min_rate: Annotated[float, typer.Option(min=0.001, help="Requests/s; no search below.")] = 0.02,
     max_rate: Annotated[
-        float, typer.Option(min=0.001, help="Requests/s; no search above.")
+        float, typer.Option(min=0.02, help="Requests/s; no search above.")
     ] = 1000.0,
     step: Annotated[float, typer.Option(min=0.01, help="Of the linear search, requests/s.")] = 0.5,
     precision: Annotated[
@@ -92,17 +94,9 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     burst_s: Annotated[float, typer.Option(min=1, help="Length of a burst.")] = 60.0,
     long_prompt_tokens: Annotated[int, typer.Option(min=0, help="A prompt to have room for.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Prefixes to keep cached.")] = 0,
-    api: Annotated[
-        Literal["auto", "completions", "chat"], typer.Option(help="Operation to load.")
-    ] = "auto",
-    token: Annotated[
-        str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
-    ] = None,
+    token: Token = None,
     stall_s: Annotated[float, typer.Option(min=1, help="Silence that counts as a stall.")] = 30.0,
     seed: Annotated[int, typer.Option(min=0, max=10**6, help="Of arrivals and lengths.")] = 0,
-    journal: Annotated[
-        Path | None, typer.Option(help="To resume from; default: beside --output.")
-    ] = None,
     hardware: Hardware = "",
     output: Output = None,
     plot: Plot = None,
@@ -113,20 +107,13 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_profiler.llm import profile_llm
     from aqua_profiler.load.lengths import read_lengths
     from aqua_profiler.objective import LatencyObjective
-    from aqua_profiler.report.progress import ProgressListener
     from aqua_profiler.report.provenance import provenance
     from aqua_profiler.spec import ProfileSpec
-    from aqua_protocol import ConfigError, parse_bytes
+    from aqua_protocol import parse_bytes
 
-    if min_rate > max_rate:
-        raise ConfigError(
-            f"--min-rate {min_rate:g} is above --max-rate {max_rate:g}", remedy="Swap them."
-        )
     workload = read_lengths(lengths)
     if not model or len(model) > 256:  # noqa: PLR2004 - the schema's bound
         raise ProfileInvalidError(f"{model!r} cannot be a model's name", remedy="Give --model.")
-    if journal is None and output is not None:
-        journal = output.with_name(output.name + ".journal")
     spec = ProfileSpec(
         url=endpoint,
         model=model,
@@ -137,11 +124,9 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
             ttft_quantile=ttft_quantile,
             precision=precision,
             step_per_s=step,
-            min_rate_per_s=min_rate,
             max_rate_per_s=max_rate,
         ),
         budget_s=budget_s,
-        api=None if api == "auto" else api,
         token=token,
         seed=seed,
         threshold_bytes=parse_bytes(threshold),
@@ -154,12 +139,12 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         long_prompt_tokens=long_prompt_tokens,
         prefix_tokens=prefix_tokens,
         stall_s=stall_s,
-        journal=journal,
+        journal=None if output is None else output.with_name(output.name + ".journal"),
         provenance=provenance(workload.digest, hardware=hardware),
     )
     # The search usually ends before its budget does.
     with progress("starting", total=budget_s, quiet=as_json) as shown:
-        profile, error = profile_llm(spec, ProgressListener(shown, budget_s))
+        profile, error = profile_llm(spec, shown)
     _deliver(profile, error, output, plot, as_json=as_json)
 
 
@@ -175,9 +160,7 @@ def batch(  # noqa: PLR0917 - as above
     body: Annotated[str, typer.Option(help='JSON with "$batch" for the size.')] = (
         '{"prompt": "a lighthouse at dawn", "n": "$batch"}'
     ),
-    token: Annotated[
-        str | None, typer.Option(envvar="AQUA_PROFILE_TOKEN", help="Bearer token of the server.")
-    ] = None,
+    token: Token = None,
     device: Annotated[int, typer.Option(min=0, help="GPU whose memory is read.")] = 0,
     memory_url: Annotated[
         str | None, typer.Option(help="Read memory here instead: used_bytes and total_bytes.")
@@ -289,11 +272,7 @@ def show(
 
 
 @app.command()
-def diff(
-    old: ProfileFile,
-    new: ProfileFile,
-    as_json: Json = False,
-) -> None:
+def diff(old: ProfileFile, new: ProfileFile, as_json: Json = False) -> None:
     """Say in what two profiles differ; exit 1 if they do."""
     from aqua_profiler.report.files import read_profile
     from aqua_profiler.report.text import differences

@@ -36,11 +36,11 @@ class ProfileInvalidError(ConfigError):
 
 
 class JournalMismatchError(ConfigError):
-    """A journal to resume from belongs to another endpoint, workload or objective."""
+    """A journal to resume from belongs to another measurement, or to another version."""
 
     code = "journal_mismatch"
     http_status = 409
-    default_remedy = "Name another --journal, or delete this one to start over."
+    default_remedy = "Name another --output, or delete the journal to start over."
 
 
 class EndpointError(UnavailableError):
@@ -69,7 +69,7 @@ class EndpointRefusedError(EndpointError):
     """The endpoint answers with errors."""
 
     code = "endpoint_refused"
-    default_remedy = "Check --model, --api and the lengths against what the engine accepts."
+    default_remedy = "Check --model and the lengths against what the engine accepts."
 
 
 class EndpointGarbledError(EndpointError):

@@ -17,10 +17,10 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from aqua_profiler.errors import EndpointError, EndpointRefusedError, EndpointStalledError
-from aqua_profiler.estimate.rate import Estimate, estimate_rate
+from aqua_profiler.estimate.rate import estimate_rate
 from aqua_profiler.load.endpoint import Completion, Endpoint, ShedError
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
@@ -32,6 +32,9 @@ from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial
 from aqua_profiler.spec import ProfileSpec
 from aqua_protocol.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from aqua_cli import ProgressDisplay
 
 LONE_REQUESTS: Final = 6
 """Requests one at a time: one warms up, five make a median. Doubled, slow engines spend twice as
@@ -56,21 +59,8 @@ SETTLE_FACTOR: Final = 3.0
 the next trial may begin beside what is left of the last."""
 
 
-class ProfileListener(Protocol):
-    """Watches a profile being made."""
-
-    def stage(self, name: str) -> None:
-        """A new part has begun."""
-
-    def progress(self, rate_per_s: float, outstanding: int, left_s: float) -> None:
-        """A trial goes on."""
-
-    def found(self, known: Estimate) -> None:
-        """A trial has ended, and this is known now."""
-
-
 def profile_llm(
-    spec: ProfileSpec, listener: ProfileListener
+    spec: ProfileSpec, shown: ProgressDisplay
 ) -> tuple[ModelProfile, EndpointError | None]:
     """Measure an endpoint; the error says why the profile is partial, if an endpoint failed.
 
@@ -80,17 +70,17 @@ def profile_llm(
         JournalMismatchError: The journal is of another profile.
         LengthsInvalidError: No request fits the engine's context.
     """
-    return asyncio.run(_LlmProfile(spec, listener).measure())
+    return asyncio.run(_LlmProfile(spec, shown).measure())
 
 
 class _LlmProfile:
-    def __init__(self, spec: ProfileSpec, listener: ProfileListener) -> None:
+    def __init__(self, spec: ProfileSpec, shown: ProgressDisplay) -> None:
         self._spec = spec
-        self._listener = listener
+        self._shown = shown
         self._journal = Journal(spec.journal, spec.subject())
         self._lengths = spec.lengths
         self._findings = Findings(engine=spec.provenance.engine)
-        self._endpoint = Endpoint(spec.url, spec.model, api=spec.api, token=spec.token)
+        self._endpoint = Endpoint(spec.url, spec.model, spec.token)
         self._gauge = KvCachePoller(self._endpoint)
         self._stall_s = min(spec.stall_s, max(LEAST_STALL_S, STALL_SHARE * spec.budget_s))
 
@@ -124,7 +114,7 @@ class _LlmProfile:
 
     async def _introduce(self) -> None:
         """What the engine says of itself; it need not say anything."""
-        self._listener.stage("introduction")
+        self._shown.update(title="introduction")
         findings, folder = self._findings, self._spec.model_folder
         card = _card(await self._page("/v1/models"), self._spec.model)
         if folder is None and card.get("root"):
@@ -171,7 +161,7 @@ class _LlmProfile:
         if self._journal.unloaded is not None:
             await self._lone_request(*next(draw), seed=0)
             return self._journal.unloaded
-        self._listener.stage("lone requests")
+        self._shown.update(title="lone requests")
         firsts: list[float] = []
         stays: list[float] = []
         gaps: list[float] = []
@@ -247,11 +237,13 @@ class _LlmProfile:
             if isinstance(step, SearchResult):
                 self._findings.verdict = step
                 return
-            self._listener.stage("ramp" if step.doubling_s else f"{step.rate_per_s:.2f} requests/s")
             waits_s = step.patience * spec.objective.ttft_s
             drain_s = 2.0 + 3 * unloaded.residence_s + 2 * waits_s
             self._journal.note_trial(await self._load(unloaded, step, min(drain_s, self._left_s)))
-            self._listener.found(estimate_rate(spec.objective, unloaded, trials))
+            known = estimate_rate(spec.objective, unloaded, trials)
+            if known.rate_per_s is not None:
+                sure = f"{known.confidence:.0%} sure"
+                self._shown.update(note=f"about {known.rate_per_s:.2f}/s, {sure}")
 
     async def _burst(self, unloaded: UnloadedLatency) -> None:
         """Bursts above the stable rate, for models that are no producers."""
@@ -270,7 +262,6 @@ class _LlmProfile:
             if self._left_s < spec.burst_s + 2 * unloaded.residence_s:
                 self._findings.notes.append(f"no time was left for the burst of {factor:g} x")
                 continue
-            self._listener.stage(f"burst of {factor:g} x")
             trial = Trial(
                 rate_per_s=factor * verdict.estimate.rate_per_s,
                 seed=spec.seed * 1_000 + 900 + round(10 * factor),
@@ -290,7 +281,7 @@ class _LlmProfile:
             unloaded,
             stall_s=self._stall_s,
             drain_s=max(0.5, drain_s),
-            listen=lambda rate, waiting: self._listener.progress(rate, waiting, self._left_s),
+            listen=self._show_load,
             kv_usage=lambda: self._gauge.usage,
         )
         try:
@@ -301,6 +292,12 @@ class _LlmProfile:
         if load.cancelled:
             await self._settle(unloaded)
         return summary
+
+    def _show_load(self, rate_per_s: float, outstanding: int) -> None:
+        self._shown.update(
+            done=self._spec.budget_s - self._left_s,
+            title=f"{rate_per_s:.2f} requests/s, {outstanding} outstanding",
+        )
 
     async def _settle(self, unloaded: UnloadedLatency) -> None:
         """After a trial that had to be cut off: wait until the engine has forgotten it."""

@@ -16,7 +16,6 @@ class ProfileSpec:
     """What to measure of an LLM endpoint.
 
     Attributes:
-        api: `completions`, `chat` or None to find out.
         seed: Of arrivals and lengths.
         threshold_bytes: From which spare memory makes a producer.
         tensor_parallel: GPUs that share the model.
@@ -34,7 +33,6 @@ class ProfileSpec:
     lengths: LengthDistribution
     objective: LatencyObjective
     budget_s: float
-    api: str | None = None
     token: str | None = None
     seed: int = 0
     threshold_bytes: int = PRODUCER_THRESHOLD_BYTES

@@ -70,7 +70,7 @@ def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
     [
         (["--tokenizer", "no-such-tokenizer"], "no-such-tokenizer"),
         (["--gpu", "abacus"], "abacus"),
-        (["--max-model-len", "3"], "none of"),
+        (["--max-model-len", "3"], "none of 47 lines can be run; line 1"),
         (["--kv-tokens", "3"], "memory holds 3"),
     ],
 )

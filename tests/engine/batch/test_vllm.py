@@ -102,9 +102,9 @@ def run(
     assert engine._engine.reset_prefix_cache()
     before = engine.cache_counters()
     batch = read_batch(file)
-    fleet = LocalFleet(engine, time.monotonic)
+    fleet = LocalFleet(engine)
     words, longest = load_tokenizer(str(model)), fleet.facts.longest_tokens
-    tokenized = tokenize(batch, words, longest_tokens=longest)
+    tokenized = tokenize(batch, words, longest_tokens=longest, to_run=True)
     cost = describe("A100-80GB", model, capacity_tokens=fleet.facts.capacity_tokens).cost
     with ResultJournal(out) as journal:
         plan = BatchRun(

@@ -23,7 +23,7 @@ from aqua_batch.ray_fleet import Placement, RayFleet
 from aqua_batch.records import read_batch
 from aqua_batch.target import describe
 from aqua_batch.tokenization import tokenize
-from aqua_batch.tokens import ByteTokenizer
+from aqua_batch.tokens import BYTE_TOKENIZER
 from aqua_protocol.errors import AquaError, CapacityError, ConfigError, UnavailableError
 from harness import counting_engine
 from harness.bounds import HANG_S
@@ -68,7 +68,7 @@ def write_batch(path: Path) -> Path:
 
 def finish(fleet: RayFleet, file: Path, out: Path, **told: object) -> int:
     batch = read_batch(file)
-    tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(batch, BYTE_TOKENIZER, longest_tokens=None, to_run=True)
     cost = describe("A100-80GB", None).cost
     with ResultJournal(out) as journal:
         return BatchRun(

@@ -196,17 +196,25 @@ def test_over_tcp_and_in_real_time_every_request_that_is_counted_has_arrived(
         assert json.loads(result.stdout)["requests_sent"] == server.asked > 6
 
 
-def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    journal.write_text('{"subject": {"url": "http://elsewhere"}}\n')
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"subject": {"url": "http://elsewhere"}}\n', "about something else"),
+        ('{"subject": {}}\n{"run": {"rate_per_s": 1.0}}\n', "not a journal of this version"),
+    ],
+)
+def test_a_journal_of_another_workload_or_version_is_refused(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "profile.json.journal").write_text(content)
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(LENGTHS)
-    with pytest.raises(Exception, match="about something else") as caught:
+    with pytest.raises(Exception, match=said) as caught:
         CliRunner().invoke(
             app,
             [
                 *("run", "llm", "--endpoint", "http://127.0.0.1:9", "--model", "m"),
-                *("--lengths", str(lengths), "--journal", str(journal)),
+                *("--lengths", str(lengths), "--output", str(tmp_path / "profile.json")),
             ],
             catch_exceptions=False,
         )

@@ -10,16 +10,15 @@ import pytest
 
 from aqua_batch.batch_run import LEAST_TO_SAMPLE, MOST_DEATHS, BatchProgress, BatchRun
 from aqua_batch.engine import CacheCounters
-from aqua_batch.feed import BlendFeed
+from aqua_batch.feed import BlendFeed, Share
 from aqua_batch.fleet import Event, Fleet, LocalFleet, Lost, Ready, Report
 from aqua_batch.forecast import SERIES_ROWS, forecast
 from aqua_batch.journal import ResultJournal
 from aqua_batch.policies import Policy, policy_for
 from aqua_batch.records import read_batch
-from aqua_batch.share import Share, ShareRun
 from aqua_batch.target import describe
 from aqua_batch.tokenization import plan, tokenize
-from aqua_batch.tokens import ByteTokenizer
+from aqua_batch.tokens import BYTE_TOKENIZER
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_schedulers.admission import BatchView, StepPlan
 from harness.counting_engine import CountingEngine
@@ -51,9 +50,10 @@ def run_over(
     batch = read_batch(file)
     tokenized = tokenize(
         batch,
-        ByteTokenizer(),
+        BYTE_TOKENIZER,
         longest_tokens=fleet.facts.longest_tokens,
         capacity_tokens=fleet.facts.capacity_tokens,
+        to_run=True,
     )
     cost = describe("A100-80GB", None).cost
     return BatchRun(
@@ -62,7 +62,7 @@ def run_over(
 
 
 def local(engine: CountingEngine) -> LocalFleet:
-    return LocalFleet(engine, lambda: 0.0)
+    return LocalFleet(engine)
 
 
 def ids_in(out: Path) -> list[str]:
@@ -152,7 +152,7 @@ class PaperFleet:
         self.facts = self.engines[0].facts
         self.lives = [self.engines[node] for node in self.engines]
         self._plan = dict(plan or {})
-        self._runs: dict[int, ShareRun] = {}
+        self._runs: dict[int, BlendFeed] = {}
         self._turn = 0
 
     def ready_nodes(self) -> list[int]:
@@ -160,7 +160,7 @@ class PaperFleet:
 
     def begin(self, node: int, share: Share) -> None:
         assert node not in self._runs, "it has a share already"
-        self._runs[node] = ShareRun(share.packed(), self.engines[node])
+        self._runs[node] = BlendFeed.of(share.packed(), self.engines[node])
 
     def wait(self) -> list[Event]:
         self._turn += 1
@@ -175,7 +175,8 @@ class PaperFleet:
             return [event]
         reports: list[Event] = []
         for node, run in list(self._runs.items()):
-            answers = run.step(0.0)
+            run.step(0.0)
+            answers = self.engines[node].take_outputs()
             if run.left_count == 0:
                 del self._runs[node]
             reports.append(Report(node, answers, run.running_count, run.left_count))
@@ -270,7 +271,7 @@ class NeverAdmits:
 
 def test_a_policy_that_admits_nothing_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
     batch = read_batch(write_batch(tmp_path, 3))
-    tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(batch, BYTE_TOKENIZER, longest_tokens=None)
     tree = tokenized.prompts.pool().tree
     feed = BlendFeed(NeverAdmits(), tree, CountingEngine(), capacity_tokens=1000)
     with pytest.raises(ConfigError, match="admits none"):
@@ -282,7 +283,7 @@ def test_a_forecast_admits_every_request_once_and_never_beats_the_bound(
     tmp_path: Path, policy: Policy
 ) -> None:
     batch = read_batch(write_batch(tmp_path, 200))
-    tokenized = tokenize(batch, ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(batch, BYTE_TOKENIZER, longest_tokens=None)
     target = describe("A100-80GB", None, capacity_tokens=20_000)
     lengths = {f"r{i}": 300 if i % 3 == 0 else 3 for i in range(200)}
     prepared = plan(tokenized, target, lengths)

@@ -23,7 +23,7 @@ from aqua_batch.bodies import (
 )
 from aqua_batch.records import RejectionCode, read_batch
 from aqua_batch.tokenization import tokenize
-from aqua_batch.tokens import ByteTokenizer
+from aqua_batch.tokens import BYTE_TOKENIZER
 from aqua_protocol.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -173,7 +173,7 @@ def test_whole_characters_in_two_halves_are_text(tmp_path: Path) -> None:
     file.write_bytes(
         rb'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\ud83d\ude00"}}'
     )
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=None)
     assert bytes(tokenized.prompts.prompt(0)).decode() == "😀"
 
 
@@ -208,7 +208,7 @@ def test_each_answer_that_a_line_wants_is_a_row_of_the_plan(tmp_path: Path) -> N
     file = tmp_path / "in.jsonl"
     body = {"prompt": ["left", "right"], "n": 2, "max_tokens": 3}
     file.write_bytes(row("one", {"prompt": "x"}) + b"\n" + row("four", body))
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=None)
     assert tokenized.owner.tolist() == [0, 1, 1, 1, 1]
     assert tokenized.first_rows().tolist() == [0, 1]
     assert bytes(tokenized.prompts.prompt(3)) == b"right"
@@ -221,7 +221,7 @@ def test_a_prompt_that_fills_the_memory_is_rejected_and_the_others_are_cut_to_it
     file = tmp_path / "in.jsonl"
     rows = [row("big", {"prompt": "x" * 60}), row("small", {"prompt": "y" * 40, "max_tokens": 99})]
     file.write_bytes(b"\n".join(rows))
-    words = ByteTokenizer()
+    words = BYTE_TOKENIZER
     tokenized = tokenize(read_batch(file), words, longest_tokens=100, capacity_tokens=50)
     assert [each.code for each in tokenized.rejections] == [RejectionCode.CONTEXT_LENGTH]
     assert "the memory holds 50" in tokenized.rejections[0].message

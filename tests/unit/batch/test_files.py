@@ -13,7 +13,7 @@ from aqua_batch.journal import ResultJournal
 from aqua_batch.records import RejectionCode, read_batch, write_errors
 from aqua_batch.target import describe
 from aqua_batch.tokenization import plan, read_lengths, tokenize
-from aqua_batch.tokens import ByteTokenizer, load_tokenizer, plain_chat
+from aqua_batch.tokens import BYTE_TOKENIZER, load_tokenizer, plain_chat
 from aqua_protocol.errors import ConfigError
 from harness.bounds import HANG_S
 
@@ -103,7 +103,7 @@ def test_errors_are_written_as_openai_does_with_the_line(tmp_path: Path) -> None
 
 def test_prompts_longer_than_the_model_are_rejected_and_limits_cut_to_it(tmp_path: Path) -> None:
     file = batch_of(tmp_path, line("a", prompt="x" * 50), line("b", prompt="y" * 20))
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=23)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=23)
     assert [entry.custom_id for entry in tokenized.entries] == ["b"]
     assert tokenized.prompts.limit.tolist() == [3]
     (rejection,) = tokenized.rejections
@@ -111,10 +111,11 @@ def test_prompts_longer_than_the_model_are_rejected_and_limits_cut_to_it(tmp_pat
     assert "50 tokens" in rejection.message
 
 
-def test_a_file_without_any_good_line_names_its_first_error(tmp_path: Path) -> None:
+def test_a_file_without_any_good_line_is_read_to_its_end(tmp_path: Path) -> None:
     batch = read_batch(batch_of(tmp_path, "{", line("a", n="2")))
-    with pytest.raises(ConfigError, match="none of 2 lines can be run; line 1"):
-        tokenize(batch, ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(batch, BYTE_TOKENIZER, longest_tokens=None)
+    assert tokenized.prompts.count == len(tokenized.entries) == 0
+    assert [each.line for each in tokenized.rejections] == [1, 2]
 
 
 def test_token_ids_are_taken_as_they_are_and_fixed_lengths_known(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_token_ids_are_taken_as_they_are_and_fixed_lengths_known(tmp_path: Path)
         line("b", max_tokens=9, min_tokens=9),
         line("c"),
     )
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=None)
     assert tokenized.prompts.prompt(0) == [5, 6, 7]
     assert tokenized.prompts.known.tolist() == [900, 9, -1]
 
@@ -141,7 +142,7 @@ def test_lengths_of_an_earlier_run_place_its_requests(tmp_path: Path) -> None:
         for name, tokens in zip(names, [2] * 20 + [3000] * 20, strict=True)
     ]
     earlier.write_text("".join(json.dumps(each) + "\n" for each in answers) + "rubbish\n")
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=None)
     prepared = plan(tokenized, describe("A100-80GB", None), read_lengths(earlier))
     assert set(prepared.order.requests[:20].tolist()) == set(range(20))
 
@@ -252,6 +253,6 @@ def test_a_result_is_recorded_once(tmp_path: Path) -> None:
 
 def test_rows_can_be_taken_out_of_a_tokenized_batch(tmp_path: Path) -> None:
     file = batch_of(tmp_path, *(line(name, prompt=name * 3) for name in "abc"))
-    tokenized = tokenize(read_batch(file), ByteTokenizer(), longest_tokens=None)
+    tokenized = tokenize(read_batch(file), BYTE_TOKENIZER, longest_tokens=None)
     part = tokenized.prompts.keep(np.array([2, 0]))
     assert [bytes(part.prompt(index)) for index in range(2)] == [b"ccc", b"aaa"]

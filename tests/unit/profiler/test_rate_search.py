@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from aqua_profiler.load.lengths import LengthDistribution
 from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial
 from harness.known_servers import CASES, CHAT
 from harness.queueing import (
@@ -112,12 +113,18 @@ def test_the_same_seed_gives_the_same_search() -> None:
     assert first[1] == again[1]
 
 
-def test_a_resumed_search_ends_where_an_uninterrupted_one_does() -> None:
+def test_a_resumed_search_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     server, objective = CASES["five slots"].server, LatencyObjective()
     verdict, trials, _ = _search(server, 4, objective)
     unloaded = unloaded_of(server, CHAT.drawn(4), 4)
-    kept = [TrialSummary.from_json(json.loads(json.dumps(trial.as_json()))) for trial in trials]
-    assert kept == trials
+    journal = Journal(tmp_path / "journal", {})
+    journal.note_unloaded(unloaded)
+    for trial in trials:
+        journal.note_trial(trial)
+    journal.note_burst(2.0, trials[0])
+    again = Journal(tmp_path / "journal", {})
+    kept = again.trials
+    assert (again.unloaded, kept, again.bursts) == (unloaded, trials, [(2.0, trials[0])])
     step = next_trial(objective, unloaded, kept, left_s=100.0, budget_s=BUDGET_S, seed=4)
     assert isinstance(step, SearchResult)
     assert step.estimate == verdict.estimate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 import pytest
 
 from aqua_profiler.estimate.speed_drift import drift_of, rescaled
-from aqua_profiler.estimate.token_times import TrialGaps, token_time_rate
+from aqua_profiler.estimate.token_times import token_time_rate
 from aqua_profiler.load.lengths import lengths_of
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.summary import TrialSummary
@@ -73,11 +74,8 @@ def test_two_runs_are_too_few_to_speak_of_drift() -> None:
 def test_a_run_put_to_another_speed_is_as_if_it_had_been_made_at_it() -> None:
     usual, slow = _run(0.0, 1), _run(0.2, 1, rate=12.0 * math.exp(-0.2))
     found = [
-        token_time_rate([paced], trial.gaps_per_request, 0.01)
-        for trial, paced in (
-            (usual, TrialGaps(12.0, False, usual.paces)),
-            (slow, rescaled(TrialGaps(12.0, False, slow.paces), 0.2)),
-        )
+        token_time_rate([trial], trial.gaps_per_request, 0.01)
+        for trial in (usual, replace(rescaled(slow, 0.2), rate_per_s=12.0))
     ]
     assert found[0] is not None
     assert found[1] is not None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from aqua_profiler.estimate.token_times import TrialGaps, token_time_rate
+from aqua_profiler.estimate.token_times import token_time_rate
 from aqua_profiler.load.lengths import lengths_of
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.gap_histogram import gap_histograms
+from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 from harness.queueing import Server, drive
 
@@ -21,13 +23,13 @@ LENGTHS = lengths_of([(10, GENERATOR.randrange(2, 24)) for _ in range(400)])
 SERVER = Server(64, lambda _p, _r: 0.02, lambda n, _r: 0.02 + 0.004 * n)
 
 
-def _paced(rate: float, seed: int, requests: int = 400) -> tuple[TrialGaps, float, float]:
+def _paced(rate: float, seed: int, requests: int = 400) -> tuple[TrialSummary, float, float]:
     trial = Trial(rate, seed=seed, enough_requests=requests, most_s=1e9, patience=1e9)
     summary, _ = drive(
         SERVER, LENGTHS.drawn(seed), trial, OBJECTIVE, UNLOADED, to_the_end=True, drain_s=60.0
     )
     assert summary.tbt_s is not None
-    return TrialGaps(rate, False, summary.paces), summary.gaps_per_request, summary.tbt_s
+    return summary, summary.gaps_per_request, summary.tbt_s
 
 
 def test_short_runs_below_the_limit_tell_where_it_is() -> None:
@@ -79,7 +81,8 @@ def test_tokens_that_never_slow_down_set_no_limit() -> None:
     ended_s = np.arange(0.5, 99.5, 0.1)
     gaps = (ended_s, np.full(ended_s.size, 0.02), np.full(ended_s.size, 4.0))
     parts = gap_histograms(changes, gaps, 0.1, 0.0, 100.0)
-    assert token_time_rate([TrialGaps(5.0, False, parts)], 10.0, 0.01) is None
+    summary, _, _ = _paced(5.0, 1)
+    assert token_time_rate([replace(summary, paces=parts)], 10.0, 0.01) is None
 
 
 def test_a_queue_of_requests_does_not_make_tokens_slow() -> None:
@@ -87,10 +90,7 @@ def test_a_queue_of_requests_does_not_make_tokens_slow() -> None:
     server = Server(5, lambda _p, _r: 0.05, lambda _n, _r: 0.083)
     trial = Trial(8.0, seed=1, enough_requests=300, most_s=1e9, patience=1e9)
     summary, _ = drive(server, LENGTHS.drawn(1), trial, OBJECTIVE, UNLOADED, to_the_end=True)
-    assert (
-        token_time_rate([TrialGaps(8.0, False, summary.paces)], summary.gaps_per_request, 0.01)
-        is None
-    )
+    assert token_time_rate([summary], summary.gaps_per_request, 0.01) is None
 
 
 def test_gaps_and_seconds_are_kept_by_the_requests_in_the_system() -> None:

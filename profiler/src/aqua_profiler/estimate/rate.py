@@ -23,7 +23,7 @@ from typing import Final
 
 from aqua_profiler.estimate.heavy_traffic import LEAST_STARTS, Capacity, capacity_of, queue_rate
 from aqua_profiler.estimate.speed_drift import Drift, drift_of, rescaled
-from aqua_profiler.estimate.token_times import UNKNOWN_ERROR, TrialGaps, token_time_rate
+from aqua_profiler.estimate.token_times import UNKNOWN_ERROR, token_time_rate
 from aqua_profiler.measure.summary import Limit, StopReason, TrialSummary
 from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 
@@ -166,17 +166,16 @@ def _token_limit(
     if not finished:
         return None
     per_request = sum(trial.gaps_per_request * trial.finished for trial in steady) / finished
-    gaps = [TrialGaps(trial.rate_per_s, not trial.is_measured, trial.paces) for trial in told]
     allowed = 1 - objective.tbt_quantile
-    found = token_time_rate(gaps, per_request, allowed, ceiling_per_s=ceiling)
+    found = token_time_rate(told, per_request, allowed, ceiling_per_s=ceiling)
     drift_error = 0.0
     if found is not None and (drift := _drift(trials, found[0])):
         slowness = iter(drift.slowness)
-        gaps = [
-            rescaled(entry, next(slowness)) if is_comparable(trial, found[0]) else entry
-            for trial, entry in zip(told, gaps, strict=True)
+        told = [
+            rescaled(trial, next(slowness)) if is_comparable(trial, found[0]) else trial
+            for trial in told
         ]
-        found = token_time_rate(gaps, per_request, allowed, ceiling_per_s=ceiling)
+        found = token_time_rate(told, per_request, allowed, ceiling_per_s=ceiling)
         drift_error = SPEED_ELASTICITY * drift.error
     if found is None:
         return None

@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64
 
-from aqua_profiler.estimate.token_times import TrialGaps
 from aqua_profiler.measure.gap_histogram import GAP_BIN, GAP_REACH, GapHistogram, pooled
+from aqua_profiler.measure.summary import TrialSummary
 
 LEAST_DRIFT: Final = 0.025
 """Standard deviation of the logarithm of speed between trials that counts as drift. Of servers
@@ -85,7 +85,7 @@ def drift_of(trials: Sequence[Sequence[GapHistogram]]) -> Drift | None:
     return Drift(tuple(relative.tolist()), spread) if spread >= LEAST_DRIFT else None
 
 
-def rescaled(trial: TrialGaps, slowness: float) -> TrialGaps:
+def rescaled(trial: TrialSummary, slowness: float) -> TrialSummary:
     """The trial, had its machine been at the usual speed: every time divided by exp(slowness)."""
     shift, factor = round(slowness / GAP_BIN), math.exp(-slowness)
     parts = tuple(
@@ -96,9 +96,9 @@ def rescaled(trial: TrialGaps, slowness: float) -> TrialGaps:
                 for level, gap, count in part.gaps
             ),
         )
-        for part in trial.parts
+        for part in trial.paces
     )
-    return replace(trial, parts=parts)
+    return replace(trial, paces=parts)
 
 
 def _log_medians(counts: Float64[np.ndarray, "levels bins"]) -> Float64[np.ndarray, " levels"]:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -45,6 +44,7 @@ from aqua_profiler.measure.gap_histogram import (
     GapHistogram,
     pooled,
 )
+from aqua_profiler.measure.summary import TrialSummary
 
 NEAR_RATE: Final = 0.25
 """Distance in ln(rate) at which a trial counts for exp(-1/2): prompts of others slow tokens down
@@ -82,31 +82,17 @@ UNKNOWN_ERROR: Final = 0.3
 nothing changes: anything far above the precision asked for makes the search go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrialGaps:
-    """A trial, as far as its gaps go.
-
-    Attributes:
-        rate_per_s: Of its arrivals.
-        is_filling: A ramp, or ended because it was too much: it passed each level on its way up.
-        parts: Its tables.
-    """
-
-    rate_per_s: float
-    is_filling: bool
-    parts: tuple[GapHistogram, ...]
-
-    def weight(self, near_per_s: float | None) -> float:
-        """What its gaps count at a rate."""
-        weight = FILLING_WEIGHT if self.is_filling else 1.0
-        if near_per_s is None:
-            return weight
-        distance = math.log(self.rate_per_s / near_per_s) / NEAR_RATE
-        return weight * max(FAR_WEIGHT, math.exp(-0.5 * distance**2))
+def _weight(trial: TrialSummary, near_per_s: float | None) -> float:
+    """What a trial's gaps count at a rate."""
+    weight = 1.0 if trial.is_measured else FILLING_WEIGHT
+    if near_per_s is None:
+        return weight
+    distance = math.log(trial.rate_per_s / near_per_s) / NEAR_RATE
+    return weight * max(FAR_WEIGHT, math.exp(-0.5 * distance**2))
 
 
 def token_time_rate(
-    trials: Sequence[TrialGaps],
+    trials: Sequence[TrialSummary],
     gaps_per_request: float,
     allowed: float,
     *,
@@ -117,26 +103,26 @@ def token_time_rate(
     None where no trial has had slow gaps enough to tell. Beyond `ceiling_per_s` another limit
     holds: how far beyond token times reach theirs is then no part of the error.
     """
-    parts = [part for trial in trials for part in trial.parts]
+    parts = [part for trial in trials for part in trial.paces]
     if sum(count for part in parts for _, gap, count in part.gaps if gap > LONG_BIN) < (
         LEAST_LONG_GAPS
     ):
         return None
-    weighted = [(part, trial.weight(None)) for trial in trials for part in trial.parts]
+    weighted = [(part, _weight(trial, None)) for trial in trials for part in trial.paces]
     first = _crossing(weighted, gaps_per_request, allowed)
     if first is None:
         return None
     # Which trials are near depends on the answer, which settles at once.
-    weighted = [(part, trial.weight(first[0])) for trial in trials for part in trial.parts]
+    weighted = [(part, _weight(trial, first[0])) for trial in trials for part in trial.paces]
     found = _crossing(weighted, gaps_per_request, allowed)
     if found is None:
         return None
     rate, reach = found
     # A trial that fills up is at each level once, so that it is left out as a whole or not at all.
     groups = [
-        (number if trial.is_filling else part) % PARTS
+        (part if trial.is_measured else number) % PARTS
         for number, trial in enumerate(trials)
-        for part in range(len(trial.parts))
+        for part in range(len(trial.paces))
     ]
     logs = []
     for left_out in set(groups):

@@ -81,9 +81,8 @@ class Endpoint:
     """Where requests go.
 
     Args:
-        url: Of the server, with or without `/v1` and the path of an operation.
+        url: Of the server, with or without `/v1`; the path of an operation there fixes which one.
         model: As the server calls it.
-        api: `completions` or `chat`; None to find out.
         token: A bearer token, if the server wants one.
 
     Attributes:
@@ -91,17 +90,11 @@ class Endpoint:
         most_tokens: The engine's context, once it has said so.
     """
 
-    def __init__(
-        self, url: str, model: str, *, api: str | None = None, token: str | None = None
-    ) -> None:
-        base = url.rstrip("/")
-        for path, name in (("/chat/completions", "chat"), ("/completions", "completions")):
-            if base.endswith(path):
-                base, api = base.removesuffix(path), api or name
-        self.url = base.removesuffix("/v1")
+    def __init__(self, url: str, model: str, token: str | None = None) -> None:
+        base, path, _ = url.rstrip("/").partition("/chat/completions")
+        self._is_chat, self._may_switch = bool(path), not base.endswith("/completions")
+        self.url = base.removesuffix("/completions").removesuffix("/v1")
         self.model = model
-        self.api = api or "completions"
-        self._may_switch = api is None
         # What strict servers may not know; each is left out once one has refused it by name.
         self._optional: dict[str, Any] = {
             "ignore_eos": True,
@@ -187,7 +180,7 @@ class Endpoint:
         on_sent: Callable[[], None],
         on_token: Callable[[], None],
     ) -> Completion:
-        operation = "chat/completions" if self.api == "chat" else "completions"
+        operation = "chat/completions" if self._is_chat else "completions"
         stream = AnswerStream()
         try:
             async with self._open.post(
@@ -219,7 +212,7 @@ class Endpoint:
             "stream": True,
             **self._optional,
         }
-        if self.api == "chat":
+        if self._is_chat:
             return body | {"messages": [{"role": "user", "content": text}]}
         return body | {"prompt": text}
 
@@ -227,8 +220,8 @@ class Endpoint:
         status = response.status
         if status == TOO_MANY or (status == UNAVAILABLE and "Retry-After" in response.headers):
             raise ShedError
-        if status == NOT_FOUND and self._may_switch and self.api == "completions":
-            self.api, self._may_switch = "chat", False
+        if status == NOT_FOUND and self._may_switch and not self._is_chat:
+            self._is_chat = True
             raise _TryOtherwiseError
         refused = [name for name in self._optional if name in said]
         if status in {BAD, UNPROCESSABLE} and refused:

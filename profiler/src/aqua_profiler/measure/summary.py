@@ -1,12 +1,10 @@
-"""What is kept of a trial: for the search, the journal and the profile. JSON out, JSON in."""
+"""What is kept of a trial: for the search, the journal and the profile."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from aqua_profiler.measure.gap_histogram import GapHistogram
 from aqua_profiler.objective import LatencyObjective
@@ -114,15 +112,3 @@ class TrialSummary:
     def meets(self, objective: LatencyObjective) -> bool:
         """Whether it met the objective, for as long as it lasted."""
         return self.violated(objective) is None
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON of it for the journal."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> TrialSummary:
-        """Read what `as_json` wrote."""
-        return _SUMMARIES.validate_python(content)
-
-
-_SUMMARIES = TypeAdapter(TrialSummary)

@@ -9,7 +9,7 @@ Source: Aqua sections 4.1 and 9.4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from aqua_profiler.errors import EndpointError
@@ -152,8 +152,7 @@ def _needs(
 def _needed_bytes(plan: ProfileSpec, needs: dict[str, int]) -> int | None:
     """Of the planned burst or the long prompt, whichever is more, and the prefixes beside."""
     planned = next(
-        (needs[name] for factor in plan.bursts if (name := f"burst_{factor:g}x") in needs),
-        None,
+        (needs[name] for factor in plan.bursts if (name := f"burst_{factor:g}x") in needs), None
     )
     if planned is None and not needs.get("long_prompt") and not needs.get("prefix_cache"):
         return None
@@ -175,7 +174,7 @@ def _details(
         "kv_cache": None if cache is None else asdict(cache),
         "unloaded": None if journal.unloaded is None else asdict(journal.unloaded),
         # Tables by level are for the search; the journal has them.
-        "runs": [{**trial.as_json(), "paces": ()} for trial in journal.trials],
+        "runs": [asdict(replace(trial, paces=())) for trial in journal.trials],
     }
 
 

@@ -6,14 +6,24 @@ appended when it ends and flushed; a last line that a crash cut off is left out.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from aqua_profiler.errors import JournalMismatchError
 from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.objective import UnloadedLatency
+
+
+class _Line(BaseModel):
+    """A line: what is measured, or one measurement."""
+
+    subject: dict[str, Any] = {}
+    unloaded: UnloadedLatency | None = None
+    run: TrialSummary | None = None
+    burst: TrialSummary | None = None
+    factor: float = 0.0
 
 
 class Journal:
@@ -29,7 +39,7 @@ class Journal:
         bursts: Factor and summary of each, in order.
 
     Raises:
-        JournalMismatchError: It belongs to another subject, or is no journal.
+        JournalMismatchError: It belongs to another subject, or is no journal of this version.
     """
 
     def __init__(self, path: Path | None, subject: dict[str, Any]) -> None:
@@ -42,55 +52,51 @@ class Journal:
         if path.exists() and path.stat().st_size:
             self._read(path, subject)
         else:
-            self._append({"subject": subject})
+            self._append(_Line(subject=subject))
 
     def note_unloaded(self, unloaded: UnloadedLatency) -> None:
         """Keep what a lone request took."""
         self.unloaded = unloaded
-        self._append({"unloaded": asdict(unloaded)})
+        self._append(_Line(unloaded=unloaded))
 
     def note_trial(self, summary: TrialSummary) -> None:
         """Keep a trial of the search."""
         self.trials.append(summary)
-        self._append({"run": summary.as_json()})
+        self._append(_Line(run=summary))
 
     def note_burst(self, factor: float, summary: TrialSummary) -> None:
         """Keep a burst at that factor of the stable rate."""
         self.bursts.append((factor, summary))
-        self._append({"burst": summary.as_json(), "factor": factor})
+        self._append(_Line(burst=summary, factor=factor))
 
     def remove(self) -> None:
         """The profile is complete: nothing is left to resume."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, line: _Line) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(entry) + "\n")
+                stream.write(line.model_dump_json(exclude_unset=True) + "\n")
 
     def _read(self, path: Path, subject: dict[str, Any]) -> None:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        whole = lines[:-1]  # What follows the last line end was cut off, or is nothing.
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rindex("\n") + 1] if "\n" in text else ""
         try:
-            entries = [json.loads(line) for line in whole]
-            found = entries[0]["subject"]
-            if found == subject:
-                for entry in entries[1:]:
-                    self._take(entry)
-        except (ValueError, LookupError, TypeError) as error:
-            raise JournalMismatchError(f"{path} is not a journal of aqua-profile") from error
-        if found != subject:
-            differing = sorted(name for name in subject if found.get(name) != subject[name])
+            found, *lines = [_Line.model_validate_json(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise JournalMismatchError(
+                f"{path} is not a journal of this version of aqua-profile"
+            ) from error
+        differing = sorted(name for name in subject if found.subject.get(name) != subject[name])
+        if differing:
             raise JournalMismatchError(
                 f"{path} is about something else: {', '.join(differing)} differ"
             )
-        path.write_text("".join(line + "\n" for line in whole), encoding="utf-8")
-
-    def _take(self, entry: dict[str, Any]) -> None:
-        if "unloaded" in entry:
-            self.unloaded = UnloadedLatency(**entry["unloaded"])
-        elif "run" in entry:
-            self.trials.append(TrialSummary.from_json(entry["run"]))
-        elif "burst" in entry:
-            self.bursts.append((entry["factor"], TrialSummary.from_json(entry["burst"])))
+        for line in lines:
+            self.unloaded = line.unloaded or self.unloaded
+            if line.run is not None:
+                self.trials.append(line.run)
+            if line.burst is not None:
+                self.bursts.append((line.factor, line.burst))
+        path.write_text(whole, encoding="utf-8")  # What follows was cut off by a crash.
