@@ -15,7 +15,7 @@ from aqua_profiler.load.endpoint import Endpoint
 from aqua_profiler.load.lengths import read_lengths
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.open_loop import OpenLoopTrial
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 WORDS_OF_A_PROBE = 20
 

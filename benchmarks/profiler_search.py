@@ -24,7 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from aqua_profiler.objective import LatencyObjective
+from aqua_profiler.spec import LatencyObjective
 from harness.known_servers import CASES, Case
 from harness.queueing import search, true_rate_in_steps, unloaded_of
 

@@ -22,8 +22,8 @@ from aqua_profiler.load.lengths import LengthDistribution
 from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
 from aqua_profiler.search.rate_search import SearchResult, next_trial
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 TICK_S: Final = 0.05
 

@@ -106,9 +106,8 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_profiler.errors import ProfileInvalidError
     from aqua_profiler.llm import profile_llm
     from aqua_profiler.load.lengths import read_lengths
-    from aqua_profiler.objective import LatencyObjective
-    from aqua_profiler.report.provenance import provenance
-    from aqua_profiler.spec import ProfileSpec
+    from aqua_profiler.report.files import provenance
+    from aqua_profiler.spec import LatencyObjective, ProfileSpec
     from aqua_protocol import parse_bytes
 
     workload = read_lengths(lengths)
@@ -224,7 +223,7 @@ def context(  # noqa: PLR0917 - as above
 def _batch_spec(
     model: str, budget_s: float, largest: int, threshold: str, hbm: str | None, hardware: str
 ) -> BatchSpec:
-    from aqua_profiler.report.provenance import provenance
+    from aqua_profiler.report.files import provenance
     from aqua_profiler.spec import BatchSpec
     from aqua_protocol import parse_bytes
 

@@ -26,11 +26,10 @@ from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
 from aqua_profiler.measure.open_loop import OpenLoopTrial
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import UnloadedLatency
 from aqua_profiler.report.profile import Findings, compose, spare_bytes
 from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial
-from aqua_profiler.spec import ProfileSpec
+from aqua_profiler.spec import ProfileSpec, UnloadedLatency
 from aqua_protocol.profile import ModelProfile
 
 if TYPE_CHECKING:
@@ -130,14 +129,14 @@ class _LlmProfile:
                     f"{dropped} of {asked} requests exceed the engine's context of {context} tokens"
                     " and were left out"
                 )
-        readings = await self._gauge.look()
-        if readings is None or readings.usage is None:
+        config = await self._gauge.look()
+        if self._gauge.usage is None:
             findings.notes.append(
                 "the engine does not report the use of its KV cache (/metrics), so what it spares"
                 " is not known"
             )
         else:
-            findings.cache = cache_of(readings.config, folder, self._spec.kv_bytes)
+            findings.cache = cache_of(config, folder, self._spec.kv_bytes)
             if findings.cache.nbytes is None:
                 findings.notes.append(
                     "the engine does not say how many bytes its KV cache has; give --kv-bytes or"

@@ -6,7 +6,7 @@ import pytest
 
 from aqua_profiler.estimate.heavy_traffic import Capacity, queue_rate
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 OBJECTIVE = LatencyObjective()
 UNLOADED = UnloadedLatency(ttft_s=0.02, residence_s=0.3, tbt_s=0.01)

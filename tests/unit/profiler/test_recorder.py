@@ -7,7 +7,7 @@ import numpy as np
 from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 UNLOADED = UnloadedLatency(ttft_s=0.1, residence_s=0.5, tbt_s=0.01)
 OBJECTIVE = LatencyObjective()

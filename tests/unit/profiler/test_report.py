@@ -10,9 +10,8 @@ import yaml
 from aqua_placer.problem.parser import instance_from
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.measure.kv_cache import cache_of, parse_metrics, token_bytes
-from aqua_profiler.report.files import read_profile, write_profile
+from aqua_profiler.report.files import command_line, read_profile, write_profile
 from aqua_profiler.report.plot import draw
-from aqua_profiler.report.provenance import command_line
 from aqua_profiler.report.text import differences, kubernetes, lines_of, placer_input, sentence
 from aqua_protocol.profile import ModelProfile, ProfileLabel, label_of
 
@@ -114,13 +113,13 @@ def test_the_cache_is_read_from_metrics_and_sized_by_the_models_configuration(
         'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",cache_dtype="auto"} 1.0\n'
     )
-    readings = parse_metrics(page)
-    assert readings.usage == 0.75
-    assert cache_of(readings.config, None, None).nbytes is None
+    usage, config = parse_metrics(page)
+    assert usage == 0.75
+    assert cache_of(config, None, None).nbytes is None
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,'
         ' "hidden_size": 64, "torch_dtype": "bfloat16"}'
     )
     assert token_bytes(tmp_path, "auto") == 2 * 2 * 2 * 8 * 2
-    assert cache_of(readings.config, tmp_path, None).nbytes == 1600 * 128
-    assert cache_of(readings.config, tmp_path, 7).nbytes == 7
+    assert cache_of(config, tmp_path, None).nbytes == 1600 * 128
+    assert cache_of(config, tmp_path, 7).nbytes == 7

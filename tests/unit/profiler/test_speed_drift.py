@@ -17,8 +17,8 @@ from aqua_profiler.estimate.token_times import token_time_rate
 from aqua_profiler.load.lengths import lengths_of
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective
 from aqua_profiler.search.rate_search import SearchResult
+from aqua_profiler.spec import LatencyObjective
 from harness.queueing import Server, drive, search, true_rate_in_steps, unloaded_of
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from aqua_profiler.load.lengths import lengths_of
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.gap_histogram import gap_histograms
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 from harness.queueing import Server, drive
 
 OBJECTIVE = LatencyObjective()

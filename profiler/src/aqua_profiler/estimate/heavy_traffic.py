@@ -32,7 +32,7 @@ from scipy.special import rel_entr
 
 from aqua_profiler.measure.backlog import COUNT_WINDOWS, STARTS_PER_WINDOW
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 LEAST_STARTS: Final = 12
 """First tokens of a backlog that counts, and a quarter of those that make a ramp's dispensable.

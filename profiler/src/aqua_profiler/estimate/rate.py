@@ -25,7 +25,7 @@ from aqua_profiler.estimate.heavy_traffic import LEAST_STARTS, Capacity, capacit
 from aqua_profiler.estimate.speed_drift import Drift, drift_of, rescaled
 from aqua_profiler.estimate.token_times import UNKNOWN_ERROR, token_time_rate
 from aqua_profiler.measure.summary import Limit, StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 TOLERANCE: Final = 0.05
 """Fixed by the profile's format: confidence is the probability that the truth is that near."""

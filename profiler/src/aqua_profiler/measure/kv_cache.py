@@ -10,15 +10,16 @@ Source of the names: vLLM's Prometheus metrics, present and former.
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.load.endpoint import Endpoint
+from aqua_protocol import ConfigError
+from aqua_protocol.decoders import read_config
 
 USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
@@ -67,16 +68,10 @@ class KvCache:
         return self.nbytes / self.tokens
 
 
-@dataclass(frozen=True, slots=True)
-class CacheMetrics:
-    """One look at `/metrics`."""
+def parse_metrics(text: str) -> tuple[float | None, dict[str, str]]:
+    """Share of the cache in use, and labels of its configuration, as the page says.
 
-    usage: float | None
-    config: dict[str, str]
-
-
-def parse_metrics(text: str) -> CacheMetrics:
-    """What the page says about the cache; several engines behind one page count as the fullest.
+    Several engines behind one page count as the fullest.
 
     Raises:
         ValueError: Not Prometheus text.
@@ -91,7 +86,7 @@ def parse_metrics(text: str) -> CacheMetrics:
                 usage = max(sample.value, usage or 0.0)
             elif sample.name in CONFIG_NAMES:
                 config |= sample.labels
-    return CacheMetrics(usage, config)
+    return usage, config
 
 
 class KvCachePoller:
@@ -108,15 +103,14 @@ class KvCachePoller:
         self._endpoint = endpoint
         self.usage: float | None = None
 
-    async def look(self) -> CacheMetrics | None:
-        """Ask once; None where there are no metrics."""
+    async def look(self) -> dict[str, str]:
+        """Ask once, also for the labels of the cache's configuration."""
         try:
-            page = await self._endpoint.get("/metrics")
-            readings = None if page is None else parse_metrics(page.decode(errors="replace"))
+            page = await self._endpoint.get("/metrics") or b""
+            self.usage, config = parse_metrics(page.decode(errors="replace"))
         except (EndpointError, ValueError):
-            readings = None  # An engine is judged by its answers; its metrics are optional.
-        self.usage = None if readings is None else readings.usage
-        return readings
+            self.usage, config = None, {}  # An engine is judged by its answers, not its metrics.
+        return config
 
     async def follow(self) -> None:
         """Keep asking, until cancelled."""
@@ -154,8 +148,8 @@ def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | 
 def token_bytes(folder: Path, cache_dtype: str) -> int | None:
     """Bytes of keys and values of a token, from a Hugging Face `config.json`; None if unclear."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config = read_config(folder)
+    except ConfigError:
         return None
     config = config.get("text_config") or config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")

@@ -20,7 +20,7 @@ from aqua_profiler.load.endpoint import Endpoint, ShedError
 from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 TICK_S: Final = 0.05
 """Seconds between two looks at the stop rules; twice as many end trials a request or two later."""

@@ -24,7 +24,7 @@ from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.backlog import BacklogClock
 from aqua_profiler.measure.gap_histogram import gap_histograms
 from aqua_profiler.measure.summary import StopReason, TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 BACKLOG_SHARE: Final = 0.5
 """Share of the way from the unloaded TTFT to the limit at which a backlog begins: far from what a

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from aqua_profiler.measure.gap_histogram import GapHistogram
-from aqua_profiler.objective import LatencyObjective
+from aqua_profiler.spec import LatencyObjective
 
 Limit = Literal["ttft", "tbt"]
 """Which limit of the objective."""

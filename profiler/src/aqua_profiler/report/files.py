@@ -1,17 +1,26 @@
-"""Profiles as files, JSON or YAML by the name's ending, and on their way to the coordinator."""
+"""Profiles as files, JSON or YAML by the name's ending, where they were made, and their sending."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from aqua_cli import write_json, write_text
 from aqua_client import CoordinatorClient
 from aqua_profiler.errors import ProfileInvalidError
-from aqua_protocol.profile import ModelProfile, ProfileLabel
+from aqua_protocol.profile import ModelProfile, ProfileLabel, Provenance
+
+SECRET_OPTIONS: Final = ("--token", "--api-key")
+"""Options whose values do not go into a profile."""
 
 
 def read_profile(path: Path) -> ModelProfile:
@@ -67,3 +76,30 @@ def push(profile: ModelProfile, url: str, token: str | None) -> None:
     # A person waits that long for a coordinator that may be starting.
     with CoordinatorClient(url, token, timeout_s=30.0) as client:
         client.put_profile(profile)
+
+
+def provenance(workload_sha256: str = "", *, hardware: str = "", engine: str = "") -> Provenance:
+    """This process, now; names of the host and of its user stay out."""
+    return Provenance(
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(sys.argv),
+        hardware=hardware or f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",
+        engine=engine,
+        workload_sha256=workload_sha256,
+        profiler=f"aqua-profiler {version('aqua-profiler')}",
+    )
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command, without its secrets."""
+    shown, hide = [os.path.basename(arguments[0])], False  # noqa: PTH119 - a string, not a path
+    for argument in arguments[1:]:
+        name = argument.split("=", 1)[0]
+        if hide:
+            shown.append("***")
+        elif name in SECRET_OPTIONS and "=" in argument:
+            shown.append(f"{name}=***")
+        else:
+            shown.append(argument)
+        hide = name in SECRET_OPTIONS and "=" not in argument and not hide
+    return shlex.join(shown)

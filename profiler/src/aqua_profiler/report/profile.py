@@ -16,10 +16,9 @@ from aqua_profiler.errors import EndpointError
 from aqua_profiler.estimate.rate import Estimate, estimate_rate
 from aqua_profiler.measure.kv_cache import KvCache
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective
 from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult
-from aqua_profiler.spec import ProfileSpec
+from aqua_profiler.spec import LatencyObjective, ProfileSpec
 from aqua_protocol.profile import Burst, ModelProfile, ProfileKind, ProfileLabel, label_of
 
 LATENESS_LIMIT_S: Final = 0.010

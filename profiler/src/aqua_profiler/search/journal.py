@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from aqua_profiler.errors import JournalMismatchError
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import UnloadedLatency
+from aqua_profiler.spec import UnloadedLatency
 
 
 class _Line(BaseModel):

@@ -26,7 +26,7 @@ from aqua_profiler.estimate.rate import Estimate, estimate_rate, is_comparable
 from aqua_profiler.estimate.speed_drift import LEAST_TRIALS
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.summary import TrialSummary
-from aqua_profiler.objective import LatencyObjective, UnloadedLatency
+from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 # --- Ramps ------------------------------------------------------------------------------
 
@@ -154,13 +154,11 @@ class SearchResult:
         complete: The objective was seen met near the rate, and a limit above it; else the profile
             is partial.
         reason: Why it ended, for people.
-        at_cap: The rate is the highest that was allowed, not a limit of the endpoint.
     """
 
     estimate: Estimate
     complete: bool
     reason: str
-    at_cap: bool = False
 
 
 def next_trial(
@@ -406,6 +404,6 @@ class _Search:
             known = replace(
                 known, rate_per_s=cap, error=0.0, limited_by=None, queueing=False, capacity=None
             )
-            return SearchResult(known, complete=True, reason=reason, at_cap=True)
+            return SearchResult(known, complete=True, reason=reason)
         is_known = known.rate_per_s is not None and known.error <= LEAST_PRECISION
         return SearchResult(known, is_known and self._is_confirmed(), reason)
