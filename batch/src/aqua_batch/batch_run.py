@@ -28,7 +28,7 @@ from jaxtyping import Int64
 from aqua_batch.feed import Share
 from aqua_batch.fleet import Event, Fleet, Lost, Ready, Report
 from aqua_batch.journal import ResultJournal
-from aqua_batch.outputs import OutputCollector, RowOutput, result_line
+from aqua_batch.outputs import RowOutput, result_line
 from aqua_batch.policies import Policy
 from aqua_batch.records import BatchFile
 from aqua_batch.tokenization import TokenizedBatch
@@ -131,7 +131,7 @@ class BatchRun:
         self._on_progress = on_progress
         self._on_loss = on_loss
         self._started_s = time.monotonic()
-        self._outputs = OutputCollector()
+        self._held: dict[int, dict[int, RowOutput]] = {}  # of unfinished lines, by row
         self._first_row = tokenized.first_rows()
         self._observed = tokenized.lengths(journal.finished)
         finished = np.array(
@@ -304,15 +304,17 @@ class BatchRun:
             self._observed[row] = answer.output_tokens
         index = int(self._owner[row])
         entry, first = self._tokenized.entries[index], int(self._first_row[index])
-        answers = self._outputs.add(entry, row - first, answer)
-        if answers is None:
+        held = self._held.setdefault(index, {})
+        held[row] = answer
+        if len(held) < entry.part_count:
             return
+        del self._held[index]
         offsets = self._prompts.offsets[first : first + entry.part_count + 1]
         (body,) = self._batch.bodies([entry])
         self._journal.record(
             result_line(
                 entry,
-                answers,
+                [held[row] for row in sorted(held)],
                 np.diff(offsets).tolist(),
                 model=body.get("model", self._model),
                 created_s=int(self._clock_s()),

@@ -165,7 +165,7 @@ TokenName = Annotated[str, Field(pattern=r"^[0-9]+$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class SamplingFields(_Strict):
+class _SamplingFields(_Strict):
     """Fields that vLLM's SamplingParams knows under the same name, and what it takes for them."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -199,7 +199,7 @@ def run_problem(url: str, body: Mapping[str, Any]) -> Problem | None:
                         f"body.messages[{index}].content[{place}]",
                     )
     try:
-        SamplingFields.model_validate(body)
+        _SamplingFields.model_validate(body)
     except ValidationError as error:
         message, param = problem_of(error)
         return Problem(message, f"body.{param}")
@@ -210,7 +210,7 @@ def run_problem(url: str, body: Mapping[str, Any]) -> Problem | None:
 
 def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling fields of a checked body that are set, under vLLM's names."""
-    given = {n: body[n] for n in SamplingFields.model_fields if body.get(n) is not None}
+    given = {n: body[n] for n in _SamplingFields.model_fields if body.get(n) is not None}
     if "logit_bias" in given:
         # JSON has no integer keys.
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}

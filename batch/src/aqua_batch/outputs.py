@@ -2,7 +2,6 @@
 
 An engine answers *rows*: one prompt, one answer. A line of the batch file may want more of them
 (`n`, or several prompts), which then run like any others, on whatever engine has room.
-`OutputCollector` holds the rows of a line until all are there.
 
 Source: OpenAI Batch API, "Retrieving the results"; the objects `chat.completion` and
 `text_completion` of its API reference.
@@ -35,22 +34,6 @@ class RowOutput:
     output_tokens: int
     cached_tokens: int
     error: str | None = None
-
-
-class OutputCollector:
-    """Gathers the completions of a line of the file until none is missing."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, dict[int, RowOutput]] = {}
-
-    def add(self, entry: Entry, part: int, answer: RowOutput) -> list[RowOutput] | None:
-        """Keep an answer; returns all of the line's, by part, once none is missing."""
-        parts = self._held.setdefault(entry.custom_id, {})
-        parts[part] = answer
-        if len(parts) < entry.part_count:
-            return None
-        del self._held[entry.custom_id]
-        return [parts[index] for index in range(entry.part_count)]
 
 
 def result_line(

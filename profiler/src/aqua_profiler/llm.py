@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aqua_profiler.errors import EndpointError, EndpointRefusedError, EndpointStalledError
 from aqua_profiler.estimate.rate import estimate_rate
-from aqua_profiler.load.endpoint import Completion, Endpoint, ShedError
+from aqua_profiler.load.endpoint import Endpoint, ShedError
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.kv_cache import KvCachePoller, cache_of
 from aqua_profiler.measure.open_loop import OpenLoopTrial
@@ -170,10 +170,10 @@ class _LlmProfile:
             if number == 0:
                 # How many tokens a word has is not known yet: this one fits whatever they are.
                 prompt = min(prompt, FIRST_PROMPT)
-            times, answered = await self._lone_request(prompt, output, seed=number)
-            if answered.prompt_tokens:
+            times, prompt_tokens = await self._lone_request(prompt, output, seed=number)
+            if prompt_tokens:
                 words += prompt * endpoint.words_per_token
-                tokens += answered.prompt_tokens
+                tokens += prompt_tokens
                 endpoint.words_per_token = min(max(words / tokens, 0.1), 10.0)
             is_late = self._left_s < (1 - LONE_SHARE) * self._spec.budget_s
             if number > 0 or is_late:
@@ -197,8 +197,8 @@ class _LlmProfile:
 
     async def _lone_request(
         self, prompt: int, output: int, *, seed: int
-    ) -> tuple[list[float], Completion]:
-        """Times of sending and of each piece."""
+    ) -> tuple[list[float], int | None]:
+        """Times of sending and of each piece, and the prompt's tokens as the server counts."""
         times = [self._clock()]
         self._findings.lone_requests += 1
         try:
@@ -208,7 +208,7 @@ class _LlmProfile:
                     times.append(self._clock())
                     silence.reschedule(times[-1] + self._stall_s)
 
-                answered = await self._endpoint.ask(prompt, output, seed, lambda: None, heard)
+                counted = await self._endpoint.ask(prompt, output, seed, lambda: None, heard)
         except TimeoutError as error:
             raise EndpointStalledError(
                 f"a lone request had no token for {self._stall_s:.0f} s"
@@ -218,7 +218,7 @@ class _LlmProfile:
                 "the endpoint turns away a lone request (429)",
                 remedy="Profile it while nothing else uses it.",
             ) from error
-        return times, answered
+        return times, counted
 
     # --- Load -----------------------------------------------------------------------------
 

@@ -24,14 +24,12 @@ class AnswerStream:
         tokens: Pieces of text so far.
         is_finished: The server said that the answer is complete.
         prompt_tokens: As the server counts, once it has said so.
-        output_tokens: Likewise.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.is_finished = False
         self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
         self._rest = b""
 
     def feed(self, data: bytes) -> int:
@@ -86,8 +84,8 @@ class AnswerStream:
             raise EndpointGarbledError(f"an event has no choices: {_shown(data)}")
         usage = event.get("usage")
         if isinstance(usage, dict):
-            self.prompt_tokens = _count(usage.get("prompt_tokens"))
-            self.output_tokens = _count(usage.get("completion_tokens"))
+            count = usage.get("prompt_tokens")
+            self.prompt_tokens = count if isinstance(count, int) else None
         for choice in choices:
             if not isinstance(choice, dict):
                 raise EndpointGarbledError(f"a choice is no object: {_shown(data)}")
@@ -105,10 +103,6 @@ def _is_token(choice: dict[str, Any], *, ended: bool) -> bool:
         text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
         return bool(text) or not (ended or "role" in delta)
     return bool(choice.get("text")) or ("text" in choice and not ended)
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _shown(data: bytes) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
@@ -60,21 +59,6 @@ the long prompts are shortened."""
 
 class ShedError(Exception):
     """The endpoint turned a request away because it has too much to do (429)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A complete answer.
-
-    Attributes:
-        pieces: Pieces of text that arrived.
-        prompt_tokens: As the server counts, None if it does not say.
-        output_tokens: Likewise.
-    """
-
-    pieces: int
-    prompt_tokens: int | None
-    output_tokens: int | None
 
 
 class Endpoint:
@@ -152,8 +136,8 @@ class Endpoint:
         seed: int,
         on_sent: Callable[[], None],
         on_token: Callable[[], None],
-    ) -> Completion:
-        """Send one request and read its answer.
+    ) -> int | None:
+        """Send one request and read its answer; returns the length of its prompt.
 
         Args:
             prompt_tokens: Length to aim at.
@@ -162,41 +146,29 @@ class Endpoint:
             on_sent: Called when the request has been handed to the socket.
             on_token: Called for each piece of text as it arrives.
 
+        Returns:
+            Tokens of the prompt as the server counts, None if it does not say.
+
         Raises:
             ShedError: The endpoint is too busy.
             EndpointError: It failed.
         """
         while True:
+            operation = "chat/completions" if self._is_chat else "completions"
+            body = self._body(prompt_tokens, output_tokens, seed)
+            url = f"{self.url}/v1/{operation}"
             try:
-                return await self._ask(prompt_tokens, output_tokens, seed, on_sent, on_token)
-            except _TryOtherwiseError:
-                continue
-
-    async def _ask(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        seed: int,
-        on_sent: Callable[[], None],
-        on_token: Callable[[], None],
-    ) -> Completion:
-        operation = "chat/completions" if self._is_chat else "completions"
-        stream = AnswerStream()
-        try:
-            async with self._open.post(
-                f"{self.url}/v1/{operation}",
-                json=self._body(prompt_tokens, output_tokens, seed),
-                trace_request_ctx=on_sent,
-            ) as response:
-                if not response.ok:
-                    self._refuse(response, (await response.read()).decode(errors="replace"))
-                async for data in response.content.iter_any():
-                    for _ in range(stream.feed(data)):
-                        on_token()
-                stream.end()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _no_answer(error, self.url) from error
-        return Completion(stream.tokens, stream.prompt_tokens, stream.output_tokens)
+                async with self._open.post(url, json=body, trace_request_ctx=on_sent) as response:
+                    if response.ok:
+                        stream = AnswerStream()
+                        async for data in response.content.iter_any():
+                            for _ in range(stream.feed(data)):
+                                on_token()
+                        stream.end()
+                        return stream.prompt_tokens
+                    self._adapt(response, (await response.read()).decode(errors="replace"))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise _no_answer(error, self.url) from error
 
     def _body(self, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
         generator = random.Random(f"prompt {self._salt} {seed}")
@@ -216,18 +188,19 @@ class Endpoint:
             return body | {"messages": [{"role": "user", "content": text}]}
         return body | {"prompt": text}
 
-    def _refuse(self, response: aiohttp.ClientResponse, said: str) -> None:
+    def _adapt(self, response: aiohttp.ClientResponse, said: str) -> None:
+        """After a refusal: put requests another way from now on, or raise."""
         status = response.status
         if status == TOO_MANY or (status == UNAVAILABLE and "Retry-After" in response.headers):
             raise ShedError
         if status == NOT_FOUND and self._may_switch and not self._is_chat:
             self._is_chat = True
-            raise _TryOtherwiseError
+            return
         refused = [name for name in self._optional if name in said]
         if status in {BAD, UNPROCESSABLE} and refused:
             for name in refused:
                 del self._optional[name]
-            raise _TryOtherwiseError
+            return
         raise EndpointRefusedError(
             f"{response.url} answered {status}: {said[:SHOWN]!r}", status=status
         )
@@ -241,10 +214,6 @@ def _no_answer(error: aiohttp.ClientError | TimeoutError, url: str) -> EndpointE
     if isinstance(error, aiohttp.ClientResponseError):
         return EndpointGarbledError(f"{url} does not speak HTTP: {error.message or said}")
     return EndpointGoneError(f"{url} broke off an answer: {said}")
-
-
-class _TryOtherwiseError(Exception):
-    """The same request once more, put another way."""
 
 
 async def _note_sent(
