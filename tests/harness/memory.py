@@ -34,6 +34,3 @@ class PaperSlab(OwnedSlab):
         """Note that it was closed; closing twice is a mistake of whoever owns it."""
         assert not self.closed, "closed twice"
         self.closed = True
-
-    def _let_go(self) -> None:
-        """There is nothing to give back."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from aqualib.blocks import BlockStore
-    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.producer import Producer
     from aqualib.tensor import AquaTensor
 
@@ -124,7 +124,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     token: str | None = None,
     transport: TransportKind | str | None = None,
     device: str | None = None,
-    memory: DeviceMemory | None = None,
+    memory: EmulatedMemory | None = None,
     slab_bytes: int | str | None = None,
     model: str | None = None,
     registry: CollectorRegistry | None = None,
@@ -137,8 +137,8 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         token: Bearer token with the role producer.
         transport: How slabs are shared; by default the best that works on `device`.
         device: Whose memory is lent (`cuda:1`, `cpu`).
-        memory: What the slabs are taken from, where the engine shares the account; by default
-            the GPU, or on a CPU a budget of `AQUA_EMULATED_HBM_BYTES`, if that is set.
+        memory: Budget that the slabs are taken from, where the engine shares it; by default one
+            of `AQUA_EMULATED_HBM_BYTES` on a CPU, if that is set. A GPU's driver accounts itself.
         slab_bytes: Unit of offers and reclaims; must be that of the consumers.
         model: What runs here, for people.
         registry: Where its metrics are while it is open; None leaves them out.

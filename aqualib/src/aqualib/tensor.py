@@ -83,9 +83,6 @@ class PinnedView(MappedSlab):
         whole = memory.tensor
         super().__init__(whole.data_ptr() + run.start, run.size, whole.device)
 
-    def _let_go(self) -> None:
-        """The memory belongs to the slab."""
-
 
 class AquaTensor:
     """A tensor in the store. Made by `Aqua.empty` and `Aqua.offload`; a context manager.

@@ -150,7 +150,7 @@ def test_an_emulated_device_never_holds_more_than_it_has() -> None:
 
 def test_a_cpu_has_a_budget_only_if_one_is_given() -> None:
     cpu = select(TransportKind.MEMFD).device
-    assert device_memory(cpu) is None
+    assert device_memory(cpu, None) is None
     budget = device_memory(cpu, SLAB)
     assert budget is not None
     assert budget.total_bytes == SLAB

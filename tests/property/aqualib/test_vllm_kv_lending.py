@@ -21,7 +21,7 @@ from harness.block_pool import PaperBlock, PaperPool
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.granules import GranuleMask
-    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.device import EmulatedMemory
 
 GRANULE = 64
 SLAB = 4 * GRANULE
@@ -38,7 +38,7 @@ class PaperMemory:
         self.is_refusing = False
 
     @property
-    def account(self) -> DeviceMemory:
+    def account(self) -> EmulatedMemory:
         raise NotImplementedError
 
     @property

@@ -94,14 +94,6 @@ def test_a_moment_of_load_starts_the_wait_anew() -> None:
     assert decide(LLM, load(rate=1.0), watch, 10.0) is not None
 
 
-def test_pressure_may_be_required_to_last() -> None:
-    patient = replace(LLM, pressure_s=2.0)
-    report = load(rate=9.0)
-    watch = observe(patient, report, Watch(offered_bytes=SLAB), 0.0)
-    assert decide(patient, report, watch, 1.0) is None
-    assert decide(patient, report, watch, 2.0) == ReclaimBytes(SLAB)
-
-
 def test_nothing_is_offered_while_a_reclaim_is_open() -> None:
     report = load(rate=0.0)
     watch = observe(LLM, report, Watch(returning_bytes=SLAB), 0.0)

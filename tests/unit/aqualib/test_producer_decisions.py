@@ -31,10 +31,6 @@ from aqualib.producer import admission, lending_state
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import (
     Escalation,
-    EscalationStep,
-    PendingReturn,
-    due_at_s,
-    next_step,
 )
 from aqualib.producer.lending_state import LendingState
 from aqualib.producer.pool import Slab, SlabPool
@@ -98,27 +94,20 @@ def test_no_more_is_chosen_than_there_is() -> None:
 # --- Escalation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("policy", "taken", "now_s", "expected"),
-    [
-        (Escalation.WAIT, EscalationStep.NOTHING, 9.9, EscalationStep.NOTHING),
-        (Escalation.WAIT, EscalationStep.NOTHING, 10.0, EscalationStep.QUARANTINE),
-        (Escalation.WAIT, EscalationStep.QUARANTINE, 99.0, EscalationStep.NOTHING),
-        (Escalation.KILL, EscalationStep.NOTHING, 99.0, EscalationStep.QUARANTINE),
-        (Escalation.KILL, EscalationStep.QUARANTINE, 12.9, EscalationStep.NOTHING),
-        (Escalation.KILL, EscalationStep.QUARANTINE, 13.0, EscalationStep.KILL),
-        (Escalation.KILL, EscalationStep.KILL, 99.0, EscalationStep.NOTHING),
-    ],
-)
-def test_quarantine_comes_before_a_kill_and_nothing_happens_twice(
-    policy: Escalation, taken: EscalationStep, now_s: float, expected: EscalationStep
-) -> None:
-    ask = PendingReturn(LeaseId("lease"), 10.0, {1}, kill_at_s=13.0, taken=taken)
-    assert next_step(ask, policy, now_s) is expected
-    if expected is not EscalationStep.NOTHING:
-        assert due_at_s(ask, policy) <= now_s
-    else:
-        assert due_at_s(ask, policy) > now_s
+@pytest.mark.parametrize("policy", Escalation)
+def test_quarantine_comes_before_a_kill_and_nothing_happens_twice(policy: Escalation) -> None:
+    made = lending_of(1, policy)
+    made.lend(claims(1))
+    reclaim, _ = made.reclaim(ReclaimId("r"), SLAB, 10.0, now_s=0.0)
+    kills: list[tuple[float, LeaseId]] = []
+    for now_s in (9.9, 10.0, 12.9, 13.0, 99.0):
+        was_due = made.due_at_s() <= now_s
+        effects = made.tick(now_s)
+        kills += [(now_s, lease_id) for lease_id in effects.kills]
+        assert was_due == (now_s == 10.0 or bool(effects.kills))
+        assert reclaim.escalated == (now_s >= 10.0)
+        assert made.pool.count(SlabState.QUARANTINED) == (now_s >= 10.0)
+    assert kills == ([(13.0, LeaseId("lease"))] if policy is Escalation.KILL else [])
 
 
 def test_a_producer_that_was_stopped_itself_grants_the_whole_grace() -> None:

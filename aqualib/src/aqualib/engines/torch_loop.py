@@ -34,7 +34,7 @@ from aqua_protocol.members import LoadReport
 if TYPE_CHECKING:
     import torch
 
-    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.device import EmulatedMemory
 
 RECENT_STEPS: Final = 200
 """Steps that the peak is taken over: several images, so that the decoder at the end of each one,
@@ -165,7 +165,7 @@ class CountedMemoryLimit:
         least_bytes: What the program needs to go on at all; never given up.
     """
 
-    def __init__(self, memory: DeviceMemory, *, least_bytes: int) -> None:
+    def __init__(self, memory: EmulatedMemory, *, least_bytes: int) -> None:
         self._memory = memory
         self._least_bytes = least_bytes
         self._lock = threading.Lock()

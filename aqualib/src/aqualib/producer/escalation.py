@@ -7,8 +7,6 @@ comes back when the holder answers or its process ends. `kill` grants a grace pe
 the process, through the descriptor that has pinned it since it connected, so that a recycled pid
 can never hit a stranger.
 
-`next_step` is the whole decision; `kill_process` is the whole act.
-
 Source: the paper has no answer to a consumer that hangs; this is ours.
 """
 
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -36,56 +34,25 @@ class Escalation(StrEnum):
     """SIGKILL it after a grace period: the producer's memory matters more than the consumer."""
 
 
-class EscalationStep(StrEnum):
-    """What an ask needs now."""
-
-    NOTHING = "nothing"
-    QUARANTINE = "quarantine"
-    KILL = "kill"
-
-
 @dataclass(slots=True, eq=False)
 class PendingReturn:
     """Slabs asked back from one lease, with a deadline.
 
     Attributes:
-        deadline_at_s: When the slabs still missing are quarantined, by the monotonic clock.
+        due_at_s: By the monotonic clock: when the slabs still missing are quarantined; after that,
+            when the holder is killed, or infinity. The grace counts from the quarantine, not from
+            the deadline: a producer that was itself stopped for a while must not kill consumers
+            for its own absence.
         pending: Slab ids not answered yet.
         reclaim: The reclaim it serves; None when the lease's right has ended.
-        kill_at_s: When the holder is killed under `Escalation.KILL`. The grace counts from the
-            quarantine, not from the deadline: a producer that was itself stopped for a while
-            must not kill consumers for its own absence.
-        taken: The last step that was carried out; steps only go forward.
+        overdue: The deadline has passed, and the slabs are quarantined.
     """
 
     lease_id: LeaseId
-    deadline_at_s: float
-    pending: set[int] = field(default_factory=set)
+    due_at_s: float
+    pending: set[int]
     reclaim: ReclaimTicket | None = None
-    kill_at_s: float = float("inf")
-    taken: EscalationStep = EscalationStep.NOTHING
-
-
-def next_step(ask: PendingReturn, policy: Escalation, now_s: float) -> EscalationStep:
-    """The step that is due and has not been taken; quarantine always comes before a kill."""
-    if ask.taken is EscalationStep.NOTHING:
-        return EscalationStep.QUARANTINE if now_s >= ask.deadline_at_s else EscalationStep.NOTHING
-    if (
-        ask.taken is EscalationStep.QUARANTINE
-        and policy is Escalation.KILL
-        and now_s >= ask.kill_at_s
-    ):
-        return EscalationStep.KILL
-    return EscalationStep.NOTHING
-
-
-def due_at_s(ask: PendingReturn, policy: Escalation) -> float:
-    """When `next_step` will next have something to say; infinity when never."""
-    if ask.taken is EscalationStep.NOTHING:
-        return ask.deadline_at_s
-    if ask.taken is EscalationStep.QUARANTINE and policy is Escalation.KILL:
-        return ask.kill_at_s
-    return float("inf")
+    overdue: bool = False
 
 
 def kill_process(pidfd: int, *, pid: int, lease_id: LeaseId) -> None:

@@ -72,7 +72,9 @@ class Handout:
             with ExitStack() as exports:
                 handles = [exports.enter_context(loan.slab.memory.export()) for loan in batch]
                 self.sent_count = start + len(batch)
-                channel.send(_packet(batch, handles, last=last), _descriptors(handles))
+                slabs = [_announced(*pair) for pair in zip(batch, handles, strict=True)]
+                fds = [handle.fd for handle in handles if handle.fd is not None]
+                channel.send(Slabs(slabs=slabs, last=last), fds)
 
 
 class Handouts:
@@ -155,20 +157,10 @@ class Scrubber:
         self._copier.fence()
 
 
-def _packet(batch: Sequence[LentSlab], handles: Sequence[Handle], *, last: bool) -> Slabs:
-    return Slabs(
-        slabs=[
-            SlabHandle(
-                slab_id=loan.slab.slab_id,
-                generation=loan.generation,
-                payload=base64.b64encode(handle.payload).decode(),
-                fd_count=0 if handle.fd is None else 1,
-            )
-            for loan, handle in zip(batch, handles, strict=True)
-        ],
-        last=last,
+def _announced(loan: LentSlab, handle: Handle) -> SlabHandle:
+    return SlabHandle(
+        slab_id=loan.slab.slab_id,
+        generation=loan.generation,
+        payload=base64.b64encode(handle.payload).decode(),
+        fd_count=0 if handle.fd is None else 1,
     )
-
-
-def _descriptors(handles: Sequence[Handle]) -> list[int]:
-    return [handle.fd for handle in handles if handle.fd is not None]

@@ -58,7 +58,6 @@ class Profile:
             is left, memory is taken back.
         least_offer_bytes: Do not begin to offer less than this.
         calm_s: How long the load must stay at or below the steady state before an offer.
-        pressure_s: How long it must stay above before a reclaim.
     """
 
     slab_bytes: int
@@ -69,7 +68,6 @@ class Profile:
     reserve_bytes: int = 0
     least_offer_bytes: int = PRODUCER_THRESHOLD_BYTES
     calm_s: float = 5.0
-    pressure_s: float = 0.0
 
     @classmethod
     def measured(cls, measured: ModelProfile, slab_bytes: int) -> Self:
@@ -97,7 +95,7 @@ class Profile:
     def __post_init__(self) -> None:
         assert self.slab_bytes > 0, self
         assert self.steady_requests_per_s is None or self.steady_requests_per_s > 0, self
-        assert min(self.reserve_bytes, self.queue_margin, self.calm_s, self.pressure_s) >= 0, self
+        assert min(self.reserve_bytes, self.queue_margin, self.calm_s) >= 0, self
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +106,11 @@ class Watch:
         offered_bytes: Offered now, without what open reclaims are taking back.
         returning_bytes: What open reclaims are taking back.
         calm_since_s: Since when the load has been at or below the steady state.
-        pressed_since_s: Since when it has been above the upper threshold.
     """
 
     offered_bytes: int = 0
     returning_bytes: int = 0
     calm_since_s: float | None = None
-    pressed_since_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +131,10 @@ Decision = OfferBytes | ReclaimBytes
 
 
 def observe(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> Watch:
-    """Note since when the load has been calm, or pressed; between the two it is neither."""
-    return replace(
-        watch,
-        calm_since_s=_since(_is_calm(profile, load), watch.calm_since_s, now_s),
-        pressed_since_s=_since(_is_pressed(profile, load), watch.pressed_since_s, now_s),
-    )
+    """Note since when the load has been calm."""
+    if not _is_calm(profile, load):
+        return replace(watch, calm_since_s=None)
+    return watch if watch.calm_since_s is not None else replace(watch, calm_since_s=now_s)
 
 
 def _is_calm(profile: Profile, load: LoadReport) -> bool:
@@ -180,9 +174,10 @@ def decide(profile: Profile, load: LoadReport, watch: Watch, now_s: float) -> De
     unused = _unused(load)
     if shortage := _shortage(profile, unused, watch):
         return ReclaimBytes(min(shortage, watch.offered_bytes))
-    if _lasted(watch.pressed_since_s, profile.pressure_s, now_s):
+    if _is_pressed(profile, load):
         return ReclaimBytes(watch.offered_bytes) if watch.offered_bytes else None
-    if watch.returning_bytes or not _lasted(watch.calm_since_s, profile.calm_s, now_s):
+    since_s = watch.calm_since_s
+    if watch.returning_bytes or since_s is None or now_s - since_s < profile.calm_s:
         return None
     return _offer(profile, unused, watch)
 
@@ -205,16 +200,6 @@ def _shortage(profile: Profile, unused: int, watch: Watch) -> int:
         return 0
     missing = profile.reserve_bytes - soon_unused
     return -(-missing // profile.slab_bytes) * profile.slab_bytes
-
-
-def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:  # noqa: FBT001 - the condition itself
-    if not holds:
-        return None
-    return now_s if since_s is None else since_s
-
-
-def _lasted(since_s: float | None, duration_s: float, now_s: float) -> bool:
-    return since_s is not None and now_s - since_s >= duration_s
 
 
 class LoadSource(Protocol):
@@ -248,6 +233,7 @@ class Informer:
 
     Attributes:
         on_reclaim: Called with the ticket of each reclaim that a look decides on.
+        surrendered_bytes: What the engine gave up and has not got back. An earlier offer counts.
     """
 
     def __init__(
@@ -259,8 +245,7 @@ class Informer:
         self._poll_s = poll_s
         self.on_reclaim: Callable[[ReclaimTicket], None] | None = None
         self._watch = Watch()
-        # What the engine gave up and has not been told to take back. An offer made before counts.
-        self._surrendered_bytes = producer.committed_bytes
+        self.surrendered_bytes = producer.committed_bytes
         self._closing = False
         self._is_blind = False
         self._woken = threading.Event()
@@ -272,11 +257,6 @@ class Informer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def surrendered_bytes(self) -> int:
-        """What the engine gave up and has not got back."""
-        return self._surrendered_bytes
 
     def start(self) -> None:
         """Begin to watch."""
@@ -328,7 +308,7 @@ class Informer:
                 if not self._is_blind:
                     logger.exception("a look at the engine failed; the offer stays as it is")
                 self._is_blind = True
-                # Calm has to be seen anew before more is offered; pressure is believed for longer.
+                # Calm has to be seen anew before more is offered.
                 self._watch = replace(self._watch, calm_since_s=None)
             else:
                 if self._is_blind:
@@ -339,12 +319,12 @@ class Informer:
 
     def _offer(self, nbytes: int) -> None:
         # A shrink may free less than a slab; the rest of it counts towards the next one.
-        spare = self._surrendered_bytes - self._producer.committed_bytes
+        spare = self.surrendered_bytes - self._producer.committed_bytes
         if spare < nbytes:
             given = self._source.shrink(nbytes - spare)
             assert given >= 0, given
-            self._surrendered_bytes += given
-        room = self._surrendered_bytes - self._producer.committed_bytes
+            self.surrendered_bytes += given
+        room = self.surrendered_bytes - self._producer.committed_bytes
         if room < self._profile.slab_bytes:
             return
         goal = self._producer.offered_bytes + room
@@ -360,8 +340,8 @@ class Informer:
 
     def _hand_on(self) -> None:
         """Tell the engine about memory that no slab has any more."""
-        back = self._surrendered_bytes - self._producer.committed_bytes
+        back = self.surrendered_bytes - self._producer.committed_bytes
         back -= back % self._profile.slab_bytes
         if back > 0:
             self._source.grow(back)
-            self._surrendered_bytes -= back
+            self.surrendered_bytes -= back

@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Final
 from aqua_protocol import CapacityError, ConfigError, SlabEvent, SlabState
 from aqua_protocol.ids import ConsumerId, Epoch, LeaseId, ReclaimId
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT, HeldLease
-from aqualib.producer.escalation import (
-    Escalation,
-    EscalationStep,
-    PendingReturn,
-    due_at_s,
-    next_step,
-)
+from aqualib.producer.escalation import Escalation, PendingReturn
 from aqualib.producer.pool import SlabPool
 from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals, choose
 
@@ -130,10 +124,8 @@ class LendingState:
     def __init__(self, slab_bytes: int, policy: Escalation, grace_s: float) -> None:
         self.pool: Final = SlabPool(slab_bytes)
         self.owed_count = 0
-        self.stale_answers = 0
         self.ended_reclaims = ReclaimTotals()
-        self._policy = policy
-        self._grace_s = grace_s
+        self._grace_s = grace_s if policy is Escalation.KILL else float("inf")
         self._holders: dict[LeaseId, Holder] = {}
         # Leases that ended before any books saw them attached.
         self._fleeting: dict[LeaseId, Holder] = {}
@@ -225,13 +217,10 @@ class LendingState:
     def released(self, lease_id: LeaseId, slab_id: int, generation: int) -> Effects:
         """The holder has unmapped a slab. An answer for an older generation changes nothing."""
         effects = Effects()
-        slab = self.pool.find(lease_id, slab_id, generation)
-        if slab is None:
-            self.stale_answers += 1
-            return effects
-        self._settle(slab)
-        self._came_back(slab, effects, free=self.pool.take_back(slab))
-        self._finish_if_empty(lease_id, effects)
+        if (slab := self.pool.find(lease_id, slab_id, generation)) is not None:
+            self._settle(slab)
+            self._came_back(slab, effects, free=self.pool.take_back(slab))
+            self._finish_if_empty(lease_id, effects)
         return effects
 
     def hand_back(self, lease_id: LeaseId, loans: Iterable[LentSlab]) -> Effects:
@@ -285,14 +274,14 @@ class LendingState:
         """Escalate the asks whose deadline has passed."""
         effects = Effects()
         for ask in self._asks:
-            step = next_step(ask, self._policy, now_s)
-            if step is EscalationStep.NOTHING:
+            if now_s < ask.due_at_s:
                 continue
-            ask.taken = step
-            if step is EscalationStep.KILL:
+            if ask.overdue:
                 effects.kills.append(ask.lease_id)
+                ask.due_at_s = float("inf")
                 continue
-            ask.kill_at_s = now_s + self._grace_s
+            ask.overdue = True
+            ask.due_at_s = now_s + self._grace_s
             if ask.reclaim is not None and not ask.reclaim.done:
                 ask.reclaim.escalated = True
             for slab in self.pool.held_by(ask.lease_id):
@@ -302,7 +291,7 @@ class LendingState:
 
     def due_at_s(self) -> float:
         """When `tick` has to be called next; infinity when nothing is pending."""
-        return min((due_at_s(ask, self._policy) for ask in self._asks), default=float("inf"))
+        return min((ask.due_at_s for ask in self._asks), default=float("inf"))
 
     # --- Reports --------------------------------------------------------------------------
 

@@ -22,8 +22,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Self
 
-from pydantic import ValidationError
-
 from aqua_protocol import (
     DEFAULT_SLAB_BYTES,
     PROTOCOL_VERSION,
@@ -39,6 +37,7 @@ from aqua_protocol.ids import BooksId, LeaseId, ProducerId, ReclaimId, Revision
 from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
+from aqualib.identity import require_name
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import Escalation, kill_process
 from aqualib.producer.handout import Handout, Handouts
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aqua_client import CoordinatorClient
-    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.lending_state import Effects, ReclaimNotice, RetiredSlab
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
     from aqualib.reporter import Identity
@@ -82,7 +81,7 @@ class Producer:
         policy: What to do about consumers that overrun a deadline.
         deadline_s: Time that consumers get to give memory back, unless a reclaim says otherwise.
         grace_s: Time between a passed deadline and a kill, under `Escalation.KILL`.
-        device: What slabs are taken from; None does not account.
+        device: Budget that slabs are taken from; None where the driver accounts.
         allowed_uids: Users whose processes may attach; this process's own by default.
         heartbeat_s: Longest silence towards the coordinator.
 
@@ -91,7 +90,7 @@ class Producer:
         on_returned: Called after reclaimed memory is back, without locks, on a thread of ours.
 
     Raises:
-        ConfigError: A slab size no transport can have, or a deadline out of bounds.
+        ConfigError: A slab size no transport can have, a deadline out of bounds, or no name.
         SocketPathTooLongError: `endpoint` does not fit into a Unix address.
         TransportError: `endpoint` cannot be listened on.
     """
@@ -108,13 +107,15 @@ class Producer:
         policy: Escalation = Escalation.WAIT,
         deadline_s: float = DEFAULT_DEADLINE_S,
         grace_s: float = DEFAULT_GRACE_S,
-        device: DeviceMemory | None = None,
+        device: EmulatedMemory | None = None,
         allowed_uids: Iterable[int] | None = None,
         heartbeat_s: float = 1.0,
     ) -> None:
         if slab_bytes < MIN_SLAB_BYTES:
             raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
-        self.producer_id: Final = ProducerId(producer_id)
+        for what in ("node", "domain", "gpu_uuid"):
+            require_name(what, getattr(identity, what))
+        self.producer_id: Final = ProducerId(require_name("producer_id", producer_id))
         # Consumers run elsewhere in the file system.
         self.endpoint: Final = endpoint.absolute()
         self.slab_bytes: Final = slab_bytes
@@ -134,7 +135,6 @@ class Producer:
         self._peers: dict[LeaseId, Peer] = {}
         self._handouts = Handouts(self._lock, self._broke_off)
         require_short_path(self.endpoint)
-        self._require_reportable()
         self._server = LeaseServer(
             self.endpoint,
             Host(
@@ -300,11 +300,6 @@ class Producer:
         return self._lending.ended_reclaims
 
     @property
-    def stale_answers(self) -> int:
-        """Answers for slabs that were not held at that generation; they changed nothing."""
-        return self._lending.stale_answers
-
-    @property
     def coordinator_error(self) -> AquaError | None:
         """Why the last report failed; None while the coordinator answers."""
         return self._reporter.error
@@ -356,17 +351,6 @@ class Producer:
     def _remove(self) -> None:
         if self._link is not None and not self.offered_bytes:
             self._link.remove_producer(self.producer_id, self._identity.incarnation)
-
-    def _require_reportable(self) -> None:
-        """Find a name that no coordinator would take now, not on a background thread."""
-        try:
-            self._build_report(Revision(0), None)
-        except ValidationError as error:
-            faults = [f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors()]
-            raise ConfigError(
-                f"producer {self.producer_id!r} cannot be registered: {'; '.join(faults)}",
-                remedy="Names are letters, digits and inner dots, colons, dashes and underscores.",
-            ) from error
 
     def _build_report(self, revision: Revision, books_id: BooksId | None) -> ProducerReport:
         now_s = time.monotonic()
@@ -452,9 +436,7 @@ class Producer:
 
     def _released(self, peer: Peer, message: channel.Released) -> None:
         if peer.lease_id is None:
-            # Everything is back already: an answer that was repeated.
-            self._lending.stale_answers += 1
-            return
+            return  # Everything is back already: an answer that was repeated.
         self._carry_out(self._lending.released(peer.lease_id, message.slab_id, message.generation))
 
     def _silent(self, peer: Peer) -> None:

@@ -25,7 +25,7 @@ from aqualib.thread_slice import run_promptly
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqualib.producer.device import DeviceMemory
+    from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.lending_state import RetiredSlab
     from aqualib.transports.base import OwnedSlab, Transport
 
@@ -64,7 +64,9 @@ class SlabMemory:
         device: What they are taken from; None does not account.
     """
 
-    def __init__(self, transport: Transport, slab_bytes: int, device: DeviceMemory | None) -> None:
+    def __init__(
+        self, transport: Transport, slab_bytes: int, device: EmulatedMemory | None
+    ) -> None:
         self._transport = transport
         self._slab_bytes = slab_bytes
         self._device = device

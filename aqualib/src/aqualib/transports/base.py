@@ -25,9 +25,10 @@ What none can promise: taking a mapping away from another process. See `aqua_pro
 
 from __future__ import annotations
 
-import abc
 import os
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
@@ -65,7 +66,7 @@ class Handle:
         self.close()
 
 
-class MappedSlab(abc.ABC):
+class MappedSlab:
     """Memory that this process can read and write through `tensor`.
 
     torch does not own that memory. Unmapping under a live view is a crash that no exception
@@ -78,12 +79,16 @@ class MappedSlab(abc.ABC):
     Nothing is unmapped when the object is collected, because views may outlive it: close it.
 
     Args:
-        address: First byte; stays mapped and accessible from `device` until `_let_go`.
+        address: First byte; stays mapped and accessible from `device` while this is open.
         nbytes: Size in bytes.
         device: Where torch shall run operations on the tensor.
+        undo: Gives the memory back. Taken over, and closed once, when no view is left; None where
+            another slab gives it back.
     """
 
-    def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, address: int, nbytes: int, device: torch.device, undo: ExitStack | None = None
+    ) -> None:
         self.nbytes = nbytes
         self._address = address
         storage = cast(
@@ -92,6 +97,7 @@ class MappedSlab(abc.ABC):
         )
         self._tensor: torch.Tensor | None = _whole(storage)
         self._lock = threading.Lock()
+        self._undo = None if undo is None else undo.pop_all()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -127,11 +133,8 @@ class MappedSlab(abc.ABC):
             if survivor is not None:
                 self._tensor = _whole(survivor)
                 raise BufferError("tensors over the slab are still alive; drop them, then close")
-            self._let_go()
-
-    @abc.abstractmethod
-    def _let_go(self) -> None:
-        """Give the memory back; called once, under the lock, when no view is left."""
+            if self._undo is not None:
+                self._undo.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._tensor is None else f"at {self._address:#x}"
@@ -143,15 +146,33 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class OwnedSlab(MappedSlab):
-    """A slab that this process created and may lend."""
+    """A slab that this process created and may lend.
 
-    @abc.abstractmethod
+    Args:
+        export: Makes a handle; called under the lock while the slab is open.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        device: torch.device,
+        undo: ExitStack,
+        export: Callable[[], Handle],
+    ) -> None:
+        super().__init__(address, nbytes, device, undo)
+        self._export = export
+
     def export(self) -> Handle:
         """A fresh handle for one importer.
 
         Raises:
             TransportError: The slab is closed, or the driver or the limit of descriptors refuses.
         """
+        with self._lock:
+            if self._tensor is None:
+                raise TransportError("a closed slab cannot be lent")
+            return self._export()
 
 
 class Copier(Protocol):

@@ -24,7 +24,6 @@ import secrets
 import struct
 from typing import Final
 
-import torch
 from typing_extensions import override
 
 from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
@@ -35,7 +34,7 @@ from aqualib.transports.base import (
     require_announced,
     require_multiple,
 )
-from aqualib.transports.cuda_driver import CudaDevice, CudaError
+from aqualib.transports.cuda_driver import CudaError
 from aqualib.transports.cuda_side import CudaSide
 from aqualib.transports.release_pipe import DEFERRED_FREE, ReleasePipes
 
@@ -56,51 +55,6 @@ _CAUSES: Final = {
     "(hostPID or shareProcessNamespace), or use cuda_vmm.",
 }
 """What CUDA's error numbers mean for `cuIpcOpenMemHandle`."""
-
-
-class IpcSlab(MappedSlab):
-    """A slab of another process, mapped here; use `CudaIpcTransport.open`."""
-
-    def __init__(
-        self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device, release_pipe: int
-    ) -> None:
-        super().__init__(address, nbytes, device)
-        self._gpu = gpu
-        self._release_pipe = release_pipe
-
-    def _let_go(self) -> None:
-        self._gpu.close_ipc(self._address)
-        os.close(self._release_pipe)  # Only now: it tells the owner that the mapping is gone.
-
-
-class OwnedIpcSlab(OwnedSlab):
-    """A slab that this process made and may lend; use `CudaIpcTransport.create`."""
-
-    def __init__(self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device) -> None:
-        super().__init__(address, nbytes, device)
-        self._gpu = gpu
-        self._pipes: ReleasePipes | None = ReleasePipes()
-
-    @override
-    def export(self) -> Handle:
-        with self._lock:
-            if self._pipes is None:
-                raise TransportError("a closed slab cannot be lent")
-            name = self._gpu.ipc_handle(self._address)
-            try:
-                release_pipe = self._pipes.add()
-            except OSError as error:
-                raise TransportError(
-                    f"cannot export a slab: {error.strerror}",
-                    remedy="Raise the limit of open files: a lender holds one per importer.",
-                ) from error
-            return Handle(PAYLOAD.pack(self.nbytes, _THIS_PROCESS, name), release_pipe)
-
-    def _let_go(self) -> None:
-        pipes, self._pipes = self._pipes, None
-        assert pipes is not None, "let go once"
-        # At once, or when the last importer has let go.
-        DEFERRED_FREE.free_when_released(pipes, lambda: self._gpu.free(self._address))
 
 
 class CudaIpcTransport(CudaSide):
@@ -125,21 +79,25 @@ class CudaIpcTransport(CudaSide):
             ) from error
 
     @override
-    def create(self, nbytes: int) -> OwnedIpcSlab:
+    def create(self, nbytes: int) -> OwnedSlab:
         require_multiple(nbytes, BLOCK_BYTES)
-        gpu = self._gpu
+        gpu, pipes = self._gpu, ReleasePipes()
         with contextlib.ExitStack() as undo:
             address = gpu.allocate_whole(nbytes)
-            undo.callback(gpu.free, address)
+            # At once, or when the last importer has let go.
+            undo.callback(DEFERRED_FREE.free_when_released, pipes, lambda: gpu.free(address))
             gpu.zero(address, nbytes)
-            slab = OwnedIpcSlab(gpu, address, nbytes, self._device)
-            undo.pop_all()
-        return slab
+
+            def export() -> Handle:
+                name = gpu.ipc_handle(address)
+                return Handle(PAYLOAD.pack(nbytes, _THIS_PROCESS, name), pipes.add())
+
+            return OwnedSlab(address, nbytes, self._device, undo, export)
 
     @override
-    def open(self, handle: Handle, nbytes: int) -> IpcSlab:
+    def open(self, handle: Handle, nbytes: int) -> MappedSlab:
         gpu = self._gpu
-        with handle:
+        with handle, contextlib.ExitStack() as undo:
             if len(handle.payload) != PAYLOAD.size or handle.fd is None:
                 raise TransportError("not the handle of a CUDA IPC slab")
             size, exporter, name = PAYLOAD.unpack(handle.payload)
@@ -154,5 +112,8 @@ class CudaIpcTransport(CudaSide):
             except CudaError as error:
                 error.remedy = _CAUSES.get(error.details["result_code"], error.remedy)
                 raise
+            # Closed last: it tells the owner that the mapping is gone.
             release_pipe, handle.fd = handle.fd, None
-        return IpcSlab(gpu, address, nbytes, self._device, release_pipe)
+            undo.callback(os.close, release_pipe)
+            undo.callback(gpu.close_ipc, address)
+            return MappedSlab(address, nbytes, self._device, undo)

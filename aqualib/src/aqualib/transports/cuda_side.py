@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from aqualib.transports.base import Copier, Transport
+from aqualib.transports.base import Copier, MappedSlab, Transport
 from aqualib.transports.cuda_copier import CudaCopier
 from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, load_driver
-from aqualib.transports.host import HostSlab
+from aqualib.transports.host import host_slab
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,8 @@ class CudaSide(Transport):
         return self._device
 
     @override
-    def create_host(self, nbytes: int) -> HostSlab:
-        return HostSlab(nbytes, pin=self._gpu.pin)
+    def create_host(self, nbytes: int) -> MappedSlab:
+        return host_slab(nbytes, pin=self._gpu.pin)
 
     @override
     def copier(self) -> Copier:

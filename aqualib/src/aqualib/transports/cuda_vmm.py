@@ -22,7 +22,6 @@ import contextlib
 import struct
 from typing import Final
 
-import torch
 from typing_extensions import override
 
 from aqua_protocol import TransportError, TransportKind, TransportUnavailableError
@@ -38,41 +37,6 @@ from aqualib.transports.cuda_side import CudaSide
 
 PAYLOAD: Final = struct.Struct("<Q40s")
 """Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""
-
-
-class VmmSlab(MappedSlab):
-    """A slab of another process, mapped for this side's GPU; use `CudaVmmTransport.open`."""
-
-    def __init__(self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device) -> None:
-        super().__init__(address, nbytes, device)
-        self._gpu = gpu
-
-    def _let_go(self) -> None:
-        self._gpu.unmap(self._address, self.nbytes)
-
-
-class OwnedVmmSlab(VmmSlab, OwnedSlab):
-    """A slab that this process made and may lend; use `CudaVmmTransport.create`."""
-
-    def __init__(
-        self, gpu: CudaDevice, address: int, nbytes: int, device: torch.device, memory: int
-    ) -> None:
-        super().__init__(gpu, address, nbytes, device)
-        self._memory: int | None = memory
-
-    @override
-    def export(self) -> Handle:
-        with self._lock:
-            if self._memory is None:
-                raise TransportError("a closed slab cannot be lent")
-            payload = PAYLOAD.pack(self.nbytes, self._gpu.uuid.encode())
-            return Handle(payload=payload, fd=self._gpu.export_fd(self._memory))
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        memory, self._memory = self._memory, None
-        assert memory is not None, "let go once"
-        self._gpu.release(memory)
 
 
 class CudaVmmTransport(CudaSide):
@@ -106,23 +70,25 @@ class CudaVmmTransport(CudaSide):
             ) from error
 
     @override
-    def create(self, nbytes: int) -> OwnedVmmSlab:
+    def create(self, nbytes: int) -> OwnedSlab:
         gpu = self._gpu
         require_multiple(nbytes, gpu.granularity)
+        payload = PAYLOAD.pack(nbytes, gpu.uuid.encode())
         with contextlib.ExitStack() as undo:
             memory = gpu.allocate(nbytes)
             undo.callback(gpu.release, memory)
             address = gpu.map(memory, nbytes)
             undo.callback(gpu.unmap, address, nbytes)
             gpu.zero(address, nbytes)
-            slab = OwnedVmmSlab(gpu, address, nbytes, self._device, memory)
-            undo.pop_all()
-        return slab
+            return OwnedSlab(
+                *(address, nbytes, self._device, undo),
+                export=lambda: Handle(payload, gpu.export_fd(memory)),
+            )
 
     @override
-    def open(self, handle: Handle, nbytes: int) -> VmmSlab:
+    def open(self, handle: Handle, nbytes: int) -> MappedSlab:
         gpu = self._gpu
-        with handle:
+        with handle, contextlib.ExitStack() as undo:
             if handle.fd is None:
                 raise TransportError("a VMM slab came without its descriptor")
             home_uuid = _read_payload(handle.payload, nbytes)
@@ -135,12 +101,13 @@ class CudaVmmTransport(CudaSide):
                     "the container's device list).",
                     **error.details,
                 ) from error
-        try:
-            _require_reach(gpu, memory, home_uuid)
-            address = gpu.map(memory, nbytes)
-        finally:
-            gpu.release(memory)  # The mapping keeps it.
-        return VmmSlab(gpu, address, nbytes, self._device)
+            try:
+                _require_reach(gpu, memory, home_uuid)
+                address = gpu.map(memory, nbytes)
+            finally:
+                gpu.release(memory)  # The mapping keeps it.
+            undo.callback(gpu.unmap, address, nbytes)
+            return MappedSlab(address, nbytes, self._device, undo)
 
 
 def _read_payload(payload: bytes, nbytes: int) -> str:

@@ -37,7 +37,9 @@ from aqualib.transports.rows import (
 CPU: Final = torch.device("cpu")
 
 
-class HostSlab(MappedSlab):
+def host_slab(
+    nbytes: int, *, pin: Callable[[int, int], Callable[[], None]] | None = None
+) -> MappedSlab:
     """Private host memory, faulted in and ready for memcpy speed.
 
     Args:
@@ -47,21 +49,13 @@ class HostSlab(MappedSlab):
     Raises:
         TransportError: Memory ran out, or the driver refused to pin it.
     """
-
-    def __init__(
-        self, nbytes: int, *, pin: Callable[[int, int], Callable[[], None]] | None = None
-    ) -> None:
-        with contextlib.ExitStack() as undo:
-            mapping = HostMapping(nbytes)
-            undo.callback(mapping.unmap)
-            mapping.populate()
-            if pin is not None:
-                undo.callback(pin(mapping.address, nbytes))
-            super().__init__(mapping.address, nbytes, CPU)
-            self._undo = undo.pop_all()
-
-    def _let_go(self) -> None:
-        self._undo.close()
+    with contextlib.ExitStack() as undo:
+        mapping = HostMapping(nbytes)
+        undo.callback(mapping.unmap)
+        mapping.populate()
+        if pin is not None:
+            undo.callback(pin(mapping.address, nbytes))
+        return MappedSlab(mapping.address, nbytes, CPU, undo)
 
 
 class HostCopier(Copier):

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import sys
-import weakref
 from typing import Final
 
 from typing_extensions import override
@@ -31,7 +30,7 @@ from aqualib.transports.base import (
     require_announced,
     require_multiple,
 )
-from aqualib.transports.host import CPU, HostCopier, HostSlab
+from aqualib.transports.host import CPU, HostCopier, host_slab
 from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -40,44 +39,8 @@ _MFD_NOEXEC_SEAL: Final = 0x0008
 """Fixed by the ABI of Linux 6.3. Hosts with `vm.memfd_noexec=2` refuse memory that could be run."""
 
 
-class MemfdSlab(MappedSlab):
-    """A slab of another process, mapped here; use `MemfdTransport.open`."""
-
-    def __init__(self, mapping: HostMapping) -> None:
-        super().__init__(mapping.address, mapping.nbytes, CPU)
-        self._mapping = mapping
-
-    def _let_go(self) -> None:
-        self._mapping.unmap()
-
-
-class OwnedMemfdSlab(MemfdSlab, OwnedSlab):
-    """A slab that this process made and may lend; use `MemfdTransport.create`."""
-
-    def __init__(self, mapping: HostMapping, fd: int) -> None:
-        super().__init__(mapping)
-        self._fd = fd
-        _owned_slabs.add(self)
-
-    @override
-    def export(self) -> Handle:
-        with self._lock:
-            if self._fd < 0:
-                raise TransportError("a closed slab cannot be lent")
-            try:
-                return Handle(payload=b"", fd=os.dup(self._fd))
-            except OSError as error:
-                raise _cannot("export a slab", error) from error
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self.drop_descriptor()
-
-    def drop_descriptor(self) -> None:
-        """Close the descriptor alone, without a lock; for `close` and for forked children."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+_descriptors: set[int] = set()
+"""Of the slabs that this process owns."""
 
 
 class MemfdTransport(Transport):
@@ -101,38 +64,34 @@ class MemfdTransport(Transport):
             ) from error
 
     @override
-    def create(self, nbytes: int) -> OwnedMemfdSlab:
+    def create(self, nbytes: int) -> OwnedSlab:
         require_multiple(nbytes, PAGE_BYTES)
         with contextlib.ExitStack() as undo:
             fd = sealed_memory(nbytes)
-            undo.callback(os.close, fd)
+            _descriptors.add(fd)
+            undo.callback(_drop, fd, os.getpid())
             mapping = HostMapping(nbytes, fd=fd)
             undo.callback(mapping.unmap)
             mapping.collapse(fd)  # What is lent is warm.
             mapping.populate()
-            slab = OwnedMemfdSlab(mapping, fd)
-            undo.pop_all()
-        return slab
+            return OwnedSlab(mapping.address, nbytes, CPU, undo, lambda: _export(fd))
 
     @override
-    def open(self, handle: Handle, nbytes: int) -> MemfdSlab:
-        with handle:
+    def open(self, handle: Handle, nbytes: int) -> MappedSlab:
+        with handle, contextlib.ExitStack() as undo:
             if handle.fd is None:
                 raise TransportError("a memfd slab came without its descriptor")
             require_multiple(nbytes, PAGE_BYTES)
             _require_slab(handle.fd, nbytes)
             mapping = HostMapping(nbytes, fd=handle.fd)
-        try:
+            undo.callback(mapping.unmap)
             # Page tables now, not during the first copy; the pages themselves exist already.
             mapping.populate()
-        except TransportError:
-            mapping.unmap()
-            raise
-        return MemfdSlab(mapping)
+            return MappedSlab(mapping.address, nbytes, CPU, undo)
 
     @override
-    def create_host(self, nbytes: int) -> HostSlab:
-        return HostSlab(nbytes)
+    def create_host(self, nbytes: int) -> MappedSlab:
+        return host_slab(nbytes)
 
     @override
     def copier(self) -> HostCopier:
@@ -182,14 +141,24 @@ def _cannot(verb: str, error: OSError) -> TransportError:
     )
 
 
-_owned_slabs: weakref.WeakSet[OwnedMemfdSlab] = weakref.WeakSet()
+def _export(fd: int) -> Handle:
+    try:
+        return Handle(payload=b"", fd=os.dup(fd))
+    except OSError as error:
+        raise _cannot("export a slab", error) from error
 
 
-def _let_go_in_child() -> None:
+def _drop(fd: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # In a forked child the number may mean something else by now.
+        _descriptors.remove(fd)
+        os.close(fd)
+
+
+def _drop_all() -> None:
     """A forked child that kept a descriptor would pin memory that its parent gave back."""
-    for slab in list(_owned_slabs):
-        # No lock: the thread that held it does not exist in the child.
-        slab.drop_descriptor()
+    for fd in _descriptors:
+        os.close(fd)
+    _descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_drop_all)

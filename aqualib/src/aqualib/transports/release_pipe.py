@@ -38,10 +38,16 @@ class ReleasePipes:
         """Tie one more importer; the writing end, owned by the caller.
 
         Raises:
-            OSError: Descriptors ran out.
+            TransportError: Descriptors ran out.
         """
         self.drop_released()
-        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            ours, theirs = os.pipe2(os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(
+                f"cannot export a slab: {error.strerror}",
+                remedy="Raise the limit of open files: a lender holds one per importer.",
+            ) from error
         self._ends.append(ours)
         return theirs
 

@@ -22,7 +22,6 @@ import torch
 
 from aqua_protocol import TransportUnavailableError
 from aqualib.engines.vllm.lending.memory import tensor_at
-from aqualib.producer.device import CudaMemory
 from aqualib.ranges import Range
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
 
@@ -50,7 +49,7 @@ class CudaKvMemory:
                 remedy='Run without "lend"; lend what --gpu-memory-utilization leaves instead.',
             )
         self.granule_bytes: Final = self._gpu.granularity
-        self.account: Final = CudaMemory(device)
+        self.account: Final = None
         self._regions: list[Range] = []
         # Of each granule; 0 where there is no memory.
         self._memory = np.zeros(0, np.uint64)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aqualib.engines.vllm.lending.granules import GranuleMask
-    from aqualib.producer.device import DeviceMemory
 
 
 class KvMemory(Protocol):
@@ -43,8 +42,8 @@ class KvMemory(Protocol):
         """Unit of release and restore."""
 
     @property
-    def account(self) -> DeviceMemory:
-        """Account of the device's memory, shared with the slabs; once everything is allocated."""
+    def account(self) -> EmulatedMemory | None:
+        """Budget shared with the slabs, once everything is allocated; None: the driver accounts."""
 
     @property
     def regions(self) -> list[Range]:
@@ -84,10 +83,10 @@ class HostKvMemory:
         self.granule_bytes: Final = granule_bytes
         self._budget_bytes = budget_bytes
         self._mappings: list[HostMapping] = []
-        self._account: DeviceMemory | None = None
+        self._account: EmulatedMemory | None = None
 
     @property
-    def account(self) -> DeviceMemory:
+    def account(self) -> EmulatedMemory:
         """See `KvMemory.account`.
 
         Raises:
