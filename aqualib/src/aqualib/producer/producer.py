@@ -37,7 +37,6 @@ from aqua_protocol.ids import BooksId, LeaseId, ProducerId, ReclaimId, Revision
 from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
-from aqualib.identity import require_name
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import Escalation, kill_process
 from aqualib.producer.handout import Handout, Handouts
@@ -45,6 +44,7 @@ from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory, SlabOwner
 from aqualib.reporter import Reporter
+from aqualib.settings import require_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
