@@ -3,12 +3,11 @@
 Rooms, from the ground up; each imports only those before it (`make lint` checks that):
 
 - `problem`: instances, read and generated.
-- `coverage`: what a server's content is worth.
-- `programs`: linear and integer programs, which prove.
-- `search`: exchanges, which find.
-- `plans`: what is done with a plan.
-- `solvers`: from an instance to a plan.
-- `replan`: from a plan to the next one.
+- `value`: what a server's content is worth.
+- `bounds`: what no placement beats.
+- `search`: exchanges, which find. `plan`: what is done with a plan.
+- `solve`: from an instance to a plan.
+- `relocate`: from a plan to the next one.
 
-On top are the doors: `cli`, `service` and `benching`.
+On top are the entrances: `cli`, `service` and `benchmark`.
 """

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from aqua_placer.bounds.blocks import solve_blocks
-from aqua_placer.bounds.layer_cake import layer_bound_gb
-from aqua_placer.bounds.lockstep import lockstep_bound_gb
+from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
 from aqua_placer.budget import Budget
 from aqua_placer.plan.verification import check_plan
 from aqua_placer.problem.parser import instance_from

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqua_placer.bounds.blocks import Prices, bound_at, solve_blocks
-from aqua_placer.bounds.layer_cake import layer_bound_gb
-from aqua_placer.bounds.lockstep import lockstep_bound_gb
-from aqua_placer.bounds.market import Market, Side
+from aqua_placer.bounds.blocks import Market, Prices, Side, bound_at, solve_blocks
+from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
 from aqua_placer.budget import Budget
 from aqua_placer.problem.families import generate
 from aqua_placer.problem.parser import instance_from

@@ -1,6 +1,6 @@
 """What no placement beats: every bound here holds for all placements, however a solve ended.
 
-- `layer_cake`, `lockstep`, `blocks` (with `market`): bounds on coverage, each tighter than the one
+- `layer_cake`, `blocks`: bounds on coverage, each tighter than the one
   before where groups are large, or weights and servers differ.
 - `thresholds`: bounds on the min-max objectives, from counts and from contents.
 - `linear_program`: the interface to HiGHS.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aqua_placer.problem.instance import PerRow
+
 if TYPE_CHECKING:
     from highspy import Highs
     from jaxtyping import Float64, Int64
@@ -51,8 +53,8 @@ class LinearModel:
     starts: Int64[np.ndarray, " columns_and_end"]
     index: Int64[np.ndarray, " entries"]
     values: Float64[np.ndarray, " entries"]
-    row_lower: Float64[np.ndarray, " rows"]
-    row_upper: Float64[np.ndarray, " rows"]
+    row_lower: PerRow
+    row_upper: PerRow
     by_rows: bool = False
     integral: bool | Int64[np.ndarray, " columns"] = False
 
@@ -61,8 +63,8 @@ class LinearModel:
         cls,
         dense: Float64[np.ndarray, "columns rows"],
         cost: Float64[np.ndarray, " columns"],
-        row_lower: Float64[np.ndarray, " rows"],
-        row_upper: Float64[np.ndarray, " rows"],
+        row_lower: PerRow,
+        row_upper: PerRow,
         *,
         upper: float = np.inf,
         integral: bool = False,
@@ -92,7 +94,7 @@ class Answer:
     x: Float64[np.ndarray, " columns"] | None
     cost: float
     bound: float
-    row_duals: Float64[np.ndarray, " rows"] | None = None
+    row_duals: PerRow | None = None
 
 
 def as_highs(model: LinearModel) -> Highs:

@@ -16,7 +16,7 @@ import numpy as np
 
 from aqua_placer.bounds.linear_program import LinearModel, Verdict, solve
 from aqua_placer.problem.contents import ContentSpace, content_space
-from aqua_placer.problem.instance import GRAIN_GB, Instance, Servers, Types
+from aqua_placer.problem.instance import GRAIN_GB, Instance, PerRow, Servers, Types
 from aqua_placer.value.balance import BalanceMode, keyed
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Fraction:
     allowed: Bool[np.ndarray, " contents"]
     servers_of: Float64[np.ndarray, " contents"]
     most: float
-    duals: Float64[np.ndarray, " rows"]
+    duals: PerRow
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,31 @@ def _forced_mem_gb(instance: Instance, mode: BalanceMode) -> float:
 
 
 def least_thresholds(
-    space: ContentSpace, hbm_gb: float, mode: BalanceMode, budget: Budget
+    space: ContentSpace,
+    hbm_gb: float,
+    mode: BalanceMode,
+    budget: Budget,
+    *,
+    start: tuple[int, float] | None = None,
+    step_gb: float = 0.0,
+    worth: Float64[np.ndarray, " contents"] | None = None,
+    goal_gb: float = 0.0,
 ) -> tuple[Thresholds, Fraction] | None:
     """The thresholds of least H x C + M that are fractionally feasible; None out of time.
 
-    Their level is a bound on every placement, unless the budget has ended the search.
+    From the means on, their level is a bound on every placement, unless the budget has ended the
+    search.
+
+    Args:
+        start: Least cnt and mem to try; the means over servers by default.
+        step_gb: Memory is tried in such steps; at every distinct sum by default.
+        worth: Of each content; the servers together have to be worth `goal_gb`.
     """
-    least_cnt, least_mem = mean_bounds(space.servers, space.types, mode)
+    least_cnt, least_mem = start or mean_bounds(space.servers, space.types, mode)
     cnt_key, mem_key = keyed(space.cnt, mode), keyed(space.mem_gb, mode)
+    if step_gb:
+        steps = np.ceil(np.maximum(mem_key - least_mem, 0.0) / step_gb - GRAIN_GB)
+        mem_key = least_mem + steps * step_gb
     best: tuple[Thresholds, Fraction] | None = None
     for cnt in np.unique(cnt_key[cnt_key >= least_cnt]).astype(int).tolist():
         if best is not None and hbm_gb * cnt + least_mem >= best[0].level_gb - GRAIN_GB:
@@ -175,18 +192,18 @@ def least_thresholds(
         levels = np.unique(np.round(mem_key[within & (mem_key >= least_mem - GRAIN_GB)], 6))
         if best is not None:
             levels = levels[hbm_gb * cnt + levels < best[0].level_gb - GRAIN_GB]
-        # Gallop from the mean upwards, then bisect; the answer is nearly always at the start.
+        # Gallop from the least upwards, then bisect; the answer is nearly always at the start.
         low, high, step, probe = -1, len(levels), 1, 0
         found = False
         while low + 1 < high and not budget.expired():
             trial = Thresholds(cnt, float(levels[probe]), mode, hbm_gb)
-            verdict, fraction = fractional_servers(space, trial.admit(space), budget)
-            if fraction is not None:
-                high, found, best = probe, True, (trial, fraction)
-            elif verdict is Verdict.INFEASIBLE:
+            verdict, fraction = fractional_servers(space, trial.admit(space), budget, worth)
+            if fraction is None and verdict is not Verdict.INFEASIBLE:
+                return best if budget.expired() else None
+            if fraction is None or (worth is not None and worth @ fraction.servers_of < goal_gb):
                 low = probe
             else:
-                return best if budget.expired() else None
+                high, found, best = probe, True, (trial, fraction)
             probe = (low + high) // 2 if found else min(low + step, len(levels) - 1)
             step *= 4
         if budget.expired():

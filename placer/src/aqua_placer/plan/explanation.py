@@ -1,8 +1,6 @@
 """Plans in words: why this producer, why none, and what would change that.
 
-What would help is computed, not guessed: a producer of a given size is added to (or taken as
-exchanged on) the server and the matching is run again, so that the advice says which GB would be
-covered that are not.
+What would help is told in producers and GB that are missing on the consumer's own server.
 """
 
 from __future__ import annotations
@@ -110,24 +108,21 @@ class Explainer:
         matches = sorted(self.of_consumer.get(group, []), key=lambda match: match.consumer_shard)
         if not matches:
             lines.append(f"It has no producer: {self._reason(group)}.")
-            lines += self._remedies(place, need, shards)
+            lines.append(self._remedy(place, need, shards))
             return lines
         weakest = min(self.size_gb(match.producer) for match in matches)
         covered = min(need, weakest)
-        for match in matches:
-            lines.append(
-                f"Shard {match.consumer_shard} is served by {match.producer} "
-                f"(shard {match.producer_shard}, {self.size_gb(match.producer):g} GB spare): "
-                f"{match.reason}."
-            )
+        lines += [
+            f"Shard {match.consumer_shard} is served by {match.producer} "
+            f"(shard {match.producer_shard}, {self.size_gb(match.producer):g} GB spare): "
+            f"{match.reason}."
+            for match in matches
+        ]
         if covered < need - GRAIN_GB:
             lines.append(
                 f"{need - covered:g} GB per shard stay uncovered"
                 + (": the group runs in lockstep with its weakest producer." if shards > 1 else ".")
             )
-            larger = self._larger_elsewhere(place.server, weakest)
-            if larger:
-                lines.append(larger)
         else:
             lines.append("Its need is covered in full.")
         return lines
@@ -137,10 +132,14 @@ class Explainer:
             (entry.reason for entry in self.plan.unmatched if entry.group == group), "unknown"
         )
 
-    def _remedies(self, place: Assignment, need: float, shards: int) -> list[str]:
-        """What would serve it: idle producers elsewhere, or new ones of what size where."""
-        idle_here = self._idle(place.server)
-        missing = max(shards - len(idle_here), 1)
+    def _remedy(self, place: Assignment, need: float, shards: int) -> str:
+        """What would serve it: producers of what size where."""
+        idle = sum(
+            self.shards(group) - len(self.of_producer.get(group, []))
+            for group in self.on_server[place.server]
+            if self.size_gb(group) > 0
+        )
+        missing = max(shards - idle, 1)
         own = "one more producer" if missing == 1 else f"{missing} more producer shards"
         free = int(self.instance.servers.capacity[place.server_index]) - sum(
             self.shards(other) for other in self.on_server[place.server]
@@ -150,41 +149,9 @@ class Explainer:
             if free >= missing
             else f"in exchange for {missing - free} shards there that are not needed"
         )
-        lines = [
+        return (
             f"What would fix it: {own} with at least {need:g} GB spare on {place.server}, {room}."
-        ]
-        for server in self.on_server:
-            if server == place.server:
-                continue
-            idle = self._idle(server)
-            if len(idle) >= shards:
-                reach = sorted((gb for _, gb in idle), reverse=True)[shards - 1]
-                lines.append(
-                    f"Or move it to {server}: {shards} idle producer shards there would cover "
-                    f"{min(need, reach):g} GB per shard."
-                )
-                break
-        return lines
-
-    def _idle(self, server: str) -> list[tuple[str, float]]:
-        """Producer shards of a server that serve no consumer, with their spare."""
-        return [
-            (group, self.size_gb(group))
-            for group in self.on_server[server]
-            if self.size_gb(group) > 0
-            for _ in range(self.shards(group) - len(self.of_producer.get(group, [])))
-        ]
-
-    def _larger_elsewhere(self, server: str, weakest: float) -> str:
-        for other in self.on_server:
-            if other != server:
-                best = max(self._idle(other), key=lambda entry: entry[1], default=None)
-                if best is not None and best[1] > weakest + GRAIN_GB:
-                    return (
-                        f"What would help: {best[0]} is idle on {other} with {best[1]:g} GB; "
-                        f"exchange it for the producer of {weakest:g} GB."
-                    )
-        return ""
+        )
 
     def _producer(self, group: str, place: Assignment, spare: float) -> list[str]:
         shards = self.shards(group)

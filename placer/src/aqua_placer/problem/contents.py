@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from aqua_placer.problem.instance import Instance, Servers, Types
+from aqua_placer.problem.instance import Instance, PerRow, Servers, Types
 
 MAX_CONTENTS: Final = 45_000
 """Above this a linear program over all contents takes a second and more. Servers of 8 GPUs have
@@ -116,7 +116,7 @@ class ContentSpace:
         return dense
 
     @property
-    def totals(self) -> Float64[np.ndarray, " rows"]:
+    def totals(self) -> PerRow:
         """What the program's rows must add up to: servers per class, groups per type."""
         return np.concatenate([self.servers.counts, self.types.counts]).astype(np.float64)
 

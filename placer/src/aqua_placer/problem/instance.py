@@ -23,6 +23,18 @@ from jaxtyping import Bool, Float64, Int64
 Placement: TypeAlias = Int64[np.ndarray, " groups"]
 """Server of each group, -1 for none."""
 
+Contents: TypeAlias = Int64[np.ndarray, "rows width"]
+"""Groups by row (a server that is or could be) and slot, -1 for an empty slot."""
+
+SlotSets: TypeAlias = Int64[np.ndarray, "sets order"]
+"""Sets of slots of one server."""
+
+PairServers: TypeAlias = Int64[np.ndarray, " pairs"]
+"""One server of each pair."""
+
+PerRow: TypeAlias = Float64[np.ndarray, " rows"]
+PerServer: TypeAlias = Float64[np.ndarray, " servers"]
+
 MAX_TYPES: Final = 16
 """Kinds of models up to which even a handful of groups counts as typed; chosen by hand.
 Doubled, small clusters without repetition aim at a proof in vain."""
@@ -181,10 +193,10 @@ class Instance:
         divisor = int(np.gcd.reduce(grains, axis=None)) if grains.size else 0
         return max(divisor, 1) * GRAIN_GB
 
-    def mem_gb(self, placement: Placement) -> Float64[np.ndarray, " servers"]:
+    def mem_gb(self, placement: Placement) -> PerServer:
         """Signed memory of each server under `placement` (server per group)."""
         r_here = self.r_gb[np.arange(self.num_groups), self.servers.class_of[placement]]
-        mem: Float64[np.ndarray, " rows"] = np.bincount(
+        mem: PerRow = np.bincount(
             placement, weights=self.tp * r_here, minlength=self.servers.count
         ).astype(np.float64)
         return mem

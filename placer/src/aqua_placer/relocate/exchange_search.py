@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64, Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInvalidError
-from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
+from aqua_placer.problem.instance import GRAIN_GB, Instance, PairServers, PerServer, Placement
 from aqua_placer.search.coverage import (
     MAX_ROWS,
     Exchanges,
@@ -36,7 +35,7 @@ from aqua_placer.search.coverage import (
 )
 from aqua_placer.search.layout import Layout, subsets
 from aqua_placer.search.repair import constrained_groups
-from aqua_placer.solve.constrained import repaired
+from aqua_placer.solve.placement import repaired
 from aqua_placer.value.balance import BalanceMode, worst
 from aqua_protocol.plan import Objective
 
@@ -226,16 +225,7 @@ class _Search:
         made = False
         for at in range(0, len(a), chunk):
             pairs = (a[at : at + chunk], b[at : at + chunk])
-            exchanges = best_exchanges(
-                layout,
-                self.cost,
-                self.prices,
-                pairs,
-                self.tables[order],
-                self.rng,
-                tolerance=0.0,
-                migration=migration,
-            )
+            exchanges = self._best(pairs, order, migration)
             if exchanges is not None:
                 made = self._make(exchanges, *pairs, migration) or made
                 if self.is_out:
@@ -243,6 +233,12 @@ class _Search:
                 if self.reached() and migration.gb_per_shard < FREE_PRICE:
                     break
         return made
+
+    def _best(
+        self, pairs: tuple[PairServers, PairServers], order: int, migration: MigrationCost
+    ) -> Exchanges | None:
+        state, table = (self.layout, self.cost, self.prices), self.tables[order]
+        return best_exchanges(*state, pairs, table, self.rng, tolerance=0.0, migration=migration)
 
     def trim(self) -> None:
         """Undo what the target turns out not to need: the last exchanges overshoot it."""
@@ -257,16 +253,7 @@ class _Search:
             a, b = server[away], origin[away]
             if not len(a):
                 return
-            exchanges = best_exchanges(
-                layout,
-                self.cost,
-                self.prices,
-                (a, b),
-                self.tables[1],
-                self.rng,
-                tolerance=0.0,
-                migration=migration,
-            )
+            exchanges = self._best((a, b), 1, migration)
             if exchanges is None:
                 return
             left, right = a[exchanges.pair], b[exchanges.pair]
@@ -279,8 +266,8 @@ class _Search:
                 return
 
     def _worthwhile(
-        self, loss: Float64[np.ndarray, " servers"], migration: MigrationCost, most: int
-    ) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
+        self, loss: PerServer, migration: MigrationCost, most: int
+    ) -> tuple[PairServers, PairServers]:
         """Pairs that could pay: an exchange wins at most what both servers lose now."""
         losing = np.argsort(-loss, kind="stable")
         losing = losing[loss[losing] > GRAIN_GB][:MAX_LOSING]
@@ -292,11 +279,7 @@ class _Search:
         return a[keep], b[keep]
 
     def _make(
-        self,
-        exchanges: Exchanges,
-        a: Int64[np.ndarray, " pairs"],
-        b: Int64[np.ndarray, " pairs"],
-        migration: MigrationCost,
+        self, exchanges: Exchanges, a: PairServers, b: PairServers, migration: MigrationCost
     ) -> bool:
         """Make exchanges by gain per migration until the target or the limit; True if any."""
         left, right = a[exchanges.pair], b[exchanges.pair]

@@ -20,7 +20,7 @@ from jaxtyping import Float64, Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
-from aqua_placer.problem.instance import GRAIN_GB
+from aqua_placer.problem.instance import GRAIN_GB, PairServers, PerRow, PerServer, SlotSets
 from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
 from aqua_placer.value.balance import keyed
 
@@ -63,30 +63,23 @@ def excess(
     return over
 
 
-def excess_count(cnt: Int64[np.ndarray, " rows"], aim: Thresholds) -> Float64[np.ndarray, " rows"]:
+def excess_count(cnt: Int64[np.ndarray, " rows"], aim: Thresholds) -> PerRow:
     """Shards by which counts exceed the aim."""
-    over: Float64[np.ndarray, " rows"] = np.maximum(keyed(cnt, aim.mode) - aim.cnt, 0.0)
+    over: PerRow = np.maximum(keyed(cnt, aim.mode) - aim.cnt, 0.0)
     return over
 
 
-def _cost(
-    mem: Float64[np.ndarray, " rows"],
-    cnt: Float64[np.ndarray, " rows"],
-    aim: Thresholds,
-    mean: float,
-) -> Float64[np.ndarray, " rows"]:
+def _cost(mem: PerRow, cnt: PerRow, aim: Thresholds, mean: float) -> PerRow:
     over, over_cnt = excess(mem, aim), excess_count(cnt, aim) * aim.hbm_gb
-    cost: Float64[np.ndarray, " rows"] = (
-        over * over + over_cnt * over_cnt + MEAN_WEIGHT * (mem - mean) ** 2
-    )
+    cost: PerRow = over * over + over_cnt * over_cnt + MEAN_WEIGHT * (mem - mean) ** 2
     return cost
 
 
 def exchange_pairs(
     layout: Layout,
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    table: Int64[np.ndarray, "sets order"],
+    a: PairServers,
+    b: PairServers,
+    table: SlotSets,
     aim: Thresholds,
     mean: float,
     *,
@@ -110,9 +103,9 @@ def exchange_pairs(
 
 def _exchange_chunk(
     layout: Layout,
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    table: Int64[np.ndarray, "sets order"],
+    a: PairServers,
+    b: PairServers,
+    table: SlotSets,
     aim: Thresholds,
     mean: float,
     tolerance: float,
@@ -218,8 +211,8 @@ def improve_balance(
 
 
 def _bad_with_any(
-    over: Float64[np.ndarray, " servers"], rng: np.random.Generator, limit: int
-) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
+    over: PerServer, rng: np.random.Generator, limit: int
+) -> tuple[PairServers, PairServers]:
     """The servers that exceed, each with a partner drawn from the rest; a few of those as well."""
     shuffled = rng.permutation(len(over))
     shuffled = shuffled[np.argsort(-over[shuffled], kind="stable")]
@@ -231,11 +224,8 @@ def _bad_with_any(
 
 
 def _bad_with_roomy(
-    over: Float64[np.ndarray, " servers"],
-    mem: Float64[np.ndarray, " rows"],
-    rng: np.random.Generator,
-    limit: int,
-) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
+    over: PerServer, mem: PerRow, rng: np.random.Generator, limit: int
+) -> tuple[PairServers, PairServers]:
     """The servers that exceed, each with several of those that have most room for what it has.
 
     Near the mean few servers have room for more than a little, and a server of one group has few

@@ -16,11 +16,18 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
-from aqua_placer.problem.instance import GRAIN_GB
+from aqua_placer.problem.instance import (
+    GRAIN_GB,
+    Contents,
+    PairServers,
+    PerRow,
+    PerServer,
+    SlotSets,
+)
 from aqua_placer.search.balance import excess, excess_count
 from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
 from aqua_placer.value.coverage import GroupTable, at_most_gb, covered_gb, group_tables
@@ -47,21 +54,19 @@ class ServerCost:
 
     def price(
         self,
-        rows: Int64[np.ndarray, "rows width"],
+        rows: Contents,
         kind: Int64[np.ndarray, " rows"],
-        mem: Float64[np.ndarray, " rows"],
+        mem: PerRow,
         cnt: Int64[np.ndarray, " rows"],
-    ) -> Float64[np.ndarray, " rows"]:
+    ) -> PerRow:
         """Price of contents `rows` (group index per slot) on servers of class `kind`."""
         if not self.wants_coverage:
             return self.penalty(mem, cnt)
-        price: Float64[np.ndarray, " rows"] = self.penalty(mem, cnt)
+        price: PerRow = self.penalty(mem, cnt)
         price -= self._by_class(covered_gb, rows, kind)
         return price
 
-    def at_most_gb(
-        self, rows: Int64[np.ndarray, "rows width"], kind: Int64[np.ndarray, " rows"]
-    ) -> Float64[np.ndarray, " rows"]:
+    def at_most_gb(self, rows: Contents, kind: Int64[np.ndarray, " rows"]) -> PerRow:
         """No less than what the contents are credited for, at a fraction of the time."""
         if not self.wants_coverage:
             return np.zeros(len(rows))
@@ -70,18 +75,16 @@ class ServerCost:
     def _by_class(
         self,
         measure: Callable[[GroupTable, Int64[np.ndarray, "*any"]], Float64[np.ndarray, "*any"]],
-        rows: Int64[np.ndarray, "rows width"],
+        rows: Contents,
         kind: Int64[np.ndarray, " rows"],
-    ) -> Float64[np.ndarray, " rows"]:
+    ) -> PerRow:
         result = np.zeros(len(rows))
         for index, table in enumerate(self.tables):
             here = slice(None) if len(self.tables) == 1 else kind == index
             result[here] = measure(table, rows[here])
         return result
 
-    def penalty(
-        self, mem: Float64[np.ndarray, " rows"], cnt: Int64[np.ndarray, " rows"]
-    ) -> Float64[np.ndarray, " rows"]:
+    def penalty(self, mem: PerRow, cnt: Int64[np.ndarray, " rows"]) -> PerRow:
         """What exceeding the thresholds costs."""
         over_cnt = excess_count(cnt, self.aim) * self.aim.hbm_gb
         return EXCESS_PRICE * (excess(mem, self.aim) + over_cnt)
@@ -151,8 +154,8 @@ def scarcer_side(layout: Layout) -> Float64[np.ndarray, "groups_and_none classes
 
 
 def draw_pairs(
-    loss: Float64[np.ndarray, " servers"], rng: np.random.Generator, *, everyone: bool
-) -> tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]]:
+    loss: PerServer, rng: np.random.Generator, *, everyone: bool
+) -> tuple[PairServers, PairServers]:
     """Disjoint pairs: any with any, or the servers that lose with any other."""
     shuffled = rng.permutation(len(loss))
     half = len(loss) // 2
@@ -182,20 +185,12 @@ class Exchanges:
         """One of them."""
         one = slice(index, index + 1)
         return Exchanges(
-            self.pair[one],
-            self.rows_a[one],
-            self.rows_b[one],
-            self.price_a[one],
-            self.price_b[one],
+            self.pair[one], self.rows_a[one], self.rows_b[one], self.price_a[one], self.price_b[one]
         )
 
 
 def make(
-    layout: Layout,
-    prices: Float64[np.ndarray, " servers"],
-    a: Int64[np.ndarray, " pairs"],
-    b: Int64[np.ndarray, " pairs"],
-    exchanges: Exchanges,
+    layout: Layout, prices: PerServer, a: PairServers, b: PairServers, exchanges: Exchanges
 ) -> None:
     """Make the exchanges: all of them, `a` and `b` being their servers."""
     width = layout.slots.shape[1]
@@ -208,9 +203,9 @@ def make(
 def best_exchanges(
     layout: Layout,
     cost: ServerCost,
-    prices: Float64[np.ndarray, " servers"],
-    pairs: tuple[Int64[np.ndarray, " pairs"], Int64[np.ndarray, " pairs"]],
-    table: Int64[np.ndarray, "sets order"],
+    prices: PerServer,
+    pairs: tuple[PairServers, PairServers],
+    table: SlotSets,
     rng: np.random.Generator,
     *,
     tolerance: float,
@@ -223,10 +218,7 @@ def best_exchanges(
     """
     a, b = pairs
     exchanging = ExchangeNeighbourhood.between(layout, a, b, table)
-    fits = exchanging.fits
-    if np.ptp(layout.instance.weight) == 0:
-        fits &= ~_like_for_like(exchanging)
-    pair, i, j = np.nonzero(fits)
+    pair, i, j = np.nonzero(exchanging.fits)
     if len(pair) > MAX_ROWS:
         keep = np.sort(rng.choice(len(pair), MAX_ROWS, replace=False))
         pair, i, j = pair[keep], i[keep], j[keep]
@@ -269,25 +261,6 @@ def best_exchanges(
     )
 
 
-def _like_for_like(exchanging: ExchangeNeighbourhood) -> Bool[np.ndarray, "pairs sets sets"]:
-    """Single groups of one size for each other; equal sums of unlike groups may gain."""
-    layout, table = exchanging.layout, exchanging.table
-    out_a, out_b = (
-        layout.mem[exchanging.sets_a].sum(axis=2),
-        layout.mem[exchanging.sets_b].sum(axis=2),
-    )
-    size_a, size_b = (
-        layout.size[sets].sum(axis=2) for sets in (exchanging.sets_a, exchanging.sets_b)
-    )
-    few = (table < layout.window(table.shape[1])).sum(axis=1) <= 1
-    same: Bool[np.ndarray, "pairs sets sets"] = (
-        (np.abs(out_a[:, :, None] - out_b[:, None, :]) < GRAIN_GB).all(axis=3)
-        & (size_a[:, :, None] == size_b[:, None, :])
-        & np.logical_and.outer(few, few)
-    )
-    return same
-
-
 @dataclass(frozen=True, eq=False)
 class MigrationCost:
     """The price of migrations: GB of coverage per shard that is not where it was.
@@ -299,14 +272,12 @@ class MigrationCost:
     size: Int64[np.ndarray, " groups_and_none"]
     gb_per_shard: float
 
-    def of(
-        self, rows: Int64[np.ndarray, "rows width"], server: Int64[np.ndarray, " rows"]
-    ) -> Float64[np.ndarray, " rows"]:
+    def of(self, rows: Contents, server: Int64[np.ndarray, " rows"]) -> PerRow:
         """GB for contents `rows` on the given servers."""
         return self.shards(rows, server).astype(np.float64) * self.gb_per_shard
 
     def shards(
-        self, rows: Int64[np.ndarray, "rows width"], server: Int64[np.ndarray, " rows"]
+        self, rows: Contents, server: Int64[np.ndarray, " rows"]
     ) -> Int64[np.ndarray, " rows"]:
         """Shards in `rows` that came from another server."""
         home = self.home[rows]

@@ -7,9 +7,16 @@ from itertools import combinations
 from typing import Final, TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Int64
 
-from aqua_placer.problem.instance import Instance, Placement
+from aqua_placer.problem.instance import (
+    Contents,
+    Instance,
+    PairServers,
+    PerServer,
+    Placement,
+    SlotSets,
+)
 
 # Slots per server that one round exchanges between, for exchanges of single groups and of more;
 # the groups of wider servers take turns at random. The exchanges of a pair of servers grow with
@@ -74,10 +81,10 @@ class Layout:
         result[self.slots[server, slot]] = server
         return result
 
-    def mem_gb(self, servers: Servers = EVERY) -> Float64[np.ndarray, " servers"]:
+    def mem_gb(self, servers: Servers = EVERY) -> PerServer:
         """Signed memory per server."""
         kind = self.class_of[servers][:, None]
-        total: Float64[np.ndarray, " servers"] = self.mem[self.slots[servers], kind].sum(axis=1)
+        total: PerServer = self.mem[self.slots[servers], kind].sum(axis=1)
         return total
 
     def counts(self, servers: Servers = EVERY) -> Int64[np.ndarray, " servers"]:
@@ -93,7 +100,7 @@ class Layout:
         return unused
 
 
-def subsets(width: int, order: int) -> Int64[np.ndarray, "sets order"]:
+def subsets(width: int, order: int) -> SlotSets:
     """All sets of at most `order` slots, padded with the extra slot `width`, (num_sets, order)."""
     rows = [
         chosen + (width,) * (order - count)
@@ -130,9 +137,9 @@ class ExchangeNeighbourhood:
     """
 
     layout: Layout
-    a: Int64[np.ndarray, " pairs"]
-    b: Int64[np.ndarray, " pairs"]
-    table: Int64[np.ndarray, "sets order"]
+    a: PairServers
+    b: PairServers
+    table: SlotSets
     held_a: Int64[np.ndarray, "pairs width"]
     held_b: Int64[np.ndarray, "pairs width"]
     sets_a: Int64[np.ndarray, "pairs sets order"]
@@ -141,11 +148,7 @@ class ExchangeNeighbourhood:
 
     @classmethod
     def between(
-        cls,
-        layout: Layout,
-        a: Int64[np.ndarray, " pairs"],
-        b: Int64[np.ndarray, " pairs"],
-        table: Int64[np.ndarray, "sets order"],
+        cls, layout: Layout, a: PairServers, b: PairServers, table: SlotSets
     ) -> ExchangeNeighbourhood:
         """Sets of slots as `subsets` lists them; one that names an unused slot fits nowhere."""
         window = layout.window(table.shape[1])
@@ -181,7 +184,7 @@ class ExchangeNeighbourhood:
 
     def _after(
         self,
-        held: Int64[np.ndarray, "rows width"],
+        held: Contents,
         gone: Int64[np.ndarray, "rows order"],
         arriving: Int64[np.ndarray, "rows order"],
     ) -> Int64[np.ndarray, "rows wider"]:
@@ -193,7 +196,7 @@ class ExchangeNeighbourhood:
         return np.concatenate([rows[:, :-1], arriving], axis=1)
 
 
-def packed(rows: Int64[np.ndarray, "rows wider"], width: int) -> Int64[np.ndarray, "rows width"]:
+def packed(rows: Int64[np.ndarray, "rows wider"], width: int) -> Contents:
     """Groups first, empty slots cut off down to `width`."""
     order = np.argsort(rows < 0, axis=1, kind="stable")
     return np.take_along_axis(rows, order, axis=1)[:, :width]

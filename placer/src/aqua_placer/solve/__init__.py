@@ -1,7 +1,5 @@
 """Makes a plan of an instance: `placement.place` decides, by its table of strategies.
 
-- `minmax`: the paper's objectives. `coverage`: coverage first, then balance. Both keep their best
-  in an `incumbent`.
-- `constrained`: pins and sets kept apart.
+- `minmax`: the paper's objectives. `coverage`: coverage first, then balance.
 - `paper_program`: the paper's program, with three `backends`, as referee.
 """

@@ -15,29 +15,27 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from aqua_placer.bounds.blocks import solve_blocks
-from aqua_placer.bounds.layer_cake import layer_bound_gb
-from aqua_placer.bounds.lockstep import lockstep_bound_gb
-from aqua_placer.bounds.thresholds import Fraction, Thresholds, fractional_servers
+from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
+from aqua_placer.bounds.thresholds import Fraction, Thresholds, fractional_servers, least_thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.problem.contents import ContentSpace, content_space, has_few_types
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.construction import assign_contents
 from aqua_placer.search.coverage import cost_for, improve_coverage
 from aqua_placer.search.layout import WINDOW, Effort, Layout
 from aqua_placer.search.units import form_units, of_units
 from aqua_placer.search.whole_servers import contents_by_server, whole_servers
-from aqua_placer.solve.incumbent import COVERAGE_TOLERANCE, CoverageIncumbent
-from aqua_placer.solve.minmax import LARGE_CLUSTER, solve_minmax
-from aqua_placer.value.balance import BalanceMode, worst
-from aqua_placer.value.coverage import content_worth_gb
+from aqua_placer.solve.minmax import LARGE_CLUSTER, BalanceIncumbent, solve_minmax
+from aqua_placer.value.balance import BalanceMode, level_gb, worst
+from aqua_placer.value.coverage import content_worth_gb, coverage_gb
 
 COARSE_QUANTUM_GB: Final = 1.0
 """Where all sizes differ there is no grid; memory within this of the optimum is as good.
@@ -61,6 +59,72 @@ ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), (0.75, 2, 8.0), (0.75, 2, 8.0), (
 """How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
 servers may get worse, start after start: what the last groups need to change places is found beyond
 the balance, and the balance is regained after."""
+
+
+COVERAGE_TOLERANCE: Final = 1e-3
+"""Coverage given up at most for balance, relative to the bound: an eighteenth of the 1.8% that
+profiles are good to. Doubled, plans are better balanced where all sizes differ, and cover less."""
+
+SEARCH_TOLERANCE: Final = 2.5e-3
+"""Distance to the bound, relative, at which no search for more coverage is worth its time: half of
+what a plan may fall short at most. Halved, all-distinct clusters of 128 GPUs take twice as long for
+a thousandth."""
+
+
+@dataclass
+class CoverageIncumbent:
+    """Best placement so far: coverage first, and among coverages as good as the best, balance.
+
+    Attributes:
+        balance: The min-max optimum, as far as it is known.
+        bound_gb: No placement covers more.
+        most_gb: The most that any placement so far covers; `placement` may cover a little less.
+        goal: The balance at which nothing is left to do.
+    """
+
+    instance: Instance
+    budget: Budget
+    bound_gb: float
+    balance: BalanceIncumbent
+    placement: Placement
+    goal: float
+    covered_gb: float = 0.0
+    most_gb: float = 0.0
+
+    def offer(self, placement: Placement, stage: str) -> bool:
+        """Take the placement if it covers more, or as much and is better balanced."""
+        layout = Layout(self.instance, placement)
+        covered = float(coverage_gb(self.instance, layout.slots, layout.class_of).sum())
+        self.most_gb = max(self.most_gb, covered)
+        better = self._better(covered, placement)
+        if better:
+            self.placement, self.covered_gb = placement, covered
+        self.budget.report(stage, self.covered_gb, self.bound_gb)
+        return better
+
+    def _better(self, covered: float, placement: Placement) -> bool:
+        alike = self.most_gb - COVERAGE_TOLERANCE * self.bound_gb - GRAIN_GB
+        if min(covered, self.covered_gb) < alike:
+            return covered > self.covered_gb
+        value = level_gb(self.instance, placement, BalanceMode.ABS)
+        if abs(self.value - value) > GRAIN_GB:
+            return value < self.value
+        return covered > self.covered_gb + GRAIN_GB
+
+    @property
+    def value(self) -> float:
+        """The balance of the placement."""
+        return level_gb(self.instance, self.placement, BalanceMode.ABS)
+
+    @property
+    def enough_gb(self) -> float:
+        """Coverage at which no search for more is worth its time."""
+        return self.bound_gb * (1 - SEARCH_TOLERANCE)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything coverable is covered, as well balanced as hoped for."""
+        return self.covered_gb >= self.bound_gb - GRAIN_GB and self.value <= self.goal + GRAIN_GB
 
 
 def solve_coverage(instance: Instance, budget: Budget, seed: int) -> CoverageIncumbent:
@@ -95,7 +159,16 @@ def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> Non
         return
     most = fraction.most
     goal = most * (1 - COVERAGE_TOLERANCE)
-    found = _least_thresholds(best, space, worth, goal)
+    found = least_thresholds(
+        space,
+        instance.hbm_gb,
+        BalanceMode.ABS,
+        budget,
+        start=worst(instance, best.balance.found, BalanceMode.ABS),
+        step_gb=max(instance.quantum_gb, COARSE_QUANTUM_GB),
+        worth=worth,
+        goal_gb=goal,
+    )
     for widening in range(MAX_WIDENINGS + 1):
         if found is None or budget.expired():
             return
@@ -125,37 +198,6 @@ def _offer_whole(
     if chosen is not None:
         rows = contents_by_server(space, chosen)
         best.offer(assign_contents(best.instance, space.types, rows), "whole")
-
-
-def _least_thresholds(
-    best: CoverageIncumbent,
-    space: ContentSpace,
-    worth: Float64[np.ndarray, " contents"],
-    goal: float,
-) -> tuple[Thresholds, Fraction] | None:
-    """The thresholds of least H x C + M at which contents still reach the goal."""
-    instance, budget = best.instance, best.budget
-    least_cnt, least_mem = worst(instance, best.balance.found, BalanceMode.ABS)
-    step = max(instance.quantum_gb, COARSE_QUANTUM_GB)
-    cnt_key, most_mem = np.abs(space.cnt), float(np.abs(space.mem_gb).max())
-    chosen: tuple[Thresholds, Fraction] | None = None
-    for cnt in np.unique(cnt_key[cnt_key >= least_cnt]).astype(int).tolist():
-        level = Thresholds(cnt, least_mem, BalanceMode.ABS, instance.hbm_gb)
-        room = most_mem - least_mem if chosen is None else chosen[0].level_gb - level.level_gb
-        if budget.expired() or (chosen is not None and room <= GRAIN_GB):
-            break
-        low, high = -1, int(np.ceil(room / step)) + (chosen is None)
-        width, probe = 1, 0
-        while low + 1 < high and not budget.expired():
-            trial = replace(level, mem_gb=least_mem + probe * step)
-            _, found = fractional_servers(space, trial.admit(space), budget, worth)
-            if found is None or worth @ found.servers_of < goal:
-                low, probe = probe, min(probe + width, high - 1)
-                width *= 3
-            else:
-                high, width, chosen = probe, 1, (trial, found)
-                probe = (low + high) // 2
-    return chosen
 
 
 def _by_units(best: CoverageIncumbent, rng: np.random.Generator, seed: int) -> None:

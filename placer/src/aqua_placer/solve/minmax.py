@@ -11,25 +11,20 @@ it with the bound known by then.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from aqua_placer.bounds.thresholds import (
-    Thresholds,
-    counting_bound,
-    least_thresholds,
-)
+from aqua_placer.bounds.thresholds import Thresholds, counting_bound, least_thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.contents import content_space, has_few_types
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.balance import improve_balance
-from aqua_placer.search.construction import assign_contents, spread_evenly
-from aqua_placer.search.feasibility import any_placement
+from aqua_placer.search.construction import any_placement, assign_contents, spread_evenly
 from aqua_placer.search.layout import WINDOW, Effort, Layout
 from aqua_placer.search.whole_servers import contents_by_server, whole_servers
-from aqua_placer.solve.incumbent import BalanceIncumbent
-from aqua_placer.value.balance import BalanceMode
+from aqua_placer.value.balance import BalanceMode, level_gb
 
 GOOD_GAP: Final = 0.002
 """Relative gap that all-distinct sizes aim at: a ninth of what a profile can tell. Half of it
@@ -51,6 +46,50 @@ PATIENCE_BEFORE_CONTENTS: Final = 30
 LARGE_CLUSTER: Final = 600
 """Servers above which contents come before exchanges, and only those that exceed look for a
 partner. Doubled, clusters of twice the size take the way of small ones, at twice the time."""
+
+
+@dataclass
+class BalanceIncumbent:
+    """Best placement so far under `mode`, and the bound it is measured against."""
+
+    instance: Instance
+    mode: BalanceMode
+    budget: Budget
+    placement: Placement | None = None
+    value: float = np.inf
+    bound: float = -np.inf
+
+    def offer(self, placement: Placement, stage: str) -> float:
+        """Take the placement if it is better; returns its value."""
+        value = level_gb(self.instance, placement, self.mode)
+        if value < self.value - GRAIN_GB:
+            self.placement, self.value = placement, value
+        self.report(stage)
+        return value
+
+    def raise_bound(self, bound: float, stage: str) -> None:
+        """Note a better proven bound."""
+        self.bound = max(self.bound, bound)
+        self.report(stage)
+
+    def report(self, stage: str) -> None:
+        """Tell the listener of the budget."""
+        self.budget.report(
+            stage,
+            None if self.placement is None else self.value,
+            None if np.isinf(self.bound) else self.bound,
+        )
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the bound is met."""
+        return self.value <= self.bound + GRAIN_GB
+
+    @property
+    def found(self) -> Placement:
+        """The placement, once there is one."""
+        assert self.placement is not None, "the min-max strategy always places everything"
+        return self.placement
 
 
 def solve_minmax(

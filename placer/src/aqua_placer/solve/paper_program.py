@@ -26,7 +26,7 @@ from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError
 from aqua_placer.plan.assembly import SolveResult
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Backend, Request
-from aqua_placer.search.feasibility import any_placement
+from aqua_placer.search.construction import any_placement
 from aqua_placer.search.repair import repair
 from aqua_placer.solve.backends import BACKENDS
 from aqua_protocol.plan import Objective

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from aqua_placer.problem.contents import ContentSpace
-from aqua_placer.problem.instance import GRAIN_GB, Instance
+from aqua_placer.problem.instance import GRAIN_GB, Contents, Instance, PerRow, PerServer
 
 State = tuple[int, ...]
 
@@ -142,12 +142,10 @@ class PrefixProgram:
     ranked: list[Int64[np.ndarray, "depth rows"]]
     need: list[Float64[np.ndarray, "depth rows"]]
     worth: list[Float64[np.ndarray, "depth rows"]]
-    best: dict[State, Float64[np.ndarray, " rows"]]
-    total: Float64[np.ndarray, " rows"]
+    best: dict[State, PerRow]
+    total: PerRow
 
-    def last_steps(
-        self, state: State
-    ) -> list[tuple[int, Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]]:
+    def last_steps(self, state: State) -> list[tuple[int, PerRow, PerRow]]:
         """What `state` covers if its last group is of a kind, and what that adds, kind by kind."""
         used = sum(n * size for n, size in zip(state, self.table.sizes, strict=True))
         steps = []
@@ -164,7 +162,7 @@ def before(state: State, kind: int) -> State:
     return (*state[:kind], state[kind] - 1, *state[kind + 1 :])
 
 
-def _run(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> PrefixProgram:
+def _run(table: GroupTable, slots: Contents) -> PrefixProgram:
     """Run the program on each row of `slots` (rows of the table, -1 for empty)."""
     states = _states(table.sizes, table.half)
     ranked = _ranked(table, slots)
@@ -181,9 +179,7 @@ def _run(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> PrefixPro
     return program
 
 
-def _ranked(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
-) -> list[Int64[np.ndarray, "depth rows"]]:
+def _ranked(table: GroupTable, slots: Contents) -> list[Int64[np.ndarray, "depth rows"]]:
     """Per kind, the groups of each row that need most, as many as could be served."""
     kind, found = table.kind[slots], []
     for index, size in enumerate(table.sizes):
@@ -194,20 +190,18 @@ def _ranked(
     return found
 
 
-def covered_gb(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
-) -> Float64[np.ndarray, " rows"]:
+def covered_gb(table: GroupTable, slots: Contents) -> PerRow:
     """Covered demand of each row of `slots`."""
     if not table.sizes or not table.half or not len(slots):
         return np.zeros(len(slots))
     if table.is_exact:
         return _run(table, slots).total
     found = [_in_turn(table, _by_need(table, slots, power))[-1] for power in WEIGHINGS]
-    best: Float64[np.ndarray, " rows"] = np.max(found, axis=(0, 1))
+    best: PerRow = np.max(found, axis=(0, 1))
     return best
 
 
-def chosen_groups(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> list[list[int]]:
+def chosen_groups(table: GroupTable, slots: Contents) -> list[list[int]]:
     """Per row, the consumer groups that the program serves, in the order of their blocks."""
     if not table.sizes or not table.half or not len(slots):
         return [[] for _ in range(len(slots))]
@@ -216,9 +210,7 @@ def chosen_groups(table: GroupTable, slots: Int64[np.ndarray, "rows width"]) -> 
     return [_walk_in_turn(table, slots[row : row + 1]) for row in range(len(slots))]
 
 
-def _in_turn(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
-) -> list[Float64[np.ndarray, "half_and_one rows"]]:
+def _in_turn(table: GroupTable, slots: Contents) -> list[Float64[np.ndarray, "half_and_one rows"]]:
     """Most covered GB by shards served, (half + 1, rows), after each group in the order of slots.
 
     All consumers of a row are before its other slots, as `_by_need` leaves them.
@@ -237,9 +229,7 @@ def _in_turn(
     return steps
 
 
-def _by_need(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"], power: float
-) -> Int64[np.ndarray, "rows width"]:
+def _by_need(table: GroupTable, slots: Contents, power: float) -> Contents:
     """The slots of each row with the neediest consumers first and all others last."""
     need = table.r_gb[slots] * table.weight[slots] ** power
     order = np.argsort(np.where(table.kind[slots] >= 0, need, np.inf), axis=1, kind="stable")
@@ -292,9 +282,7 @@ def _walk_back(program: PrefixProgram) -> Int64[np.ndarray, "rows half"]:
     return blocks
 
 
-def levels(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
-) -> Float64[np.ndarray, "half_and_one rows"]:
+def levels(table: GroupTable, slots: Contents) -> Float64[np.ndarray, "half_and_one rows"]:
     """Spare of the n-th producer shard of each row, n from 1; 0 before it and after the last."""
     spare = np.maximum(table.r_gb[slots], 0.0)
     order = np.argsort(-spare, axis=1, kind="stable")
@@ -307,9 +295,7 @@ def levels(
     return level
 
 
-def at_most_gb(
-    table: GroupTable, slots: Int64[np.ndarray, "rows width"]
-) -> Float64[np.ndarray, " rows"]:
+def at_most_gb(table: GroupTable, slots: Contents) -> PerRow:
     """A quick bound on the covered demand of each row, without a sort.
 
     No consumer gets more than the producer of most spare has, and the heaviest consumer could at
@@ -318,7 +304,7 @@ def at_most_gb(
     r_gb, weight = table.r_gb[slots], table.consumer_weight[slots]
     asked = np.minimum(-r_gb, r_gb.max(axis=1, keepdims=True)) * weight * table.tp[slots]
     lent = table.lent_gb[slots].sum(axis=1) * weight.max(axis=1)
-    most: Float64[np.ndarray, " rows"] = np.maximum(np.minimum(asked.sum(axis=1), lent), 0.0)
+    most: PerRow = np.maximum(np.minimum(asked.sum(axis=1), lent), 0.0)
     return most
 
 
@@ -326,7 +312,7 @@ def coverage_gb(
     instance: Instance,
     slots: Int64[np.ndarray, "servers width"],
     class_of: Int64[np.ndarray, " servers"],
-) -> Float64[np.ndarray, " servers"]:
+) -> PerServer:
     """Covered demand per server of a layout's slots."""
     result = np.zeros(len(slots))
     for kind, table in enumerate(group_tables(instance)):

@@ -288,16 +288,14 @@ def _by_links(
             free += taken
     pairs = sorted(
         (
-            (
-                -worth(consumer, consumer.gpus[0], producer),
-                consumer.group,
-                producer.group,
-                producer.shard,
-            )
-            for consumer in consumers
-            if consumer.shards == 1
-            for producer in free
-        ),
+            -worth(consumer, consumer.gpus[0], producer),
+            consumer.group,
+            producer.group,
+            producer.shard,
+        )
+        for consumer in consumers
+        if consumer.shards == 1
+        for producer in free
     )
     by_group = {consumer.group: consumer for consumer in consumers}
     idle = {(producer.group, producer.shard): producer for producer in free}
