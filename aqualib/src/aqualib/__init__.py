@@ -98,56 +98,31 @@ __all__ = [
     "step",
 ]
 
-_HOMES: Final = {
-    "aqua_protocol": (
-        "AquaError",
-        "CapacityError",
-        "ChecksumMismatchError",
-        "ConfigError",
-        "DataLostError",
-        "LeaseLostError",
-        "TransportError",
-        "TransportKind",
-    ),
-    "aqua_protocol.members": ("LoadReport",),
-    "aqualib.blocks": ("BlockStore", "PagedOut"),
-    "aqualib.consumer": ("Aqua", "StepChanges"),
-    "aqualib.connection": (
-        "block_store",
-        "connect",
-        "default",
-        "empty",
-        "offload",
-        "open_producer",
-        "step",
-    ),
-    "aqualib.memory.transfers": ("Transfer",),
-    "aqualib.metrics": ("Stats",),
-    "aqualib.producer.escalation": ("Escalation",),
-    "aqualib.producer.informer": ("Informer", "LoadSource", "Profile"),
-    "aqualib.producer.producer": ("Producer",),
-    "aqualib.tensor": ("AquaTensor", "Location"),
-    "aqualib.version": ("__version__",),
-}
-_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
-_ALIASES: Final = {"__version__": "AQUALIB_VERSION"}
-_WITHOUT_TORCH: Final = {
-    "aqua_protocol",
-    "aqua_protocol.members",
-    "aqualib.metrics",
-    "aqualib.version",
-}
+_HOMES: Final = ("aqua_protocol", "aqua_protocol.members", "aqualib.metrics", "aqualib.version")
+"""Modules that have the names above and do without torch, in the order in which they are asked."""
+
+_HOMES_WITH_TORCH: Final = (
+    "aqualib.connection",
+    "aqualib.consumer",
+    "aqualib.tensor",
+    "aqualib.blocks",
+    "aqualib.memory.transfers",
+    "aqualib.producer.escalation",
+    "aqualib.producer.informer",
+    "aqualib.producer.producer",
+)
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home not in _WITHOUT_TORCH:
-        _require_torch()
-    value = getattr(importlib.import_module(home), _ALIASES.get(name, name))
-    globals()[name] = value  # From now on an ordinary attribute: `step` is on a hot path.
-    return value
+    if name in __all__:
+        for home in (*_HOMES, *_HOMES_WITH_TORCH):
+            if home == _HOMES_WITH_TORCH[0]:
+                _require_torch()
+            module = importlib.import_module(home)
+            if name in vars(module):
+                value = globals()[name] = vars(module)[name]  # `step` is on a hot path.
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -22,24 +22,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Self
 
+import torch
+
 from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
+from aqualib.blocks import BlockStore
 from aqualib.leasing.client import LeaseClient
-from aqualib.memory.allocator import TensorAllocator
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migrator import Migrator
 from aqualib.memory.transfers import Transfers
 from aqualib.metrics import ConsumerMetrics, Direction, Stats
+from aqualib.tensor import AquaTensor, TensorAllocator
 
 if TYPE_CHECKING:
-    import torch
     from prometheus_client import CollectorRegistry
 
     from aqua_client import CoordinatorClient
     from aqua_protocol.leases import LeaseGrant
-    from aqualib.blocks import BlockStore
     from aqualib.leasing.attachment import Attachment
     from aqualib.reporter import Identity
-    from aqualib.tensor import AquaTensor
     from aqualib.transports.base import Transport
 
 DRAIN_TIMEOUT_S: Final = 2.0
@@ -165,15 +165,10 @@ class Aqua:
         Raises:
             CapacityError: The store is full.
         """
-        import torch
-
-        from aqualib.tensor import AquaTensor
-
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         self._transfers.sweep()
-        tensor = AquaTensor(
-            self._transfers, self._allocator, dims, dtype or torch.get_default_dtype()
-        )
+        chosen = dtype or torch.get_default_dtype()
+        tensor = AquaTensor(self._transfers, self._allocator, dims, chosen)
         self._lease_client.changed()  # There may be peer memory for frames that were made.
         return tensor
 
@@ -199,12 +194,9 @@ class Aqua:
             ConfigError: A block does not fit into a slab.
             CapacityError: The host memory that the blocks would need is not free.
         """
-        from aqualib.blocks import BlockStore
-
         self._transfers.sweep()
-        store = BlockStore(
-            self._transfers, block_bytes=block_bytes, capacity_blocks=capacity_blocks
-        )
+        sizes = {"block_bytes": block_bytes, "capacity_blocks": capacity_blocks}
+        store = BlockStore(self._transfers, **sizes)
         self._lease_client.changed()  # There may be peer memory for frames that were made.
         return store
 

@@ -83,7 +83,7 @@ def _transports() -> Iterator[Finding]:
 
 
 def _engine() -> Finding:
-    from aqualib.engines.vllm.versions import VERSIONS, supported_version
+    from aqualib.engines.vllm.versions import MINORS, require_supported
 
     for name in ENGINE_DISTRIBUTIONS:
         try:
@@ -91,11 +91,11 @@ def _engine() -> Finding:
         except PackageNotFoundError:
             continue
         try:
-            supported_version(found)
+            require_supported(found)
         except ConfigError as error:
             return _fault("vLLM", FindingLevel.FAIL, error)
         return Finding(check="vLLM", message=f"{found} is supported")
-    return Finding(check="vLLM", message=f"not installed here; supported are {', '.join(VERSIONS)}")
+    return Finding(check="vLLM", message=f"not installed here; supported are {', '.join(MINORS)}")
 
 
 def _fault(check: str, level: FindingLevel, error: AquaError) -> Finding:

@@ -63,7 +63,6 @@ class LinkMeasurement:
 def measure(
     transport: Transport,
     mapped: MappedSlab,
-    host: MappedSlab | None = None,
     *,
     copier: Copier | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -72,18 +71,12 @@ def measure(
 
     Args:
         mapped: A slab that is not written to meanwhile; its contents are preserved.
-        host: Landing memory to copy to and from where this side's device is the CPU; its first
-            bytes are overwritten. Without it, and on GPUs, a buffer is allocated for the time.
         copier: The copier to use, or None for a new one.
         clock: Seconds, monotonic.
     """
     chosen = transport.copier() if copier is None else copier
     size = min(mapped.nbytes, PROBE_BYTES)
-    if host is not None and transport.device.type == "cpu":
-        size = min(size, host.nbytes)
-        local = host.tensor[:size]
-    else:
-        local = torch.zeros(size, dtype=torch.uint8, device=transport.device)
+    local = torch.zeros(size, dtype=torch.uint8, device=transport.device)
     remote = mapped.tensor[:size]
     read = _rate(chosen, local, remote, clock)
     write = _rate(chosen, remote, local, clock)
@@ -94,20 +87,16 @@ def _rate(
     copier: Copier, dst: torch.Tensor, src: torch.Tensor, clock: Callable[[], float]
 ) -> float:
     """Bytes per second of the best round."""
+
+    def seconds_of(count: int) -> float:
+        begin = clock()
+        for _ in range(count):
+            copier.copy(dst, src)
+        copier.fence()
+        return clock() - begin
+
     count = 1
-    while (seconds := _time(copier, dst, src, count, clock)) < MIN_ROUND_S and (
-        count < MAX_COPIES_PER_ROUND
-    ):
+    while (seconds := seconds_of(count)) < MIN_ROUND_S and count < MAX_COPIES_PER_ROUND:
         count *= 2
-    best = min([seconds, *(_time(copier, dst, src, count, clock) for _ in range(ROUNDS - 1))])
+    best = min([seconds, *(seconds_of(count) for _ in range(ROUNDS - 1))])
     return count * src.nbytes / max(best, 1e-9)
-
-
-def _time(
-    copier: Copier, dst: torch.Tensor, src: torch.Tensor, count: int, clock: Callable[[], float]
-) -> float:
-    begin = clock()
-    for _ in range(count):
-        copier.copy(dst, src)
-    copier.fence()
-    return clock() - begin

@@ -11,7 +11,7 @@ memory, no locks, no torch.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -122,11 +122,6 @@ class RangeAllocator:
         """Units free, in ranges of any length."""
         return self.capacity - self._taken
 
-    @property
-    def largest(self) -> int:
-        """Length of the longest free range."""
-        return max(self._counts, default=0)
-
     def take(self, count: int) -> int | None:
         """Take `count` adjacent units; returns the first, or None when no range is long enough."""
         assert count > 0, f"count {count}"
@@ -178,15 +173,6 @@ class RangeAllocator:
             self._starts.insert(after, start)
             self._counts.insert(after, count)
 
-    def is_taken(self, start: int, count: int) -> bool:
-        """Whether every unit of the range is taken."""
-        if not 0 <= start <= self.capacity - count:
-            return False
-        position = bisect_right(self._starts, start)
-        if position and self._starts[position - 1] + self._counts[position - 1] > start:
-            return False
-        return position == len(self._starts) or self._starts[position] >= start + count
-
     def ranges(self) -> list[Range]:
         """The taken ranges, ascending, as long as possible."""
         found: list[Range] = []
@@ -206,7 +192,7 @@ class RangeAllocator:
         self._taken = 0
 
     def __repr__(self) -> str:
-        return f"<RangeAllocator {self._taken}/{self.capacity} taken, largest free {self.largest}>"
+        return f"<RangeAllocator {self._taken}/{self.capacity} taken>"
 
     def _cut(self, position: int, count: int) -> int:
         start = self._starts[position]

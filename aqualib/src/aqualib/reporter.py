@@ -20,7 +20,7 @@ import os
 import random
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from aqua_protocol import PROTOCOL_VERSION, AquaError
@@ -69,18 +69,9 @@ class Identity:
 
     def stamp(self, revision: Revision, books_id: BooksId | None) -> dict[str, Any]:
         """The fields of `MemberIdentity`, for the report with this revision."""
-        return {
-            "incarnation": self.incarnation,
-            "revision": revision,
-            "books_id": books_id,
-            "protocol_version": PROTOCOL_VERSION,
-            "aqualib_version": AQUALIB_VERSION,
-            "node": self.node,
-            "domain": self.domain,
-            "gpu_uuid": self.gpu_uuid,
-            "pid": os.getpid(),
-            "model": self.model,
-        }
+        versions = {"protocol_version": PROTOCOL_VERSION, "aqualib_version": AQUALIB_VERSION}
+        life = {"revision": revision, "books_id": books_id, "pid": os.getpid()}
+        return asdict(self) | versions | life
 
 
 class Reporter(Generic[ReportT, AckT]):

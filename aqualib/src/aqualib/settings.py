@@ -55,9 +55,9 @@ class Settings(BaseSettings):
     coordinator_url: str = Field(
         default="http://127.0.0.1:7700", max_length=2048, description="Where the coordinator is."
     )
-    token: SecretStr | None = Field(default=None, description="Bearer token for the coordinator.")
+    token: SecretStr | None = Field(None, description="Bearer token for the coordinator.")
     ca_file: Path | None = Field(
-        default=None, description="Certificates to trust for an https coordinator."
+        None, description="Certificates to trust for an https coordinator."
     )
     request_timeout_s: float = Field(
         default=2.0, gt=0, le=60, description="Bound of one call to the coordinator."
@@ -69,14 +69,12 @@ class Settings(BaseSettings):
         default=30.0, ge=1, le=3600, description="Life of a lease without renewal."
     )
 
-    node: Name | None = Field(default=None, description="Name of this host; found out if unset.")
-    domain: Name | None = Field(
-        default=None, description="Scale-up domain of the GPU; found out if unset."
-    )
-    gpu_uuid: Name | None = Field(default=None, description="The GPU; found out if unset.")
+    node: Name | None = Field(None, description="Name of this host; found out if unset.")
+    domain: Name | None = Field(None, description="Scale-up domain of the GPU; found out if unset.")
+    gpu_uuid: Name | None = Field(None, description="The GPU; found out if unset.")
 
     transport: TransportKind | None = Field(
-        default=None, description="How slabs are shared; the best that works if unset."
+        None, description="How slabs are shared; the best that works if unset."
     )
     slab_bytes: Size = Field(
         default=DEFAULT_SLAB_BYTES,
@@ -85,7 +83,7 @@ class Settings(BaseSettings):
         description="Unit of offers and reclaims.",
     )
     emulated_hbm_bytes: Size | None = Field(
-        default=None,
+        None,
         ge=MIN_SLAB_BYTES,
         le=MAX_BYTES,
         description="Device memory to pretend on a machine without a GPU.",
@@ -94,19 +92,19 @@ class Settings(BaseSettings):
         default=False, description="Check every restored block against its checksum."
     )
     host_bytes: Size | None = Field(
-        default=None, ge=0, le=MAX_BYTES, description="Host memory for spilled data."
+        None, ge=0, le=MAX_BYTES, description="Host memory for spilled data."
     )
     wanted_bytes: Size | None = Field(
-        default=None, ge=0, le=MAX_BYTES, description="Peer memory a consumer asks for."
+        None, ge=0, le=MAX_BYTES, description="Peer memory a consumer asks for."
     )
 
     socket_dir: Path | None = Field(
-        default=None,
+        None,
         description="Directory of lease channel sockets; /run/aqua, the user's runtime directory "
         "or the temporary directory if unset.",
     )
     allowed_uids: Annotated[frozenset[Uid], NoDecode, BeforeValidator(_uids_from)] | None = Field(
-        default=None, description="Users that may attach, separated by commas; our own if unset."
+        None, description="Users that may attach, separated by commas; our own if unset."
     )
     reclaim_deadline_s: float = Field(
         default=5.0, ge=0.001, le=600, description="Time for consumers to give memory back."

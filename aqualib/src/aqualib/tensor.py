@@ -24,25 +24,27 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
 
 from aqua_protocol import ChecksumMismatchError, DataLostError, format_bytes
-from aqualib.checksum import checksum, matches
+from aqualib.checksum import checksum
 from aqualib.memory.frame import FrameState, still_alive
 from aqualib.metrics import Direction
+from aqualib.ranges import Range
 from aqualib.transports.base import MappedSlab
 
 if TYPE_CHECKING:
-    from aqualib.memory.allocator import Piece, TensorAllocator
     from aqualib.memory.copy_stream import CopyStream
+    from aqualib.memory.frame import Frame
+    from aqualib.memory.frame_store import FrameStore
     from aqualib.memory.transfers import Transfer, Transfers
-    from aqualib.ranges import Range
 
 logger = logging.getLogger("aqualib")
 
@@ -66,6 +68,77 @@ def location_of(states: set[FrameState]) -> Location:
     if len(on_peer) > 1:
         return Location.MIXED
     return Location.PEER if True in on_peer else Location.HOST
+
+
+UNIT_BYTES: Final = 256
+"""Bytes to which cudaMalloc aligns; the most that any dtype or copy engine asks for. Doubled, small
+tensors waste twice as much."""
+
+
+class Piece(NamedTuple):
+    """Consecutive bytes of one frame; they start at a multiple of `UNIT_BYTES`."""
+
+    frame: Frame
+    run: Range
+
+
+class TensorAllocator:
+    """Room for tensors of any size in frames of one store; any thread may call it.
+
+    A tensor of up to one frame lies in one piece, a larger one takes whole frames and a piece of
+    another. Frames on peers are filled first, then others with room, then a new one is made; one
+    that nothing is in any more is taken apart, and its slab serves the next.
+    """
+
+    def __init__(self, store: FrameStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._frames: dict[int, Frame] = {}
+
+    def take(self, nbytes: int) -> list[Piece]:
+        """Room for `nbytes`, in order: whole frames, then a rest.
+
+        Raises:
+            CapacityError: The store is full; nothing was taken.
+            TransportError: Memory ran out; nothing was taken.
+        """
+        pieces: list[Piece] = []
+        with self._lock:
+            try:
+                while nbytes:
+                    piece = self._take_piece(min(nbytes, self._store.slab_bytes))
+                    pieces.append(piece)
+                    nbytes -= piece.run.size
+            except BaseException:
+                self._give_back(pieces)
+                raise
+        return pieces
+
+    def give_back(self, pieces: Sequence[Piece]) -> None:
+        """Free the pieces."""
+        with self._lock:
+            self._give_back(pieces)
+
+    def _take_piece(self, nbytes: int) -> Piece:
+        units = -(-nbytes // UNIT_BYTES)
+        found = self._store.take(self._frames.values(), units)
+        if found is None:
+            frame = self._store.claim(UNIT_BYTES)
+            self._frames[frame.number] = frame
+            found = self._store.take([frame], units)
+            assert found is not None, f"{frame!r} has no room for {nbytes} bytes"
+        frame, start = found
+        return Piece(frame=frame, run=Range(start * UNIT_BYTES, nbytes))
+
+    def _give_back(self, pieces: Sequence[Piece]) -> None:
+        self._store.give_back(
+            (piece.frame, Range(piece.run.start // UNIT_BYTES, -(-piece.run.size // UNIT_BYTES)))
+            for piece in pieces
+        )
+        for piece in pieces:
+            if not piece.frame.room.taken and piece.frame.number in self._frames:
+                del self._frames[piece.frame.number]
+                self._store.dissolve(piece.frame)
 
 
 class PinnedView(MappedSlab):
@@ -290,7 +363,7 @@ class AquaTensor:
         return checksum(flat) if self._transfers.is_checking and not self._views else None
 
     def _is_intact(self, flat: torch.Tensor) -> bool:
-        return self._sum is None or matches(flat, self._sum)
+        return self._sum is None or checksum(flat) == self._sum
 
     def _mismatch(self) -> ChecksumMismatchError:
         return ChecksumMismatchError(

@@ -27,7 +27,6 @@ BY_NAME: Final = frozenset({"setattr", "getattr", "delattr", "object"})
 REACHES: Final[dict[str, int]] = {
     "engine/aqualib/test_vllm_lending.py": 1,
     "engine/batch/test_vllm.py": 1,
-    "gpu/aqualib/test_cuda_copies.py": 1,
     "harness/consumers.py": 4,
     "harness/vllm_program.py": 1,
     "integration/aqualib/test_consumer_processes.py": 4,
@@ -43,7 +42,6 @@ REACHES: Final[dict[str, int]] = {
     "property/aqualib/test_producer_lending_state.py": 3,
     "unit/aqualib/test_aqua_cache_generation.py": 4,
     "unit/aqualib/test_blocks_paging.py": 2,
-    "unit/aqualib/test_checksum.py": 6,
     "unit/aqualib/test_connection_default.py": 2,
     "unit/aqualib/test_cuda_driver.py": 1,
     "unit/aqualib/test_cuda_transports.py": 2,

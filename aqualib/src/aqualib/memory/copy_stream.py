@@ -76,8 +76,11 @@ class CopyBatch:
         self.failure = ""
 
 
-class CopyStream:
+class CopyStream(RenewableCopier):
     """One thread's copies; used by that thread alone.
+
+    What copies raises `DataLostError` where the frame cannot be read any more, and `TransportError`
+    where copies that had to be waited for did not arrive.
 
     Args:
         store: Whose frames.
@@ -91,21 +94,12 @@ class CopyStream:
     def __init__(
         self, store: FrameStore, make_copier: Callable[[], Copier], *, is_synchronous: bool
     ) -> None:
+        super().__init__(make_copier)
         self.is_synchronous = is_synchronous
         self.batch = CopyBatch()
         self._store = store
-        self._renewable = RenewableCopier(make_copier)
         self._pins: list[Frame] = []
         self._is_orphaned = False
-
-    @property
-    def copier(self) -> Copier:
-        """The thread's copier; a new one after one has failed.
-
-        Raises:
-            TransportError: It cannot be made.
-        """
-        return self._renewable.copier
 
     def begin(self) -> None:
         """Start a transfer; first ends those that were dropped without a wait.
@@ -117,22 +111,12 @@ class CopyStream:
             self._require_settled()
 
     def write(self, frame: Frame, part: Range, src: torch.Tensor, at: int) -> None:
-        """Copy bytes of `src`, which is contiguous, from byte `at` on into a part of the frame.
-
-        Raises:
-            DataLostError: The frame cannot be read any more.
-            TransportError: Copies that had to be waited for did not arrive.
-        """
+        """Copy bytes of `src`, which is contiguous, from byte `at` on into a part of the frame."""
         slab = self._pin(frame, part).tensor
         self.copier.copy_bytes(slab, part.start, src, at, part.size)
 
     def read(self, frame: Frame, part: Range, dst: torch.Tensor, at: int) -> None:
-        """Copy a part of the frame into `dst`, which is contiguous, from byte `at` on.
-
-        Raises:
-            DataLostError: The frame cannot be read any more.
-            TransportError: Copies that had to be waited for did not arrive.
-        """
+        """Copy a part of the frame into `dst`, which is contiguous, from byte `at` on."""
         slab = self._pin(frame, None).tensor
         self.copier.copy_bytes(dst, at, slab, part.start, part.size)
 
@@ -140,10 +124,6 @@ class CopyStream:
         """A part of the frame for one copy, pinned until the next fence; shape (part.size,), uint8.
 
         The tensor must not live when the stream pins its next frame.
-
-        Raises:
-            DataLostError: The frame cannot be read any more.
-            TransportError: Copies that had to be waited for did not arrive.
         """
         return self._pin(frame, part if writes else None).tensor[part.start : part.end]
 
@@ -155,7 +135,7 @@ class CopyStream:
         batch, self.batch = self.batch, CopyBatch()
         pins, self._pins = self._pins, []
         self._is_orphaned = False
-        if pins and (failure := self._renewable.attempt(_fence)):
+        if pins and (failure := self.attempt(lambda copier: copier.fence())):
             batch.failure = f"copies did not arrive: {failure}"
         batch.is_fenced = True
         for frame in pins:
@@ -177,7 +157,3 @@ class CopyStream:
     def _require_settled(self) -> None:
         if failure := self.settle():
             raise TransportError(failure)
-
-
-def _fence(copier: Copier) -> None:
-    copier.fence()
