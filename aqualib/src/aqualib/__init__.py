@@ -115,12 +115,13 @@ _HOMES_WITH_TORCH: Final = (
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
     if name in __all__:
+        wanted = "AQUALIB_VERSION" if name == "__version__" else name
         for home in (*_HOMES, *_HOMES_WITH_TORCH):
             if home == _HOMES_WITH_TORCH[0]:
                 _require_torch()
             module = importlib.import_module(home)
-            if name in vars(module):
-                value = globals()[name] = vars(module)[name]  # `step` is on a hot path.
+            if wanted in vars(module):
+                value = globals()[name] = vars(module)[wanted]  # `step` is on a hot path.
                 return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

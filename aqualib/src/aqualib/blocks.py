@@ -426,13 +426,8 @@ class BlockStore:
             )
 
     def _lost(self, wanted: Int64[np.ndarray, " n"], error: DataLostError) -> DataLostError:
-        states = self._transfers.store.states_of
-        frames = {
-            int(number)
-            for number in np.unique(wanted // self._per_frame)
-            if FrameState.LOST in states([self._frames[number]])
-        }
-        lost = wanted[np.isin(wanted // self._per_frame, list(frames))]
+        is_lost = np.array([frame.state is FrameState.LOST for frame in self._frames])
+        lost = wanted[is_lost[wanted // self._per_frame]]
         return DataLostError(
             f"{len(lost)} of {len(wanted)} blocks are lost: {error.message}",
             remedy="Free the named slots and recompute what was in them.",

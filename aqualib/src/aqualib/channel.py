@@ -21,9 +21,8 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
@@ -53,8 +52,7 @@ class ChannelClosedError(TransportError):
     default_remedy = "Fence on the peer's pidfd before you assume that it is gone."
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCredentials:
+class PeerCredentials(NamedTuple):
     """Identity of the process at the other end, vouched for by the kernel."""
 
     pid: int
@@ -79,11 +77,8 @@ class Channel(Generic[MessageT]):
         sock.settimeout(None)
         # Only sends are bounded here: a receiver decides per call how long it waits.
         seconds, fraction = divmod(send_timeout_s, 1)
-        sock.setsockopt(
-            socket.SOL_SOCKET,
-            socket.SO_SNDTIMEO,
-            struct.pack("ll", int(seconds), int(fraction * 1e6)),
-        )
+        bound = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
     def fileno(self) -> int:
         """The descriptor, for selectors; -1 once closed."""
@@ -235,7 +230,7 @@ def listen(path: Path, *, backlog: int = 128) -> socket.socket:
         TransportError: The directory is not writable, or another process listens there.
     """
     require_short_path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock = _socket()
     try:
         if path.is_socket() and not _answers(path):
             path.unlink()
@@ -259,7 +254,7 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
         ChannelClosedError: No producer listens there.
     """
     require_short_path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock = _socket()
     sock.settimeout(timeout_s)
     try:
         sock.connect(str(path))
@@ -270,11 +265,7 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
 
 
 def require_short_path(path: Path) -> None:
-    """Refuse a path that no socket can have.
-
-    Raises:
-        SocketPathTooLongError: `path` does not fit into a Unix address.
-    """
+    """Refuse, by `SocketPathTooLongError`, a path that does not fit into a Unix address."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise SocketPathTooLongError(
@@ -284,5 +275,9 @@ def require_short_path(path: Path) -> None:
 
 
 def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+    with _socket() as probe:
         return probe.connect_ex(str(path)) == 0
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

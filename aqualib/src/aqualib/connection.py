@@ -131,16 +131,11 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
 ) -> Iterator[Producer]:
     """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
 
-    Args:
+    Args, beside those of `connect`:
         producer_id: Name in the books; by default made of the node and the process.
-        coordinator_url: `http://host:port`.
-        token: Bearer token with the role producer.
-        transport: How slabs are shared; by default the best that works on `device`.
         device: Whose memory is lent (`cuda:1`, `cpu`).
         memory: Budget that the slabs are taken from, where the engine shares it; by default one
             of `AQUA_EMULATED_HBM_BYTES` on a CPU, if that is set. A GPU's driver accounts itself.
-        slab_bytes: Unit of offers and reclaims; must be that of the consumers.
-        model: What runs here, for people.
         registry: Where its metrics are while it is open; None leaves them out.
 
     Raises:

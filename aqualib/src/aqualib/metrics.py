@@ -105,24 +105,16 @@ class ConsumerMetrics(Collector):
         self._bytes = dict.fromkeys(Direction, 0)
         # Transfers that have not been counted yet; appending needs no lock.
         self._finished: deque[tuple[Direction, int, float]] = deque()
-        self._durations = Histogram(
-            "aqua_transfer_duration_seconds",
-            "Time from the call to the last byte.",
-            ["direction", "transport"],
-            buckets=DURATION_BUCKETS_S,
-            registry=None,
-        )
+        name, text = "aqua_transfer_duration_seconds", "Time from the call to the last byte."
+        labels = ["direction", "transport"]
+        self._durations = Histogram(name, text, labels, buckets=DURATION_BUCKETS_S, registry=None)
         # Children are looked up once: `labels` costs more than the observation.
         self._duration_of = {
             direction: self._durations.labels(direction.value, transport.value)
             for direction in Direction
         }
-        self._failures = Counter(
-            "aqua_transfer_failures",
-            "Transfers that raised, by error code.",
-            ["reason"],
-            registry=None,
-        )
+        name, text = "aqua_transfer_failures", "Transfers that raised, by error code."
+        self._failures = Counter(name, text, ["reason"], registry=None)
         try:
             self.registry.register(self)
         except ValueError as error:
@@ -175,11 +167,8 @@ class ConsumerMetrics(Collector):
         paged_bytes = self.paged_bytes  # Counts the latest transfers in the histogram, too.
         yield from self._durations.collect()
         yield from self._failures.collect()
-        moved = CounterMetricFamily(
-            "aqua_transfer_bytes",
-            "Bytes paged between the engine and its store.",
-            labels=["direction", "transport"],
-        )
+        name, text = "aqua_transfer_bytes", "Bytes paged between the engine and its store."
+        moved = CounterMetricFamily(name, text, labels=["direction", "transport"])
         for direction, nbytes in paged_bytes.items():
             moved.add_metric([direction.value, self._transport.value], nbytes)
         yield moved
@@ -209,17 +198,13 @@ class ConsumerMetrics(Collector):
     def _paths(self, stats: Stats | None) -> Iterator[Metric]:
         links = stats.links if stats is not None else ()
         info = InfoMetricFamily("aqua_ipc_transport", "Ways of sharing memory in use.")
-        rate = GaugeMetricFamily(
-            "aqua_ipc_link_bytes_per_second",
-            "Measured rate of the slowest path in use.",
-            labels=["transport", "direction"],
-        )
-        for transport in sorted({link.transport for link in links}):
-            info.add_metric([], {"transport": transport.value})
-            used = [link for link in links if link.transport is transport]
-            slowest_out = min(link.write_bytes_per_s for link in used)
-            slowest_in = min(link.read_bytes_per_s for link in used)
-            rate.add_metric([transport.value, Direction.OUT.value], slowest_out)
-            rate.add_metric([transport.value, Direction.IN.value], slowest_in)
+        name, text = "aqua_ipc_link_bytes_per_second", "Measured rate of the slowest path in use."
+        rate = GaugeMetricFamily(name, text, labels=["transport", "direction"])
+        if links:  # All of a consumer's go by its own transport.
+            info.add_metric([], {"transport": self._transport.value})
+            slowest_out = min(link.write_bytes_per_s for link in links)
+            slowest_in = min(link.read_bytes_per_s for link in links)
+            rate.add_metric([self._transport.value, Direction.OUT.value], slowest_out)
+            rate.add_metric([self._transport.value, Direction.IN.value], slowest_in)
         yield info
         yield rate

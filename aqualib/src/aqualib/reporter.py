@@ -55,10 +55,8 @@ heartbeats above 5 s."""
 class Identity:
     """Says who a member is, the same in all its reports.
 
-    Attributes:
-        domain: Scale-up domain; members of one can share memory.
-        model: What runs there, for people.
-        incarnation: This life of the process.
+    Members of one `domain` can share memory; `model` is for people; `incarnation` is this life of
+    the process.
     """
 
     node: str
@@ -138,10 +136,7 @@ class Reporter(Generic[ReportT, AckT]):
         return self._books_id
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the books know the state of this moment; False when that took too long.
-
-        Without a coordinator it is False at once.
-        """
+        """Wait until the books know the state of this moment; False when they do not in time."""
         if self._deliver is None:
             return False
         with self._condition:
@@ -167,10 +162,7 @@ class Reporter(Generic[ReportT, AckT]):
             self._thread.join(timeout_s)
 
     def leave(self, remove: Callable[[], None], *, last_report: bool = False) -> None:
-        """Close, and call `remove` to say that the member is gone, if the coordinator answers.
-
-        Bounded: an absent coordinator gets no farewell and declares the member lost in time.
-        """
+        """Close, and call `remove` to say goodbye, unless the coordinator is absent anyway."""
         self.close(last_report=last_report)
         if self._deliver is None or self._error is not None:
             return

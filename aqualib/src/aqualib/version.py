@@ -15,4 +15,3 @@ def _installed_version() -> str:
 
 
 AQUALIB_VERSION: Final = _installed_version()
-__version__: Final = AQUALIB_VERSION

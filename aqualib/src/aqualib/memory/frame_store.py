@@ -101,13 +101,10 @@ class FrameStore:
                 self._changed.notify_all()
 
     def claim(self, unit_bytes: int) -> Frame:
-        """A new, empty frame, on a peer if a slab is spare.
+        """A new, empty frame, on a peer if a slab is spare; its room is counted in `unit_bytes`.
 
         A host slab that another thread is making, or that the migrator is about to set free, is
         waited for: it was counted already, so the store only looks full.
-
-        Args:
-            unit_bytes: What its room is counted in.
 
         Raises:
             CapacityError: `host_bytes` is used up.
@@ -142,11 +139,7 @@ class FrameStore:
     # --- Room -----------------------------------------------------------------------------
 
     def take(self, frames: Iterable[Frame], count: int) -> tuple[Frame, int] | None:
-        """Take `count` adjacent units in one of `frames`; those on peers first.
-
-        Returns:
-            The frame and the first unit, or None when no frame has such a range.
-        """
+        """Take `count` adjacent units in one of `frames`, on peers first; None: no such room."""
         with self._changed:
             for frame in _by_preference(frames):
                 if (start := frame.room.take(count)) is not None:
@@ -155,11 +148,7 @@ class FrameStore:
         return None
 
     def take_runs(self, frames: Iterable[Frame], count: int) -> list[tuple[Frame, Range]] | None:
-        """Take `count` units, in runs as long as possible; those on peers first.
-
-        Returns:
-            Where they are, in order, or None, with nothing taken, when there is not enough room.
-        """
+        """Take `count` units, in runs as long as possible, on peers first; None: no such room."""
         found: list[tuple[Frame, Range]] = []
         with self._lock:
             for frame in _by_preference(frames):
@@ -183,13 +172,10 @@ class FrameStore:
     # --- Pins -----------------------------------------------------------------------------
 
     def pin(self, frame: Frame, written: Range | None = None) -> MappedSlab:
-        """Keep the frame where it is until `unpin`, waiting while it moves.
+        """Keep the frame where it is until `unpin`, waiting while it moves; the slab it is in.
 
         Args:
             written: Bytes of the frame that the caller is going to change.
-
-        Returns:
-            The slab in which its bytes are.
 
         Raises:
             DataLostError: The bytes cannot be read any more.
@@ -280,7 +266,7 @@ class FrameStore:
             self._changed.notify_all()
 
     def nudge(self) -> None:
-        """A lender has got all that it had asked for: its other slabs may be filled again."""
+        """A lender may have got all that it asked for: its other slabs may be filled again."""
         with self._changed:
             self._changed.notify_all()
 

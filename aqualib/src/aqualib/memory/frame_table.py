@@ -176,17 +176,13 @@ class FrameTable:
         return [s for s in (*self.spare_peers, *empty) if s.asked_at_s is None][:count]
 
     def spare_for(self, leaving: PeerSlab | None = None) -> PeerSlab | None:
-        """A spare slab that may be filled, or None.
+        """A spare slab that may be filled, or None; not one of the lender that `leaving` leaves.
 
         A lender that is taking memory back does not count: the bytes would soon move again.
-
-        Args:
-            leaving: A slab whose bytes have to go elsewhere, and not to its own lender.
         """
         for slab in self.spare_peers:
-            if slab.asked_at_s is not None or slab.lender.is_reclaiming:
-                continue
-            if leaving is None or slab.lender is not leaving.lender:
+            is_own = leaving is not None and slab.lender is leaving.lender
+            if slab.asked_at_s is None and not slab.lender.is_reclaiming and not is_own:
                 return slab
         return None
 
@@ -317,11 +313,9 @@ class FrameTable:
             self.at_home.pop(frame, None)
 
     def _close_gate(self, frame: Frame, target: PeerSlab | None) -> None:
-        if target is None:
-            self._advance(frame, FrameEvent.DRAIN)
-        else:
+        if target is not None:
             self._promise(target, frame)
-            self._advance(frame, FrameEvent.PROMOTE)
+        self._advance(frame, FrameEvent.DRAIN if target is None else FrameEvent.PROMOTE)
 
     def _abandon(self, frame: Frame, retry_at_s: float) -> None:
         self.closing.pop(frame, None)
@@ -367,11 +361,7 @@ class FrameTable:
         self.stats.pins_overdue += 1
         holder = "a view that outlived its pinned()" if frame.lingering else "a pin or a transfer"
         logger.warning(
-            "%s wants slab %d back since %.1f s, and %s keeps %r in place; end it, or the producer "
-            "will act by its policy",
-            slab.lender.producer_id,
-            slab.slab_id,
-            overdue.late_s,
-            holder,
-            frame,
+            "%r is late by %.1f s, because %s keeps %r in place; end it, or the producer will act "
+            "by its policy",
+            *(slab, overdue.late_s, holder, frame),
         )

@@ -121,11 +121,9 @@ class Transfers:
         copy: Callable[[CopyStream], None],
         check: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Start a transfer on the calling thread's copy stream.
+        """Start a transfer on the calling thread's copy stream; counted by direction and size.
 
         Args:
-            direction: For the counters.
-            nbytes: For the counters.
             copy: Submits the copies.
             check: Called when all have arrived; raises if they are not what they should be.
 
@@ -176,7 +174,7 @@ class Transfers:
     def _stream(self) -> CopyStream:
         stream: CopyStream | None = getattr(self._threads, "stream", None)
         if stream is None:
-            make, is_synchronous = self._transport.copier, self._is_synchronous
-            stream = CopyStream(self.store, make, is_synchronous=is_synchronous)
-            self._threads.stream = stream
+            stream = self._threads.stream = CopyStream(
+                self.store, self._transport.copier, is_synchronous=self._is_synchronous
+            )
         return stream
