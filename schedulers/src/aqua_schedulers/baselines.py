@@ -33,12 +33,7 @@ class Baseline(StrEnum):
     def order(
         self, tree: PrefixTree, density: Float64[np.ndarray, " requests"], *, seed: int
     ) -> Int32[np.ndarray, " requests"]:
-        """The requests of a tree in this order.
-
-        Args:
-            density: Compute density of each request.
-            seed: Of the random order.
-        """
+        """The requests of a tree, whose compute densities are given, in this order."""
         count = tree.request_count
         match self:
             case Baseline.DFS:
@@ -48,21 +43,11 @@ class Baseline(StrEnum):
             case Baseline.RANDOM:
                 return np.random.default_rng(seed).permutation(count).astype(np.int32)
             case Baseline.BALANCED:
-                return balanced_order(density)
-
-
-def balanced_order(density: Float64[np.ndarray, " requests"]) -> Int32[np.ndarray, " requests"]:
-    """Every stretch of the order holds the same mix of densities.
-
-    Requests sorted by density are dealt by the golden ratio: a low-discrepancy sequence, where a
-    shuffle clumps.
-
-    Args:
-        density: Compute density of each request, shape (num_requests,).
-    """
-    rank = np.argsort(-density, kind="stable")
-    place = np.modf(np.arange(len(rank)) * ((np.sqrt(5.0) - 1.0) / 2.0))[0]
-    return rank[np.argsort(place, kind="stable")].astype(np.int32)
+                # By density, then spread by the golden ratio: every stretch of this low-discrepancy
+                # sequence holds the same mix, where a shuffle clumps.
+                rank = np.argsort(-density, kind="stable")
+                place = np.modf(np.arange(count) * ((np.sqrt(5.0) - 1.0) / 2.0))[0]
+                return rank[np.argsort(place, kind="stable")].astype(np.int32)
 
 
 class OrderedAdmission:

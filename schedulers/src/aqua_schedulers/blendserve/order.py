@@ -95,21 +95,15 @@ def weigh(tree: PrefixTree, lengths: LengthEstimate, cost: ResourceCost) -> Tree
     squares = edge * (2.0 * end - edge)  # end^2 - start^2: attention to the path above included
     fresh = cost.linear_s_per_token * edge + cost.prefill_s_per_square_token * squares
     fresh[tree.inner_count :] += cost.linear_s_per_token * lengths.mean
-    memory = expected_memory_s(tree.prompt_tokens, lengths, cost)
+    prompt, mean = tree.prompt_tokens, lengths.mean
+    # E[Mem(r)], with the second moment of the length.
+    memory = cost.decode_s_per_kv_token * (prompt * mean + (lengths.square + mean) / 2)
     nodes = np.zeros(len(tree.parent))
     nodes[tree.inner_count :] = memory
     subtree_memory = tree.subtree_sums(nodes)
     above = tree.path_sums(fresh) - fresh
     density = (above + tree.subtree_sums(fresh)) / np.maximum(subtree_memory, 1e-300)
     return TreeResources(fresh, memory, density)
-
-
-def expected_memory_s(
-    prompt: Int64[np.ndarray, " requests"], lengths: LengthEstimate, cost: ResourceCost
-) -> Float64[np.ndarray, " requests"]:
-    """E[Mem(r)], with the second moment of the length."""
-    mean = lengths.mean
-    return np.asarray(cost.decode_s_per_kv_token * (prompt * mean + (lengths.square + mean) / 2))
 
 
 def blend_order(
@@ -122,14 +116,16 @@ def blend_order(
             subtree of the root's children together, 1 sorts single requests.
     """
     threshold = split_share * float(tree.prompt_tokens.sum())
-    unit_node = _split(tree.parent, tree.end_tokens, tree.child_count, threshold)
+    children = np.bincount(tree.parent[1:], minlength=len(tree.parent)).astype(np.int64)
+    unit_node = _split(tree.parent, tree.end_tokens, children, threshold)
     # Units are named by their node; their densities and the layers are sorted alike.
     depth_first = tree.depth_first(-resources.node_density)
     unit = unit_node[tree.inner_count + depth_first]
     rank = np.argsort(-resources.node_density[unit], kind="stable")
     # Requests of one unit have one key, but two units may tie: keep each in one run.
     requests, unit = depth_first[rank], unit[rank]
-    runs = np.lexsort((np.arange(len(unit)), _first_seen(unit)))
+    _, first_seen, label = np.unique(unit, return_index=True, return_inverse=True)
+    runs = np.argsort(first_seen[label], kind="stable")
     requests, unit = requests[runs], unit[runs]
     fresh = charged(tree, resources.fresh_compute_s, requests)
     starts = np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]]))
@@ -140,12 +136,6 @@ def blend_order(
     return BlendOrder(
         requests, np.repeat(merged, sizes).astype(np.int32), density, resources.root_density
     )
-
-
-def _first_seen(labels: Int32[np.ndarray, " requests"]) -> Int64[np.ndarray, " requests"]:
-    """Replace each label by the place where it is seen first."""
-    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    return np.asarray(first[inverse], dtype=np.int64)
 
 
 def charged(

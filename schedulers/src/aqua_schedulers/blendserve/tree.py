@@ -58,11 +58,6 @@ class PrefixTree:
         """Prompt length of each request, shape (num_requests,)."""
         return self.end_tokens[self.inner_count :]
 
-    @cached_property
-    def child_count(self) -> Int64[np.ndarray, " nodes"]:
-        """Children of each node, shape (num_nodes,)."""
-        return np.bincount(self.parent[1:], minlength=len(self.parent)).astype(np.int64)
-
     @property
     def distinct_tokens(self) -> int:
         """Prompt tokens if every shared prefix is computed exactly once."""

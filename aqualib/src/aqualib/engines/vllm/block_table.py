@@ -34,11 +34,7 @@ class _Place:
 
 
 class BlockTable:
-    """Places for paged blocks.
-
-    Args:
-        capacity_blocks: How many there are; 0 for none.
-    """
+    """Places for `capacity_blocks` paged blocks."""
 
     def __init__(self, capacity_blocks: int) -> None:
         assert capacity_blocks >= 0, capacity_blocks
@@ -96,14 +92,9 @@ class BlockTable:
         return [self._by_key[key] for key in keys if key in self._by_key]
 
     def put(self, key: Hashable, *, is_lasting: bool = True) -> tuple[int, bool] | None:
-        """Find or take a place for `key`, and hold it.
+        """Find or take a place for `key`, and hold it; None without room.
 
-        Args:
-            key: Of the block.
-            is_lasting: Whether it is worth keeping when no request holds it.
-
-        Returns:
-            The place and whether it has to be filled, or None without room.
+        Says whether it has to be filled. A `lasting` one is worth keeping when no request holds it.
         """
         place = self._by_key.get(key)
         if place is not None:

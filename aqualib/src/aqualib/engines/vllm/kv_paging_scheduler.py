@@ -31,12 +31,7 @@ TAIL: Final = "tail"
 
 @dataclass(slots=True)
 class _Saved:
-    """What a preempted request has in the store.
-
-    Attributes:
-        places: Of its blocks from the first on, held.
-        tokens: Tokens in them.
-    """
+    """Held places of a preempted request's blocks, from the first on, and the tokens in them."""
 
     places: list[int]
     tokens: int
@@ -125,15 +120,10 @@ class KvPagingScheduler:
     # --- What happens to requests ---------------------------------------------------------
 
     def preempting(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> int:
-        """A request is about to lose its blocks: have them paged out.
+        """Have the blocks, in order, of a request that is about to lose them paged out.
 
-        Args:
-            request: It.
-            block_ids: Its blocks, in order.
-            computed_tokens: Tokens whose KV is in them once the steps under way are done.
-
-        Returns:
-            Tokens that will come back by a load.
+        `computed_tokens` have their KV in them once the steps under way are done; returns how many
+        of these will come back by a load.
         """
         assert request.request_id not in self._saved, request.request_id
         if request.skip_reading_prefix_cache or not self.table.capacity_blocks:
@@ -168,10 +158,8 @@ class KvPagingScheduler:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` a load would bring, and whether beside the model.
 
-        The last token is always computed, for vLLM has to sample after it.
-
-        Returns:
-            None as the number: ask again, other loads hold too many blocks.
+        None as the number: ask again, other loads hold too many blocks. The last token is always
+        computed, for vLLM has to sample after it.
         """
         match, tokens = self._match(request, local_tokens)
         if not tokens:
@@ -185,13 +173,7 @@ class KvPagingScheduler:
         return tokens, self._is_async
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """A request was admitted, with these blocks and so many tokens to load.
-
-        Args:
-            request: It.
-            block_ids: All its blocks, in order.
-            external_tokens: What `matched` answered, or 0 for no load.
-        """
+        """A request was admitted with these blocks, in order, and loads what `matched` answered."""
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
         match = self._matches.pop(request_id, None)
@@ -208,13 +190,7 @@ class KvPagingScheduler:
             self.table.release(saved.places)
 
     def finished(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> None:
-        """A request has ended and its blocks are about to be freed: keep them for others.
-
-        Args:
-            request: It.
-            block_ids: Its blocks, in order; none if it had been preempted.
-            computed_tokens: Tokens whose KV is in them.
-        """
+        """Keep the blocks of a request that has ended for others; none if it was preempted."""
         request_id = request.request_id
         self._matches.pop(request_id, None)
         self._checkpointed.pop(request_id, None)
@@ -234,12 +210,9 @@ class KvPagingScheduler:
         return computed_tokens // self.block_tokens > self._checkpointed.get(request_id, 0)
 
     def checkpoint(self, request: Any, computed_tokens: int, block_ids: Sequence[int]) -> None:
-        """Page out what a running request has filled since the last call.
+        """Page out which of its blocks a running request has filled since the last call.
 
-        Args:
-            request: It.
-            computed_tokens: Tokens whose KV is in its blocks before this step.
-            block_ids: Its blocks, in order.
+        `computed_tokens` have their KV in them before this step.
         """
         if request.skip_reading_prefix_cache:
             return

@@ -33,19 +33,11 @@ class PolicyRequestQueue:
         return bool(self._admitted)
 
     def peek_request(self) -> Any:
-        """The next admitted request.
-
-        Raises:
-            IndexError: No request is admitted.
-        """
+        """The next admitted request; IndexError if there is none."""
         return self._admitted[0]
 
     def pop_request(self) -> Any:
-        """Take the next admitted request.
-
-        Raises:
-            IndexError: No request is admitted.
-        """
+        """Take the next admitted request; IndexError if there is none."""
         request = self._admitted.popleft()
         del self._waiting[request.request_id]
         return request
@@ -78,10 +70,7 @@ class PolicyRequestQueue:
 
     def remove_requests(self, requests: Iterable[Any]) -> None:
         """Requests wait no more; those that never did are left out."""
-        names = {request.request_id for request in requests} & self._waiting.keys()
-        for name in names:
-            del self._waiting[name]
-        if any(request.request_id in names for request in self._admitted):
-            self._admitted = deque(
-                request for request in self._admitted if request.request_id not in names
-            )
+        for request in requests:
+            waiting = self._waiting.pop(request.request_id, None)
+            if waiting in self._admitted:
+                self._admitted.remove(waiting)

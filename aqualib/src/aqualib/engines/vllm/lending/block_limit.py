@@ -55,11 +55,6 @@ class BlockLimit:
         return f"BlockLimit({self.out.sum()} of {self.block_count} blocks out)"
 
     @property
-    def out_count(self) -> int:
-        """Blocks out of use."""
-        return int(self.out.sum())
-
-    @property
     def free_count(self) -> int:
         """Free blocks in the pool."""
         return int(self._pool.get_num_free_blocks())
@@ -70,11 +65,9 @@ class BlockLimit:
         return 2 * self.free_count < self._keep_free_count
 
     def lower(self, limit: int, step: int) -> None:
-        """Keep blocks from `limit` on out of use from now on, those first that are free.
+        """Keep blocks from number `limit` on out of use from now on, those first that are free.
 
-        Args:
-            limit: A block number.
-            step: Number of the next step; blocks taken now may still be used by earlier ones.
+        Blocks taken now may still be used by steps before the next, `step`.
         """
         wanted = limit + np.flatnonzero(~self.out[limit:])
         # From the top: where not all can be had, the run at the end is to be as long as possible.

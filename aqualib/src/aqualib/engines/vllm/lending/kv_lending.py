@@ -40,12 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load, as its scheduler counts.
-
-    Attributes:
-        waiting_count: Requests that the last step left waiting.
-        requests_per_s: Rate of arrivals over the last seconds.
-    """
+    """Requests that the engine's last step left waiting, and the rate of arrivals lately."""
 
     waiting_count: int
     requests_per_s: float
@@ -113,7 +108,7 @@ class KvLending:
     @property
     def out_blocks(self) -> int:
         """Blocks out of use."""
-        return self._limit.out_count
+        return int(self._limit.out.sum())
 
     @property
     def total_bytes(self) -> int:

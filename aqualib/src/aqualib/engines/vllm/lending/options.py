@@ -57,13 +57,7 @@ class LendingOptions(BaseModel):
     )
 
     def profile(self, *, cache_bytes: int, most_bytes: int, slab_bytes: int) -> Profile:
-        """The profile that the informer goes by.
-
-        Args:
-            cache_bytes: Size of the KV cache.
-            most_bytes: What can be given up of it.
-            slab_bytes: Unit of offers.
-        """
+        """The profile that the informer goes by; `most_bytes` of the cache can be given up."""
         reserve_bytes = self.reserve_of(cache_bytes)
         spare_bytes = int(SPARE_SHARE * cache_bytes) if self.bytes is None else self.bytes
         return Profile(

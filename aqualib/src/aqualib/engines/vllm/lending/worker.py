@@ -71,12 +71,7 @@ class LendingWorker(PlatformWorker):
 
 
 class KvCacheAllocation(TorchFunctionMode):
-    """While active, makes KV caches out of `memory`.
-
-    Args:
-        memory: What they are made of.
-        sizes: Bytes of the tensors to expect.
-    """
+    """While active, makes tensors of one of `sizes` bytes, which are KV caches, out of `memory`."""
 
     def __init__(self, memory: KvMemory, sizes: set[int]) -> None:
         super().__init__()
