@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from aqua_protocol import MIB, ConfigError
-from aqualib.engines.vllm.lending.options import LendingOptions
-from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.options import LendingOptions, options_of
 
 
 def engine(

@@ -33,9 +33,9 @@ from aqua_schedulers.blendserve.dual_scanner import (
     settle,
     take,
 )
+from aqua_schedulers.blendserve.foresight_state import add, empty_timeline, peak_with
 from aqua_schedulers.blendserve.length_learner import FIRST_LOOK, LengthLearner
 from aqua_schedulers.blendserve.order import charged, weigh
-from aqua_schedulers.blendserve.timeline import add, empty_timeline, peak_with
 
 pytestmark = pytest.mark.slow
 

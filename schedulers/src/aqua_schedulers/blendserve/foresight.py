@@ -12,7 +12,7 @@ remains is reckoned anew as the run goes.
 What else differs from the paper's mode:
 
 - Memory is not halved into fixed parts. Long requests are admitted when the ramp of their memory
-  fits under all others' (`timeline`), leaving what the left end needs to keep the pace. If the next
+  fits under all others' (`Timeline`), leaving what the left end needs to keep the pace. If the next
   long request does not fit, a shorter one behind it may: this fills the start.
 - Where lengths are estimates, what is observed corrects them (`learning`), and the rest of the
   pool is sorted anew when a correction changes which end requests belong to.
@@ -42,9 +42,12 @@ from aqua_schedulers.blendserve.foresight_state import (
     LONG_TOKENS,
     MAX_LONG,
     ForesightState,
+    Timeline,
     Totals,
     admit,
+    empty_timeline,
     forecast_again,
+    peak_with,
     ramp,
     settle_state,
     sum_short,
@@ -52,7 +55,6 @@ from aqua_schedulers.blendserve.foresight_state import (
 from aqua_schedulers.blendserve.length_learner import LengthLearner
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 from aqua_schedulers.blendserve.order import blend_order, charged, weigh
-from aqua_schedulers.blendserve.timeline import Timeline, empty_timeline, peak_with
 from aqua_schedulers.compiled import compiled, record
 
 if TYPE_CHECKING:

@@ -4,6 +4,14 @@ Flat arrays and compiled functions, because they are read and written at every e
 they promise: sums over pooled requests equal the sum of their parts at any time, a request counts
 as pooled or as running and never as both, and the forecast holds exactly the long requests that
 run. What they do not do: decide.
+
+The forecast is a `Timeline`. A decoding request's memory grows by one token per step until it ends:
+a ramp. The sum of ramps is kept in a fixed number of buckets of steps, each holding the occupation
+at the bucket's end, so adding a request and asking for the peak cost a few hundred additions,
+whatever runs. A long request is admitted when its ramp fits under all others', where adding up
+final lengths would leave half of the memory empty (ramps rarely peak together) and admitting by
+present use would end in retractions. The peak is not below the true one when lengths are as
+estimated.
 """
 
 from __future__ import annotations
@@ -16,7 +24,6 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
 from aqua_schedulers.blendserve.dual_scanner import LEFT, POOLED, RIGHT, DualScanner, settle, take
-from aqua_schedulers.blendserve.timeline import Timeline, add, remaining_tokens
 from aqua_schedulers.compiled import compiled
 
 LONG_TOKENS: Final = 1024
@@ -31,6 +38,16 @@ MAX_LONG: Final = 4096
 WINDOW: Final = 256
 """Left-end requests that are looked at to see how much memory the left end needs: about a step's
 worth of short prompts. Doubled, a forecast takes longer and notices a new kind of request later."""
+
+
+BUCKET_COUNT: Final = 256
+"""Buckets of a forecast: 256 additions cost a microsecond. Doubled, a forecast is twice as fine and
+costs twice as much."""
+
+OUTLIVED_SHARE: Final = 0.5
+"""A request that outlived its estimate is expected to run for half of what it ran: lengths scatter
+more than exponentially (video lengths, chat answers), so the longer one ran the more is to come.
+Doubled, memory is kept free twice as long for requests that are about to end."""
 
 
 @dataclass(slots=True)
@@ -113,6 +130,54 @@ class ForesightState(NamedTuple):
     running_long: Int32[np.ndarray, " max_long"]
     admitted: Int32[np.ndarray, " max_admitted"]
     totals: Sequence[Totals]
+
+
+class Timeline(NamedTuple):
+    """The forecast of the memory in use.
+
+    Attributes:
+        level: Tokens held at the end of each bucket.
+        span: Steps per bucket.
+    """
+
+    level: Float64[np.ndarray, " buckets"]
+    span: int
+
+
+def empty_timeline(longest_tokens: float) -> Timeline:
+    """A timeline that reaches as far as a request of `longest_tokens`."""
+    span = max(1, int(np.ceil(longest_tokens / BUCKET_COUNT)))
+    return Timeline(np.zeros(BUCKET_COUNT), span)
+
+
+@compiled
+def add(timeline: Timeline, held: float, left: float) -> None:
+    """Add a request that holds `held` tokens now and will generate `left` more."""
+    level, span = timeline.level, timeline.span
+    last = min(len(level), int(np.ceil(left / span)))
+    for bucket in range(last):
+        level[bucket] += held + min(left, float((bucket + 1) * span))
+
+
+@compiled
+def peak_with(timeline: Timeline, held: float, left: float) -> float:
+    """Highest occupation during the life of a request that would be added now."""
+    level, span = timeline.level, timeline.span
+    last = min(len(level), int(np.ceil(left / span)))
+    peak = 0.0
+    for bucket in range(last):
+        at_end = level[bucket] + held + min(left, float((bucket + 1) * span))
+        peak = max(peak, at_end)
+    return peak
+
+
+@compiled
+def remaining_tokens(estimate: float, generated: float, exact: bool) -> float:  # noqa: FBT001 - compiled code takes arguments by position
+    """Tokens still to come, from the estimate and from what was generated already."""
+    left = estimate - generated
+    if not exact:
+        left = max(left, OUTLIVED_SHARE * generated)
+    return max(1.0, left)
 
 
 @compiled

@@ -27,13 +27,6 @@ Source: `Aqua: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Do
 """
 
 from aqua_schedulers.cfs.policy import FairPolicy
-from aqua_schedulers.cfs.ranking import (
-    FairShare,
-    FirstComeFirstServed,
-    FirstTokenFirst,
-    LeastServedFirst,
-    Ranking,
-)
 from aqua_schedulers.cfs.registry import FairSettings, PolicyName, policy_named
 from aqua_schedulers.cfs.views import (
     Decision,
@@ -50,16 +43,11 @@ __all__ = [
     "EngineView",
     "FairPolicy",
     "FairSettings",
-    "FairShare",
-    "FirstComeFirstServed",
-    "FirstTokenFirst",
-    "LeastServedFirst",
     "PagingRates",
     "PagingTier",
     "PolicyName",
     "Preemption",
     "PreemptionMode",
-    "Ranking",
     "RequestView",
     "policy_named",
 ]

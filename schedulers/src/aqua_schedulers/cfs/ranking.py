@@ -40,10 +40,8 @@ as long."""
 class Ranking(ABC):
     """Orders requests within a phase; a request's key changes only while it is running.
 
-    Args:
-        slice_iterations: Engine steps of a slice.
-
     Attributes:
+        slice_iterations: Engine steps of a slice.
         preempts: Whether running requests give way to waiting ones.
         keeps_equals: Whether, at equal keys, running requests stay; otherwise the earlier arrival
             holds memory.

@@ -18,9 +18,7 @@ from aqua_schedulers.cfs.waiting_queue import RankedRequest
 class Candidates:
     """Running and waiting requests of one phase, merged by the keys of their `Ranking`.
 
-    Args:
-        running: Those that may be preempted, in any order.
-        waiting: Those that may be admitted, in order.
+    `running` ones may be preempted, in any order; `waiting` ones admitted, in order.
 
     Attributes:
         in_order: All, each with whether it is running; `TimeSlice.fill` moves this iterator on.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.lending.memory import LendableCache
-    from aqualib.engines.vllm.lending.options import LendingOptions
+    from aqualib.engines.vllm.options import LendingOptions
     from aqualib.producer.producer import Producer
     from aqualib.producer.reclaims import ReclaimTicket
 
