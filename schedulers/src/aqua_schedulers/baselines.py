@@ -17,7 +17,7 @@ from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
 from aqua_schedulers.blendserve.dual_scanner import MAX_ADMITTED
-from aqua_schedulers.blendserve.order import fresh_tokens
+from aqua_schedulers.blendserve.order import charged
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled
 
@@ -71,7 +71,7 @@ class OrderedAdmission:
     ) -> None:
         self._order = order.astype(np.int32)
         self._reserved = reserved_tokens.astype(np.int64)
-        self._fresh = fresh_tokens(tree, order)
+        self._fresh = charged(tree, tree.edge_tokens, order).astype(np.int64)
         self._budget = token_budget
         self._retry: list[int] = []
         self._next = 0

@@ -131,7 +131,8 @@ def test_a_sample_covers_every_large_subtree_and_spares_known_requests() -> None
 
 def test_shared_prefixes_are_charged_to_the_first_request_in_order() -> None:
     tree = tree_of([1, 2, 3], [1, 2, 4], [9, 9])
-    fresh = charged(tree, tree.edge_tokens.astype(float), np.array([1, 2, 0], np.int32))
+    order = np.array([1, 2, 0], np.int32)
+    fresh = charged(tree, tree.edge_tokens.astype(float), order)[order]
     assert fresh.tolist() == [3, 2, 1]
 
 

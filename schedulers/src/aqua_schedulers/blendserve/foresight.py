@@ -187,8 +187,7 @@ class ForesightBlend:
         lengths = LengthEstimate(state.mean, self._square, state.exact, self._group)
         resources = weigh(self._tree, lengths, self._cost)
         order = blend_order(self._tree, resources)
-        compute = np.empty(len(pooled))
-        compute[order.requests] = charged(self._tree, resources.fresh_compute_s, order.requests)
+        compute = charged(self._tree, resources.fresh_compute_s, order.requests)
         state.compute[pooled] = compute[pooled]
         state.memory[pooled] = resources.leaf_memory_s[pooled]
         scanner.reserved[pooled] = self._tree.prompt_tokens[pooled] + np.ceil(state.mean[pooled])

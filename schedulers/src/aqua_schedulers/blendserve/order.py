@@ -127,7 +127,7 @@ def blend_order(
     _, first_seen, label = np.unique(unit, return_index=True, return_inverse=True)
     runs = np.argsort(first_seen[label], kind="stable")
     requests, unit = requests[runs], unit[runs]
-    fresh = charged(tree, resources.fresh_compute_s, requests)
+    fresh = charged(tree, resources.fresh_compute_s, requests)[requests]
     starts = np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]]))
     compute = np.add.reduceat(fresh, starts)
     memory = np.add.reduceat(resources.leaf_memory_s[requests], starts)
@@ -143,29 +143,16 @@ def charged(
     values: Float64[np.ndarray, " nodes"],
     requests: Int32[np.ndarray, " requests"],
 ) -> Float64[np.ndarray, " requests"]:
-    """What each place of an order adds: its leaf's value and those of nodes not seen before it.
+    """What each request adds in this order: its leaf's value and those of nodes not seen before it.
 
     With `edge_tokens` as values: the prompt tokens that a request computes anew when everything
-    before it is cached.
-
-    Args:
-        values: One per tree node, shape (num_nodes,).
-        requests: An order, shape (num_requests,).
+    before it is cached. By request, not by place.
     """
-    charge = np.array(values[tree.inner_count + requests], dtype=np.float64)
+    charge = np.array(values[tree.inner_count :], dtype=np.float64)
     _charge_first(
         tree.parent, np.asarray(values, dtype=np.float64), requests, tree.inner_count, charge
     )
     return charge
-
-
-def fresh_tokens(
-    tree: PrefixTree, requests: Int32[np.ndarray, " requests"]
-) -> Int64[np.ndarray, " requests"]:
-    """Prompt tokens that each request computes anew when all before it in an order are cached."""
-    fresh = np.empty(tree.request_count, np.int64)
-    fresh[requests] = charged(tree, tree.edge_tokens.astype(np.float64), requests)
-    return fresh
 
 
 @compiled
@@ -177,11 +164,11 @@ def _charge_first(
     charge: Float64[np.ndarray, " requests"],
 ) -> None:
     seen = np.zeros(inner_count, np.bool_)
-    for place in range(len(requests)):
-        node = parent[inner_count + requests[place]]
+    for request in requests:
+        node = parent[inner_count + request]
         while node > 0 and not seen[node]:
             seen[node] = True
-            charge[place] += values[node]
+            charge[request] += values[node]
             node = parent[node]
 
 

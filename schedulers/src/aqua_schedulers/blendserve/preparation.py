@@ -25,7 +25,6 @@ from aqua_schedulers.blendserve.order import (
     TreeResources,
     blend_order,
     charged,
-    fresh_tokens,
     weigh,
 )
 from aqua_schedulers.blendserve.paper import PaperBlend
@@ -109,9 +108,8 @@ def prepare(
         lengths = pool.estimate()
     resources = weigh(pool.tree, lengths, cost)
     order = blend_order(pool.tree, resources, split_share=split_share)
-    fresh = fresh_tokens(pool.tree, order.requests)
-    compute = np.empty(pool.request_count)
-    compute[order.requests] = charged(pool.tree, resources.fresh_compute_s, order.requests)
+    fresh = charged(pool.tree, pool.tree.edge_tokens, order.requests).astype(np.int64)
+    compute = charged(pool.tree, resources.fresh_compute_s, order.requests)
     return PreparedPool(pool, cost, lengths, resources, order, fresh, compute)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
@@ -27,6 +28,9 @@ from aqua_schedulers.compiled import compiled
 
 ROOT = 0
 """Fixed: the empty prefix is node 0. It has no tokens and no parent (-1)."""
+
+
+_Summed = TypeVar("_Summed", Int64[np.ndarray, " nodes"], Float64[np.ndarray, " nodes"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +55,7 @@ class PrefixTree:
     @cached_property
     def end_tokens(self) -> Int64[np.ndarray, " nodes"]:
         """Tokens from the root to the end of each node, shape (num_nodes,)."""
-        return _depths(self.parent, self.edge_tokens)
+        return _path_sums(self.parent, self.edge_tokens)
 
     @property
     def prompt_tokens(self) -> Int64[np.ndarray, " requests"]:
@@ -77,9 +81,7 @@ class PrefixTree:
 
     def path_sums(self, values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, " nodes"]:
         """Sum of `values` (one per node) from the root to each node, itself included."""
-        sums = np.array(values, dtype=np.float64)
-        _sum_down(self.parent, sums)
-        return sums
+        return _path_sums(self.parent, np.asarray(values, dtype=np.float64))
 
     def depth_first(
         self, key: Float64[np.ndarray, " nodes"] | None = None
@@ -114,7 +116,7 @@ class PrefixTree:
             np.ascontiguousarray(tokens, dtype=np.int32),
             np.ascontiguousarray(offsets, dtype=np.int64),
         )
-        depth = _depths(parent[:inner_count], edges[:inner_count])
+        depth = _path_sums(parent[:inner_count], edges[:inner_count])
         leaf_edges = np.diff(offsets) - depth[leaf_parent]
         return cls(
             np.concatenate([parent[:inner_count], leaf_parent]),
@@ -156,25 +158,17 @@ class PrefixTree:
 
 
 @compiled
-def _depths(
-    parent: Int32[np.ndarray, " nodes"], edges: Int64[np.ndarray, " nodes"]
-) -> Int64[np.ndarray, " nodes"]:
-    depth = edges.copy()
-    for node in range(1, len(depth)):
-        depth[node] += depth[parent[node]]
-    return depth
-
-
-@compiled
 def _sum_up(parent: Int32[np.ndarray, " nodes"], values: Float64[np.ndarray, " nodes"]) -> None:
     for node in range(len(values) - 1, 0, -1):
         values[parent[node]] += values[node]
 
 
 @compiled
-def _sum_down(parent: Int32[np.ndarray, " nodes"], values: Float64[np.ndarray, " nodes"]) -> None:
-    for node in range(1, len(values)):
-        values[node] += values[parent[node]]
+def _path_sums(parent: Int32[np.ndarray, " nodes"], values: _Summed) -> _Summed:
+    sums = values.copy()
+    for node in range(1, len(sums)):
+        sums[node] += sums[parent[node]]
+    return sums
 
 
 @compiled
