@@ -1,10 +1,18 @@
-"""A coordinator called without a network."""
+"""A coordinator called without a network, and what members say to it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
+from pydantic import BaseModel
 
 from aqua_coordinator.app import Service
+from aqua_protocol import ErrorBody
+from aqua_protocol.errors import ERRORS_BY_CODE
+from aqua_protocol.leases import LeaseGrant
+from aqua_protocol.members import ProducerAck
+from harness.members_on_paper import PaperConsumer, PaperProducer
 
 
 def client_of(service: Service, token: str | None = None) -> httpx.AsyncClient:
@@ -14,3 +22,43 @@ def client_of(service: Service, token: str | None = None) -> httpx.AsyncClient:
         base_url="http://coordinator",
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
     )
+
+
+def as_json(body: BaseModel) -> dict[str, Any]:
+    """What a member sends."""
+    content: dict[str, Any] = body.model_dump(mode="json")
+    return content
+
+
+async def join(http: httpx.AsyncClient, producer: PaperProducer) -> ProducerAck:
+    """Report until the producer may be granted from."""
+    for _ in range(2):
+        answer = await http.put(f"/v1/producers/{producer.name}", json=as_json(producer.report()))
+        assert answer.status_code == 200, answer.text
+        ack = ProducerAck.model_validate_json(answer.content)
+        producer.books_id = ack.books_id
+    assert ack.grantable
+    return ack
+
+
+async def hear(http: httpx.AsyncClient, consumer: PaperConsumer) -> None:
+    """Report the consumer."""
+    answer = await http.put(f"/v1/consumers/{consumer.name}", json=as_json(consumer.report()))
+    assert answer.status_code == 200, answer.text
+
+
+async def allocate(http: httpx.AsyncClient, consumer: PaperConsumer, key: str) -> LeaseGrant:
+    """Ask for a slab."""
+    answer = await http.post(
+        "/v1/leases", json=as_json(consumer.request()), headers={"Idempotency-Key": key}
+    )
+    assert answer.status_code == 201, answer.text
+    return LeaseGrant.model_validate_json(answer.content)
+
+
+def error_of(answer: httpx.Response) -> ErrorBody:
+    """The body of a refusal, whose status must be that of its type."""
+    body = ErrorBody.model_validate_json(answer.content)
+    assert ERRORS_BY_CODE[body.code].http_status == answer.status_code
+    assert body.message
+    return body

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Final, Self
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -30,8 +31,10 @@ from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
-from aqua_coordinator.sweeper import sweep_forever
-from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError
+from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
+from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError, UnavailableError
+
+log = structlog.get_logger(__name__)
 
 MAX_REDIS_CONNECTIONS: Final = 8
 """The pipeline, the event watcher, and some to spare while lost ones are being replaced. Doubled,
@@ -115,13 +118,8 @@ class Service:
         self._pipeline.start()
         try:
             await self._open_books()
-            sweep = sweep_forever(
-                services.ledger,
-                services.authenticator,
-                services.metrics,
-                silent_s=services.settings.silent_member_s,
-            )
-            tasks = [asyncio.create_task(sweep), asyncio.create_task(services.event_watcher.run())]
+            loops = (self._sweep_forever(), services.event_watcher.run())
+            tasks = [asyncio.create_task(loop) for loop in loops]
             try:
                 yield self
             finally:
@@ -131,6 +129,30 @@ class Service:
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await services.ledger.close()
+
+    async def _sweep_forever(self) -> None:
+        """Let happen in the books what happens because time passes.
+
+        Every coordinator sweeps, and any number may at once: each step is one script that looks at
+        the books as they are. A sweep is also what makes the books' clock go on
+        (`lua/lib/books.lua`), so while no coordinator or no Redis is there, nothing gets older.
+        """
+        services = self.services
+        absent = False
+        while True:
+            services.authenticator.refresh()
+            try:
+                ended = await services.ledger.sweep(silent_s=services.settings.silent_member_s)
+            except UnavailableError as error:
+                if not absent:
+                    log.warning("store absent, nothing expires meanwhile", error=str(error))
+                absent = True
+            else:
+                services.metrics.endings.inc(ended)
+                if absent:
+                    log.info("store is back")
+                absent = False
+            await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _open_books(self) -> None:
         """Open the books; a store that is just being restarted gets the time it may take."""

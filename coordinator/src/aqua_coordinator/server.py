@@ -174,23 +174,17 @@ async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValk
 def _listen(settings: CoordinatorSettings) -> socket.socket:
     host, port = settings.listen_host, settings.listen_port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = socket.create_server(
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6
+        )
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}: {error}", remedy="Correct AQUA_LISTEN_HOST."
-        ) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror}",
-            remedy="Stop what listens there, or set AQUA_LISTEN_PORT (0 takes a free port).",
+            remedy="Correct AQUA_LISTEN_HOST, stop what listens there, or set AQUA_LISTEN_PORT "
+            "(0 takes a free port).",
         ) from error
     listener.setblocking(False)  # noqa: FBT003 - named by the method
     return listener

@@ -1,15 +1,14 @@
 """Commands to Redis, coalesced: what requests submit in one turn of the loop travels together.
 
 A coordinator has one thread, and most of what a Redis command costs it is waking up: a write, a
-read and a task switch each. So commands are not sent when they are submitted. One task with one
-connection takes what has gathered, sends it in one write and reads the answers; what is submitted
-meanwhile is the next batch. Batches grow with the load by themselves, and an idle coordinator sends
-a lone command at once.
+read and a task switch each. So one task with one connection takes what has gathered, sends it in
+one write and reads the answers; what is submitted meanwhile is the next batch. Batches grow with
+the load by themselves, and an idle coordinator sends a lone command at once. Small scripts that are
+neighbours in a batch share one call, and with it the reading and writing that they have in common.
 
-But a batch takes no more than a quarter of what has gathered. Callers, coordinator and Redis are
-three stations of a closed circuit: one that takes everything at once leaves the others with nothing
-to do until it is done, and then hands everything on together, so that they work by turns instead of
-side by side: a quarter of the throughput, at 32 callers on two cores (`benchmarks/coordinator.py`).
+A batch takes no more than a quarter of what has gathered. Callers, coordinator and Redis are three
+stations of a closed circuit: one that takes everything at once makes them work by turns instead of
+side by side (`benchmarks/coordinator.py`).
 
 Promises: every submitted command is answered or fails within twice `timeout_s`, at most
 `MAX_WAITING` wait, and an answer never goes to the wrong command (a connection that failed or was
@@ -19,9 +18,8 @@ Not promised: that a command that failed was not carried out. After a lost conne
 sent once more, which is sound because every script may be repeated: reports by their revision,
 grants and reclaims by their idempotency key, the rest by nature.
 
-redis-py provides connections (TLS, Sentinel, authentication) and the parser. Its pipelines do not
-serve here: with them the coordinator misses the bar of CPU on a request, and with commands sent one
-by one it misses it by far (decision 13).
+redis-py provides connections (TLS, Sentinel, authentication) and the parser; its own pipelines cost
+too much CPU here (ADR 0011).
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""What the REST interface refuses: statuses, bodies and bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from aqua_coordinator.app import Service
+from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.request_limits import SMALL_BODY_BYTES
+from aqua_coordinator.settings import CoordinatorSettings
+from aqua_protocol import PROTOCOL_VERSION
+from harness.asgi import as_json, client_of, error_of
+from harness.ledger_room import ledger_room
+from harness.members_on_paper import SLAB, PaperProducer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/nowhere", "unknown_resource"),
+        ("GET", "/v1/leases/", "unknown_resource"),
+        ("GET", "/v1/leases/unknown", "unknown_resource"),
+        ("GET", "/v1/reclaims/unknown", "unknown_resource"),
+        ("PATCH", "/v1/leases", "method_not_allowed"),
+        ("DELETE", "/v1/leases/lease-1/renew", "method_not_allowed"),
+        ("GET", "/v1/producers/-bad-", "request_invalid"),
+        ("GET", "/v1/leases?limit=0", "request_invalid"),
+        ("GET", "/v1/leases?limit=1000000", "request_invalid"),
+        ("GET", "/v1/leases?cursor=-1", "request_invalid"),
+        ("GET", "/v1/leases?cursor=producer@soon", "request_invalid"),
+        ("GET", "/v1/reclaims?cursor=-1", "request_invalid"),
+        ("GET", "/v1/leases?state=happy", "request_invalid"),
+        ("DELETE", "/v1/producers/producer", "request_invalid"),
+        ("DELETE", "/v1/consumers/nobody?incarnation=life-1", "unknown_resource"),
+    ],
+)
+async def test_what_cannot_be_found_or_done_is_a_typed_error(
+    http: httpx.AsyncClient, method: str, path: str, code: str
+) -> None:
+    assert error_of(await http.request(method, path)).code == code
+
+
+async def test_a_wrong_method_names_the_right_ones(http: httpx.AsyncClient) -> None:
+    for path, methods in {
+        "placements": "GET, PUT",
+        "leases": "GET, POST",
+        "leases/some": "GET",
+        "leases/some/renew": "POST",
+        "producers/some": "DELETE, GET, PUT",
+    }.items():
+        answer = await http.patch(f"/v1/{path}", json={})
+        assert error_of(answer).code == "method_not_allowed"
+        assert answer.headers["allow"] == methods
+
+
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/reclaims"])
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "request_invalid"),
+        (b"{", "request_invalid"),
+        (b"[]", "request_invalid"),
+        (b'{"bytes": -1}', "request_invalid"),
+        (b"\xff\xfe", "request_invalid"),
+        (b"[" * 10_000, "request_invalid"),
+        (b" " * (SMALL_BODY_BYTES + 1), "request_too_large"),
+    ],
+)
+async def test_a_body_that_is_none_is_refused_the_same_on_both_ways(
+    http: httpx.AsyncClient, path: str, body: bytes, code: str
+) -> None:
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "key"}
+    assert error_of(await http.post(path, content=body, headers=headers)).code == code
+
+
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/reclaims"])
+async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b" " * 4096
+
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "key"}
+    answer = await http.post(path, content=endless(), headers=headers)
+    assert error_of(answer).code == "request_too_large"
+
+
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/reclaims"])
+async def test_a_body_that_a_browser_may_send_unasked_is_refused(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    headers = {"Content-Type": "text/plain", "Idempotency-Key": "key"}
+    assert error_of(await http.post(path, content=b"{}", headers=headers)).code == "request_invalid"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes": 0},
+        {"bytes": -SLAB},
+        {"bytes": 1 << 60},
+        {"bytes": 1.5},
+        {"bytes": "65536"},
+        {"bytes": True},
+        {"min_bytes": 2 * SLAB},
+        {"min_bytes": 0},
+        {"ttl_s": 0},
+        {"ttl_s": 1e9},
+        {"consumer_id": ""},
+        {"consumer_id": "a b"},
+        {"consumer_id": "x" * 129},
+        {"surprise": 1},
+    ],
+)
+async def test_nonsense_in_a_lease_request_is_refused_with_its_field(
+    http: httpx.AsyncClient, change: dict[str, object]
+) -> None:
+    body = {"consumer_id": "consumer", "bytes": SLAB} | change
+    answer = await http.post("/v1/leases", json=body, headers={"Idempotency-Key": "key"})
+    error = error_of(answer)
+    assert error.code == "request_invalid"
+    assert error.details["faults"]
+
+
+@pytest.mark.parametrize("key", [None, "", " ", "x" * 129, "a b"])
+async def test_a_grant_needs_an_idempotency_key(http: httpx.AsyncClient, key: str | None) -> None:
+    headers = {} if key is None else {"Idempotency-Key": key}
+    body = {"consumer_id": "consumer", "bytes": SLAB}
+    answer = await http.post("/v1/leases", json=body, headers=headers)
+    assert error_of(answer).code == "request_invalid"
+
+
+async def test_another_protocol_version_is_told_so_even_if_its_report_looks_strange(
+    http: httpx.AsyncClient,
+) -> None:
+    report = as_json(PaperProducer().report(protocol_version=PROTOCOL_VERSION + 1))
+    answer = await http.put("/v1/producers/producer", json=report)
+    assert error_of(answer).code == "version_mismatch"
+    report["a_field_of_the_future"] = 1
+    answer = await http.put("/v1/producers/producer", json=report)
+    error = error_of(answer)
+    assert (error.code, error.details["theirs"]) == ("version_mismatch", PROTOCOL_VERSION + 1)
+
+
+async def test_path_and_body_must_name_the_same_member(http: httpx.AsyncClient) -> None:
+    answer = await http.put("/v1/producers/other", json=as_json(PaperProducer().report()))
+    assert error_of(answer).code == "request_invalid"
+
+
+async def test_more_requests_at_once_than_allowed_are_told_to_retry(
+    store: EmbeddedValkey,
+) -> None:
+    settings = CoordinatorSettings(max_concurrent_requests=4)
+    async with (
+        ledger_room(store.url),
+        Service(settings, store.url).running() as service,
+        client_of(service) as http,
+    ):
+        answers = await asyncio.gather(*(http.get("/readyz") for _ in range(32)))
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert 0 < len(refused) < 32
+    assert error_of(refused[0]).code == "service_unavailable"
+    assert refused[0].headers["retry-after"] == "1"
