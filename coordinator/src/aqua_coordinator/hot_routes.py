@@ -28,8 +28,8 @@ HotRoutes: TypeAlias = "Mapping[Shape, HotRoute]"
 Operation = Callable[..., Awaitable[BaseModel]]
 OperationT = TypeVar("OperationT", bound=Operation)
 
-_NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
-_KEY: Final[TypeAdapter[str]] = TypeAdapter(KeyText)
+_NAME: Final = TypeAdapter(Name).validator
+_KEY: Final = TypeAdapter(KeyText).validator
 _HOT: Final[set[Operation]] = set()
 _NAME_AT: Final = 3
 """Fixed by the paths: `/v1/leases/{lease_id}/renew` splits into '', 'v1', 'leases', the name."""

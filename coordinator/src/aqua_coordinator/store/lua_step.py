@@ -89,8 +89,8 @@ def _microseconds(seconds: float) -> int:
     return round(seconds * MICROSECONDS)
 
 
-def _json(document: BaseModel) -> str:
-    return document.model_dump_json(exclude_none=True)
+def _json(document: BaseModel) -> bytes:
+    return document.__pydantic_serializer__.to_json(document, exclude_none=True)
 
 
 def _or_empty(value: Argument | None) -> Argument:
