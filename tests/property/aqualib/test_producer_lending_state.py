@@ -79,7 +79,7 @@ class DeskHistory(RuleBasedStateMachine):
         reclaim, effects = self.lending.reclaim(
             ReclaimId(f"r{next(self.numbers)}"), count * SLAB, deadline_s, self.now_s
         )
-        assert reclaim._slab_count == min(count, lasting)
+        assert reclaim.slab_count == min(count, lasting)
         assert len(effects.retired) == min(free, count, lasting)
         self.reclaims.append(reclaim)
         self.carry_out(effects)
@@ -211,7 +211,7 @@ class DeskHistory(RuleBasedStateMachine):
     @invariant()
     def reclaims_are_done_when_their_memory_is_back(self) -> None:
         for reclaim in self.reclaims:
-            assert reclaim.done == (reclaim._returned == reclaim._slab_count)
+            assert reclaim.done == (reclaim.returned_count == reclaim.slab_count)
 
     @invariant()
     def nobody_is_killed_under_wait(self) -> None:

@@ -249,7 +249,7 @@ def test_many_copies_work_with_and_without_the_drivers_batch(
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_BATCH", has_batch)
     driver = CudaDriver(str(library))
-    assert (driver._batch is None) == (has_batch == "0")
+    assert (driver.batch_copy is None) == (has_batch == "0")
     src = np.arange(64, dtype=np.uint8)
     dst = np.zeros(64, dtype=np.uint8)
     offsets, sizes = np.array([0, 32, 48]), np.array([8, 16, 4])

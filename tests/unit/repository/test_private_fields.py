@@ -39,7 +39,6 @@ REACHES: Final[dict[str, int]] = {
     "integration/demo/test_processes.py": 2,
     "property/aqualib/test_memory_machine.py": 1,
     "property/aqualib/test_producer_fuzz.py": 5,
-    "property/aqualib/test_producer_lending_state.py": 3,
     "unit/aqualib/test_aqua_cache_generation.py": 4,
     "unit/aqualib/test_blocks_paging.py": 2,
     "unit/aqualib/test_connection_default.py": 2,

@@ -13,6 +13,7 @@ import base64
 import logging
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -35,6 +36,7 @@ ZEROS_BYTES: Final = MIB
 Doubled, a small cache may drop them."""
 
 
+@dataclass(slots=True, eq=False)
 class Handout:
     """The slabs of one lease on their way to its consumer.
 
@@ -43,15 +45,14 @@ class Handout:
         sent_count: Loans whose handle may have reached the peer.
     """
 
-    def __init__(self, transport: Transport, welcome: Welcome, loans: Sequence[LentSlab]) -> None:
-        self.sent_count = 0
-        self._transport = transport
-        self.welcome = welcome
-        self._loans = loans
+    transport: Transport
+    welcome: Welcome
+    loans: Sequence[LentSlab]
+    sent_count: int = 0
 
     def unsent(self) -> Sequence[LentSlab]:
         """Loans whose handle has never left this process."""
-        return self._loans[self.sent_count :]
+        return self.loans[self.sent_count :]
 
     def run(self, channel: Channel[ConsumerMessage]) -> None:
         """Send the welcome and every slab.
@@ -62,13 +63,13 @@ class Handout:
         """
         channel.send(self.welcome)
         scrubber: Scrubber | None = None
-        for start in range(0, len(self._loans), MAX_SLABS_PER_PACKET):
-            batch = self._loans[start : start + MAX_SLABS_PER_PACKET]
+        for start in range(0, len(self.loans), MAX_SLABS_PER_PACKET):
+            batch = self.loans[start : start + MAX_SLABS_PER_PACKET]
             for loan in batch:
                 if loan.scrub:
-                    scrubber = scrubber or Scrubber(self._transport)
+                    scrubber = scrubber or Scrubber(self.transport)
                     scrubber.scrub(loan.slab.memory.tensor)
-            last = start + len(batch) == len(self._loans)
+            last = start + len(batch) == len(self.loans)
             with ExitStack() as exports:
                 handles = [exports.enter_context(loan.slab.memory.export()) for loan in batch]
                 self.sent_count = start + len(batch)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import CapacityError, ConfigError, SlabEvent, SlabState
@@ -124,6 +125,7 @@ class LendingState:
     def __init__(self, slab_bytes: int, policy: Escalation, grace_s: float) -> None:
         self.pool: Final = SlabPool(slab_bytes)
         self.owed_count = 0
+        self._is_replacing = True
         self.ended_reclaims = ReclaimTotals()
         self._grace_s = grace_s if policy is Escalation.KILL else float("inf")
         self._holders: dict[LeaseId, Holder] = {}
@@ -177,6 +179,10 @@ class LendingState:
         reclaim.slab_closed(now_s)
         if reclaim.total_ms is not None:
             self.ended_reclaims = self.ended_reclaims.plus(reclaim, reclaim.total_ms / 1e3)
+
+    def stop_replacing(self) -> None:
+        """Owe nothing from now on: the producer is leaving."""
+        self._is_replacing, self.owed_count = False, 0
 
     def deliver(self, memory: OwnedSlab) -> bool:
         """Take a replacement into the offer; False when it is not owed any more."""
@@ -305,15 +311,8 @@ class LendingState:
         held = [self._held_lease(holder) for holder in self._holders.values()]
         room = self.pool.offered_count * self.pool.slab_bytes - sum(h.held_bytes for h in held)
         count = min(room // self.pool.slab_bytes, MAX_LEASES_PER_MEMBER - len(held))
-        return held + [
-            HeldLease(
-                lease_id=holder.lease_id,
-                epoch=holder.epoch,
-                consumer_id=holder.consumer_id,
-                held_bytes=self.pool.slab_bytes,
-            )
-            for holder, _ in zip(self._fleeting.values(), range(count), strict=False)
-        ]
+        fleeting = islice(self._fleeting.values(), max(0, count))
+        return held + [_as_held(holder, self.pool.slab_bytes) for holder in fleeting]
 
     def reclaim_reports(self, now_s: float) -> list[ReclaimReport]:
         """The oldest reclaims that the coordinator has not seen finished."""
@@ -335,14 +334,9 @@ class LendingState:
     def _held_lease(self, holder: Holder) -> HeldLease:
         slabs = self.pool.held_by(holder.lease_id)
         asked = {number for ask in self._asks for number in ask.pending}
-        return HeldLease(
-            lease_id=holder.lease_id,
-            epoch=holder.epoch,
-            consumer_id=holder.consumer_id,
-            held_bytes=len(slabs) * self.pool.slab_bytes,
-            reclaiming_bytes=sum(s.slab_id in asked for s in slabs) * self.pool.slab_bytes,
-            consumer_lost=holder.silent,
-        )
+        reclaiming_bytes = sum(s.slab_id in asked for s in slabs) * self.pool.slab_bytes
+        held_bytes = len(slabs) * self.pool.slab_bytes
+        return _as_held(holder, held_bytes, reclaiming_bytes, consumer_lost=holder.silent)
 
     def _ask_for(self, reclaim: ReclaimTicket, now_s: float, effects: Effects) -> None:
         """Ask holders for what a reclaim still misses."""
@@ -409,7 +403,7 @@ class LendingState:
         """A slab was retired: it serves the oldest reclaim, or is to be replaced."""
         if (reclaim := self._oldest_open()) is not None:
             reclaim.assign()
-        else:
+        elif self._is_replacing:
             self.owed_count += 1
         effects.retired.append(RetiredSlab(slab, reclaim))
 
@@ -429,3 +423,16 @@ class LendingState:
         finished = [r.reclaim_id for r in self._reclaims.values() if r.done]
         for reclaim_id in finished[: max(0, len(finished) - MAX_RECLAIMS_PER_REPORT + 1)]:
             del self._reclaims[reclaim_id]
+
+
+def _as_held(
+    holder: Holder, held_bytes: int, reclaiming_bytes: int = 0, *, consumer_lost: bool = False
+) -> HeldLease:
+    return HeldLease(
+        lease_id=holder.lease_id,
+        epoch=holder.epoch,
+        consumer_id=holder.consumer_id,
+        held_bytes=held_bytes,
+        reclaiming_bytes=reclaiming_bytes,
+        consumer_lost=consumer_lost,
+    )

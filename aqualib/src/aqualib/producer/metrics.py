@@ -1,12 +1,5 @@
 """What a producer counts, for Prometheus.
 
-    aqua_lender_offered_bytes           slabs under the offer, lent or not
-    aqua_lender_leased_bytes            of these, held by consumers
-    aqua_lender_quarantined_bytes       of these, held by consumers that overran a deadline
-    aqua_lender_reclaims_total          times that memory was taken back
-    aqua_lender_reclaimed_bytes_total   how much it was
-    aqua_lender_reclaim_seconds_total   from the request until the memory could be used again
-
 Read from the producer when somebody looks; nothing is counted twice and nothing costs a step. The
 coordinator's `aqua_producer_*` say the same as its books have it, by producer; these carry no
 labels, because a process has one producer and its scraper knows which.

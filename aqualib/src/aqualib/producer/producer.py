@@ -42,7 +42,7 @@ from aqualib.producer.escalation import Escalation, kill_process
 from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
-from aqualib.producer.slab_memory import SlabMemory, SlabOwner
+from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import Reporter
 from aqualib.settings import require_name
 
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
     from aqua_client import CoordinatorClient
     from aqualib.producer.device import EmulatedMemory
-    from aqualib.producer.lending_state import Effects, ReclaimNotice, RetiredSlab
+    from aqualib.producer.lending_state import Effects, ReclaimNotice
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
     from aqualib.reporter import Identity
-    from aqualib.transports.base import OwnedSlab, Transport
+    from aqualib.transports.base import Transport
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -147,14 +147,6 @@ class Producer:
             self._lock,
             open_to_others=self._admission.allowed_uids != {os.getuid()},
         )
-        self._memory.start(
-            SlabOwner(
-                freed=self._freed,
-                owed_count=self._owed_count,
-                deliver=self._deliver,
-                write_off=self._write_off,
-            )
-        )
         self._link = link
         self._reporter = Reporter(
             self._build_report,
@@ -163,6 +155,7 @@ class Producer:
             heartbeat_s=heartbeat_s,
             name=producer_id,
         )
+        self._memory.start(self._lending, self._lock, self._reporter.changed, self._returned)
         self._reporter.start()
 
     def __repr__(self) -> str:
@@ -239,6 +232,7 @@ class Producer:
             if self._closed:
                 return
             self._closed = True
+            self._lending.stop_replacing()
         with self._offer_lock:  # An offer under way has seen the flag and ended.
             offered = self.offered_bytes
         if offered:
@@ -452,27 +446,8 @@ class Producer:
             self._carry_out(self._lending.tick(now_s))
         return self._lending.due_at_s()
 
-    # --- Inside: what the slab memory asks, without the lock --------------------------------
-
-    def _freed(self, slab: RetiredSlab) -> None:
-        if slab.reclaim is None:
-            return
-        with self._lock:
-            self._lending.slab_closed(slab.reclaim, time.monotonic())
+    def _returned(self) -> None:
+        """The slab memory has freed a slab for a reclaim; without the lock."""
         self._reporter.changed()
         if self.on_returned is not None:
             self.on_returned()
-
-    def _owed_count(self) -> int:
-        with self._lock:
-            return 0 if self._closed else self._lending.owed_count
-
-    def _deliver(self, memory: OwnedSlab) -> bool:
-        with self._lock:
-            delivered = not self._closed and self._lending.deliver(memory)
-        self._reporter.changed()
-        return delivered
-
-    def _write_off(self) -> None:
-        with self._lock:
-            self._lending.owed_count = 0

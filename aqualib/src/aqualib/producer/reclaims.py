@@ -16,7 +16,7 @@ is the moment at which the engine can allocate it.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aqua_protocol.members import ReclaimReport
@@ -28,44 +28,39 @@ if TYPE_CHECKING:
     from aqualib.producer.pool import Slab
 
 
+@dataclass(eq=False, repr=False)
 class ReclaimTicket:
     """A ticket for memory; completes in the background.
 
     Progress is written by the producer's threads and may be read by anyone at any time.
 
-    Args:
+    Attributes:
         reclaim_id: Name, for reports and packets.
         requested_bytes: What was asked for.
         slab_count: What it comes to: whole slabs, and no more than are offered.
         slab_bytes: Size of a slab.
         deadline_s: Time that holders get.
         began_at_s: Monotonic time of the request.
+        returned_count: Slabs whose physical memory is back so far.
+        escalated: A holder has overrun the deadline.
     """
 
-    def __init__(
-        self,
-        reclaim_id: ReclaimId,
-        *,
-        requested_bytes: int,
-        slab_count: int,
-        slab_bytes: int,
-        deadline_s: float,
-        began_at_s: float,
-    ) -> None:
-        self.reclaim_id = reclaim_id
-        self.requested_bytes = requested_bytes
-        self.deadline_s = deadline_s
-        self.escalated = False
-        self.first_slab_ms: float | None = None
-        self.total_ms: float | None = None
-        self._slab_bytes = slab_bytes
-        self._slab_count = slab_count
-        self._assigned = 0
-        self._returned = 0
-        self._began_at_s = began_at_s
-        self._done = threading.Event()
-        if slab_count == 0:
-            self._finish(began_at_s)
+    reclaim_id: ReclaimId
+    requested_bytes: int
+    slab_count: int
+    slab_bytes: int
+    deadline_s: float
+    began_at_s: float
+    returned_count: int = 0
+    escalated: bool = False
+    first_slab_ms: float | None = None
+    total_ms: float | None = None
+    _assigned: int = 0
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        if self.slab_count == 0:
+            self._finish(self.began_at_s)
 
     def __repr__(self) -> str:
         return (
@@ -76,12 +71,12 @@ class ReclaimTicket:
     @property
     def returned_bytes(self) -> int:
         """Physical memory that is back so far, in whole slabs."""
-        return self._returned * self._slab_bytes
+        return self.returned_count * self.slab_bytes
 
     @property
     def missing_count(self) -> int:
         """Slabs that still have to be found for it."""
-        return self._slab_count - self._assigned
+        return self.slab_count - self._assigned
 
     @property
     def done(self) -> bool:
@@ -99,15 +94,15 @@ class ReclaimTicket:
     def assign(self) -> None:
         """Count one slab as found: it has left the offer and is about to be closed."""
         self._assigned += 1
-        assert self._assigned <= self._slab_count, self
+        assert self._assigned <= self.slab_count, self
 
     def slab_closed(self, now_s: float) -> None:
         """Count one slab as physically back."""
-        self._returned += 1
-        assert self._returned <= self._assigned, self
+        self.returned_count += 1
+        assert self.returned_count <= self._assigned, self
         if self.first_slab_ms is None:
-            self.first_slab_ms = (now_s - self._began_at_s) * 1e3
-        if self._returned == self._slab_count:
+            self.first_slab_ms = (now_s - self.began_at_s) * 1e3
+        if self.returned_count == self.slab_count:
             self._finish(now_s)
 
     def report(self, now_s: float) -> ReclaimReport:
@@ -117,14 +112,14 @@ class ReclaimTicket:
             requested_bytes=self.requested_bytes,
             returned_bytes=self.returned_bytes,
             deadline_s=self.deadline_s,
-            age_s=now_s - self._began_at_s,
+            age_s=now_s - self.began_at_s,
             first_slab_ms=self.first_slab_ms,
             total_ms=self.total_ms,
             escalated=self.escalated,
         )
 
     def _finish(self, now_s: float) -> None:
-        self.total_ms = (now_s - self._began_at_s) * 1e3
+        self.total_ms = (now_s - self.began_at_s) * 1e3
         self._done.set()
 
 

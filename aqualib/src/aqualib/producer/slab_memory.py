@@ -16,7 +16,6 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aqualib.producer.device import EmulatedMemory
-    from aqualib.producer.lending_state import RetiredSlab
+    from aqualib.producer.lending_state import LendingState, RetiredSlab
     from aqualib.transports.base import OwnedSlab, Transport
 
 logger: Final = logging.getLogger("aqualib")
@@ -38,23 +37,6 @@ doubles the time until the offer is known to stay smaller."""
 FIRST_PAUSE_S: Final = 0.02
 """Seconds before the second attempt, twice as many before each further one: ten span ten seconds.
 Doubled, they span twenty."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlabOwner:
-    """What the thread asks and tells the producer, without any lock held.
-
-    Attributes:
-        freed: The memory of this slab has been given back.
-        owed_count: Slabs that should be made.
-        deliver: Takes a slab that was owed; False when it is not wanted any more.
-        write_off: Replacements cannot be made; owe none.
-    """
-
-    freed: Callable[[RetiredSlab], None]
-    owed_count: Callable[[], int]
-    deliver: Callable[[OwnedSlab], bool]
-    write_off: Callable[[], None]
 
 
 class SlabMemory:
@@ -72,7 +54,6 @@ class SlabMemory:
         self._device = device
         self._count = 0
         self._lock = threading.Lock()
-        self._owner: SlabOwner | None = None
         # Bounded by the slabs that exist: each is retired once.
         self._retired: queue.SimpleQueue[RetiredSlab | None] = queue.SimpleQueue()
         self._attempts = 0
@@ -112,9 +93,23 @@ class SlabMemory:
 
     # --- The thread -----------------------------------------------------------------------
 
-    def start(self, owner: SlabOwner) -> None:
-        """Begin to free what is retired and to make what is owed."""
-        self._owner = owner
+    def start(
+        self,
+        lending: LendingState,
+        lock: threading.Lock,
+        made: Callable[[], None],
+        returned: Callable[[], None],
+    ) -> None:
+        """Begin to free what is retired and to make what is owed.
+
+        Args:
+            lending: Says what is owed, takes what was made, and counts what is freed.
+            lock: Guards `lending`; never held while memory is made or freed.
+            made: Called without the lock after a replacement was made.
+            returned: Called without the lock after memory was freed for a reclaim.
+        """
+        self._lending, self._lending_lock = lending, lock
+        self._made, self._returned = made, returned
         self._thread.start()
 
     def retire(self, slab: RetiredSlab) -> None:
@@ -128,42 +123,47 @@ class SlabMemory:
 
     def _run(self) -> None:
         run_promptly()
-        assert self._owner is not None, "started with an owner"
         while True:
             try:
                 retired = self._retired.get(timeout=self._pause_s())
             except queue.Empty:
-                self._replace(self._owner)
+                self._replace()
                 continue
             if retired is None:
                 return
             self.destroy(retired.slab.memory)
-            self._owner.freed(retired)
+            if retired.reclaim is not None:
+                with self._lending_lock:
+                    self._lending.slab_closed(retired.reclaim, time.monotonic())
+                self._returned()
             if self._retired.empty() and self._retry_at_s is None:
-                self._replace(self._owner)
+                self._replace()
 
     def _pause_s(self) -> float | None:
         if self._retry_at_s is None:
             return None
         return max(0.0, self._retry_at_s - time.monotonic())
 
-    def _replace(self, owner: SlabOwner) -> None:
+    def _replace(self) -> None:
         """Make what is owed, unless memory waits to be freed: that comes first."""
         self._retry_at_s = None
-        while owner.owed_count():
+        while self._lending.owed_count:
             try:
                 memory = self.create()
             except TransportError as error:
-                self._put_off(error, owner)
+                self._put_off(error)
                 return
             self._attempts = 0
-            if not owner.deliver(memory):
+            with self._lending_lock:
+                delivered = self._lending.deliver(memory)
+            if not delivered:
                 self.destroy(memory)
+            self._made()
             if not self._retired.empty():
                 self._retry_at_s = time.monotonic()
                 return
 
-    def _put_off(self, error: TransportError, owner: SlabOwner) -> None:
+    def _put_off(self, error: TransportError) -> None:
         self._attempts += 1
         if self._attempts < MAX_ATTEMPTS:
             pause_s = FIRST_PAUSE_S * 2 ** (self._attempts - 1)
@@ -171,4 +171,5 @@ class SlabMemory:
             return
         self._attempts = 0
         logger.error("the offer stays smaller: a lost slab cannot be replaced: %s", error)
-        owner.write_off()
+        with self._lending_lock:
+            self._lending.owed_count = 0

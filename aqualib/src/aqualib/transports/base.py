@@ -71,10 +71,9 @@ class MappedSlab:
 
     torch does not own that memory. Unmapping under a live view is a crash that no exception
     precedes, so `close` decides by torch's own reference count: the storage behind the tensor must
-    have died with it. Views, reshapes, `.numpy()` arrays and memoryviews all hold that storage, so
-    whatever can still reach the bytes is seen, on host and device alike. (`torch.frombuffer` keeps
-    nothing alive and cannot tell; `__cuda_array_interface__` ties a pointer to the device that owns
-    it, while a slab of a peer must be a tensor on the *importing* device.)
+    have died with it. Views, `.numpy()` arrays and memoryviews all hold it, on host and device.
+    (`torch.frombuffer` keeps nothing alive; `__cuda_array_interface__` ties a pointer to the device
+    that owns it, while a slab of a peer must be a tensor on the *importing* device.)
 
     Nothing is unmapped when the object is collected, because views may outlive it: close it.
 

@@ -26,8 +26,9 @@ import torch
 from typing_extensions import override
 
 from aqua_protocol import KIB, MIB, TransportError
-from aqualib.transports.base import Copier
-from aqualib.transports.host import HostCopier
+from aqualib.transports.base import Copier, MappedSlab, Transport
+from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, Words, load_driver
+from aqualib.transports.host import HostCopier, host_slab
 from aqualib.transports.rows import (
     RowRuns,
     as_words,
@@ -41,7 +42,6 @@ from aqualib.transports.rows import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from aqualib.transports.cuda_driver import CudaDevice, Words
 
 LONG_RUN_BYTES: Final = 256 * KIB
 """Bytes from which a copy engine is as fast on pieces as on the whole
@@ -204,3 +204,36 @@ def _as_tables(table: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor,
 
 def _addresses(table: torch.Tensor, rows: npt.NDArray[np.int64], stride_bytes: int) -> Words:
     return (table.data_ptr() + rows * stride_bytes).astype(np.uint64)
+
+
+class CudaSide(Transport):
+    """What the transports of GPUs have in common: this side's GPU, its copier, its host memory.
+
+    Args:
+        device: Where this side's tensors live.
+        driver: The driver library; loaded when first needed.
+    """
+
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
+        self._device = device
+        self._ordinal = device.index or 0
+        self._driver = driver
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._device
+
+    @override
+    def create_host(self, nbytes: int) -> MappedSlab:
+        return host_slab(nbytes, pin=self._gpu.pin)
+
+    @override
+    def copier(self) -> Copier:
+        return CudaCopier(self._device, self._gpu)
+
+    @property
+    def _gpu(self) -> CudaDevice:
+        if self._driver is None:
+            self._driver = load_driver()
+        return self._driver.device(self._ordinal)

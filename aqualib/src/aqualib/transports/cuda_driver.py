@@ -97,7 +97,7 @@ class CudaDriver:
                 remedy="Check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES "
                 "does not hide it.",
             ) from error
-        self._batch = self._find_batch_copy()
+        self.batch_copy = self._find_batch_copy()
         self._devices: dict[int, CudaDevice] = {}
         self._lock = threading.Lock()
 
@@ -144,18 +144,6 @@ class CudaDriver:
             known = self._library.cuGetErrorName(result, byref(text)) == SUCCESS and text.value
             word = known.decode() if known else f"CUresult {result}"
             raise CudaError(f"{name} failed: {word}", call=name, result=word, result_code=result)
-
-    def copy_batch(self, dsts: Words, srcs: Words, sizes: Words, stream: int) -> None:
-        """Enqueue copies; see `CudaDevice.copy_batch`, which calls this."""
-        if self._batch is None:
-            for dst, src, size in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
-                self.call("cuMemcpyAsync", dst, src, size, stream)
-            return
-        attributes = MemcpyAttributes(src_access_order=COPY_IN_STREAM_ORDER)
-        first, failed = c_size_t(0), c_size_t()
-        lists = (dsts.ctypes.data, srcs.ctypes.data, sizes.ctypes.data, len(sizes))
-        result = self._batch(*lists, byref(attributes), byref(first), 1, byref(failed), stream)
-        self.require("cuMemcpyBatchAsync", result)
 
     def _find_batch_copy(self) -> Callable[..., int] | None:
         address, status = c_void_p(), c_int()
@@ -367,8 +355,16 @@ class CudaDevice:
         Raises:
             CudaError: Refused; none or some of the copies may have been enqueued.
         """
+        attributes = MemcpyAttributes(src_access_order=COPY_IN_STREAM_ORDER)
+        first, failed = c_size_t(0), c_size_t()
+        lists = (dsts.ctypes.data, srcs.ctypes.data, sizes.ctypes.data, len(sizes))
         with self._current():
-            self.driver.copy_batch(dsts, srcs, sizes, stream)
+            if (copy := self.driver.batch_copy) is None:
+                for dst, src, n in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
+                    self.driver.call("cuMemcpyAsync", dst, src, n, stream)
+                return
+            result = copy(*lists, byref(attributes), byref(first), 1, byref(failed), stream)
+        self.driver.require("cuMemcpyBatchAsync", result)
 
     def _read_word(self, name: str, *arguments: object) -> int:
         """Call a function whose first argument is an `unsigned long long *` for its result."""

@@ -34,8 +34,8 @@ from aqualib.transports.base import (
     require_announced,
     require_multiple,
 )
+from aqualib.transports.cuda_copier import CudaSide
 from aqualib.transports.cuda_driver import CudaError
-from aqualib.transports.cuda_side import CudaSide
 from aqualib.transports.release_pipe import DEFERRED_FREE, ReleasePipes
 
 PAYLOAD: Final = struct.Struct("<Q16s64s")

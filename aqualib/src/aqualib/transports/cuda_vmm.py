@@ -32,8 +32,8 @@ from aqualib.transports.base import (
     require_announced,
     require_multiple,
 )
+from aqualib.transports.cuda_copier import CudaSide
 from aqualib.transports.cuda_driver import CudaDevice, CudaError
-from aqualib.transports.cuda_side import CudaSide
 
 PAYLOAD: Final = struct.Struct("<Q40s")
 """Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import sys
 from typing import Final
 
 from typing_extensions import override
@@ -51,10 +50,6 @@ class MemfdTransport(Transport):
 
     @override
     def check(self) -> None:
-        if not sys.platform.startswith("linux"):
-            raise TransportUnavailableError(
-                f"memfd does not exist on {sys.platform}", remedy="Run on Linux."
-            )
         try:
             os.close(sealed_memory(PAGE_BYTES))
         except TransportError as error:

@@ -77,7 +77,7 @@ class DeferredFree:
         self._waiting: list[tuple[ReleasePipes, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._wake_read, self._wake_write = -1, -1
+        self._wakeup = -1
 
     def free_when_released(self, pipes: ReleasePipes, free: Callable[[], None]) -> None:
         """Call `free` when the last importer has let go: now, or later on another thread."""
@@ -88,13 +88,13 @@ class DeferredFree:
         with self._lock:
             self._waiting.append((pipes, free))
             if self._thread is None:
-                self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread = threading.Thread(
                     target=self._run, name="aqua-cuda-ipc-free", daemon=True
                 )
                 self._thread.start()
             else:
-                os.write(self._wake_write, b"\0")
+                os.eventfd_write(self._wakeup, 1)
 
     @property
     def waiting_count(self) -> int:
@@ -106,14 +106,14 @@ class DeferredFree:
         while True:
             with self._lock:
                 poll = select.poll()
-                poll.register(self._wake_read, select.POLLIN)
+                poll.register(self._wakeup, select.POLLIN)
                 for pipes, _ in self._waiting:
                     for end in pipes.ends:
                         poll.register(end, 0)
             poll.poll()
             with self._lock:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+                    os.eventfd_read(self._wakeup)
                 for pipes, _ in self._waiting:
                     pipes.drop_released()
                 ready = [free for pipes, free in self._waiting if not pipes]
@@ -129,8 +129,7 @@ class DeferredFree:
                 self._waiting = [entry for entry in self._waiting if entry[0]]
                 if not self._waiting:
                     self._thread = None
-                    os.close(self._wake_read)
-                    os.close(self._wake_write)
+                    os.close(self._wakeup)
                     return
 
 
