@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final
 
 from aqua_profiler.load.lengths import LengthDistribution, lengths_of
@@ -45,7 +46,7 @@ CHAT: Final = drawn((5.0, 1.0), (2.3, 0.7), 60)
 LONG: Final = drawn((5.0, 1.0), (4.5, 0.6), 400)
 SHORT: Final = drawn((3.0, 0.6), (3.0, 0.6), 80)
 
-GAPS: Final = CHAT.mean_output - 1
+GAPS: Final = fmean(output for _, output in CHAT.pairs) - 1
 
 CASES: Final[dict[str, Case]] = {
     "sixteen slots": Case(Server(16, lambda _p, _r: 0.02, lambda _n, _r: 0.78 / GAPS), CHAT, 5, 60),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -93,10 +93,11 @@ class BatchProgress:
         return f"{hours}:{minutes:02}:{seconds:02} left"
 
 
+@dataclass(eq=False)
 class BatchRun:
     """A batch on its way through a fleet.
 
-    Args:
+    Attributes:
         model: The name that answers carry where a request names none.
         cost: Coefficients of the engines.
         clock_s: Unix time, for the `created` of answers.
@@ -104,39 +105,27 @@ class BatchRun:
         on_loss: Told of each engine that is lost, in words.
     """
 
-    def __init__(  # noqa: PLR0913 - what a run is made of, by keyword
-        self,
-        batch: BatchFile,
-        tokenized: TokenizedBatch,
-        fleet: Fleet,
-        journal: ResultJournal,
-        *,
-        model: str,
-        cost: ResourceCost,
-        policy: Policy,
-        clock_s: Callable[[], float] = time.time,
-        on_progress: Callable[[BatchProgress], None] = lambda _: None,
-        on_loss: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._batch = batch
-        self._tokenized = tokenized
+    batch: BatchFile
+    tokenized: TokenizedBatch
+    fleet: Fleet
+    journal: ResultJournal
+    _: KW_ONLY
+    model: str
+    cost: ResourceCost
+    policy: Policy
+    clock_s: Callable[[], float] = time.time
+    on_progress: Callable[[BatchProgress], None] = lambda _: None
+    on_loss: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        tokenized, done = self.tokenized, self.journal.finished
         self._prompts = tokenized.prompts
         self._owner = tokenized.owner
-        self._fleet = fleet
-        self._journal = journal
-        self._model = model
-        self._cost = cost
-        self._policy = policy
-        self._clock_s = clock_s
-        self._on_progress = on_progress
-        self._on_loss = on_loss
         self._started_s = time.monotonic()
         self._held: dict[int, dict[int, RowOutput]] = {}  # of unfinished lines, by row
         self._first_row = tokenized.first_rows()
-        self._observed = tokenized.lengths(journal.finished)
-        finished = np.array(
-            [each.custom_id in journal.finished for each in tokenized.entries], bool
-        )
+        self._observed = tokenized.lengths(done)
+        finished = np.array([each.custom_id in done for each in tokenized.entries], bool)
         self._is_left = ~finished[tokenized.owner]
         self._done = int(finished.sum())
         self._work = np.zeros(self._prompts.count)
@@ -164,9 +153,9 @@ class BatchRun:
                 self._run_part(sample, self._prepare(sample), Policy.DFS)
                 rows = self._left()
                 whole = self._prepare(rows)
-            self._run_part(rows, whole, self._policy)
+            self._run_part(rows, whole, self.policy)
         assert not self._is_left.any(), f"{int(self._is_left.sum())} rows were never answered"
-        self._journal.sync()
+        self.journal.sync()
         return self._done - before
 
     def _left(self) -> Int64[np.ndarray, " part"]:
@@ -175,7 +164,7 @@ class BatchRun:
     def _prepare(self, rows: Int64[np.ndarray, " part"]) -> PreparedPool:
         """Order some rows, with what is known about the lengths of all."""
         lengths = self._lengths(rows)
-        prepared = prepare(self._prompts.keep(rows).pool(), self._cost, lengths=lengths)
+        prepared = prepare(self._prompts.keep(rows).pool(), self.cost, lengths=lengths)
         self._work[rows] = prepared.compute_s + prepared.resources.leaf_memory_s
         self._work_left = float(self._work[self._is_left].sum())
         return prepared
@@ -199,7 +188,7 @@ class BatchRun:
         self, rows: Int64[np.ndarray, " part"], prepared: PreparedPool, policy: Policy
     ) -> None:
         """Run some rows to their end, whatever becomes of the engines meanwhile."""
-        nodes = self._fleet.ready_nodes()
+        nodes = self.fleet.ready_nodes()
         self._idle = dict.fromkeys(nodes)
         if not nodes:  # all died since the last part ended
             self._unassigned.append((rows, False))
@@ -209,7 +198,7 @@ class BatchRun:
                 self._begin(node, rows if alone else rows[part], policy, alone)
         while self._assigned or self._unassigned:
             done = self._done
-            for event in self._fleet.wait():
+            for event in self.fleet.wait():
                 self._take(event)
             while self._unassigned and self._idle:
                 self._begin(next(iter(self._idle)), self._next_unassigned(), policy, None)
@@ -242,15 +231,15 @@ class BatchRun:
         rows = self._assigned.pop(event.node, np.empty(0, np.int64))
         rows = rows[self._is_left[rows]]
         if len(rows) == 0:
-            self._on_loss(event.reason)
+            self.on_loss(event.reason)
             return
         self._unassigned.append((rows, False))
-        self._on_loss(f"{event.reason}; {len(rows)} requests of its share will run again")
+        self.on_loss(f"{event.reason}; {len(rows)} requests of its share will run again")
         if event.node in self._productive:
             return
         self._deaths[rows] += 1
         if self._deaths[rows].max() >= MOST_DEATHS:
-            self._journal.sync()
+            self.journal.sync()
             raise UnavailableError(
                 f"{MOST_DEATHS} engines died over the same requests without answering one, "
                 f"last: {event.reason}",
@@ -261,7 +250,7 @@ class BatchRun:
     def _next_unassigned(self) -> Int64[np.ndarray, " part"]:
         """Rows that a lost engine left, for one that is free: its part among the living."""
         rows, is_cut = self._unassigned.popleft()
-        living = len(self._fleet.ready_nodes())
+        living = len(self.fleet.ready_nodes())
         if is_cut or living == 1:
             return rows
         first, *others = (part for part in split_among(self._prepare(rows), living) if len(part))
@@ -280,13 +269,13 @@ class BatchRun:
         self._assigned[node] = rows
         lengths = prepared.lengths if prepared is not None else self._lengths(rows)
         wishes = [self._wish(row) for row in rows.tolist()]
-        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self._cost, prepared)
-        self._fleet.begin(node, share)
+        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self.cost, prepared)
+        self.fleet.begin(node, share)
 
     def _wish(self, row: int) -> Mapping[str, Any]:
         """The sampling fields of a row."""
         index, limit = int(self._owner[row]), int(self._prompts.limit[row])
-        fields = {**self._tokenized.sampling[index], "max_tokens": limit}
+        fields = {**self.tokenized.sampling[index], "max_tokens": limit}
         if "min_tokens" in fields:
             fields["min_tokens"] = min(fields["min_tokens"], limit)
         if "seed" in fields:
@@ -303,34 +292,34 @@ class BatchRun:
         if answer.output_tokens > 0:
             self._observed[row] = answer.output_tokens
         index = int(self._owner[row])
-        entry, first = self._tokenized.entries[index], int(self._first_row[index])
+        entry, first = self.tokenized.entries[index], int(self._first_row[index])
         held = self._held.setdefault(index, {})
         held[row] = answer
         if len(held) < entry.part_count:
             return
         del self._held[index]
         offsets = self._prompts.offsets[first : first + entry.part_count + 1]
-        (body,) = self._batch.bodies([entry])
-        self._journal.record(
+        (body,) = self.batch.bodies([entry])
+        self.journal.record(
             result_line(
                 entry,
                 [held[row] for row in sorted(held)],
                 np.diff(offsets).tolist(),
-                model=body.get("model", self._model),
-                created_s=int(self._clock_s()),
+                model=body.get("model", self.model),
+                created_s=int(self.clock_s()),
             )
         )
         self._done += 1
 
     def _show(self) -> None:
         total = self._work_done + max(0.0, self._work_left)
-        self._on_progress(
+        self.on_progress(
             BatchProgress(
                 self._done,
-                len(self._tokenized.entries),
+                len(self.tokenized.entries),
                 self._work_done / total if total else 1.0,
                 sum(self._running.values()),
-                len(self._fleet.ready_nodes()),
+                len(self.fleet.ready_nodes()),
                 time.monotonic() - self._started_s,
             )
         )

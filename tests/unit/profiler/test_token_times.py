@@ -49,7 +49,7 @@ def _truth() -> float:
     level = np.arange(1, 400, dtype=float)
     token_s = 0.02 + 0.004 * np.minimum(level, 64)
     gaps = np.minimum(level, 64) / token_s
-    mean_s = 0.02 + (LENGTHS.mean_output - 1) * token_s
+    mean_s = 0.02 + (np.mean([output for _, output in LENGTHS.pairs]) - 1) * token_s
     leaving = np.cumsum(np.log(np.minimum(level, 64) / mean_s))
 
     def share(rate: float) -> float:

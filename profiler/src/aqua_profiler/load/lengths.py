@@ -76,11 +76,6 @@ class LengthDistribution:
     pairs: tuple[tuple[int, int], ...]
     digest: str
 
-    @property
-    def mean_output(self) -> float:
-        """Mean tokens of an output."""
-        return sum(output for _, output in self.pairs) / len(self.pairs)
-
     def fitting(self, max_tokens: int) -> LengthDistribution:
         """Those of at most `max_tokens` in all, which is what an engine's context holds.
 

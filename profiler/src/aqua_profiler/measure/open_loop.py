@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from aqua_profiler.errors import EndpointError, EndpointStalledError
@@ -35,46 +36,37 @@ FAULTS_ALLOWED: Final = 2
 FAULT_SHARE: Final = 0.01
 
 
+@dataclass(eq=False)
 class OpenLoopTrial:
     """One trial on an endpoint.
 
-    Args:
+    Attributes:
         lengths: Requests to draw from.
         stall_s: No news for so long, with requests outstanding, is a stall.
         drain_s: How long outstanding requests may take at the end.
         listen: Called at every tick with the rate that is due and how many are outstanding.
         kv_usage: Share of the KV cache in use, as last seen.
-
-    Attributes:
         cancelled: Requests that were cut off at the end.
     """
 
-    def __init__(  # noqa: PLR0913 - what a trial depends on
-        self,
-        endpoint: Endpoint,
-        lengths: Iterator[tuple[int, int]],
-        trial: Trial,
-        objective: LatencyObjective,
-        unloaded: UnloadedLatency,
-        *,
-        stall_s: float,
-        drain_s: float,
-        listen: Callable[[float, int], None] = lambda _rate, _outstanding: None,
-        kv_usage: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._lengths = lengths
-        self._run = trial
-        self._schedule = ArrivalProcess(trial)
-        self._watch = TrialRecorder(trial, objective, unloaded)
-        self._stall_s = stall_s
-        self._drain_s = drain_s
-        self._listen = listen
-        self._kv_usage = kv_usage
+    endpoint: Endpoint
+    lengths: Iterator[tuple[int, int]]
+    trial: Trial
+    objective: LatencyObjective
+    unloaded: UnloadedLatency
+    _: KW_ONLY
+    stall_s: float
+    drain_s: float
+    listen: Callable[[float, int], None] = lambda _rate, _outstanding: None
+    kv_usage: Callable[[], float | None] = lambda: None
+    cancelled: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._schedule = ArrivalProcess(self.trial)
+        self._watch = TrialRecorder(self.trial, self.objective, self.unloaded)
         self._tasks: set[asyncio.Task[None]] = set()
         self._faults: list[EndpointError] = []
         self._began_s = 0.0
-        self.cancelled = 0
 
     async def go(self) -> TrialSummary:
         """Send until a stop rule holds, wait for the answers, sum up.
@@ -125,14 +117,14 @@ class OpenLoopTrial:
         """
         watch, rate = self._watch, self._schedule.rate_at(now_s)
         self._check(now_s)
-        usage = self._kv_usage()
+        usage = self.kv_usage()
         if usage is not None:
             watch.kv_usage = max(usage, watch.kv_usage or 0.0)
         if watch.is_backlogged(now_s):
             self._schedule.freeze(now_s)
         else:
             self._schedule.thaw(now_s)
-        self._listen(rate, watch.outstanding)
+        self.listen(rate, watch.outstanding)
         return watch.should_stop(now_s, rate)
 
     def _check(self, now_s: float) -> None:
@@ -141,7 +133,7 @@ class OpenLoopTrial:
             fault.details.get("connecting") for fault in self._faults
         ):
             raise self._faults[-1]
-        if self._watch.outstanding and now_s - self._watch.news_s > self._stall_s:
+        if self._watch.outstanding and now_s - self._watch.news_s > self.stall_s:
             oldest_s = self._watch.oldest_wait_s(now_s)
             raise EndpointStalledError(
                 f"no token for {now_s - self._watch.news_s:.0f} s with {self._watch.outstanding}"
@@ -149,7 +141,7 @@ class OpenLoopTrial:
             )
 
     def _start(self, due_s: float) -> None:
-        prompt, output = next(self._lengths)
+        prompt, output = next(self.lengths)
         watch = self._watch
         if not watch.outstanding:
             watch.news_s = max(watch.news_s, due_s)  # Silence counts from when something is asked.
@@ -161,10 +153,10 @@ class OpenLoopTrial:
     async def _one(self, number: int, prompt: int, output: int) -> None:
         watch = self._watch
         try:
-            await self._endpoint.ask(
+            await self.endpoint.ask(
                 prompt,
                 output,
-                self._run.seed * 1_000_003 + number,
+                self.trial.seed * 1_000_003 + number,
                 lambda: watch.sent(number, self._now_s()),
                 lambda: watch.token(number, self._now_s()),
             )
@@ -182,7 +174,7 @@ class OpenLoopTrial:
             raise error  # Not an endpoint's failure but ours: let the loop show it.
 
     async def _drain(self) -> None:
-        until_s = self._now_s() + self._drain_s
+        until_s = self._now_s() + self.drain_s
         while self._tasks and (now_s := self._now_s()) < until_s:
             self._check(now_s)
             await asyncio.wait(self._tasks, timeout=min(TICK_S, until_s - now_s))

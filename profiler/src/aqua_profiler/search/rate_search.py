@@ -104,11 +104,6 @@ requests for one."""
 MOST_TRIAL_REQUESTS: Final = 1500
 """Requests of any trial of token times: a bound. Doubled, fast servers make half as many trials."""
 
-# Requests of a trial while next to nothing is known, with that relative error and more. Chosen by
-# hand; doubled, the first trials take twice as long.
-GLANCE_REQUESTS: Final = 40
-HARDLY_KNOWN: Final = 0.5
-
 MOST_TRIALS: Final = 24
 """Trials of a search: three times the usual number; a bound, also when doubled."""
 
@@ -132,10 +127,6 @@ Doubled, a complete profile may be a fifth off."""
 LOWEST_SHARE: Final = 0.35
 """Share of the rate at which lone requests follow each other: where a search from below starts, for
 two seldom meet there. Doubled, a server of one slot already queues."""
-
-LOWEST_TRIES: Final = 3
-"""Trials near that rate after which a search that saw none meet the objective gives up. Chosen by
-hand; doubled, it finds out the same, later."""
 
 # On a machine that changes its speed more requests in a row say nothing more, but trials in other
 # minutes do: the search goes on for that share of the budget, for what is left is for bursts, with
@@ -314,10 +305,6 @@ class _Search:
         known, objective = self.known, self.objective
         if known.violated_per_s <= objective.min_rate_per_s * 1.01:
             return self.end("the lowest rate allowed violates the objective")
-        lowest = 1.5 * LOWEST_SHARE * self._lone_per_s
-        in_vain = sum(trial.is_measured and trial.rate_per_s <= lowest for trial in self.trials)
-        if not known.ok_per_s and in_vain >= LOWEST_TRIES:
-            return self.end("hardly more than one request at a time violates the objective")
         # Of fewer trials near the rate, nothing would be known of how the machine's speed changes.
         near = sum(is_comparable(trial, self._rate) for trial in self.trials)
         is_bracketed = self._is_confirmed() and self._is_exceeded() and near >= LEAST_TRIALS
@@ -376,10 +363,17 @@ class _Search:
 
     def _measure(self, rate: float) -> Trial:
         """For quantiles of tokens: as long as a third of what is left allows."""
-        least = LEAST_TRIAL_REQUESTS if self.known.error < HARDLY_KNOWN else GLANCE_REQUESTS
-        requests = max(min(TRIAL_S * rate, MOST_TRIAL_REQUESTS, self._requests_left), least)
+        requests = max(
+            min(TRIAL_S * rate, MOST_TRIAL_REQUESTS, self._requests_left), LEAST_TRIAL_REQUESTS
+        )
         most_s = max(10.0, 0.3 * self.left_s)
-        return self._trial(rate, requests=round(requests), backlog=0, patience=5.0, most_s=most_s)
+        return self._trial(
+            rate,
+            requests=round(requests),
+            backlog=0,
+            patience=5.0,
+            most_s=most_s,
+        )
 
     def _trial(
         self, rate: float, *, requests: int, backlog: int, patience: float, most_s: float
