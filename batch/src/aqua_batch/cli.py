@@ -356,15 +356,12 @@ def _beside(path: Path, ending: str) -> Path:
 
 def _options(text: str) -> dict[str, Any]:
     try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"--engine-options is not JSON: {error}",
+            f"--engine-options is not a JSON object: {error}",
             remedy="For example --engine-options '{\"max_model_len\": 4096}'.",
         ) from error
-    if not isinstance(options, dict):
-        raise ConfigError("--engine-options must be a JSON object")
-    return options
 
 
 def _refuse_same(source: Path, *outputs: Path) -> None:

@@ -141,14 +141,10 @@ def _from_transformers(name: str) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        if not Path(name).is_dir():
-            raise ConfigError(
-                f"no tokenizer {name!r}: neither a folder nor in this machine's Hugging Face cache",
-                remedy=f"`hf download {name}` puts it there; or give a folder with tokenizer.json.",
-            ) from error
         raise ConfigError(
-            f"{name} holds no tokenizer that transformers can read: {error}",
-            remedy="Give the folder that has tokenizer.json.",
+            f"no tokenizer {name!r}, as a folder or in this machine's Hugging Face cache, that "
+            f"transformers can read: {error}",
+            remedy="Give the folder that has tokenizer.json; `hf download` fills the cache.",
         ) from error
 
     def chat(messages: list[Mapping[str, Any]]) -> list[int]:

@@ -176,14 +176,14 @@ def batch(  # noqa: PLR0917 - as above
     """Raise the batch size until throughput saturates; what is free then can be lent."""
     from aqua_profiler.batch import profile_batch
     from aqua_profiler.load.programs import HttpBatchProgram, load
-    from aqua_profiler.measure.memory import UrlMeter, meter_for
+    from aqua_profiler.measure.memory import meter_for, url_meter
     from aqua_protocol import ConfigError
 
     if (program is None) == (endpoint is None):
         raise ConfigError("nothing to run", remedy="Give one of --program and --endpoint.")
     spec = _batch_spec(model, budget_s, largest, threshold, hbm, hardware)
     work = HttpBatchProgram(endpoint, body, token) if endpoint else load(program or "", "run")
-    meter = UrlMeter(memory_url) if memory_url else meter_for(work, device)
+    meter = url_meter(memory_url) if memory_url else meter_for(work, device)
     try:
         with progress("Batches", quiet=as_json) as shown:
             profile, error = profile_batch(

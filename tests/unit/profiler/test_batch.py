@@ -6,7 +6,7 @@ import pytest
 
 from aqua_profiler.batch import profile_batch, profile_context
 from aqua_profiler.errors import EndpointError, EndpointGoneError
-from aqua_profiler.measure.memory import ProgramMeter
+from aqua_profiler.measure.memory import meter_for
 from aqua_profiler.spec import BatchSpec
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
@@ -43,7 +43,7 @@ def _profile(
     painter: Painter, budget_s: float = 600.0
 ) -> tuple[ModelProfile, EndpointError | None]:
     plan = BatchSpec("sd", budget_s)
-    return profile_batch(plan, painter, ProgramMeter(painter), clock=painter.clock)
+    return profile_batch(plan, painter, meter_for(painter, 0), clock=painter.clock)
 
 
 def test_free_memory_is_taken_at_the_smallest_batch_of_peak_throughput() -> None:

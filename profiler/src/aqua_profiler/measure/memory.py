@@ -8,6 +8,7 @@ rises and falls between two looks stays unseen. torch sees its own allocator exa
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,45 +131,37 @@ class NvmlMeter(MemoryMeter):
         self._thread.join()
 
 
-class ProgramMeter(MemoryMeter):
-    """A program that accounts for an emulated device itself.
+class ToldMeter(MemoryMeter):
+    """A program or a server that accounts for its device, emulated or not, by itself.
 
     Args:
-        program: With `used_bytes` (the highest of the last batch) and `total_bytes`.
+        name: For the profile.
+        tell: Returns the highest use of late, and all memory, in bytes.
     """
 
-    name = "emulated"
-
-    def __init__(self, program: Any) -> None:  # noqa: ANN401 - whatever the user's factory made
-        self._program = program
+    def __init__(self, name: str, tell: Callable[[], tuple[int, int]]) -> None:
+        self.name = name
+        self._tell = tell
 
     def read(self) -> MemoryUse:
         """The highest use since `reset`."""
-        return MemoryUse(int(self._program.used_bytes), int(self._program.total_bytes))
+        return MemoryUse(*self._tell())
 
 
-class UrlMeter(MemoryMeter):
-    """A server that tells the memory of its device, emulated or not.
+def url_meter(url: str) -> ToldMeter:
+    """Asks a server that answers JSON with `used_bytes` and `total_bytes`."""
 
-    Args:
-        url: Answers JSON with `used_bytes` (the highest of late) and `total_bytes`.
-    """
-
-    name = "url"
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def read(self) -> MemoryUse:
-        """The highest use since `reset`."""
+    def tell() -> tuple[int, int]:
         try:
-            said = httpx.get(self._url, timeout=10.0, follow_redirects=True, trust_env=False).json()
-            return MemoryUse(int(said["used_bytes"]), int(said["total_bytes"]))
+            said = httpx.get(url, timeout=10.0, follow_redirects=True, trust_env=False).json()
+            return int(said["used_bytes"]), int(said["total_bytes"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise MeterUnavailableError(
-                f"{self._url} does not tell its memory: {error}",
+                f"{url} does not tell its memory: {error}",
                 remedy="Answer JSON with used_bytes and total_bytes.",
             ) from error
+
+    return ToldMeter("url", tell)
 
 
 def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above
@@ -178,7 +171,7 @@ def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as ab
         MeterUnavailableError: None works here.
     """
     if hasattr(program, "used_bytes") and hasattr(program, "total_bytes"):
-        return ProgramMeter(program)
+        return ToldMeter("emulated", lambda: (int(program.used_bytes), int(program.total_bytes)))
     if not getattr(program, "is_remote", False):
         try:
             return TorchMeter(device)
