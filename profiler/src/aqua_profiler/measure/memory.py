@@ -131,7 +131,7 @@ class NvmlMeter(MemoryMeter):
         self._thread.join()
 
 
-class ToldMeter(MemoryMeter):
+class ReportMeter(MemoryMeter):
     """A program or a server that accounts for its device, emulated or not, by itself.
 
     Args:
@@ -148,7 +148,7 @@ class ToldMeter(MemoryMeter):
         return MemoryUse(*self._tell())
 
 
-def url_meter(url: str) -> ToldMeter:
+def url_meter(url: str) -> ReportMeter:
     """Asks a server that answers JSON with `used_bytes` and `total_bytes`."""
 
     def tell() -> tuple[int, int]:
@@ -161,7 +161,7 @@ def url_meter(url: str) -> ToldMeter:
                 remedy="Answer JSON with used_bytes and total_bytes.",
             ) from error
 
-    return ToldMeter("url", tell)
+    return ReportMeter("url", tell)
 
 
 def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above
@@ -171,7 +171,7 @@ def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as ab
         MeterUnavailableError: None works here.
     """
     if hasattr(program, "used_bytes") and hasattr(program, "total_bytes"):
-        return ToldMeter("emulated", lambda: (int(program.used_bytes), int(program.total_bytes)))
+        return ReportMeter("emulated", lambda: (int(program.used_bytes), int(program.total_bytes)))
     if not getattr(program, "is_remote", False):
         try:
             return TorchMeter(device)
