@@ -80,7 +80,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         TransportUnavailableError: The transport asked for cannot work here.
     """
     from aqualib.settings import load_settings, require_name
-    from aqualib.topology import find_identity
+    from aqualib.topology import find_identity, host_memory_bytes
     from aqualib.transports import select
 
     settings = load_settings(
@@ -103,7 +103,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
             transport=chosen,
             link=link,
             identity=identity,
-            host_bytes=settings.host_bytes or _share_of_memory(),
+            host_bytes=settings.host_bytes or int(host_memory_bytes() * HOST_SHARE),
             wanted_bytes=settings.wanted_bytes or 0,
             slab_bytes=settings.slab_bytes,
             is_checking=settings.checksum,
@@ -222,7 +222,3 @@ def _offer_as_default(aqua: Aqua) -> None:
     with _lock:
         if _default is None or _default.is_closed:
             _default = aqua
-
-
-def _share_of_memory() -> int:
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)

@@ -156,11 +156,7 @@ class Aqua:
     # --- What engines do ------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> AquaTensor:
-        """A tensor in the store with undefined values.
-
-        Args:
-            shape: Of the tensor.
-            dtype: By default torch's default dtype.
+        """A tensor in the store with undefined values, by default of torch's default dtype.
 
         Raises:
             CapacityError: The store is full.
@@ -213,11 +209,7 @@ class Aqua:
         )
 
     def audit(self) -> None:
-        """Recount the store and compare with its sums, at one instant; for tests.
-
-        Raises:
-            AssertionError: They disagree, which is a fault of the store.
-        """
+        """Recount the store and assert that its sums agree, at one instant; for tests."""
         self._store.audit()
 
     def stats(self) -> Stats:

@@ -40,15 +40,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def run_promptly() -> None:
     """Have the calling thread run soon after it is woken, where the kernel can do that."""
     found = _read()
-    if found is None:
+    if found is None or found[1] != _SCHED_OTHER:
         return
-    size, policy, flags, nice, priority, _, deadline, period = found
-    if policy == _SCHED_OTHER:
-        wish = _ATTRIBUTES.pack(
-            size, policy, flags, nice, priority, PROMPT_SLICE_NS, deadline, period
-        )
-        # A refusal changes nothing.
-        _libc.syscall(_SYSCALLS[platform.machine()][0], 0, wish, 0)
+    wish = _ATTRIBUTES.pack(*found[:5], PROMPT_SLICE_NS, *found[6:])
+    _libc.syscall(_SYSCALLS[platform.machine()][0], 0, wish, 0)  # A refusal changes nothing.
 
 
 def slice_ns() -> int:

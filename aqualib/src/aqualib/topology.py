@@ -83,8 +83,7 @@ class Link(Wire):
     @model_validator(mode="after")
     def _joins_two(self) -> Self:
         if self.a == self.b:
-            message = f"a link joins two GPUs, not {self.a} with itself"
-            raise ValueError(message)
+            raise ValueError(f"a link joins two GPUs, not {self.a} with itself")
         return self
 
 
@@ -100,12 +99,10 @@ class Topology(Wire):
     def _links_join_known_gpus(self) -> Self:
         known = {gpu.uuid for gpu in self.gpus}
         if len(known) != len(self.gpus):
-            message = "a GPU may appear only once"
-            raise ValueError(message)
+            raise ValueError("a GPU may appear only once")
         unknown = {end for link in self.links for end in (link.a, link.b)} - known
         if unknown:
-            message = f"links name GPUs that are not listed: {', '.join(sorted(unknown))}"
-            raise ValueError(message)
+            raise ValueError(f"links name GPUs that are not listed: {', '.join(sorted(unknown))}")
         return self
 
     def gpu(self, uuid: str) -> Gpu:
@@ -114,13 +111,11 @@ class Topology(Wire):
         Raises:
             ConfigError: There is none.
         """
-        for gpu in self.gpus:
-            if gpu.uuid == uuid:
-                return gpu
-        raise ConfigError(
-            f"{self.node} has no GPU {uuid}",
-            remedy=f"Name one of {', '.join(gpu.uuid for gpu in self.gpus)}.",
-        )
+        known = {gpu.uuid: gpu for gpu in self.gpus}
+        if uuid not in known:
+            remedy = f"Name one of {', '.join(known)}."
+            raise ConfigError(f"{self.node} has no GPU {uuid}", remedy=remedy)
+        return known[uuid]
 
     def domain_of(self, uuid: str) -> str:
         """Key of the set of GPUs that may lend to this one; equal for all of them.
@@ -177,11 +172,10 @@ def load(path: Path) -> Topology:
 def emulated() -> Topology:
     """A host without GPUs: one emulated GPU that is this process's own."""
     boot_id = _boot_id()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     gpu = Gpu(
         uuid=f"CPU-{boot_id}-{os.getpid()}",
         model="emulated in host memory",
-        memory_bytes=memory,
+        memory_bytes=host_memory_bytes(),
         fabric=EMULATED_FABRIC,
     )
     return Topology(node=_node(), boot_id=boot_id, gpus=[gpu])
@@ -204,6 +198,11 @@ def find_identity(settings: Settings, device: torch.device, model: str | None = 
     # Without a topology file an emulated GPU has the name that the settings give it.
     here = place(device, gpu_uuid=gpu_uuid if os.environ.get(TOPOLOGY_FILE_VARIABLE) else None)
     return Identity(node or here.node, domain or here.domain, gpu_uuid or here.gpu_uuid, model)
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def place(device: torch.device, *, gpu_uuid: str | None = None) -> Identity:

@@ -87,6 +87,7 @@ class Attachment:
 
     Attributes:
         link: The path as measured; None until it has been.
+        is_ending: Everything is going back.
 
     Raises:
         TransportError: The producer died meanwhile.
@@ -113,7 +114,7 @@ class Attachment:
         self._asked: dict[int, ReclaimRecord] = {}
         self._reclaims: dict[str, ReclaimRecord] = {}
         self._is_connected = True
-        self._is_ending = False
+        self.is_ending = False
 
     def __repr__(self) -> str:
         state = "connected" if self._is_connected else "channel closed"
@@ -125,14 +126,9 @@ class Attachment:
     # --- What others may ask --------------------------------------------------------------
 
     @property
-    def is_ending(self) -> bool:
-        """Whether everything is going back."""
-        return self._is_ending
-
-    @property
     def is_reclaiming(self) -> bool:
         """Whether this is no place to move anything to."""
-        return bool(self._asked) or self._is_ending or not self._is_connected
+        return bool(self._asked) or self.is_ending or not self._is_connected
 
     @property
     def slabs(self) -> list[PeerSlab]:
@@ -200,7 +196,7 @@ class Attachment:
 
     def strand(self, slab: PeerSlab) -> None:
         """The slab cannot be unmapped: it stays ours until the process ends."""
-        self._is_ending = True
+        self.is_ending = True
         logger.error("slab %d of %s stays mapped until this process ends", slab.slab_id, self)
 
     def decline(self, ref: SlabRef) -> None:
@@ -220,7 +216,7 @@ class Attachment:
 
     def end(self) -> list[PeerSlab]:
         """The right has ended and everything goes back; returns what is still here."""
-        self._is_ending = True
+        self.is_ending = True
         return self.slabs
 
     def disconnect(self) -> list[PeerSlab]:

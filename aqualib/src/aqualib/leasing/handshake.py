@@ -61,13 +61,8 @@ def attach(
 ) -> Attachment:
     """Connect to the producer, prove the lease and map its slabs.
 
-    The result is not listened to yet, and its slabs belong to no frame.
-
-    Args:
-        grant: From the coordinator.
-        consumer_id: The name it was granted to.
-        transport: This process's own.
-        slab_bytes: The size of this store's frames.
+    The result is not listened to yet, and its slabs belong to no frame. `consumer_id` is the name
+    that the lease was granted to, `slab_bytes` the size of this store's frames.
 
     Raises:
         ConfigError: The producer's transport or slab size is not ours.

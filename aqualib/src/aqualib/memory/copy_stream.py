@@ -12,6 +12,7 @@ each other or the migrator out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqua_protocol import TransportError
@@ -61,19 +62,12 @@ class RenewableCopier:
         return ""
 
 
+@dataclass(slots=True)
 class CopyBatch:
-    """Copies that one fence covers.
+    """Copies that one fence covers, and why they did not arrive, if they did not."""
 
-    Attributes:
-        is_fenced: The fence is behind them.
-        failure: Why they did not arrive, if they did not.
-    """
-
-    __slots__ = ("failure", "is_fenced")
-
-    def __init__(self) -> None:
-        self.is_fenced = False
-        self.failure = ""
+    is_fenced: bool = False
+    failure: str = ""
 
 
 class CopyStream(RenewableCopier):
