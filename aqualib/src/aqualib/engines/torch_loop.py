@@ -96,11 +96,7 @@ class TorchLoop:
 
 
 class CudaMemoryLimit:
-    """A limit on torch's caching allocator.
-
-    Args:
-        device: The GPU.
-        headroom_bytes: Kept above the recent peak.
+    """A limit on a GPU's caching allocator in torch, `headroom_bytes` above the recent peak.
 
     Raises:
         ConfigError: Not a GPU.
@@ -160,9 +156,7 @@ class CudaMemoryLimit:
 class CountedMemoryLimit:
     """The memory of a program that asks before it allocates; thread-safe.
 
-    Args:
-        memory: Of the device, shared by the program and its slabs.
-        least_bytes: What the program needs to go on at all; never given up.
+    The device's is shared by the program and its slabs; `least_bytes` are never given up.
     """
 
     def __init__(self, memory: EmulatedMemory, *, least_bytes: int) -> None:

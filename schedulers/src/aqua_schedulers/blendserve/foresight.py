@@ -93,12 +93,7 @@ the forecasts in every step that looks."""
 
 
 class ForesightBlend:
-    """The default policy over a pool of requests.
-
-    Args:
-        capacity_tokens: KV tokens that fit in memory.
-        max_step_tokens: Most tokens a step may compute.
-    """
+    """The default policy over a pool; KV memory and each step hold so many tokens at most."""
 
     def __init__(
         self, prepared: PreparedPool, *, capacity_tokens: int, max_step_tokens: int

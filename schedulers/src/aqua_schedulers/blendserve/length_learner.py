@@ -40,11 +40,7 @@ Doubled, corrections need four times the evidence."""
 
 
 class LengthLearner:
-    """Evidence by group.
-
-    Args:
-        lengths: The estimates to correct.
-    """
+    """Evidence by group for the estimates to correct."""
 
     def __init__(self, lengths: LengthEstimate) -> None:
         groups, self.group_of = np.unique(lengths.group, return_inverse=True)
@@ -60,11 +56,7 @@ class LengthLearner:
         requests: Int32[np.ndarray, " finished"],
         output_tokens: Int64[np.ndarray, " finished"],
     ) -> bool:
-        """Book finished requests; True when it is time to look.
-
-        Args:
-            output_tokens: What each of `requests` generated.
-        """
+        """Book what finished requests generated; True when it is time to look."""
         self._finished += len(requests)
         for request, tokens in zip(requests.tolist(), output_tokens.tolist(), strict=True):
             if not self._exact[request]:
@@ -84,13 +76,9 @@ class LengthLearner:
         running: Int32[np.ndarray, " running"],
         generated: Int64[np.ndarray, " running"],
     ) -> tuple[Float64[np.ndarray, " requests"], Float64[np.ndarray, " requests"]] | None:
-        """New moments of all requests, or None while the old ones will do.
+        """New moments of all requests, or None while those in use will do; exact lengths stay.
 
-        Exact lengths stay as they are.
-
-        Args:
-            mean, square: Moments in use, shape (num_requests,).
-            running: Long requests that run, and in `generated` what they generated so far.
+        Long requests that are `running` have `generated` so many tokens so far.
         """
         total = self._sum.copy()
         open_requests = ~self._exact[running]

@@ -53,12 +53,7 @@ class _Cache(NamedTuple):
 
 
 class PrefixCacheModel:
-    """Prefixes that the engine has, as far as its memory allows.
-
-    Args:
-        tree: The prompts.
-        capacity_tokens: Tokens that the engine's KV memory holds.
-    """
+    """Prefixes of a tree that an engine has, whose KV memory holds `capacity_tokens`."""
 
     def __init__(self, tree: PrefixTree, capacity_tokens: int) -> None:
         if capacity_tokens < 1:

@@ -47,9 +47,6 @@ class PreparedPool:
     """A pool in blended order, with what was used to find it.
 
     Attributes:
-        lengths: Estimated output lengths.
-        resources: Compute and memory time over the tree.
-        order: Requests from compute-bound to memory-bound.
         fresh_tokens: Prompt tokens that no earlier request of the order computes, by request.
         compute_s: Compute of each request, shared prefixes charged to the first in order.
     """
@@ -80,11 +77,7 @@ class PreparedPool:
         mode: BlendMode = BlendMode.FORESIGHT,
         max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> PaperBlend | ForesightBlend:
-        """A policy that runs this pool once.
-
-        Args:
-            capacity_tokens: KV tokens that fit in the engine's memory.
-        """
+        """A policy that runs this pool once, where `capacity_tokens` of KV fit in memory."""
         if mode is BlendMode.PAPER:
             return PaperBlend(self, max_step_tokens=max_step_tokens)
         return ForesightBlend(

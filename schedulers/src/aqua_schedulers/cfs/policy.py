@@ -59,11 +59,9 @@ _BY_ARRIVAL: Final = FirstComeFirstServed()
 
 
 class FairPolicy:
-    """Decides which requests hold memory, by a ranking.
+    """Decides which requests hold memory, by a ranking; made by `policy_named`.
 
     Args:
-        ranking: Which request comes first.
-        block_tokens: Tokens of a block.
         patience_turns: After so many slices of waiting a request goes before all others.
         fcfs_on_host: Preempt none while paged state would go to host memory (section 7).
     """

@@ -50,13 +50,8 @@ take twice the memory; halved, the runs of decoded tokens are half as long."""
 class CacheStatistics:
     """What a cache holds and has moved.
 
-    Attributes:
-        resident_bytes: Keys and values on the device now, free room in their buffers included.
-        peak_resident_bytes: The most so far; never above the budget.
-        stored_bytes: Keys and values in the block store now.
-        paged_out_bytes: Moved to the store so far.
-        paged_in_bytes: Moved back so far.
-        stall_s: Time that the model waited for a layer, in seconds.
+    Resident bytes count free room in their buffers, and their peak is never above the budget;
+    stored ones are in the block store. `stall_s` is the time that the model waited for a layer.
     """
 
     resident_bytes: int

@@ -32,13 +32,8 @@ take the memory of two more layers."""
 class LayerShape:
     """The keys and values of one layer, at full length.
 
-    Attributes:
-        batch: Sequences, beams included.
-        heads: Key/value heads.
-        head_dim: Elements of one head; the same for keys and values.
-        element_bytes: Size of one element.
-        block_tokens: Tokens in one block, the unit of paging.
-        max_blocks: Blocks per sequence at full length.
+    `batch` counts sequences, beams included, `max_blocks` blocks of a sequence at full length;
+    `head_dim` is the same for keys and values. A block, the unit of paging, has `block_tokens`.
     """
 
     batch: int

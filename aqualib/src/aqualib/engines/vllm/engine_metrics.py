@@ -56,11 +56,7 @@ class AquaStats(KVConnectorStats):
 
 
 class Meter:
-    """Turns totals into additions.
-
-    Attributes:
-        last: The totals of the last reading.
-    """
+    """Turns totals into additions."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}

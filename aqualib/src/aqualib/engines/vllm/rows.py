@@ -40,15 +40,7 @@ def block_rows(
 
 
 class BlockCopier:
-    """Copies blocks between a KV cache and tensors that hold all layers of a block in one row.
-
-    Args:
-        rows: The cache, from `block_rows`.
-
-    Attributes:
-        block_bytes: Size of one block, all layers.
-        device: Where the cache is.
-    """
+    """Copies blocks between a KV cache (`block_rows`) and rows that hold all layers of a block."""
 
     def __init__(self, rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]]) -> None:
         # On a CPU torch gathers and scatters element by element: long ones where they fit.

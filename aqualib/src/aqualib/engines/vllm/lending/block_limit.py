@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 class BlockLimit:
-    """Which blocks of a pool are out of use.
+    """Which blocks of vLLM's `BlockPool` are out of use; `keep_free_count` free ones always stay.
 
-    Args:
-        pool: vLLM's `BlockPool`.
-        keep_free_count: Free blocks that are left in the pool whatever the limit.
-        still_read: Numbers of free blocks that the next step is going to read; they are left alone.
+    Free blocks that the next step is going to read, `still_read` by number, are left alone.
 
     Attributes:
         out: Blocks that are out of use, as a mask (block_count,).

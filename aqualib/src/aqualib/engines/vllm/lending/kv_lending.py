@@ -12,8 +12,8 @@ Promises: a block in use has all of its memory; a block that is out is used by n
 queued; at least `keep_blocks` blocks and, when an offer is made, `keep_free_blocks` free ones stay,
 so the longest request fits and goes on. What is given up counts in whole slabs.
 
-A shrink may still be waiting for blocks when memory gets short here: then the blocks that are out
-and whose memory is still there go back in the next step, and the shrink is over.
+When memory gets short while a shrink still waits for blocks, those that are out and whose memory is
+still there go back in the next step, and the shrink is over.
 
 Blocks leave by number from the top, and blocks in use are waited for, not moved: requests end, and
 a partial answer is a fine one. On an engine that is idle all of it happens at once.

@@ -147,14 +147,7 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LendableCache:
-    """A KV cache, ready to be lent from.
-
-    Attributes:
-        memory: Under it.
-        granules: Which blocks are where in it.
-        block_bytes: Of one block, all layers.
-        device: Where it is.
-    """
+    """A KV cache to be lent from: its memory, and where its blocks, all layers, are in it."""
 
     memory: KvMemory
     granules: GranuleMap
