@@ -12,9 +12,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
-from aqua_demo.messages import COMMANDS, Command, Failure, Finish, LogLine
+from aqua_demo.messages import Command, Failure, LogLine
 from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
 from aqua_protocol.wire import Wire
@@ -27,12 +27,16 @@ class Parent:
 
     Args:
         parent_pid: Whose child this is.
-        on_command: Called on the pipe's own thread; `Finish` also when the parent is gone.
+
+    Attributes:
+        wants: The latest command.
+        finished: Set when the parent wants an end, or is gone.
     """
 
-    def __init__(self, parent_pid: int, on_command: Callable[[Command], None]) -> None:
+    def __init__(self, parent_pid: int) -> None:
         end_with(parent_pid)
-        self._on_command = on_command
+        self.wants = Command()
+        self.finished = threading.Event()
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -64,22 +68,18 @@ class Parent:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            self._on_command(COMMANDS.validate_json(line))
-        self._on_command(Finish())
+            self.wants = Command.model_validate_json(line)
+            if self.wants.finish:
+                self.finished.set()
+        self.finished.set()
 
 
-class Program(Protocol):
-    """What a child runs."""
+def run_program(run: Callable[[SettingsT, Parent], None], settings: type[SettingsT]) -> None:
+    """Run as `ProcessGroup.start_program` starts it, with the parent's pid and the settings.
 
-    def on_command(self, command: Command) -> None:
-        """The parent wants something; on the pipe's thread."""
-
-    def run(self, parent: Parent) -> None:
-        """Work until the end, or until told to finish."""
-
-
-def run_program(make: Callable[[SettingsT], Program], settings: type[SettingsT]) -> None:
-    """Run as `ProcessGroup.start_program` starts it, with the parent's pid and the settings."""
-    program = make(settings.model_validate_json(sys.argv[2]))
-    with Parent(int(sys.argv[1]), program.on_command) as parent:
-        program.run(parent)
+    Args:
+        run: Works until the end, or until told to finish.
+        settings: What it needs to know.
+    """
+    with Parent(int(sys.argv[1])) as parent:
+        run(settings.model_validate_json(sys.argv[2]), parent)

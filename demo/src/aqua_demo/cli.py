@@ -15,7 +15,7 @@ import typer
 
 from aqua_cli import ExitCode, Json, print_json, say, write_json
 from aqua_cli import main as run_app
-from aqua_protocol import ConfigError, TransportKind
+from aqua_protocol import TransportKind
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,7 +55,8 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     # A terminal that hangs up, or a supervisor that stops us, ends the children as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    logs = _prepare(output_directory)
+    logs = output_directory / "demo-logs"
+    logs.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
     from aqua_demo.orchestration import DemoRun, Options
@@ -98,19 +99,6 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
             say(f"aqua-demo: not so: {claim.text}: {claim.reason}")
     if not report.succeeded:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _prepare(directory: Path) -> Path:
-    """Make the directories, and say where logs go."""
-    logs = directory / "demo-logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {directory}: {error}",
-            remedy="Choose a writable directory with --output-dir.",
-        ) from error
-    return logs
 
 
 def main() -> None:

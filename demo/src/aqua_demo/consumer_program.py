@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Final
@@ -21,15 +21,7 @@ import aqualib
 from aqua_demo.child import Parent, run_program
 from aqua_demo.coordinator import CONSUMER_ID
 from aqua_demo.generation import Generation
-from aqua_demo.messages import (
-    Command,
-    ComparedTokens,
-    ConsumerResult,
-    ConsumerSample,
-    CorruptOneByte,
-    Finish,
-    ProgramSettings,
-)
+from aqua_demo.messages import ConsumerResult, ConsumerSample, ProgramSettings
 from aqua_protocol import CapacityError, format_bytes
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
@@ -44,10 +36,10 @@ second. Doubled, a demo that cannot borrow says so a minute later."""
 
 
 class ConsumerSettings(ProgramSettings):
-    """What the consumer program needs to know; the reference has no coordinator.
+    """What the consumer program needs to know.
 
     Attributes:
-        answer_lengths: Tokens to generate for each request; None to go on until told to finish.
+        answer_lengths: Tokens for each request, of the reference; it has no coordinator.
     """
 
     answer_lengths: list[int] | None = None
@@ -56,127 +48,110 @@ class ConsumerSettings(ProgramSettings):
     checksum: bool = False
 
 
-class ConsumerProgram:
-    """One generation and what goes with it."""
+def run(settings: ConsumerSettings, parent: Parent) -> None:
+    """Generate until the end, or until told to finish, and report the result."""
+    scale = settings.scale
+    torch.set_num_threads(settings.threads)
+    device = select(settings.transport, settings.device).device
+    generation = Generation(scale, device, settings.seed, ending=parent.finished)
+    if parent.finished.is_set():
+        return
+    if settings.coordinator_url is None:
+        parent.tell(refer(settings, parent, generation))
+        return
+    with (
+        aqualib.connect(
+            CONSUMER_ID,
+            coordinator_url=settings.coordinator_url,
+            token=settings.token,
+            transport=settings.transport,
+            device=settings.device,
+            host_bytes=scale.offer_bytes,
+            wanted_bytes=scale.offer_bytes,
+            slab_bytes=scale.slab_bytes,
+            checksum=settings.checksum,
+            model="llama",
+        ) as aqua,
+        AquaCache(
+            generation.config,
+            max_tokens=scale.max_tokens,
+            budget_bytes=scale.budget_bytes,
+            aqua=aqua,
+        ) as cache,
+    ):
+        wait_for_memory(scale.offer_bytes, parent, aqua)
+        parent.tell(harvest(settings, parent, generation, cache, aqua))
 
-    def __init__(self, settings: ConsumerSettings) -> None:
-        self._settings = settings
-        self._scale = settings.scale
-        self._answer_lengths: Iterable[int] = (
-            repeat(self._scale.answer_tokens)
-            if settings.answer_lengths is None
-            else settings.answer_lengths
-        )
-        self._finished = threading.Event()
-        self._generation: Generation | None = None
-        self._must_corrupt = threading.Event()
 
-    def on_command(self, command: Command) -> None:
-        """The parent wants something; on the pipe's thread."""
-        match command:
-            case Finish():
-                self._finished.set()
-                if self._generation is not None:
-                    self._generation.end()
-            case CorruptOneByte():
-                self._must_corrupt.set()
-            case _:
-                raise AssertionError(f"not a command for the consumer: {command!r}")
+def wait_for_memory(wanted_bytes: int, parent: Parent, aqua: aqualib.Aqua) -> None:
+    """Wait until memory is lent, so that the first page goes there.
 
-    def run(self, parent: Parent) -> None:
-        """Generate, and report the result."""
-        settings = self._settings
-        torch.set_num_threads(settings.threads)
-        device = select(settings.transport, settings.device).device
-        generation = Generation(self._scale, device, settings.seed)
-        self._generation = generation
-        if self._finished.is_set():
+    Raises:
+        CapacityError: None was lent in time.
+    """
+    until_s = time.monotonic() + LEASE_WAIT_S
+    before = 0
+    while (leased := aqua.stats().leased_bytes) < wanted_bytes:
+        if leased > before:
+            before, until_s = leased, time.monotonic() + LEASE_WAIT_S
+        if time.monotonic() > until_s:
+            raise CapacityError(
+                f"only {format_bytes(leased)} of {format_bytes(wanted_bytes)} were lent within"
+                f" {LEASE_WAIT_S:.0f} s; the coordinator says:"
+                f" {aqua.coordinator_error or 'nothing wrong'}"
+            )
+        if parent.finished.wait(SAMPLE_INTERVAL_S):
             return
-        if settings.coordinator_url is None:
-            parent.tell(self._refer(parent, generation))
-            return
-        scale = self._scale
-        with (
-            aqualib.connect(
-                CONSUMER_ID,
-                coordinator_url=settings.coordinator_url,
-                token=settings.token,
-                transport=settings.transport,
-                device=settings.device,
-                host_bytes=scale.offer_bytes,
-                wanted_bytes=scale.offer_bytes,
-                slab_bytes=scale.slab_bytes,
-                checksum=settings.checksum,
-                model="llama",
-            ) as aqua,
-            AquaCache(
-                generation.config,
-                max_tokens=scale.max_tokens,
-                budget_bytes=scale.budget_bytes,
-                aqua=aqua,
-            ) as cache,
-        ):
-            self._wait_for_memory(parent, aqua)
-            parent.tell(self._harvest(parent, generation, cache, aqua))
+    stats = aqua.stats()
+    slowest = min(stats.links, key=lambda link: link.read_bytes_per_s)
+    parent.news(
+        f"borrows {format_bytes(stats.leased_bytes)} over {slowest.transport.value}, measured"
+        f" at {slowest.write_bytes_per_s / 1e9:.1f} GB/s out and"
+        f" {slowest.read_bytes_per_s / 1e9:.1f} GB/s in"
+    )
 
-    def _wait_for_memory(self, parent: Parent, aqua: aqualib.Aqua) -> None:
-        """Wait until memory is lent, so that the first page goes there.
 
-        Raises:
-            CapacityError: None was lent in time.
-        """
-        until_s = time.monotonic() + LEASE_WAIT_S
-        before = 0
-        while (leased := aqua.stats().leased_bytes) < self._scale.offer_bytes:
-            if leased > before:
-                before, until_s = leased, time.monotonic() + LEASE_WAIT_S
-            if time.monotonic() > until_s:
-                raise CapacityError(
-                    f"only {format_bytes(leased)} of"
-                    f" {format_bytes(self._scale.offer_bytes)} were lent within"
-                    f" {LEASE_WAIT_S:.0f} s; the coordinator says:"
-                    f" {aqua.coordinator_error or 'nothing wrong'}"
-                )
-            if self._finished.wait(SAMPLE_INTERVAL_S):
-                return
-        stats = aqua.stats()
-        slowest = min(stats.links, key=lambda link: link.read_bytes_per_s)
-        parent.news(
-            f"borrows {format_bytes(stats.leased_bytes)} over {slowest.transport.value}, measured"
-            f" at {slowest.write_bytes_per_s / 1e9:.1f} GB/s out and"
-            f" {slowest.read_bytes_per_s / 1e9:.1f} GB/s in"
-        )
+def refer(settings: ConsumerSettings, parent: Parent, generation: Generation) -> ConsumerResult:
+    """Generate without interruption, everything on the own device."""
 
-    def _refer(self, parent: Parent, generation: Generation) -> ConsumerResult:
-        """Generate without interruption, everything on the own device."""
+    def watch() -> None:
+        parent.tell(ConsumerSample(at_s=time.monotonic(), tokens=generation.tokens))
+
+    with watching(watch):
         cache = DynamicCache(config=generation.config)
-        with watching(lambda: parent.tell(ComparedTokens(tokens=generation.tokens))):
-            return generation.run(cache, self._answer_lengths)
+        return generation.run(cache, settings.answer_lengths or ())
 
-    def _harvest(
-        self, parent: Parent, generation: Generation, cache: AquaCache, aqua: aqualib.Aqua
-    ) -> ConsumerResult:
-        """Generate on borrowed memory, and report how it goes."""
-        links = aqua.stats().links
 
-        def watch() -> None:
-            parent.tell(sample(generation, cache, aqua))
-            if self._must_corrupt.is_set():
-                self._must_corrupt.clear()
-                corrupt_one_byte(aqua)
-                parent.news("one stored byte has been changed, as asked")
+def harvest(
+    settings: ConsumerSettings,
+    parent: Parent,
+    generation: Generation,
+    cache: AquaCache,
+    aqua: aqualib.Aqua,
+) -> ConsumerResult:
+    """Generate on borrowed memory, and report how it goes."""
+    links = aqua.stats().links
+    corrupted = False
 
-        with watching(watch):
-            result = generation.run(cache, self._answer_lengths)
+    def watch() -> None:
+        nonlocal corrupted
         parent.tell(sample(generation, cache, aqua))
-        return result.model_copy(
-            update={
-                "peak_resident_bytes": cache.statistics.peak_resident_bytes,
-                "budget_bytes": self._scale.budget_bytes,
-                "transport": aqua.transport.kind.value,
-                "link_bytes_per_s": min((link.read_bytes_per_s for link in links), default=None),
-            }
-        )
+        if parent.wants.corrupt_one_byte and not corrupted:
+            corrupted = True
+            corrupt_one_byte(aqua)
+            parent.news("one stored byte has been changed, as asked")
+
+    with watching(watch):
+        result = generation.run(cache, repeat(settings.scale.answer_tokens))
+    parent.tell(sample(generation, cache, aqua))
+    return result.model_copy(
+        update={
+            "peak_resident_bytes": cache.statistics.peak_resident_bytes,
+            "budget_bytes": settings.scale.budget_bytes,
+            "transport": aqua.transport.kind.value,
+            "link_bytes_per_s": min((link.read_bytes_per_s for link in links), default=None),
+        }
+    )
 
 
 @contextmanager
@@ -230,4 +205,4 @@ def corrupt_one_byte(aqua: aqualib.Aqua) -> None:
 
 
 if __name__ == "__main__":
-    run_program(ConsumerProgram, ConsumerSettings)
+    run_program(run, ConsumerSettings)

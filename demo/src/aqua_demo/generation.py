@@ -34,9 +34,12 @@ class Generation:
         scale: Sizes of the model, of the text and of an answer.
         device: Where the model runs.
         seed: Of weights and sampling.
+        ending: When set, the present token is the last.
     """
 
-    def __init__(self, scale: DemoScale, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, scale: DemoScale, device: torch.device, seed: int, *, ending: threading.Event
+    ) -> None:
         self._device = device
         self._seed = seed
         self._prompt = load_prompt(scale.prompt_tokens)
@@ -44,7 +47,7 @@ class Generation:
             scale.llama, max_tokens=scale.max_tokens, seed=seed
         ).to(device)
         self._recorder = LogitsRecorder()
-        self._ending = threading.Event()
+        self._ending = ending
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -56,12 +59,8 @@ class Generation:
         """New tokens so far."""
         return self._recorder.count
 
-    def end(self) -> None:
-        """Let the present token be the last."""
-        self._ending.set()
-
     def run(self, cache: Cache, answer_lengths: Iterable[int]) -> ConsumerResult:
-        """Answer requests with that many tokens each, until there are no more or `end`.
+        """Answer requests with that many tokens each, until there are no more or it ends.
 
         Raises:
             AquaError: The cache could not give its bytes back.

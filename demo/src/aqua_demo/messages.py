@@ -1,8 +1,8 @@
 """What the demo's processes tell each other: one JSON object a line, on pipes.
 
 Children report *samples* (their full state, ten times a second), *news* (one line for people) and
-one *result*; the parent sends commands. A pipe that ends means that the other side is gone. Times
-are CLOCK_MONOTONIC in seconds, which all processes of one machine share.
+one *result*; the parent sends what it wants of them. A pipe that ends means that the other side is
+gone. Times are CLOCK_MONOTONIC in seconds, which all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -73,13 +73,6 @@ class ConsumerSample(Wire):
     )
 
 
-class ComparedTokens(Wire):
-    """How far the uninterrupted run has come."""
-
-    type: Literal["progress"] = "progress"
-    tokens: int
-
-
 class LogLine(Wire):
     """One line for people."""
 
@@ -118,32 +111,19 @@ class Failure(Wire):
     error: ErrorBody
 
 
-class SetLoad(Wire):
-    """The producer's clients send this many times the usual number of requests from now on."""
+class Command(Wire):
+    """All that the parent wants from now on; what it does not say is as at the start."""
 
-    type: Literal["set_load"] = "set_load"
-    factor: float
-
-
-class CorruptOneByte(Wire):
-    """Flip one bit of what the cache has stored (negative control)."""
-
-    type: Literal["corrupt_one_byte"] = "corrupt_one_byte"
-
-
-class Finish(Wire):
-    """Bring the work to an end and report the result."""
-
-    type: Literal["finish"] = "finish"
+    load_factor: float = Field(default=1.0, description="Of the usual number of requests.")
+    corrupt_one_byte: bool = Field(
+        default=False, description="Flip one bit of what the cache has stored (negative control)."
+    )
+    finish: bool = Field(default=False, description="Come to an end and report the result.")
 
 
 Report = Annotated[
-    ProducerSample | ConsumerSample | ComparedTokens | LogLine | ConsumerResult | Failure,
+    ProducerSample | ConsumerSample | LogLine | ConsumerResult | Failure,
     Field(discriminator="type"),
 ]
-Command = Annotated[SetLoad | CorruptOneByte | Finish, Field(discriminator="type")]
-
 REPORTS: Final[TypeAdapter[Report]] = TypeAdapter(Report)
 """Parses what the parent receives."""
-COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Command)
-"""Parses what a child receives."""

@@ -20,16 +20,13 @@ from aqua_demo.consumer_program import ConsumerSettings
 from aqua_demo.coordinator import DemoCoordinator
 from aqua_demo.machine import choose_devices, compute_threads
 from aqua_demo.messages import (
-    ComparedTokens,
+    Command,
     ConsumerResult,
     ConsumerSample,
-    CorruptOneByte,
     Failure,
-    Finish,
     LogLine,
     ProducerSample,
     Report,
-    SetLoad,
 )
 from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
 from aqua_demo.processes import Child, DemoError, ProcessGroup
@@ -153,11 +150,11 @@ class DemoRun:
             self._listen_until(group, lambda: self._phase is DemoPhase.BURST)
             self._set_load(BURST_FACTOR)
             if self._options.corrupt_one_byte:
-                consumer.send(CorruptOneByte())
+                consumer.send(Command(corrupt_one_byte=True))
             self._listen_until(group, lambda: self._phase is DemoPhase.CALM)
             self._set_load(self._quiet_factor)
             self._listen_until(group, lambda: self._phase is DemoPhase.VERIFY)
-            consumer.send(Finish())
+            consumer.send(Command(finish=True))
             harvested = self._result(group, "consumer")
             consumer.finish()
             producer.finish()
@@ -211,12 +208,11 @@ class DemoRun:
                 self._note_producer(self._seen.producer, report)
                 self.record.producer.append(report)
                 self._seen = replace(self._seen, producer=report)
+            case ConsumerSample() if name == "consumer":
+                self.record.consumer.append(report)
+                self._seen = replace(self._seen, consumer=report)
             case ConsumerSample():
-                if name == "consumer":
-                    self.record.consumer.append(report)
-                    self._seen = replace(self._seen, consumer=report)
-            case ComparedTokens(tokens=tokens):
-                self._seen = replace(self._seen, compared=tokens)
+                self._seen = replace(self._seen, compared=report.tokens)
             case LogLine(text=text):
                 self._note(name, text)
             case ConsumerResult():
@@ -272,7 +268,7 @@ class DemoRun:
 
     def _set_load(self, factor: float) -> None:
         assert self._producer is not None, "the service has been started"
-        self._producer.send(SetLoad(factor=factor))
+        self._producer.send(Command(load_factor=factor))
 
     def _note(self, source: str, text: str) -> None:
         self._view.tell(time.monotonic() - self.record.started_s, source, text)

@@ -22,7 +22,7 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from aqua_demo.messages import REPORTS, Failure, Finish, Report
+from aqua_demo.messages import REPORTS, Command, Failure, Report
 from aqua_protocol import AquaError
 from aqua_protocol.wire import Wire
 
@@ -106,7 +106,7 @@ class Child:
             self._process.wait(timeout_s)
         return self.exit_status
 
-    def send(self, command: Wire) -> None:
+    def send(self, command: Command) -> None:
         """Send a command; nowhere when the child is gone, which is heard of otherwise."""
         assert self._process.stdin is not None
         try:
@@ -121,7 +121,7 @@ class Child:
 
     def finish(self, patience_s: float = STOP_WAIT_S) -> None:
         """Ask it to come to its own end, and see to it that it does."""
-        self.send(Finish())
+        self.send(Command(finish=True))
         self.wait(patience_s)
         self.stop(patience_s)
 

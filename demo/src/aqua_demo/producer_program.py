@@ -8,7 +8,6 @@ waits when the answer is no.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,7 @@ from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent, run_program
 from aqua_demo.coordinator import PRODUCER_ID
 from aqua_demo.images import Arrivals, ImageService
-from aqua_demo.messages import (
-    Command,
-    Finish,
-    ProducerSample,
-    ProgramSettings,
-    ReclaimMeasure,
-    SetLoad,
-)
+from aqua_demo.messages import ProducerSample, ProgramSettings, ReclaimMeasure
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -88,80 +80,62 @@ class RecordingProducer(Producer):
         ]
 
 
-class ProducerProgram:
-    """The service's loop and what goes with it."""
-
-    def __init__(self, settings: ProducerSettings) -> None:
-        self._settings = settings
-        self._finished = threading.Event()
-        self._load_factor = 1.0
-
-    def on_command(self, command: Command) -> None:
-        """The parent wants something; on the pipe's thread."""
-        match command:
-            case SetLoad(factor=factor):
-                self._load_factor = factor
-            case Finish():
-                self._finished.set()
-            case _:
-                raise AssertionError(f"not a command for the producer: {command!r}")
-
-    def run(self, parent: Parent) -> None:
-        """Serve images and lend memory until told to finish."""
-        settings, scale = self._settings, self._settings.scale
-        torch.set_num_threads(settings.threads)
-        transport = select(settings.transport, settings.device)
-        memory = EmulatedMemory(scale.memory_bytes)
-        allowance = CountedMemoryLimit(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
-        service = ImageService(scale, allowance, transport.device, seed=settings.seed)
-        capacity_per_s = service.images_per_s(scale.spare_images)
-        base_per_s = scale.quiet_load * capacity_per_s
-        parent.news(
-            f"a U-Net serves {capacity_per_s:.0f} images/s, {scale.spare_images} at a time, and"
-            f" {service.images_per_s(8):.0f} images/s, 8 at a time; {base_per_s:.0f}/s are asked"
-        )
-        arrivals = Arrivals(base_per_s, seed=settings.seed, now_s=time.monotonic())
-        loop = TorchLoop(
-            allowance,
-            queue_length=lambda: service.queue_length,
-            requests_per_s=lambda: arrivals.seen_per_s,
-        )
-        profile = Profile(
+def run(settings: ProducerSettings, parent: Parent) -> None:
+    """Serve images and lend memory until told to finish."""
+    scale = settings.scale
+    torch.set_num_threads(settings.threads)
+    transport = select(settings.transport, settings.device)
+    memory = EmulatedMemory(scale.memory_bytes)
+    allowance = CountedMemoryLimit(memory, least_bytes=scale.memory_bytes - scale.offer_bytes)
+    service = ImageService(scale, allowance, transport.device, seed=settings.seed)
+    capacity_per_s = service.images_per_s(scale.spare_images)
+    base_per_s = scale.quiet_load * capacity_per_s
+    parent.news(
+        f"a U-Net serves {capacity_per_s:.0f} images/s, {scale.spare_images} at a time, and"
+        f" {service.images_per_s(8):.0f} images/s, 8 at a time; {base_per_s:.0f}/s are asked"
+    )
+    arrivals = Arrivals(base_per_s, seed=settings.seed, now_s=time.monotonic())
+    loop = TorchLoop(
+        allowance,
+        queue_length=lambda: service.queue_length,
+        requests_per_s=lambda: arrivals.seen_per_s,
+    )
+    profile = Profile(
+        slab_bytes=scale.slab_bytes,
+        spare_bytes=scale.offer_bytes,
+        steady_requests_per_s=STEADY_MARGIN * base_per_s,
+        steady_queue_length=round(STEADY_QUEUE_S * base_per_s),
+        queue_margin=round(QUEUE_MARGIN_S * base_per_s),
+        least_offer_bytes=scale.slab_bytes,
+        calm_s=CALM_S,
+    )
+    with (
+        CoordinatorClient(settings.coordinator_url, settings.token) as link,
+        RecordingProducer(
+            PRODUCER_ID,
+            transport=transport,
+            link=link,
+            endpoint=settings.socket,
+            identity=replace(place(transport.device), model="unet"),
             slab_bytes=scale.slab_bytes,
-            spare_bytes=scale.offer_bytes,
-            steady_requests_per_s=STEADY_MARGIN * base_per_s,
-            steady_queue_length=round(STEADY_QUEUE_S * base_per_s),
-            queue_margin=round(QUEUE_MARGIN_S * base_per_s),
-            least_offer_bytes=scale.slab_bytes,
-            calm_s=CALM_S,
-        )
-        with (
-            CoordinatorClient(settings.coordinator_url, settings.token) as link,
-            RecordingProducer(
-                PRODUCER_ID,
-                transport=transport,
-                link=link,
-                endpoint=settings.socket,
-                identity=replace(place(transport.device), model="unet"),
-                slab_bytes=scale.slab_bytes,
-                device=memory,
-            ) as producer,
-        ):
-            producer.tickets = []
-            with Informer(producer, loop, profile, poll_s=0.1):
-                next_sample_s = 0.0
-                while not self._finished.is_set():
-                    now_s = time.monotonic()
-                    arrivals.per_s = self._load_factor * base_per_s
-                    service.request(arrivals.due(now_s))
-                    if now_s >= next_sample_s:
-                        next_sample_s = now_s + SAMPLE_INTERVAL_S
-                        parent.tell(sample(now_s, arrivals, service, allowance, producer))
-                    if service.is_idle:
-                        self._finished.wait(IDLE_WAIT_S)
-                    else:
-                        service.step()
-                        loop.step_ended()
+            device=memory,
+        ) as producer,
+    ):
+        producer.tickets = []
+        with Informer(producer, loop, profile, poll_s=0.1):
+            next_sample_s = 0.0
+            while not parent.finished.is_set():
+                now_s = time.monotonic()
+                arrivals.per_s = parent.wants.load_factor * base_per_s
+                service.request(arrivals.due(now_s))
+                if now_s >= next_sample_s:
+                    next_sample_s = now_s + SAMPLE_INTERVAL_S
+                    parent.tell(sample(now_s, arrivals, service, allowance, producer))
+                if service.is_idle:
+                    parent.finished.wait(IDLE_WAIT_S)
+                else:
+                    service.step()
+                    loop.step_ended()
 
 
 def sample(
@@ -187,4 +161,4 @@ def sample(
 
 
 if __name__ == "__main__":
-    run_program(ProducerProgram, ProducerSettings)
+    run_program(run, ProducerSettings)

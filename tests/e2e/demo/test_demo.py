@@ -241,4 +241,5 @@ def test_a_directory_that_cannot_be_written_is_refused_with_a_way_out() -> None:
         timeout=END_LIMIT_S,
     )
     assert done.returncode == 2
-    assert "--output-dir" in done.stderr
+    assert "/proc/nowhere" in done.stderr
+    assert "Check the path" in done.stderr

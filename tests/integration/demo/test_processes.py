@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aqua_demo.messages import ConsumerSample, Failure, Finish, LogLine
+from aqua_demo.messages import Command, ConsumerSample, Failure, LogLine
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from harness.bounds import HANG_S
 
@@ -134,12 +134,10 @@ def _talker(code: str) -> str:
     """A program that speaks the demo's language; `Parent` is `p` in its code."""
     return textwrap.dedent(
         """
-        import os, sys, threading
+        import os
         from aqua_protocol import ConfigError
         from aqua_demo.child import Parent
-        from aqua_demo.messages import LogLine
-        finished = threading.Event()
-        with Parent(os.getppid(), lambda command: finished.set()) as p:
+        with Parent(os.getppid()) as p:
         """
     ) + textwrap.indent(textwrap.dedent(code), "    ")
 
@@ -163,11 +161,11 @@ def _start(group: ProcessGroup, tmp_path: Path, code: str) -> Child:
 def test_a_child_says_what_it_means_even_when_a_library_prints(
     group: ProcessGroup, tmp_path: Path
 ) -> None:
-    child = _start(group, tmp_path, "print('noise'); p.news('hello'); finished.wait()")
+    child = _start(group, tmp_path, "print('noise'); p.news('hello'); p.finished.wait()")
     with closing(_Stopped(child)):
         heard = group.heard.get(timeout=END_LIMIT_S)
         assert (heard.name, heard.report) == ("talker", LogLine(text="hello"))
-        child.send(Finish())
+        child.send(Command(finish=True))
         assert group.heard.get(timeout=END_LIMIT_S).report is None
         assert child.wait(END_LIMIT_S) == 0
         assert "noise" in child.log.read_text()
@@ -184,7 +182,7 @@ def test_an_expected_failure_of_a_child_arrives_as_its_error(
 
 
 def test_gibberish_of_a_child_is_a_failure_not_a_crash(group: ProcessGroup, tmp_path: Path) -> None:
-    child = _start(group, tmp_path, "p._out.write('{}\\n'); p._out.flush(); finished.wait()")
+    child = _start(group, tmp_path, "p._out.write('{}\\n'); p._out.flush(); p.finished.wait()")
     with closing(_Stopped(child)):
         report = group.heard.get(timeout=END_LIMIT_S).report
         assert isinstance(report, Failure)
@@ -192,7 +190,7 @@ def test_gibberish_of_a_child_is_a_failure_not_a_crash(group: ProcessGroup, tmp_
 
 
 def test_a_child_finishes_when_its_parent_hangs_up(group: ProcessGroup, tmp_path: Path) -> None:
-    child = _start(group, tmp_path, "p.news('up'); finished.wait()")
+    child = _start(group, tmp_path, "p.news('up'); p.finished.wait()")
     with closing(_Stopped(child)):
         group.heard.get(timeout=END_LIMIT_S)
         assert child._process.stdin is not None
