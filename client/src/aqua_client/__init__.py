@@ -12,7 +12,7 @@ Modules, from the ground up:
 - `calls`: each operation of the REST API as a value: method, path, body, how to read the answer,
   and whether it may be repeated. Pure; checked against the coordinator's OpenAPI document.
 - `retry`: when a call is repeated, and after which pause.
-- `http`: addresses, requests, answers, errors and events in the terms of httpx.
+- `http`: addresses, requests, answers and errors in the terms of httpx.
 - `client`: the two clients, which are thin.
 - `doctor`: what `aqua doctor` asks about the coordinator.
 """

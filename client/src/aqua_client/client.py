@@ -21,11 +21,8 @@ from aqua_client.http import (
     address_of,
     answer_of,
     as_no_answer,
-    error_of,
-    event_of,
     options_of,
     request_of,
-    stream_request,
 )
 from aqua_client.retry import RetryRule
 from aqua_protocol.errors import UnavailableError
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aqua_client.calls import Call, Listing
-    from aqua_protocol.leases import Event
 
 DEFAULT_TIMEOUT_S: Final = 2.0
 """Bound of one sending: a coordinator answers in milliseconds, so a hung one is given up soon
@@ -136,10 +132,10 @@ class _Client(Operations):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
 
-    def _pause_s(self, error: UnavailableError, attempt: int, *, repeatable: bool = True) -> float:
+    def _pause_s(self, call: Call[AnswerT], error: UnavailableError, attempt: int) -> float:
         """Seconds until the next sending; raises the error if there is to be none."""
         pause_s = self._retry.pause_s(error, attempt=attempt, random=self._random)
-        if pause_s is None or not repeatable:
+        if pause_s is None or not call.repeatable:
             raise error
         return pause_s
 
@@ -198,7 +194,7 @@ class CoordinatorClient(_Client):
                 with as_no_answer(self.url):
                     return answer_of(call, self._http.request(**request_of(call)))
             except UnavailableError as error:
-                pause_s = self._pause_s(error, attempt, repeatable=call.repeatable)
+                pause_s = self._pause_s(call, error, attempt)
             self._sleep(pause_s)
             attempt += 1
 
@@ -209,37 +205,6 @@ class CoordinatorClient(_Client):
             page = self.send(call)
             yield from listing.entries(page)
             call = listing.after(page)
-
-    def events(self, *, after: str | None = None) -> Iterator[Event]:
-        """Report changes of the books as they happen, until the caller stops.
-
-        A broken stream is taken up again behind the last event that was seen.
-
-        Args:
-            after: Id of an event; the stream begins behind it, or now.
-
-        Raises:
-            AquaError: What the coordinator refused with.
-            UnavailableError: The stream broke, and again at each attempt to take it up.
-        """
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                with (
-                    as_no_answer(self.url),
-                    self._http.stream(**stream_request(after)) as response,
-                ):
-                    if not response.is_success:
-                        response.read()
-                        raise error_of(response)
-                    for event in filter(None, map(event_of, response.iter_lines())):
-                        after, attempt = event.event_id, 1
-                        yield event
-                broken = UnavailableError(f"the coordinator at {self.url} closed the event stream")
-            except UnavailableError as error:
-                broken = error
-            self._sleep(self._pause_s(broken, attempt))
 
 
 class AsyncCoordinatorClient(_Client):
@@ -280,7 +245,7 @@ class AsyncCoordinatorClient(_Client):
                 with as_no_answer(self.url):
                     return answer_of(call, await self._http.request(**request_of(call)))
             except UnavailableError as error:
-                pause_s = self._pause_s(error, attempt, repeatable=call.repeatable)
+                pause_s = self._pause_s(call, error, attempt)
             await self._sleep(pause_s)
             attempt += 1
 
@@ -292,23 +257,3 @@ class AsyncCoordinatorClient(_Client):
             for entry in listing.entries(page):
                 yield entry
             call = listing.after(page)
-
-    async def events(self, *, after: str | None = None) -> AsyncIterator[Event]:
-        """Work as `CoordinatorClient.events` does."""
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                with as_no_answer(self.url):
-                    async with self._http.stream(**stream_request(after)) as response:
-                        if not response.is_success:
-                            await response.aread()
-                            raise error_of(response)
-                        async for line in response.aiter_lines():
-                            if (event := event_of(line)) is not None:
-                                after, attempt = event.event_id, 1
-                                yield event
-                broken = UnavailableError(f"the coordinator at {self.url} closed the event stream")
-            except UnavailableError as error:
-                broken = error
-            await self._sleep(self._pause_s(broken, attempt))

@@ -1,10 +1,7 @@
-"""Calls and events in the terms of httpx: addresses, trust, requests, answers, errors.
+"""Calls in the terms of httpx: addresses, trust, requests, answers, errors.
 
 Errors arrive as the types of `aqua_protocol.errors`, rebuilt from the body. No answer, or an answer
 that is not Aqua's, is an `UnavailableError` that names the address.
-
-Server-sent events (WHATWG HTML, section 9.2.6) are read as far as the coordinator uses them: each
-carries one `data` line, which is a whole `Event`.
 
 Environment proxies are not used: the coordinator is an address inside the cluster, and a proxy
 variable set for downloads must not carry its tokens elsewhere.
@@ -21,14 +18,12 @@ import httpx
 from pydantic import ValidationError
 
 from aqua_protocol.errors import (
-    AquaError,
     ConfigError,
     ErrorBody,
     UnavailableError,
     UnknownResourceError,
     error_from_body,
 )
-from aqua_protocol.leases import Event
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,10 +35,6 @@ AnswerT = TypeVar("AnswerT")
 MAX_CONNECTIONS: Final = 4
 """Connections kept open: a member reports from one thread and allocates from another, and twice
 that is room for a listing beside them. Doubled, the others lie idle at the coordinator."""
-
-SILENCE_S: Final = 45.0
-"""A stream silent for longer than this is broken: three of the coordinator's signs of life (15 s).
-Doubled, a dead connection is noticed a minute later; halved, a slow proxy cuts good streams."""
 
 OTHER_SERVER: Final = "Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version."
 
@@ -120,50 +111,15 @@ def answer_of(call: Call[AnswerT], response: httpx.Response) -> AnswerT:
         AquaError: What the coordinator refused with.
         UnavailableError: It cannot answer now, or is no coordinator of this version.
     """
-    if response.is_success:
-        try:
+    try:
+        if response.is_success:
             return call.read(response.content)
-        except ValidationError as error:
-            raise _not_aqua(response) from error
-    refusal = error_of(response)
+        refusal = error_from_body(ErrorBody.model_validate_json(response.content))
+    except ValidationError as error:
+        raise _not_aqua(response) from error
     if call.absent_is_done and isinstance(refusal, UnknownResourceError):
         return call.read(b"")
     raise refusal
-
-
-def error_of(response: httpx.Response) -> AquaError:
-    """The error that a response carries; its body has been read."""
-    try:
-        return error_from_body(ErrorBody.model_validate_json(response.content))
-    except ValidationError:
-        return _not_aqua(response)
-
-
-def stream_request(after: str | None) -> dict[str, Any]:
-    """Arguments of `stream` of either httpx client: from behind event `after` on, or from now."""
-    return {
-        "method": "GET",
-        "url": "/v1/events",
-        "headers": {} if after is None else {"Last-Event-ID": after},
-        "timeout": SILENCE_S,
-    }
-
-
-def event_of(line: str) -> Event | None:
-    """Return the event of a line, None for lines that carry none.
-
-    Raises:
-        UnavailableError: The data is not an event of this version.
-    """
-    name, _, data = line.partition(":")
-    if name != "data":
-        return None
-    try:
-        return Event.model_validate_json(data)
-    except ValidationError as error:
-        raise UnavailableError(
-            f"the event stream carries what is no event: {data[:80]!r}", remedy=OTHER_SERVER
-        ) from error
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from aqua_client import AsyncCoordinatorClient, CoordinatorClient, RetryRule
-from aqua_protocol import CapacityError, UnauthenticatedError, UnavailableError
-from aqua_protocol.leases import Event, LeaseRequest
+from aqua_protocol import CapacityError, UnavailableError
+from aqua_protocol.leases import LeaseRequest
 
 T = TypeVar("T")
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -95,11 +95,6 @@ def offer(name: str) -> dict[str, Any]:
     return {"producer_id": name, "domain": "d", "grantable": True, **sizes}
 
 
-def event(number: int) -> str:
-    body = f'{{"event_id": "{number}-0", "at_s": 1.0, "kind": "producer_joined"}}'
-    return f"id: {number}-0\nevent: producer_joined\ndata: {body}\n\n"
-
-
 def test_a_listing_goes_on_until_there_is_no_cursor(drive: Callable[..., Driver]) -> None:
     pages = {None: (["a", "b"], "b"), "b": ([], "c"), "c": (["d"], None)}
     asked: list[str] = []
@@ -154,49 +149,3 @@ def test_a_connection_that_fails_is_tried_again_in_bounds(drive: Callable[..., D
     assert len(keys) == 3
     assert len(set(keys)) == 1
     assert len(driver.pauses) == 2
-
-
-def test_events_come_as_they_are_and_a_broken_stream_goes_on_behind_the_last(
-    drive: Callable[..., Driver],
-) -> None:
-    after: list[str | None] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        after.append(request.headers.get("Last-Event-ID"))
-        number = len(after) * 2
-        text = f"retry: 1000\n\n: still here\n\n{event(number)}{event(number + 1)}"
-        return httpx.Response(200, text=text, headers={"Content-Type": "text/event-stream"})
-
-    driver = drive(handler)
-    events: list[Event] = driver.take(5, "events", after="1-0")
-    assert [entry.event_id for entry in events] == ["2-0", "3-0", "4-0", "5-0", "6-0"]
-    assert after == ["1-0", "3-0", "5-0"]
-
-
-def test_a_stream_that_stays_away_is_given_up(drive: Callable[..., Driver]) -> None:
-    asked: list[httpx.Request] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        asked.append(request)
-        return refusal(503, "service_unavailable", retry_after_s=1.0)
-
-    driver = drive(handler)
-    with pytest.raises(UnavailableError, match="told so"):
-        driver.take(1, "events")
-    assert len(asked) == 3
-    assert driver.pauses == [1.0, 1.0]
-
-
-def test_a_stream_that_is_refused_is_not_asked_for_again(drive: Callable[..., Driver]) -> None:
-    driver = drive(lambda _: refusal(401, "unauthenticated"))
-    with pytest.raises(UnauthenticatedError):
-        driver.take(1, "events")
-    assert driver.pauses == []
-
-
-def test_a_stream_of_something_else_is_told_apart(drive: Callable[..., Driver]) -> None:
-    driver = drive(
-        lambda _: httpx.Response(200, text="data: {}\n\n"), retry=RetryRule(max_attempts=1)
-    )
-    with pytest.raises(UnavailableError, match="no event"):
-        driver.take(1, "events")

@@ -81,7 +81,7 @@ EXAMPLES: Final[dict[str, Call[Any] | Listing[Any, Any]]] = {
     "readyz": calls.readyz(),
 }
 NOT_CALLS: Final = {"metrics", "stream_events"}
-"""Text for Prometheus, and the stream, which the clients have as `events`."""
+"""Text for Prometheus, and the stream, which browsers read."""
 
 
 @cache
