@@ -15,18 +15,13 @@ from typing import Final, Self
 
 from aqua_client import CoordinatorClient
 from aqua_coordinator.tokens import Role, create_token
+from aqua_demo.messages import CONSUMER_ID, PRODUCER_ID, SAMPLE_INTERVAL_S
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_protocol.leases import PlacementPlan
 
 START_LIMIT_S: Final = 30.0
 """Seconds for a coordinator and its Valkey to listen. Doubled, a demo whose coordinator hangs says
 so half a minute later."""
-
-LOOK_AGAIN_S: Final = 0.05
-"""Seconds between looks at its log; doubled, the demo starts a twentieth of a second later."""
-
-PRODUCER_ID: Final = "image-service"
-CONSUMER_ID: Final = "llm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ def _address(group: ProcessGroup, child: Child) -> str:
         for line in child.log.read_text(encoding="utf-8").splitlines():
             if '"listening"' in line:
                 return str(json.loads(line)["url"])
-        if child.wait(LOOK_AGAIN_S) is not None:
+        if child.wait(SAMPLE_INTERVAL_S) is not None:
             raise group.died(child.name)
     raise DemoError(
         f"the coordinator does not listen after {START_LIMIT_S:.0f} s:\n{child.log_tail()}"

@@ -30,10 +30,6 @@ MAX_BATCH: Final = 8
 """Images at once, at most: a wider batch gains nothing on a CPU core. Doubled, a burst is given the
 same rate in larger steps."""
 
-WARM_UP_STEPS: Final = 10
-"""Steps before the measurement, which set up what torch sets up once. Doubled, the start takes as
-many steps longer."""
-
 CALIBRATION_S: Final = 0.4
 """Seconds, long enough that a moment on a busy machine does not look like its speed. Doubled, the
 start, which measures twice, takes 0.8 s longer."""
@@ -144,7 +140,7 @@ class ImageService:
         )
         at = torch.zeros(batch, dtype=torch.long, device=latents.device)
         with torch.inference_mode():
-            for _ in range(WARM_UP_STEPS):
+            for _ in range(10):  # What torch sets up once is not measured.
                 self._denoise(latents, at)
             step_count = 0
             started_s = time.perf_counter()

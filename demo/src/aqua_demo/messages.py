@@ -15,6 +15,12 @@ from aqua_demo.scale import DemoScale
 from aqua_protocol import ErrorBody, TransportKind, format_bytes
 from aqua_protocol.wire import Wire
 
+PRODUCER_ID: Final = "image-service"
+CONSUMER_ID: Final = "llm"
+
+SAMPLE_INTERVAL_S: Final = 0.1
+"""Seconds between samples: ten a second draw a smooth plot. Doubled, the plot shows steps."""
+
 
 class ProgramSettings(Wire):
     """What both programs need to know."""

@@ -20,6 +20,7 @@ from aqua_demo.consumer_program import ConsumerSettings
 from aqua_demo.coordinator import DemoCoordinator
 from aqua_demo.machine import choose_devices, compute_threads
 from aqua_demo.messages import (
+    SAMPLE_INTERVAL_S,
     Command,
     ConsumerResult,
     ConsumerSample,
@@ -52,10 +53,6 @@ LEAST_LOAD_FACTOR: Final = 0.125
 
 QUIET: Final = (DemoPhase.HARVEST, DemoPhase.CALM, DemoPhase.AGAIN)
 """Phases that need memory to be on offer."""
-
-LISTEN_S: Final = 0.1
-"""Seconds between looks at the clock while nothing is heard. Doubled, a service that died is
-noticed a tenth of a second later."""
 
 BURST_FACTOR: Final = 2.0
 """Arrivals in the burst over the usual: twice `quiet_load` of the capacity that lent memory leaves,
@@ -187,7 +184,7 @@ class DemoRun:
     def _listen_until(self, group: ProcessGroup, is_over: Callable[[], bool]) -> None:
         while not is_over():
             try:
-                heard = group.heard.get(timeout=LISTEN_S)
+                heard = group.heard.get(timeout=SAMPLE_INTERVAL_S)
             except queue.Empty:
                 pass
             else:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqua_demo.messages import CONSUMER_ID, PRODUCER_ID
 from aqua_demo.scale import WEIGHT_BYTES, DemoScale
 from aqua_protocol import ConfigError, format_bytes
 from aqua_protocol.leases import Pairing, PlacementPlan

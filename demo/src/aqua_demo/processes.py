@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,6 @@ seconds later."""
 
 LOG_TAIL_LINES: Final = 15
 """Lines of a log in an error: a traceback of a few frames. Doubled, it fills a terminal."""
-
-
-def clean_environment() -> dict[str, str]:
-    """This environment without the user's Aqua settings: a demo is the same everywhere."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("AQUA_")}
 
 
 class DemoError(AquaError):
@@ -71,20 +66,22 @@ class Child:
         command: Sequence[str],
         *,
         log: Path,
-        environment: Mapping[str, str],
+        environment: dict[str, str],
         heard: queue.Queue[ChildMessage] | None = None,
     ) -> None:
         self.name = name
         self.log = log
         self.is_service = heard is None
         self._heard = heard
+        # Without the user's settings of Aqua a demo is the same everywhere.
+        ours = {key: value for key, value in os.environ.items() if not key.startswith("AQUA_")}
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(  # noqa: S603 - our own programs, without a shell
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if heard is not None else log_file,
                 stderr=log_file,
-                env={**clean_environment(), **environment},
+                env=ours | environment,
                 start_new_session=True,
             )
         if heard is not None:
@@ -170,15 +167,15 @@ class ProcessGroup:
             module: Within `aqua_demo`.
             settings: Handed over as JSON, in the one argument.
         """
-        arguments = [f"aqua_demo.{module}", str(os.getpid()), settings.model_dump_json()]
-        return self._start(name, [sys.executable, "-m", *arguments], {}, self.heard)
+        arguments = [str(os.getpid()), settings.model_dump_json()]
+        return self._start(name, f"aqua_demo.{module}", arguments, {}, self.heard)
 
     def start_service(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+        self, name: str, command: Sequence[str], environment: dict[str, str]
     ) -> Child:
         """Start another program, which ends with this process."""
-        tied = [sys.executable, "-m", "aqua_demo.parent_death", str(os.getpid()), *command]
-        return self._start(name, tied, environment)
+        arguments = [str(os.getpid()), *command]
+        return self._start(name, "aqua_demo.parent_death", arguments, environment)
 
     def require_services(self) -> None:
         """Refuse to go on without a service that has ended.
@@ -210,11 +207,12 @@ class ProcessGroup:
     def _start(
         self,
         name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        module: str,
+        arguments: Sequence[str],
+        environment: dict[str, str],
         heard: queue.Queue[ChildMessage] | None = None,
     ) -> Child:
+        command = [sys.executable, "-m", module, *arguments]
         log = self._directory / f"{name}.log"
-        child = Child(name, command, log=log, environment=environment, heard=heard)
-        self._children.append(child)
-        return child
+        self._children.append(Child(name, command, log=log, environment=environment, heard=heard))
+        return self._children[-1]

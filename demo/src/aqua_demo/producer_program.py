@@ -17,9 +17,14 @@ import torch
 
 from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent, run_program
-from aqua_demo.coordinator import PRODUCER_ID
 from aqua_demo.images import Arrivals, ImageService
-from aqua_demo.messages import ProducerSample, ProgramSettings, ReclaimMeasure
+from aqua_demo.messages import (
+    PRODUCER_ID,
+    SAMPLE_INTERVAL_S,
+    ProducerSample,
+    ProgramSettings,
+    ReclaimMeasure,
+)
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, Profile
@@ -27,9 +32,6 @@ from aqualib.producer.producer import Producer
 from aqualib.producer.reclaims import ReclaimTicket
 from aqualib.topology import place
 from aqualib.transports import select
-
-SAMPLE_INTERVAL_S: Final = 0.1
-"""Seconds between samples, as of the consumer. Doubled, the plot shows steps."""
 
 IDLE_WAIT_S: Final = 0.02
 """Seconds until the clock is looked at again. Doubled, a request waits that much longer for its

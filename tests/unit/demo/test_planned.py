@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from aqua_demo.coordinator import CONSUMER_ID, PRODUCER_ID
+from aqua_demo.messages import CONSUMER_ID, PRODUCER_ID
 from aqua_demo.planned import arrange
 from aqua_demo.scale import QUICK, SCALES, WEIGHT_BYTES
 from aqua_protocol import MIB, ConfigError
