@@ -11,16 +11,14 @@ Modules, from the ground up:
 
 - `calls`: each operation of the REST API as a value: method, path, body, how to read the answer,
   and whether it may be repeated. Pure; checked against the coordinator's OpenAPI document.
-- `retry`: when a call is repeated, and after which pause.
 - `http`: addresses, requests, answers and errors in the terms of httpx.
-- `client`: the two clients, which are thin.
+- `client`: the two clients, which are thin, and when they repeat a call.
 - `doctor`: what `aqua doctor` asks about the coordinator.
 """
 
 from __future__ import annotations
 
 from aqua_client.calls import Call, Listing
-from aqua_client.client import AsyncCoordinatorClient, CoordinatorClient
-from aqua_client.retry import RetryRule
+from aqua_client.client import AsyncCoordinatorClient, CoordinatorClient, RetryRule
 
 __all__ = ["AsyncCoordinatorClient", "Call", "CoordinatorClient", "Listing", "RetryRule"]

@@ -2,7 +2,11 @@
 
 Each operation is declared once, as a function of `aqua_client.calls`; a descriptor turns it into a
 method that sends the call, and the type checker sees the answer (or the awaitable) of each. A
-client keeps its connections, is bounded in time on every call, and repeats by one rule.
+client keeps its connections, is bounded in time on every call, and repeats by one rule: only calls
+that may be repeated are, and only where that can help: no answer, or one that says "not now"
+(`UnavailableError` and its children, HTTP 429 and 503). The pause grows fourfold each time, is
+jittered so that a cluster of clients does not come back in step, and is at least what the answer
+asks for (`retry_after_s`, `Retry-After`), within the bound.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -24,13 +29,46 @@ from aqua_client.http import (
     options_of,
     request_of,
 )
-from aqua_client.retry import RetryRule
 from aqua_protocol.errors import UnavailableError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from aqua_client.calls import Call, Listing
+
+GROWTH: Final = 4
+"""Factor from one pause to the next: the third attempt of a restart of the coordinator (about a
+second) then falls behind it. Doubled, the bound of a pause is reached at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRule:
+    """Bounds of repetition.
+
+    Attributes:
+        max_attempts: Sendings of one call, the first included; 1 repeats nothing.
+        first_pause_s: Before the second sending, before jitter.
+        max_pause_s: Of any pause, also of one that the coordinator asks for.
+    """
+
+    max_attempts: int = 3
+    first_pause_s: float = 0.05
+    max_pause_s: float = 1.0
+
+    def pause_s(self, error: UnavailableError, *, attempt: int, random: Random) -> float | None:
+        """Return the seconds to wait before sending again, or None to give up.
+
+        Args:
+            error: Of the sending that failed.
+            attempt: Its number, from 1.
+            random: Source of the jitter.
+        """
+        if attempt >= self.max_attempts:
+            return None
+        grown_s: float = self.first_pause_s * GROWTH ** (attempt - 1)
+        jittered_s = grown_s * random.uniform(0.5, 1.5)
+        return min(max(jittered_s, error.retry_after_s or 0.0), self.max_pause_s)
+
 
 DEFAULT_TIMEOUT_S: Final = 2.0
 """Bound of one sending: a coordinator answers in milliseconds, so a hung one is given up soon

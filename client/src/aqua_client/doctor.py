@@ -13,8 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from aqua_client.client import CoordinatorClient
-from aqua_client.retry import RetryRule
+from aqua_client.client import CoordinatorClient, RetryRule
 from aqua_protocol.errors import (
     AquaError,
     ForbiddenError,

@@ -12,6 +12,7 @@ thousand characters a prompt of eight thousand tokens.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final, cast
@@ -27,6 +28,11 @@ and sampling depends on fewer of them."""
 
 STEPS: Final = 1000
 """Steps from an image to noise, as in the paper. Doubled, each changes half as much."""
+
+
+def compute_threads() -> int:
+    """Count threads for each model: the two run side by side, and sums depend on their split."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 class ByteVocabulary:
@@ -85,7 +91,7 @@ class UNet(nn.Module):
     """Predicts the noise in images, shape (batch, 3, side, side), at given steps.
 
     Args:
-        channels: Of the outermost level; the two below have twice and four times as many.
+        channels: Of the outer level; the inner has twice as many.
     """
 
     def __init__(self, channels: int) -> None:
@@ -93,31 +99,22 @@ class UNet(nn.Module):
         step_dim = 4 * channels
         self._embed_step = nn.Embedding(STEPS, step_dim)
         self._enter = nn.Conv2d(3, channels, 3, padding=1)
-        self._down1 = ResidualBlock(channels, 2 * channels, step_dim)
-        self._down2 = ResidualBlock(2 * channels, 4 * channels, step_dim)
-        self._middle = ResidualBlock(4 * channels, 4 * channels, step_dim)
-        self._attend = nn.MultiheadAttention(4 * channels, 4, batch_first=True)
-        self._up2 = ResidualBlock(8 * channels, 2 * channels, step_dim)
-        self._up1 = ResidualBlock(4 * channels, channels, step_dim)
+        self._down = ResidualBlock(channels, 2 * channels, step_dim)
+        self._attend = nn.MultiheadAttention(2 * channels, 4, batch_first=True)
+        self._up = ResidualBlock(4 * channels, channels, step_dim)
         self._leave = nn.Conv2d(2 * channels, 3, 3, padding=1)
 
     def forward(self, images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Noise in `images` at `steps`, shape (batch,)."""
         step = self._embed_step(steps)
         outer = self._enter(images)
-        inner = self._down1(functional.avg_pool2d(outer, 2), step)
-        core = self._down2(functional.avg_pool2d(inner, 2), step)
-        middle = self._middle(core, step)
-        flat = middle.flatten(2).transpose(1, 2)
+        inner = self._down(functional.avg_pool2d(outer, 2), step)
+        flat = inner.flatten(2).transpose(1, 2)
         attended, _ = self._attend(flat, flat, flat, need_weights=False)
-        middle = middle + attended.transpose(1, 2).reshape_as(middle)
-        inner2 = functional.interpolate(
-            self._up2(torch.cat([middle, core], dim=1), step), scale_factor=2.0
-        )
-        outer2 = functional.interpolate(
-            self._up1(torch.cat([inner2, inner], dim=1), step), scale_factor=2.0
-        )
-        return cast("torch.Tensor", self._leave(torch.cat([outer2, outer], dim=1)))
+        middle = attended.transpose(1, 2).reshape_as(inner)
+        up = self._up(torch.cat([middle, inner], dim=1), step)
+        up = functional.interpolate(up, scale_factor=2.0)
+        return cast("torch.Tensor", self._leave(torch.cat([up, outer], dim=1)))
 
 
 class ResidualBlock(nn.Module):

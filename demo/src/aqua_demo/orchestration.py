@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from aqua_demo.consumer_program import ConsumerSettings
 from aqua_demo.coordinator import DemoCoordinator
-from aqua_demo.machine import choose_devices, compute_threads
 from aqua_demo.messages import (
     SAMPLE_INTERVAL_S,
     Command,
@@ -29,6 +30,7 @@ from aqua_demo.messages import (
     ProducerSample,
     Report,
 )
+from aqua_demo.models import compute_threads
 from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
 from aqua_demo.processes import Child, DemoError, ProcessGroup
 from aqua_demo.producer_program import ProducerSettings
@@ -38,6 +40,8 @@ from aqua_demo.scale import DemoScale
 from aqua_demo.view import RunView
 from aqua_protocol import TransportKind, error_from_body, format_bytes
 from aqua_protocol.leases import PlacementPlan
+from aqualib.topology import place
+from aqualib.transports import select
 
 STALL_LIMIT_S: Final = 180.0
 """Seconds without progress after which a phase is stuck: on two busy cores each takes 10 to 20.
@@ -269,3 +273,22 @@ class DemoRun:
 
     def _note(self, source: str, text: str) -> None:
         self._view.tell(time.monotonic() - self.record.started_s, source, text)
+
+
+def choose_devices(kind: TransportKind | None) -> tuple[str | None, str | None]:
+    """Choose devices for producer and consumer: GPUs that can lend to each other, or one for both.
+
+    None is the transport's own default.
+
+    Raises:
+        TransportUnavailableError: The transport cannot work here; says why and what to do.
+    """
+    first = select(kind).device
+    if first.type == "cpu":
+        return None, None
+    domain = place(first).domain
+    for index in range(torch.cuda.device_count()):
+        other = torch.device("cuda", index)
+        if other != first and place(other).domain == domain:
+            return str(first), str(other)
+    return str(first), str(first)

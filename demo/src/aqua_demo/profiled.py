@@ -15,8 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from aqua_demo.images import ImageService
-from aqua_demo.machine import compute_threads
-from aqua_demo.models import build_llama
+from aqua_demo.models import build_llama, compute_threads
 from aqua_demo.scale import SCALES, DemoScale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory

@@ -7,13 +7,14 @@ and the budget was kept. A claim that fails names its reason, and the demo exits
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import version
 from typing import Any, Final
 
+import torch
 from pydantic import Field
 
-from aqua_demo.machine import describe_machine
 from aqua_demo.messages import ConsumerResult, ReclaimMeasure
 from aqua_demo.phases import GENERATING, TITLES, DemoPhase
 from aqua_demo.record import RunRecord
@@ -83,8 +84,8 @@ class DemoReport(Wire):
     @property
     def caption(self) -> str:
         """What ran, on what: the line under the plot."""
-        torch = self.versions["torch"]
-        return f"{self.scale} size, {self.transport}, torch {torch}; {self.machine}. {self.remark}"
+        build = f"torch {self.versions['torch']}"
+        return f"{self.scale} size, {self.transport}, {build}; {self.machine}. {self.remark}"
 
     @property
     def succeeded(self) -> bool:
@@ -224,3 +225,10 @@ def _series(record: RunRecord) -> dict[str, list[int | float]]:
         series[f"{prefix}at_s"] = [round(s.at_s - record.started_s, 3) for s in samples]
         series |= {f"{prefix}{name}": [getattr(s, name) for s in samples] for name in names.split()}
     return series
+
+
+def describe_machine() -> str:
+    """Name the hardware, for the reader of the figures."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.system()} {platform.release()}, {device}, {cores} cores"

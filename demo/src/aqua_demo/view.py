@@ -126,19 +126,17 @@ def summary(report: DemoReport) -> RenderableType:
     link = "" if report.link_gb_per_s is None else f", {report.link_gb_per_s:.1f} GB/s measured"
     kv, budget = format_bytes(report.kv_bytes), format_bytes(report.budget_bytes)
     paged_out, paged_in = format_bytes(report.paged_out_bytes), format_bytes(report.paged_in_bytes)
+    spilled = f"{format_bytes(report.spilled_bytes_peak)} spilled at most"
+    rates = [f"{p.name} {p.tokens_per_s:.1f}" for p in report.phases if p.tokens_per_s is not None]
     table.add_row("Tokens generated", f"{report.tokens}, about a text of {report.prompt_tokens}")
-    table.add_row("Keys and values", f"{kv} within a budget of {budget}")
+    table.add_row("Keys and values", f"{kv} within a budget of {budget}; {spilled}")
     table.add_row("Paged", f"{paged_out} out, {paged_in} in, over {report.transport}{link}")
-    table.add_row("Spilled at most", f"{format_bytes(report.spilled_bytes_peak)} in host memory")
     table.add_row("Returned", f"{format_bytes(report.returned_bytes)} to borrowed memory")
-    table.add_row("Images", str(report.images))
     for measure in report.reclaims:
         table.add_row("Reclaim", str(measure))
-    for phase in report.phases:
-        if phase.tokens_per_s is not None:
-            table.add_row(f"Tokens/s, {phase.name}", f"{phase.tokens_per_s:.1f}")
-    alone = f"{report.reference_tokens_per_s:.1f}, on the own device alone"
-    table.add_row("Tokens/s, uninterrupted", alone)
+    table.add_row("Images", str(report.images))
+    table.add_row("Tokens/s", ", ".join(rates))
+    table.add_row("Uninterrupted", f"{report.reference_tokens_per_s:.1f}, on the own device alone")
     claims = [
         Text.assemble(
             ("✓ ", "green") if claim.holds else ("✗ ", "red"),

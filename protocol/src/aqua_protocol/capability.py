@@ -21,21 +21,20 @@ import hashlib
 import hmac
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from aqua_protocol.errors import CapabilityError
 from aqua_protocol.ids import MAX_EPOCH, Name
 from aqua_protocol.units import MAX_BYTES
+from aqua_protocol.wire import Wire
 
 # Characters. Claims and signature take about 600; the rest is room for later claims. Doubled, an
 # attach packet still holds the token.
 MAX_TOKEN_LENGTH: Final = 4096
 
 
-class Claims(BaseModel):
+class Claims(Wire):
     """What a token grants: these bytes, of this producer, to this consumer, under this epoch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lease_id: Name
     epoch: int = Field(ge=1, le=MAX_EPOCH, description="Fencing token of the lease.")

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from aqua_protocol.wire import Wire
 
 
 class FindingLevel(StrEnum):
@@ -24,10 +26,8 @@ class FindingLevel(StrEnum):
     """What is installed or configured cannot work as it is."""
 
 
-class Finding(BaseModel):
+class Finding(Wire):
     """One thing that was looked at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     check: str = Field(description="What was looked at, in a word or two.")
     level: FindingLevel = FindingLevel.OK
