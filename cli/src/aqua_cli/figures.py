@@ -65,12 +65,7 @@ FORMATS: Final = {".png": {"Software": None}, ".svg": {"Date": None}}
 
 @contextmanager
 def figure(path: Path, *, width: float = 8.0, height: float = 4.0) -> Iterator[Figure]:
-    """A figure in Aqua's style, written to `path` when the block ends well.
-
-    Args:
-        path: Ends in `.png` or `.svg`; its folder exists.
-        width: In inches.
-        height: In inches.
+    """A figure in Aqua's style, sizes in inches, written to `path` when the block ends well.
 
     Raises:
         ConfigError: Another ending, or it cannot be written there.

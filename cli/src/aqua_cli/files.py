@@ -46,7 +46,6 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[IO[bytes]]:
     """A binary file to write to, which takes the place of `path` when the block ends well.
 
     Args:
-        path: Where it goes; its folder exists.
         mode: Permission bits; by default those of the file there, or what the umask leaves.
 
     Raises:

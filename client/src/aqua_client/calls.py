@@ -41,11 +41,7 @@ class Call(Generic[AnswerT]):
     """One request, before it is sent.
 
     Attributes:
-        method: HTTP verb.
-        path: From the root of the server.
         read: Reads the body of the answer; raises `ValidationError` if it is another schema.
-        body: JSON, or nothing.
-        params: Query parameters.
         idempotency_key: Under which the coordinator does it once only.
         repeatable: Whether sending it twice does no harm.
         absent_is_done: Whether an unknown resource is what was wanted: leaving twice.
@@ -63,12 +59,7 @@ class Call(Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[PageT, EntryT]):
-    """A listing, page after page.
-
-    Attributes:
-        first: The call for the first page.
-        entries: What a page holds.
-    """
+    """A listing, page after page: the call for the first, and what a page holds."""
 
     first: Call[PageT]
     entries: Callable[[PageT], list[EntryT]]
@@ -147,7 +138,6 @@ def grant_lease(
     """Ask for a lease; repeated under one key, so at most one is granted.
 
     Args:
-        request: What is wanted.
         idempotency_key: To go on with a call that ended in `UnavailableError`.
 
     Raises:

@@ -56,13 +56,7 @@ class RetryRule:
     max_pause_s: float = 1.0
 
     def pause_s(self, error: UnavailableError, *, attempt: int, random: Random) -> float | None:
-        """Return the seconds to wait before sending again, or None to give up.
-
-        Args:
-            error: Of the sending that failed.
-            attempt: Its number, from 1.
-            random: Source of the jitter.
-        """
+        """Return the seconds to wait after failed sending `attempt`, from 1; None to give up."""
         if attempt >= self.max_attempts:
             return None
         grown_s: float = self.first_pause_s * GROWTH ** (attempt - 1)
@@ -82,12 +76,7 @@ AsyncT = TypeVar("AsyncT")
 
 
 class Operation(Generic[P, SyncT, AsyncT]):
-    """A method that builds a call or a listing and hands it to another method of its client.
-
-    Args:
-        build: A function of `aqua_client.calls`.
-        sender: Name of the method that sends what `build` returns.
-    """
+    """A method that builds a call or a listing and hands it to its client's method `sender`."""
 
     def __init__(self, build: Callable[P, object], sender: str) -> None:
         self.build = build

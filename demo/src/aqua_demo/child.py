@@ -25,9 +25,6 @@ SettingsT = TypeVar("SettingsT", bound=Wire)
 class Parent:
     """The other end of the pipe.
 
-    Args:
-        parent_pid: Whose child this is.
-
     Attributes:
         wants: The latest command.
         finished: Set when the parent wants an end, or is gone.
@@ -75,11 +72,6 @@ class Parent:
 
 
 def run_program(run: Callable[[SettingsT, Parent], None], settings: type[SettingsT]) -> None:
-    """Run as `ProcessGroup.start_program` starts it, with the parent's pid and the settings.
-
-    Args:
-        run: Works until the end, or until told to finish.
-        settings: What it needs to know.
-    """
+    """Run as `ProcessGroup.start_program` starts it, with the parent's pid and the settings."""
     with Parent(int(sys.argv[1])) as parent:
         run(settings.model_validate_json(sys.argv[2]), parent)

@@ -33,11 +33,7 @@ from aqualib.transports import select
 
 
 class ConsumerSettings(ProgramSettings):
-    """What the consumer program needs to know.
-
-    Attributes:
-        answer_lengths: Tokens for each request, of the reference; it has no coordinator.
-    """
+    """What the consumer needs to know; the reference has lengths instead of a coordinator."""
 
     answer_lengths: list[int] | None = None
     coordinator_url: str | None = None

@@ -31,8 +31,6 @@ class Generation:
     starts from there with another seed, so a run may last as long as it takes.
 
     Args:
-        scale: Sizes of the model, of the text and of an answer.
-        device: Where the model runs.
         seed: Of weights and sampling.
         ending: When set, the present token is the last.
     """

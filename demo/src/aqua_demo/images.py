@@ -49,8 +49,6 @@ class Arrivals:
 
     Args:
         per_s: Mean rate; may be set at any time and holds for all later arrivals.
-        seed: Of their numbers.
-        now_s: When the process starts.
 
     Attributes:
         seen_per_s: Requests a second over the last seconds, from zero at the start.
@@ -76,12 +74,6 @@ class Arrivals:
 
 class ImageService:
     """The service's loop, one denoising step at a time.
-
-    Args:
-        scale: Sizes of the model, of an image's workspace and of its steps.
-        memory: Where weights and workspaces come from.
-        device: Where the model runs.
-        seed: Of weights and noise.
 
     Attributes:
         images: Finished so far.

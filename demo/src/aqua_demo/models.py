@@ -88,11 +88,7 @@ def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausa
 
 
 class UNet(nn.Module):
-    """Predicts the noise in images, shape (batch, 3, side, side), at given steps.
-
-    Args:
-        channels: Of the outer level; the inner has twice as many.
-    """
+    """Predicts the noise in images, shape (batch, 3, side, side), at given steps."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -65,13 +65,7 @@ so that random arrivals queue. Doubled, the queue grows for as long as the burst
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose: the options of the command, as `aqua-demo --help` explains them.
-
-    Attributes:
-        size: The name of the scale.
-        logs: Directory for the children's logs.
-        pairings: The plan for the coordinator, if there is one.
-    """
+    """What the user chose: the options of the command, as `aqua-demo --help` explains them."""
 
     size: str
     scale: DemoScale

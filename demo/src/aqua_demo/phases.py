@@ -128,11 +128,7 @@ def next_phase(phase: DemoPhase, seen: Observation, scale: DemoScale) -> DemoPha
 
 
 class StallTimer:
-    """A watch on how long a phase has made no progress.
-
-    Args:
-        now_s: When the phase began.
-    """
+    """A watch on how long a phase has made no progress."""
 
     def __init__(self, now_s: float) -> None:
         self._known: set[Goal] = set()

@@ -115,12 +115,7 @@ def _shade(axis: Axes, record: RunRecord, begin_s: float, end_s: float, *, named
         axis.axvspan(since_s, until_s, color=shade, zorder=-2, linewidth=0)
         axis.axvline(since_s, color="#cbd2d9", linewidth=0.8, zorder=-1)
         if named and until_s - since_s > 0.05 * (end_s - begin_s):
-            axis.annotate(
-                name,
-                ((since_s + until_s) / 2, 0.985),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                va="top",
-                fontsize=9,
-                fontweight="bold",
-            )
+            place: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 9}
+            across = axis.get_xaxis_transform()
+            middle = (since_s + until_s) / 2
+            axis.text(middle, 0.985, name, transform=across, fontweight="bold", **place)

@@ -53,8 +53,6 @@ class Child:
     """One process of the demo; a service, unless it speaks the demo's language.
 
     Args:
-        name: For people, and for its log file.
-        command: Program and arguments.
         log: Where its standard error goes.
         environment: Added to this process's own, without its Aqua settings.
         heard: Receives what it says on standard output, if it speaks the demo's language.
@@ -147,12 +145,7 @@ class Child:
 
 
 class ProcessGroup:
-    """The children of one run; leaving the context stops them all, the youngest first.
-
-    Args:
-        directory: Where their logs go.
-        patience_s: How long a child may take to stop before it is killed.
-    """
+    """The children of one run; leaving the context stops them all, the youngest first."""
 
     def __init__(self, directory: Path, *, patience_s: float = STOP_WAIT_S) -> None:
         self.heard: queue.Queue[ChildMessage] = queue.Queue(maxsize=10_000)
@@ -161,12 +154,7 @@ class ProcessGroup:
         self._children: list[Child] = []
 
     def start_program(self, name: str, module: str, settings: Wire) -> Child:
-        """Start one of the demo's own programs, which speaks its language.
-
-        Args:
-            module: Within `aqua_demo`.
-            settings: Handed over as JSON, in the one argument.
-        """
+        """Start a module of this package, which speaks the demo's language, with settings."""
         arguments = [str(os.getpid()), settings.model_dump_json()]
         return self._start(name, f"aqua_demo.{module}", arguments, {}, self.heard)
 

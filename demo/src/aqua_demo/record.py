@@ -83,11 +83,7 @@ class RunRecord:
 
 
 def rates(counts: Float64[np.ndarray, "2 samples"]) -> Float64[np.ndarray, "2 samples"]:
-    """Counts a second over the last `RATE_WINDOW_S`, at each time; 0 at the first.
-
-    Args:
-        counts: Times in seconds, ascending, and the count so far at each.
-    """
+    """Counts a second over the last `RATE_WINDOW_S`, at each ascending time; 0 at the first."""
     at_s, count = counts
     since_s = np.maximum(at_s - RATE_WINDOW_S, at_s[0])
     gained = count - np.interp(since_s, at_s, count)

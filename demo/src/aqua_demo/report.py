@@ -101,15 +101,7 @@ def make_report(
     kv_bytes: int,
     **settings: Any,  # noqa: ANN401 - of the report, which checks them
 ) -> DemoReport:
-    """Judge a run that came to its end.
-
-    Args:
-        record: All that was seen.
-        harvested: What came out on borrowed memory.
-        reference: What came out uninterrupted.
-        kv_bytes: Keys and values at the end of an answer.
-        settings: Copied into the report: scale, seed, checksum, prompt_tokens.
-    """
+    """Judge a run that came to its end; `settings` are copied into the report."""
     consumer, producer = record.consumer[-1], record.producer[-1]
     link_bytes_per_s = harvested.link_bytes_per_s
     return DemoReport(

@@ -24,7 +24,6 @@ class StateMachine(Generic[StateT, EventT]):
 
     Attributes:
         noun: What has the state, for messages and diagrams.
-        initial: The state a new thing starts in.
         terminal: States that keep no memory booked.
         transitions: (state, event) -> next state; a missing pair is refused.
         meanings: One sentence for every state and every event, for the documents.
