@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from aqua_client.client import CoordinatorClient, RetryRule
-from aqua_protocol.errors import (
-    AquaError,
-    ForbiddenError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from aqua_protocol.errors import AquaError, ForbiddenError, UnauthenticatedError, UnavailableError
 from aqua_protocol.findings import Finding, FindingLevel
 
 URL_VARIABLE: Final = "AQUA_COORDINATOR_URL"
 DEFAULT_URL: Final = "http://127.0.0.1:7700"
+OK, WARN, FAIL = FindingLevel
 NO_LEASE: Final = "aqua-doctor"
 """Leases have generated names, so none is called this."""
 
@@ -38,7 +34,7 @@ def probe_coordinator() -> Iterator[Finding]:
             url, token, ca_file=Path(ca_file) if ca_file else None, retry=RetryRule(max_attempts=1)
         )
     except AquaError as error:
-        yield _finding("coordinator", FindingLevel.FAIL, error.message, error.remedy)
+        yield _finding("coordinator", FAIL, error.message, error.remedy)
         return
     with client:
         try:
@@ -48,7 +44,7 @@ def probe_coordinator() -> Iterator[Finding]:
             named = URL_VARIABLE in os.environ
             yield _finding(
                 "coordinator",
-                FindingLevel.FAIL if named else FindingLevel.WARN,
+                FAIL if named else WARN,
                 error.message,
                 f"Start one with `aqua coordinator serve`, or set {URL_VARIABLE}.",
             )
@@ -57,7 +53,7 @@ def probe_coordinator() -> Iterator[Finding]:
         agree = health.version == ours
         yield _finding(
             "coordinator",
-            FindingLevel.OK if agree else FindingLevel.WARN,
+            OK if agree else WARN,
             f"{health.version} at {url}, {health.status}" + ("" if agree else f"; here is {ours}"),
             "" if agree else "Install one version on both sides; upgrade the older one.",
         )
@@ -69,22 +65,17 @@ def _token(client: CoordinatorClient, token: str | None) -> Finding:
         client.revoke_lease(NO_LEASE, epoch=1)
     except UnauthenticatedError as error:
         if token is None:
-            return _finding(
-                "token", FindingLevel.WARN, "the coordinator wants one", "Set AQUA_TOKEN."
-            )
-        return _finding("token", FindingLevel.FAIL, error.message, error.remedy)
+            return _finding("token", WARN, "the coordinator wants one", "Set AQUA_TOKEN.")
+        return _finding("token", FAIL, error.message, error.remedy)
     except ForbiddenError as error:
         roles = [str(role) for role in error.details.get("has", [])]
-        return _finding("token", FindingLevel.OK, f"its roles: {', '.join(roles) or 'none'}")
+        return _finding("token", OK, f"its roles: {', '.join(roles) or 'none'}")
     except UnavailableError as error:
-        return _finding("token", FindingLevel.WARN, error.message, error.remedy)
+        return _finding("token", WARN, error.message, error.remedy)
     except AquaError:
         pass  # There is no such lease, as was to be shown: the caller may do everything.
-    return _finding(
-        "token",
-        FindingLevel.OK,
-        "its role: operator" if token is not None else "none, and none is needed",
-    )
+    roles_text = "none, and none is needed" if token is None else "its role: operator"
+    return _finding("token", OK, roles_text)
 
 
 def _finding(check: str, level: FindingLevel, message: str, remedy: str = "") -> Finding:

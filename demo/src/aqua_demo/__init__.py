@@ -5,7 +5,7 @@ producer that serves images from a diffusion model, a consumer that generates te
 whose keys and values exceed its budget. Both models have random weights, since what is shown is
 memory moving under them, not what they say.
 
-Modules, from the ground up: `models`, `scale`, `machine` (what runs, how large, on what);
+Modules, from the ground up: `models`, `scale` (what runs, how large);
 `messages`, `parent_death`, `child`, `processes` (how processes speak, and end); `images`,
 `generation`, `producer_program`, `consumer_program`, `coordinator` (what they do); `phases`,
 `orchestration` (who starts, waits and stops); `record`, `report`, `plot`, `view` (what is seen);

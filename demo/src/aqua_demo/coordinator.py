@@ -56,11 +56,7 @@ class DemoCoordinator:
         return cls(_address(group, child), producer_token, consumer_token, operator_token)
 
     def obey(self, pairings: PlacementPlan) -> None:
-        """Have it match as a plan says.
-
-        Raises:
-            AquaError: It does not take the plan.
-        """
+        """Have it match as a plan says."""
         with CoordinatorClient(self.url, self.operator_token, timeout_s=START_LIMIT_S) as client:
             client.put_placements(pairings)
 

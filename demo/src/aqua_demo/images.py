@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from aqua_demo.models import NoiseSchedule, build_unet
+from aqua_demo.models import NoiseSchedule, UNet
 from aqua_demo.scale import DemoScale
 from aqualib.engines.torch_loop import CountedMemoryLimit
 
@@ -85,7 +85,8 @@ class ImageService:
     ) -> None:
         self._scale = scale
         self._memory = memory
-        self._model = build_unet(scale.unet_channels, seed).to(device)
+        torch.manual_seed(seed)
+        self._model = UNet(scale.unet_channels).eval().to(device)
         self._schedule = NoiseSchedule(scale.image_steps, device)
         self._noise = torch.Generator(device).manual_seed(seed)
         self._shape = (3, scale.image_side, scale.image_side)

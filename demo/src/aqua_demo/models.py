@@ -150,9 +150,3 @@ class NoiseSchedule:
         before = self._kept_before[at][:, None, None, None]
         clean = ((images - (1 - kept).sqrt() * noise) / kept.sqrt()).clamp(-1, 1)
         return before.sqrt() * clean + (1 - before).sqrt() * noise
-
-
-def build_unet(channels: int, seed: int) -> UNet:
-    """A U-Net with random weights."""
-    torch.manual_seed(seed)
-    return UNet(channels).eval()

@@ -132,34 +132,25 @@ def run(settings: ProducerSettings, parent: Parent) -> None:
                 service.request(arrivals.due(now_s))
                 if now_s >= next_sample_s:
                     next_sample_s = now_s + SAMPLE_INTERVAL_S
-                    parent.tell(sample(now_s, arrivals, service, allowance, producer))
+                    parent.tell(
+                        ProducerSample(
+                            at_s=now_s,
+                            arrivals_per_s=arrivals.per_s,
+                            queue_length=service.queue_length,
+                            batch=service.batch,
+                            images=service.images,
+                            memory_total_bytes=allowance.total_bytes,
+                            memory_used_bytes=allowance.own_bytes,
+                            offered_bytes=producer.offered_bytes,
+                            leased_bytes=producer.leased_bytes,
+                            reclaims=producer.measures(),
+                        )
+                    )
                 if service.is_idle:
                     parent.finished.wait(IDLE_WAIT_S)
                 else:
                     service.step()
                     loop.step_ended()
-
-
-def sample(
-    now_s: float,
-    arrivals: Arrivals,
-    service: ImageService,
-    allowance: CountedMemoryLimit,
-    producer: RecordingProducer,
-) -> ProducerSample:
-    """Sample the state of this moment."""
-    return ProducerSample(
-        at_s=now_s,
-        arrivals_per_s=arrivals.per_s,
-        queue_length=service.queue_length,
-        batch=service.batch,
-        images=service.images,
-        memory_total_bytes=allowance.total_bytes,
-        memory_used_bytes=allowance.own_bytes,
-        offered_bytes=producer.offered_bytes,
-        leased_bytes=producer.leased_bytes,
-        reclaims=producer.measures(),
-    )
 
 
 if __name__ == "__main__":

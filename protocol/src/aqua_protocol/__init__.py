@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from aqua_protocol.errors import (
     AquaError,
-    AuthError,
     BooksRebuildingError,
     CapabilityError,
     CapacityError,
@@ -27,16 +26,12 @@ from aqua_protocol.errors import (
     DataLostError,
     ErrorBody,
     ForbiddenError,
-    IdempotencyConflictError,
-    InvalidTransitionError,
     LeaseLostError,
     MethodNotAllowedError,
     ProtocolError,
     RequestInvalidError,
     RequestTooLargeError,
     SocketPathTooLongError,
-    StaleEpochError,
-    StaleRevisionError,
     StoreFullError,
     StoreUnavailableError,
     TransportError,
@@ -47,23 +42,20 @@ from aqua_protocol.errors import (
     VersionMismatchError,
     error_from_body,
 )
-from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
+from aqua_protocol.lease import LeaseState
 from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
 from aqua_protocol.units import DEFAULT_SLAB_BYTES, GIB, KIB, MIB, format_bytes, parse_bytes
 from aqua_protocol.wire import PROTOCOL_VERSION, TransportKind, require_protocol_version
 
 __all__ = [
-    "BOOKED_STATES",
     "DEFAULT_SLAB_BYTES",
     "GIB",
     "HELD_STATES",
     "KIB",
-    "LEASE",
     "MIB",
     "PROTOCOL_VERSION",
     "SLAB",
     "AquaError",
-    "AuthError",
     "BooksRebuildingError",
     "CapabilityError",
     "CapacityError",
@@ -72,9 +64,6 @@ __all__ = [
     "DataLostError",
     "ErrorBody",
     "ForbiddenError",
-    "IdempotencyConflictError",
-    "InvalidTransitionError",
-    "LeaseEvent",
     "LeaseLostError",
     "LeaseState",
     "MethodNotAllowedError",
@@ -84,8 +73,6 @@ __all__ = [
     "SlabEvent",
     "SlabState",
     "SocketPathTooLongError",
-    "StaleEpochError",
-    "StaleRevisionError",
     "StoreFullError",
     "StoreUnavailableError",
     "TransportError",

@@ -62,8 +62,6 @@ def verify(token: str, key: bytes, *, producer_id: str, now_s: float, min_epoch:
     """Check a token offline and return what it grants.
 
     Args:
-        token: As presented by the consumer.
-        key: This producer's key.
         producer_id: This producer; a token for another one is refused.
         now_s: Unix time in seconds, by this producer's clock.
         min_epoch: Tokens of older epochs were granted by books that are lost, and are refused.

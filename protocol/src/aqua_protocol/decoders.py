@@ -25,7 +25,6 @@ class DecoderModel:
 
     Attributes:
         kv_head_count: Heads of keys and values; equal to `head_count` without grouping.
-        source: Where the shape comes from.
         ties_embeddings: Whether the output layer is the input embedding.
     """
 

@@ -173,7 +173,6 @@ class IdempotencyConflictError(ProtocolError):
     """An idempotency key was used before with a different request."""
 
     code = "idempotency_conflict"
-    http_status = 409
     default_remedy = "Use a fresh key for a new request; repeat a request byte for byte."
 
 

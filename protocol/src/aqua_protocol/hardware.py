@@ -23,7 +23,6 @@ class GpuModel:
         hbm_bytes_per_s: Memory bandwidth.
         nvlink_bytes_per_s: To all peers together, one direction.
         pcie_bytes_per_s: To the host, one direction.
-        source: Where the numbers come from.
     """
 
     name: str

@@ -38,8 +38,7 @@ class LeaseRequest(Wire):
     @model_validator(mode="after")
     def _min_is_not_above_bytes(self) -> Self:
         if self.min_bytes is not None and self.min_bytes > self.bytes:
-            message = "min_bytes must not exceed bytes"
-            raise ValueError(message)
+            raise ValueError("min_bytes must not exceed bytes")
         return self
 
 
@@ -120,8 +119,7 @@ class Pairing(Wire):
     @model_validator(mode="after")
     def _producers_are_distinct(self) -> Self:
         if len(set(self.producers)) != len(self.producers):
-            message = "a producer may appear only once in a pairing"
-            raise ValueError(message)
+            raise ValueError("a producer may appear only once in a pairing")
         return self
 
 
@@ -135,8 +133,7 @@ class PlacementPlan(Wire):
     def _consumers_are_distinct(self) -> Self:
         names = [pairing.consumer_id for pairing in self.pairings]
         if len(set(names)) != len(names):
-            message = "a consumer may appear only once in a plan"
-            raise ValueError(message)
+            raise ValueError("a consumer may appear only once in a plan")
         return self
 
 

@@ -78,8 +78,7 @@ class HeldLease(Wire):
     @model_validator(mode="after")
     def _reclaiming_is_part_of_held(self) -> Self:
         if self.reclaiming_bytes > self.held_bytes:
-            message = "reclaiming_bytes must not exceed held_bytes"
-            raise ValueError(message)
+            raise ValueError("reclaiming_bytes must not exceed held_bytes")
         return self
 
 
@@ -127,14 +126,11 @@ class ProducerReport(MemberIdentity):
     def _sizes_are_whole_slabs(self) -> Self:
         sizes = [self.offered_bytes, *(lease.held_bytes for lease in self.leases)]
         if any(size % self.slab_bytes for size in sizes):
-            message = "offered_bytes and held_bytes must be multiples of slab_bytes"
-            raise ValueError(message)
+            raise ValueError("offered_bytes and held_bytes must be multiples of slab_bytes")
         if sum(lease.held_bytes for lease in self.leases) > self.offered_bytes:
-            message = "held bytes must not exceed offered_bytes"
-            raise ValueError(message)
+            raise ValueError("held bytes must not exceed offered_bytes")
         if len({lease.lease_id for lease in self.leases}) != len(self.leases):
-            message = "a lease may appear only once"
-            raise ValueError(message)
+            raise ValueError("a lease may appear only once")
         return self
 
 

@@ -56,8 +56,7 @@ class ServerClass(Wire):
         if self.links is not None and (
             len(self.links) != self.gpus or any(len(row) != self.gpus for row in self.links)
         ):
-            message = f"links must be a {self.gpus} x {self.gpus} matrix, one row per GPU"
-            raise ValueError(message)
+            raise ValueError(f"links must be a {self.gpus} x {self.gpus} matrix, one row per GPU")
         return self
 
 
@@ -96,11 +95,9 @@ class Model(Wire):
     def _memory_is_given_once(self) -> Self:
         given = [self.memory_gb, self.spare_gb, self.need_gb, self.profile]
         if sum(value is not None for value in given) != 1:
-            message = "give exactly one of memory_gb, spare_gb, need_gb and profile"
-            raise ValueError(message)
+            raise ValueError("give exactly one of memory_gb, spare_gb, need_gb and profile")
         if self.current is not None and len(self.current) != self.replicas * self.stages:
-            message = f"current must name {self.replicas * self.stages} servers (or null)"
-            raise ValueError(message)
+            raise ValueError(f"current must name {self.replicas * self.stages} servers (or null)")
         return self
 
     @property

@@ -110,11 +110,9 @@ class ModelProfile(BaseModel):
     @model_validator(mode="after")
     def _label_and_sizes_agree(self) -> Self:
         if self.label is ProfileLabel.PRODUCER and not self.spare_bytes:
-            message = "a producer's profile needs spare_bytes above 0"
-            raise ValueError(message)
+            raise ValueError("a producer's profile needs spare_bytes above 0")
         if self.label is ProfileLabel.CONSUMER and not self.needed_bytes:
-            message = "a consumer's profile needs needed_bytes above 0"
-            raise ValueError(message)
+            raise ValueError("a consumer's profile needs needed_bytes above 0")
         return self
 
     @property

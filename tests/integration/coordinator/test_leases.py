@@ -12,13 +12,11 @@ from aqua_protocol import (
     BooksRebuildingError,
     CapacityError,
     ForbiddenError,
-    IdempotencyConflictError,
-    InvalidTransitionError,
     LeaseLostError,
     LeaseState,
-    StaleEpochError,
     UnknownResourceError,
 )
+from aqua_protocol.errors import IdempotencyConflictError, InvalidTransitionError, StaleEpochError
 from aqua_protocol.leases import LeaseView, Pairing, PlacementPlan
 from harness.bounds import stopwatch
 from harness.ledger_room import ATTACH_WINDOW_S, LedgerRoom

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aqua_coordinator.store.keys import KEYS
-from aqua_protocol import (
-    CapacityError,
-    IdempotencyConflictError,
-    ProtocolError,
-    RequestInvalidError,
-    UnknownResourceError,
-)
+from aqua_protocol import CapacityError, ProtocolError, RequestInvalidError, UnknownResourceError
+from aqua_protocol.errors import IdempotencyConflictError
 from aqua_protocol.leases import ReclaimOrigin, ReclaimRequest
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ReclaimReport
 from harness.ledger_room import LedgerRoom

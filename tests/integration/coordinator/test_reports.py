@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_protocol import (
-    LeaseState,
-    ProtocolError,
-    StaleEpochError,
-    StaleRevisionError,
-    UnknownResourceError,
-)
+from aqua_protocol import LeaseState, ProtocolError, UnknownResourceError
+from aqua_protocol.errors import StaleEpochError, StaleRevisionError
 from aqua_protocol.leases import EventKind
 from aqua_protocol.members import OfferUpdate
 from harness.bounds import stopwatch

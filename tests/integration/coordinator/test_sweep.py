@@ -8,7 +8,8 @@ import pytest
 
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import CONSTANTS
-from aqua_protocol import LeaseState, StaleEpochError, UnknownResourceError
+from aqua_protocol import LeaseState, UnknownResourceError
+from aqua_protocol.errors import StaleEpochError
 from aqua_protocol.leases import EventKind
 from harness.bounds import stopwatch
 from harness.ledger_room import ATTACH_WINDOW_S, SILENT_S, LedgerRoom

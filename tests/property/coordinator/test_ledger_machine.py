@@ -41,13 +41,12 @@ from aqua_coordinator.store.rows import Grant
 from aqua_protocol import (
     BooksRebuildingError,
     CapacityError,
-    IdempotencyConflictError,
     LeaseLostError,
     LeaseState,
     ProtocolError,
-    StaleRevisionError,
     UnknownResourceError,
 )
+from aqua_protocol.errors import IdempotencyConflictError, StaleRevisionError
 from aqua_protocol.leases import LeaseView
 from aqua_protocol.members import ProducerReport
 from harness.bounds import HANG_S

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from aqua_protocol import InvalidTransitionError
+from aqua_protocol.errors import InvalidTransitionError
 from aqualib.memory.frame import (
     FRAME,
     MOVING_STATES,

@@ -7,15 +7,9 @@ import time
 
 import pytest
 
-from aqua_protocol import (
-    CapabilityError,
-    CapacityError,
-    InvalidTransitionError,
-    SlabState,
-    TransportKind,
-    UnavailableError,
-)
+from aqua_protocol import CapabilityError, CapacityError, SlabState, TransportKind, UnavailableError
 from aqua_protocol.capability import Claims
+from aqua_protocol.errors import InvalidTransitionError
 from aqua_protocol.ids import (
     ConsumerId,
     Generation,

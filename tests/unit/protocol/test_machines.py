@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 
-from aqua_protocol import (
-    BOOKED_STATES,
-    HELD_STATES,
-    LEASE,
-    SLAB,
-    InvalidTransitionError,
-    SlabEvent,
-    SlabState,
-)
-from aqua_protocol import LeaseEvent as Event
+from aqua_protocol import HELD_STATES, SLAB, SlabEvent, SlabState
 from aqua_protocol import LeaseState as State
+from aqua_protocol.errors import InvalidTransitionError
+from aqua_protocol.lease import BOOKED_STATES, LEASE
+from aqua_protocol.lease import LeaseEvent as Event
 from aqua_protocol.machine import StateMachine
 
 MACHINES = [
