@@ -57,9 +57,8 @@ def _typed_http(error: HTTPException) -> AquaError:
     """What Starlette and FastAPI refuse by themselves."""
     match error.status_code:
         case 404:
-            return UnknownResourceError(
-                "there is no such path", remedy="/openapi.json lists every path."
-            )
+            remedy = "/openapi.json lists every path."
+            return UnknownResourceError("there is no such path", remedy=remedy)
         case 405:
             return MethodNotAllowedError("the method does not apply to this path")
         case 413:
@@ -71,10 +70,7 @@ def _typed_http(error: HTTPException) -> AquaError:
 def _invalid(faults: Sequence[Mapping[str, Any]]) -> AquaError:
     """A body or parameter that does not fit, with where and why; what was sent stays out of it."""
     named = [
-        {
-            "field": ".".join(str(part) for part in fault["loc"]),
-            "fault": str(fault["msg"]),
-        }
+        {"field": ".".join(str(part) for part in fault["loc"]), "fault": str(fault["msg"])}
         for fault in faults[:MAX_FAULTS]
     ]
     first = named[0] if named else {"field": "", "fault": "invalid"}

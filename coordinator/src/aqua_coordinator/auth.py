@@ -16,14 +16,7 @@ from typing import Final
 
 import structlog
 
-from aqua_coordinator.tokens import (
-    MAX_TOKEN_LENGTH,
-    PREFIX,
-    Role,
-    TokenEntry,
-    digest,
-    read_tokens,
-)
+from aqua_coordinator.tokens import MAX_TOKEN_LENGTH, PREFIX, Role, TokenEntry, digest, read_tokens
 from aqua_protocol import ConfigError, ForbiddenError, UnauthenticatedError
 
 log = structlog.get_logger(__name__)

@@ -37,8 +37,7 @@ def main() -> None:
 @app.command()
 def serve(
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on. [AQUA_LISTEN_HOST, default 127.0.0.1]"),
+        str | None, typer.Option(help="Address to listen on. [AQUA_LISTEN_HOST, default 127.0.0.1]")
     ] = None,
     port: Annotated[
         int | None, typer.Option(help="Port; 0 takes a free one. [AQUA_LISTEN_PORT, default 7700]")
@@ -51,8 +50,7 @@ def serve(
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where the embedded Valkey keeps its data. [AQUA_DATA_DIR]"),
+        Path | None, typer.Option(help="Where the embedded Valkey keeps its data. [AQUA_DATA_DIR]")
     ] = None,
     tokens_file: Annotated[
         Path | None, typer.Option(help="Tokens of `aqua-coordinator token`. [AQUA_TOKENS_FILE]")
@@ -106,14 +104,16 @@ def status(
 
     `aqua-coordinator status --json | jq '.producers[].free_bytes'`
     """
+    from rich.console import Console
+
     from aqua_client import CoordinatorClient
-    from aqua_coordinator.status import TIMEOUT_S, Status, print_once, watch
+    from aqua_coordinator.status import TIMEOUT_S, Status, watch
 
     with CoordinatorClient(url, token, timeout_s=TIMEOUT_S) as client:
         if as_json:
             print_json(Status.read(client))
         elif once:
-            print_once(client)
+            Console().print(Status.read(client).render(client.url))
         else:
             watch(client, interval_s)
 
@@ -168,10 +168,7 @@ def token(
 
 
 @token_app.command("list")
-def list_tokens(
-    file: FileOption,
-    as_json: Json = False,
-) -> None:
+def list_tokens(file: FileOption, as_json: Json = False) -> None:
     """List the tokens of a file: ids, roles, members, expiry. Never the tokens themselves."""
     entries = read_tokens(file).tokens
     if as_json:

@@ -64,9 +64,7 @@ class Metrics:
         # Finding the child of its labels costs the client more than counting: `cache`.
         self._requests = cache(
             counter(
-                "aqua_coordinator_requests",
-                "HTTP requests answered.",
-                ("route", "method", "code"),
+                "aqua_coordinator_requests", "HTTP requests answered.", ("route", "method", "code")
             ).labels
         )
         self._request_seconds = cache(
@@ -102,8 +100,7 @@ class Metrics:
             "Time from a grant to the producer's report of slabs handed out.",
         )
         self.endings = counter(
-            "aqua_sweep_endings",
-            "Leases expired and members given up by this coordinator's sweep.",
+            "aqua_sweep_endings", "Leases expired and members given up by this coordinator's sweep."
         )
         gauge("aqua_coordinator_info", "Always 1.", ("version",)).labels(__version__).set(1)
 

@@ -49,8 +49,7 @@ async def _services(request: Request) -> Services:
 
 
 async def _caller(
-    request: Request,
-    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
     # `RequestLimits` has authenticated; the dependency on the header is for the OpenAPI document.
     caller = request.user

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from pydantic import BaseModel
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -113,11 +113,6 @@ def watch(client: CoordinatorClient, interval_s: float) -> None:
                     live.update(Group(Text(error.message, "bold red"), shown), refresh=True)
         except KeyboardInterrupt:
             return
-
-
-def print_once(client: CoordinatorClient) -> None:
-    """Show the books as they are now."""
-    Console().print(Status.read(client).render(client.url))
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:

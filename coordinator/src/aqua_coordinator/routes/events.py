@@ -39,9 +39,7 @@ async def stream_events(
     last_event_id: Annotated[
         str | None,
         Header(
-            alias="Last-Event-ID",
-            pattern=EVENT_ID_PATTERN,
-            description="Go on after this event.",
+            alias="Last-Event-ID", pattern=EVENT_ID_PATTERN, description="Go on after this event."
         ),
     ] = None,
 ) -> EventStream:

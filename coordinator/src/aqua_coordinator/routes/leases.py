@@ -35,17 +35,12 @@ LeaseCursor = Annotated[
 @router.post("", status_code=201)
 @hot
 async def grant_lease(
-    body: LeaseRequest,
-    caller: CallerDep,
-    services: ServicesDep,
-    idempotency_key: IdempotencyKey,
+    body: LeaseRequest, caller: CallerDep, services: ServicesDep, idempotency_key: IdempotencyKey
 ) -> LeaseGrant:
     """Ask for memory of a producer; safe to repeat under the same Idempotency-Key."""
     caller.require(Role.CONSUMER, member=body.consumer_id)
     grant = await services.ledger.grant_lease(
-        body,
-        idempotency_key=idempotency_key,
-        attach_window_s=services.settings.attach_window_s,
+        body, idempotency_key=idempotency_key, attach_window_s=services.settings.attach_window_s
     )
     return LeaseGrant(
         lease=grant.lease,

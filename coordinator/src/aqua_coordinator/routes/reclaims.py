@@ -14,10 +14,7 @@ router = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
 
 @router.post("", status_code=201)
 async def open_reclaim(
-    body: ReclaimRequest,
-    caller: CallerDep,
-    services: ServicesDep,
-    idempotency_key: IdempotencyKey,
+    body: ReclaimRequest, caller: CallerDep, services: ServicesDep, idempotency_key: IdempotencyKey
 ) -> ReclaimView:
     """Ask a producer to take memory back; it learns of it in the answer to its next report."""
     caller.require(Role.OPERATOR)

@@ -13,14 +13,7 @@ from typing import Any, Final, TypeVar
 from aqua_protocol import BooksRebuildingError, TransportKind
 from aqua_protocol.errors import ERRORS_BY_CODE, AquaError
 from aqua_protocol.lease import LEASE, LeaseState
-from aqua_protocol.leases import (
-    Event,
-    EventKind,
-    LeaseView,
-    Pairing,
-    PlacementPlan,
-    ReclaimView,
-)
+from aqua_protocol.leases import Event, EventKind, LeaseView, Pairing, PlacementPlan, ReclaimView
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
 
 RowT = TypeVar("RowT")
@@ -144,9 +137,7 @@ def rows(read: Callable[[Any], RowT]) -> Callable[[Sequence[Any]], list[RowT]]:
     return lambda answer: [read(row) for row in answer[1]]
 
 
-def page(
-    read: Callable[[Any], RowT],
-) -> Callable[[Sequence[Any]], tuple[list[RowT], str | None]]:
+def page(read: Callable[[Any], RowT]) -> Callable[[Sequence[Any]], tuple[list[RowT], str | None]]:
     """Read an answer that is a list of rows, and the cursor to go on from (None at the end)."""
     return lambda answer: ([read(row) for row in answer[1]], text(answer[2]) or None)
 
