@@ -55,7 +55,7 @@ SINGLE_ROUNDS: Final = 40
 PAIR_ROUNDS: Final = 2_400
 """Servers x rounds of two-group exchanges per start: half a second; doubled, a second."""
 
-ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), (0.75, 2, 8.0), (0.75, 2, 8.0), (2.5, 2, 8.0))
+ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), *((0.75, 2, 8.0),) * 2, *((2.5, 2, 8.0),) * 2)
 """How far memory (in HBMs of a GPU) and count may exceed the best's, and how many GB a pair of
 servers may get worse, start after start: what the last groups need to change places is found beyond
 the balance, and the balance is regained after."""
