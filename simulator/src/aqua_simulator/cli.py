@@ -166,7 +166,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         str, typer.Option(help="Who holds memory: fcfs, cfs or first-token (best for ours too).")
     ] = "fcfs",
     slice_iterations: Annotated[
-        int, typer.Option("--slice", help="Engine steps of a turn.", min=1)
+        int, typer.Option("--slice", help="Engine steps of a turn.", min=1, max=10_000)
     ] = 5,
     fcfs_on_host: Annotated[
         bool, typer.Option("--fcfs-on-host", help="Preempt none while contexts go to DRAM.")
