@@ -71,9 +71,6 @@ class Listing(Generic[PageT, EntryT]):
         return replace(self.first, params={**self.first.params, "cursor": page.next_cursor})
 
 
-# --- Members ------------------------------------------------------------------------------
-
-
 def report_producer(report: members.ProducerReport) -> Call[members.ProducerAck]:
     """Tell the books a producer's full state; sent once."""
     return _call("PUT", f"/v1/producers/{report.producer_id}", members.ProducerAck, report)
@@ -127,9 +124,6 @@ def list_offers() -> Listing[members.OfferPage, members.OfferView]:
 def update_offer(producer_id: str, update: members.OfferUpdate) -> Call[members.OfferView]:
     """Change an offer between two reports; sent once."""
     return _call("PUT", f"/v1/offers/{producer_id}", members.OfferView, update)
-
-
-# --- Leases and reclaims ------------------------------------------------------------------
 
 
 def grant_lease(
@@ -207,9 +201,6 @@ def list_reclaims() -> Listing[leases.ReclaimPage, leases.ReclaimView]:
     return _pages("/v1/reclaims", leases.ReclaimPage, lambda page: page.reclaims)
 
 
-# --- Plans, profiles, health --------------------------------------------------------------
-
-
 def put_placements(plan: leases.PlacementPlan) -> Call[leases.PlacementPlan]:
     """Replace the plan that new leases follow, as an operator."""
     return _call("PUT", "/v1/placements", leases.PlacementPlan, plan, repeatable=True)
@@ -249,9 +240,6 @@ def healthz() -> Call[leases.Health]:
 def readyz() -> Call[leases.Health]:
     """Ask whether the store answers and takes writes; needs no token."""
     return _get("/readyz", leases.Health)
-
-
-# --- Shapes -------------------------------------------------------------------------------
 
 
 def _call(

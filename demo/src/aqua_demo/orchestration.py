@@ -172,8 +172,6 @@ class DemoRun:
             prompt_tokens=self._scale.prompt_tokens,
         )
 
-    # --- Listening ---------------------------------------------------------------------
-
     def _result(self, group: ProcessGroup, name: str) -> ConsumerResult:
         """Listen until the named child has reported its result."""
         self._listen_until(group, lambda: name in self._results)
@@ -227,8 +225,6 @@ class DemoRun:
             name == "producer" and self._phase is DemoPhase.VERIFY
         ):
             raise group.died(name)
-
-    # --- The story ---------------------------------------------------------------------
 
     def _enter(self, phase: DemoPhase) -> None:
         self._phase = phase

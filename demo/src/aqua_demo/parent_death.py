@@ -18,11 +18,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with(parent_pid: int) -> None:
-    """Ask the kernel for SIGTERM when the parent's main thread ends.
-
-    Args:
-        parent_pid: The parent as it was when it started us; if it is gone already, so are we.
-    """
+    """Ask the kernel for SIGTERM when the parent's main thread ends; if it has, end now."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         error = ctypes.get_errno()

@@ -37,11 +37,7 @@ class PhaseSpan:
 
 @dataclass(slots=True)
 class RunRecord:
-    """The record of one run.
-
-    Attributes:
-        started_s: CLOCK_MONOTONIC at the beginning; all other times count from there.
-    """
+    """The record of one run, in seconds since `started_s`, which is by CLOCK_MONOTONIC."""
 
     started_s: float
     producer: deque[ProducerSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))

@@ -138,11 +138,9 @@ def summary(report: DemoReport) -> RenderableType:
     table.add_row("Tokens/s", ", ".join(rates))
     table.add_row("Uninterrupted", f"{report.reference_tokens_per_s:.1f}, on the own device alone")
     claims = [
-        Text.assemble(
-            ("✓ ", "green") if claim.holds else ("✗ ", "red"),
-            claim.text,
-            "" if claim.holds else f": {claim.reason}",
-        )
+        Text.assemble(("✓ ", "green"), claim.text)
+        if claim.holds
+        else Text.assemble(("✗ ", "red"), f"{claim.text}: {claim.reason}")
         for claim in report.claims
     ]
     return Group(Text("What the run showed", "bold"), *claims, table, Text(report.remark))
