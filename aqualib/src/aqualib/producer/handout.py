@@ -95,9 +95,6 @@ class Handouts:
         self._broke_off = broke_off
         self._threads: dict[Peer, threading.Thread] = {}
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     def start(self, peer: Peer, handout: Handout) -> None:
         """Begin; under the lock."""
         name = f"aqua-handout-{handout.welcome.lease_id}"

@@ -33,7 +33,7 @@ from aqualib.transports.base import (
     require_multiple,
 )
 from aqualib.transports.cuda_copier import CudaSide
-from aqualib.transports.cuda_driver import CudaDevice, CudaError
+from aqualib.transports.cuda_driver import CudaError
 
 PAYLOAD: Final = struct.Struct("<Q40s")
 """Size in bytes; UUID of the GPU that holds the memory, `GPU-` and 36 characters."""
@@ -89,9 +89,11 @@ class CudaVmmTransport(CudaSide):
     def open(self, handle: Handle, nbytes: int) -> MappedSlab:
         gpu = self._gpu
         with handle, contextlib.ExitStack() as undo:
-            if handle.fd is None:
-                raise TransportError("a VMM slab came without its descriptor")
-            home_uuid = _read_payload(handle.payload, nbytes)
+            if handle.fd is None or len(handle.payload) != PAYLOAD.size:
+                raise TransportError("not the handle of a VMM slab")
+            size, raw_uuid = PAYLOAD.unpack(handle.payload)
+            require_announced(size, nbytes)
+            home_uuid = raw_uuid.decode("ascii", "replace")
             try:
                 memory = gpu.import_fd(handle.fd)
             except CudaError as error:
@@ -102,28 +104,15 @@ class CudaVmmTransport(CudaSide):
                     **error.details,
                 ) from error
             try:
-                _require_reach(gpu, memory, home_uuid)
+                home = gpu.home_of(memory)
+                if not gpu.can_access(home):
+                    raise TransportError(
+                        f"cuda:{gpu.ordinal} cannot reach the memory of {home_uuid} (cuda:{home})",
+                        remedy="Lend only between GPUs joined by NVLink or with PCIe peer access; "
+                        "`nvidia-smi topo -p2p r` shows which are.",
+                    )
                 address = gpu.map(memory, nbytes)
             finally:
                 gpu.release(memory)  # The mapping keeps it.
             undo.callback(gpu.unmap, address, nbytes)
             return MappedSlab(address, nbytes, self._device, undo)
-
-
-def _read_payload(payload: bytes, nbytes: int) -> str:
-    """The UUID of the GPU that holds the slab, once its size is the announced one."""
-    if len(payload) != PAYLOAD.size:
-        raise TransportError(f"not the payload of a VMM slab: {len(payload)} bytes")
-    size, raw = PAYLOAD.unpack(payload)
-    require_announced(size, nbytes)
-    return str(raw.decode("ascii", "replace"))
-
-
-def _require_reach(gpu: CudaDevice, memory: int, home_uuid: str) -> None:
-    home = gpu.home_of(memory)
-    if not gpu.can_access(home):
-        raise TransportError(
-            f"cuda:{gpu.ordinal} cannot reach the memory of {home_uuid} (cuda:{home})",
-            remedy="Lend only between GPUs joined by NVLink or with PCIe peer access; "
-            "`nvidia-smi topo -p2p r` shows which are.",
-        )
