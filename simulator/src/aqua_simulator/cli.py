@@ -107,11 +107,7 @@ def evaluate(
             "the fit has seen every row of the folder",
             remedy="Give other rows, or fit with --hold-out.",
         )
-    levels = {
-        level: overall(scores, level)
-        for level in ("operator", "linear", "composite")
-        if any(one.level == level for one in scores)
-    }
+    levels = {level: overall(scores, level) for level in dict.fromkeys(one.level for one in scores)}
     if plot is not None:
         from aqua_simulator.plots import draw_scores
 
@@ -295,18 +291,16 @@ def replay(
             time_of = calibrate(recording, time_of, first=calibrate_on)
         served, engine = simulate(recording, time_of)
         rows = compare(recording, served)
-        document.append(
-            {
-                "gpu": recording.gpu,
-                "model": recording.model_key,
-                "request_count": len(recording.served),
-                "calibrated_on_first": calibrate_on,
-                "host_overhead_s": time_of.overhead_s,
-                "steps": engine.step_count,
-                "preemptions": engine.preemption_count,
-                "rows": rows,
-            }
-        )
+        found = {
+            "gpu": recording.gpu,
+            "model": recording.model_key,
+            "request_count": len(recording.served),
+            "calibrated_on_first": calibrate_on,
+            "host_overhead_s": time_of.overhead_s,
+            "steps": engine.step_count,
+            "preemptions": engine.preemption_count,
+        }
+        document.append({**found, "rows": rows})
         if plot is not None:
             from aqua_simulator.plots import draw_latencies
 
@@ -317,13 +311,8 @@ def replay(
                 f"overhead {time_of.overhead_s * 1e3:.2f} ms from the first {calibrate_on:.0%}",
                 ("", "recorded", "simulated", "difference, %"),
                 [
-                    (
-                        row["name"],
-                        f"{row['recorded']:.4g}",
-                        f"{row['simulated']:.4g}",
-                        f"{row['difference_percent']:+.2f}",
-                    )
-                    for row in rows
+                    (name, f"{real:.4g}", f"{ours:.4g}", f"{off:+.2f}")
+                    for name, real, ours, off in (row.values() for row in rows)
                 ],
             )
     if as_json:

@@ -35,8 +35,6 @@ def workloads(draw: st.DrawFn) -> OfflineWorkload:
         leaf=np.arange(node_count, node_count + request_count),
         output_tokens=np.array(outputs),
         known_output=np.array([output >= 200 for output in outputs]),
-        source=np.zeros(request_count, dtype=np.int64),
-        source_names=("random",),
     )
 
 

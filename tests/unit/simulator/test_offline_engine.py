@@ -28,8 +28,6 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], *, shared: int = 0)
         leaf=np.arange(1, count + 1),
         output_tokens=np.array(outputs),
         known_output=np.zeros(count, dtype=bool),
-        source=np.zeros(count, dtype=np.int64),
-        source_names=("test",),
     )
 
 
@@ -102,8 +100,6 @@ def test_a_prefix_evicted_between_its_users_is_computed_again() -> None:
         leaf=np.array([1, 3, 2]),
         output_tokens=np.array([2, 2, 2]),
         known_output=np.zeros(3, dtype=bool),
-        source=np.zeros(3, dtype=np.int64),
-        source_names=("test",),
     )
     policy = InOrder(3, budget=2000, at_once=1)
 
@@ -179,7 +175,7 @@ def test_usage_adds_up_to_the_run() -> None:
     result, _ = serve(workload([100] * 30, [30] * 30))
     assert result.usage["step_count"].sum() == result.step_count
     assert result.usage["compute_s"].sum() == pytest.approx(result.compute_s)
-    assert result.usage["elapsed_s"].sum() == pytest.approx(result.makespan_s)
+    assert result.usage["memory_s"].sum() == pytest.approx(result.memory_s)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +183,11 @@ def test_usage_adds_up_to_the_run() -> None:
     [
         ({"output_tokens": np.array([0])}, "at least 1"),
         ({"node_parent": np.array([-1, 1])}, "lower index"),
-        ({"source": np.array([0, 0])}, "source has 2 rows"),
+        ({"known_output": np.array([0, 0])}, "known_output has 2 rows"),
     ],
 )
 def test_a_workload_that_is_no_tree_is_refused(
     change: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(workload([10], [10]), **change)  # type: ignore[arg-type]  # one field a case
+        replace(workload([10], [10]), **change)

@@ -38,7 +38,7 @@ class OfflineResult:
         retraction_count: Requests thrown out of memory.
         peak_kv_tokens: Highest physical occupation, cached prefixes included.
         finish_s: When each request ended, shape (num_requests,).
-        usage: Sums over `usage_stride` steps, rows with the fields of `state.Usage`.
+        usage: Sums over some steps each, rows with the fields of `state.Usage`.
         policy_s: Real seconds of each call of the policy; empty unless it was measured.
     """
 
@@ -53,7 +53,6 @@ class OfflineResult:
     peak_kv_tokens: int
     finish_s: Float64[np.ndarray, " requests"]
     usage: Shaped[np.ndarray, " bins"]
-    usage_stride: int
     policy_s: Float64[np.ndarray, " steps"]
 
     @property
@@ -184,6 +183,5 @@ def run(
         peak_kv_tokens=after.peak_resident_tokens,
         finish_s=state.finish_s,
         usage=usage[usage["step_count"] > 0],
-        usage_stride=usage_stride,
         policy_s=np.asarray(policy_s),
     )

@@ -299,8 +299,6 @@ def _step(state: EngineState, budget: int, cost: StepCost, usage_stride: int) ->
     row.step_count += 1
     row.compute_s += compute
     row.memory_s += memory
-    row.elapsed_s += spent
-    row.resident_tokens += count.resident_tokens
     _finish_due(state)
 
 

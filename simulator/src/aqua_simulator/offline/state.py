@@ -28,7 +28,7 @@ DECODING: Final = 2
 DONE: Final = 3
 
 USAGE_BINS: Final = 8192
-"""Rows of the usage series; a longer run ends in one long last row. Doubled, the series takes 320
+"""Rows of the usage series; a longer run ends in one long last row. Doubled, the series takes 192
 KiB more."""
 
 
@@ -72,13 +72,11 @@ class Counters:
 
 @dataclass(slots=True)
 class Usage:
-    """Sums over some steps: how many, their times, and what was in memory."""
+    """Sums over some steps: how many, and their times."""
 
     step_count: float
     compute_s: float
     memory_s: float
-    elapsed_s: float
-    resident_tokens: float
 
 
 class EngineState(NamedTuple):

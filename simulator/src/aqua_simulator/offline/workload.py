@@ -29,7 +29,6 @@ class OfflineWorkload:
         output_tokens: Tokens that each request will generate, shape (num_requests,), at least 1.
         known_output: Whether the length is known in advance (generation media), shape
             (num_requests,).
-        source: Index into `source_names` of each request, shape (num_requests,).
     """
 
     node_parent: Int64[np.ndarray, " nodes"]
@@ -37,14 +36,12 @@ class OfflineWorkload:
     leaf: Int64[np.ndarray, " requests"]
     output_tokens: Int64[np.ndarray, " requests"]
     known_output: Bool[np.ndarray, " requests"]
-    source: Int64[np.ndarray, " requests"]
-    source_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
         count = len(self.leaf)
         if count == 0:
             raise ConfigError("the workload has no requests", remedy="Add at least one request.")
-        for name in ("output_tokens", "known_output", "source"):
+        for name in ("output_tokens", "known_output"):
             if len(getattr(self, name)) != count:
                 raise ConfigError(f"{name} has {len(getattr(self, name))} rows, leaf has {count}")
         if np.any(self.output_tokens < 1) or np.any(self.node_tokens < 0):

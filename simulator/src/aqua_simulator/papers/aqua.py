@@ -4,19 +4,9 @@ A `BurstExperiment` is one of the paper: 25 requests at the stable rate, the rat
 a minute, then 25 more at the stable rate (the burst's overflow goes to new instances by then, as in
 section 9.1). The policies are those of `aqua_schedulers.cfs`.
 
-What the paper leaves open, and what we chose:
-
-- The stable rate: the highest at which requests under first come, first served wait a second on
-  average before their prompt is begun, what section 4.1 allows to the first token; found by
-  bisection.
-- The KV memory: what 0.9 of the HBM leaves beside the weights (0.95 for Yi-34B, whose weights leave
-  nothing useful at 0.9).
-- The slice: 5 iterations. The chunk: 512 tokens (section 4.1).
-- Copies come on top of computation, as section 8 pages at iteration boundaries.
-- Arrivals are Poisson; every number is a mean over seeds.
-
+What the paper leaves open, and what we chose, is in `docs/simulation.md`, "Readings of Aqua".
 Step times are a roofline of the data sheet, so absolute times are rough; ratios between policies
-share them.
+share them. Arrivals are Poisson; every number is a mean over seeds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
 machine (Llama-3.1-8B on an A100 80GB, 20 GB for weights and buffers), and remembers its runs, so
 that figures of the same traces share them.
 
-What the paper leaves open, and what we chose: interference alpha 0.4 (with it DFS stands where the
-paper's numbers put it, at 0.72 to 0.74 of T_o); 400,000 requests; NanoFlow's dense batch of 2,048
-tokens for the baselines; sampling probability 0.01 (given); Algorithm 2's threshold 1 % of tokens.
+What the paper leaves open, and what we chose, is in `docs/simulation.md`, "Readings of BlendServe".
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ class Experiments:
     interference: float = INTERFERENCE
     progress: Callable[[str], None] = field(default=lambda _message: None, repr=False)
     _runs: dict[tuple[object, ...], TraceRun] = field(default_factory=dict, init=False, repr=False)
-    _drawn: tuple[tuple[object, ...], OfflineWorkload] | None = field(
-        default=None, init=False, repr=False
+    _drawn: dict[tuple[Trace, int], OfflineWorkload] = field(
+        default_factory=dict, init=False, repr=False
     )
 
     @cached_property
@@ -112,7 +110,7 @@ class Experiments:
     def workload(self, trace: Trace, request_count: int) -> OfflineWorkload:
         """The blend; only the last one is kept, it is large."""
         key = (trace, request_count)
-        if self._drawn is None or self._drawn[0] != key:
+        if key not in self._drawn:
             counts = blend_counts(
                 trace.source,
                 density=trace.density,
@@ -120,8 +118,8 @@ class Experiments:
                 request_count=request_count,
                 cost=self.cost,
             )
-            self._drawn = (key, draw(counts, seed=self.seed))
-        return self._drawn[1]
+            self._drawn = {key: draw(counts, seed=self.seed)}
+        return self._drawn[key]
 
     def run(
         self,

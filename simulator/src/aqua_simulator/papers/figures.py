@@ -8,7 +8,7 @@ lays the two beside each other.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -18,12 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.papers import aqua_figures, blendserve_figures
 from aqua_simulator.papers.blendserve import Experiments
-from aqua_simulator.papers.report import (
-    FigureMeasurement,
-    FigureRow,
-    PublishedRow,
-    Reproduction,
-)
+from aqua_simulator.papers.report import FigureMeasurement, FigureRow, PublishedRow, Reproduction
 from aqua_simulator.workloads.sources import SOURCES
 
 FIGURES: Final[Mapping[str, Callable[[Experiments], FigureMeasurement]]] = {
@@ -72,7 +67,10 @@ def reproduce(key: str, experiments: Experiments) -> Reproduction:
     printed, measured = published_figures()[key], FIGURES[key](experiments)
     rows, unmeasured = [], set(printed.rows)
     for name, ours in measured.values.items():
-        known = next((tail for tail in _tails(name) if tail in printed.rows), None)
+        # `Trace 1, gain` is a `gain`: the whole name, or what is left behind a comma.
+        parts = name.split(", ")
+        tails = (", ".join(parts[index:]) for index in range(len(parts)))
+        known = next((tail for tail in tails if tail in printed.rows), None)
         number = PublishedRow() if known is None else printed.rows[known]
         unit = printed.unit if number.unit is None else number.unit
         rows.append(FigureRow(**{**number.model_dump(), "name": name, "ours": ours, "unit": unit}))
@@ -98,11 +96,3 @@ def reproduce(key: str, experiments: Experiments) -> Reproduction:
         remarks=[*printed.remarks, *measured.remarks],
         draw=measured.draw,
     )
-
-
-def _tails(name: str) -> Iterator[str]:
-    """The name of a row, and what is left behind each comma: `Trace 1, gain` is a `gain`."""
-    yield name
-    _, comma, rest = name.partition(", ")
-    if comma:
-        yield from _tails(rest)

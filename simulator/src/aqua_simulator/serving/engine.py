@@ -300,9 +300,8 @@ class Engine:
         batch = ScheduledBatch(tuple(chunks), decoding, context, len(sampled))
         spent = self.time_of(batch)
         if self._copy_tokens and self.store is not None:
-            copy_s = (
-                self._copy_tokens * self.settings.kv_bytes_per_token / self.store.link_bytes_per_s
-            )
+            copied = self._copy_tokens * self.settings.kv_bytes_per_token
+            copy_s = copied / self.store.link_bytes_per_s
             with_copy = max(spent, copy_s) if self.store.is_overlapped else spent + copy_s
             self.copy_s += with_copy - spent
             spent = with_copy
@@ -336,10 +335,8 @@ class Engine:
 
     def _page_in(self, job: Job) -> None:
         assert self.store is not None
-        if job.preemption_count:
-            self.store.take(job.paged_tokens)
-        else:
-            self.store.read(job.paged_tokens)
+        # What was stored before the request came is a cached prefix, and stays stored.
+        self.store.take(job.paged_tokens, keep=job.preemption_count == 0)
         self._copy_tokens += job.paged_tokens
         job.computed_tokens = job.paged_tokens
         job.paged_tokens = 0

@@ -47,12 +47,9 @@ class PageStore:
         self.paged_out_tokens += tokens
         return True
 
-    def take(self, tokens: int) -> None:
-        """Give a context back."""
-        assert tokens <= self.used_tokens, (tokens, self.used_tokens)
-        self.used_tokens -= tokens
-        self.paged_in_tokens += tokens
-
-    def read(self, tokens: int) -> None:
-        """Copy in what stays stored: a cached prefix, which takes no room of preempted contexts."""
+    def take(self, tokens: int, *, keep: bool = False) -> None:
+        """Give a context back; one to keep is a cached prefix, which takes no room of the store."""
+        if not keep:
+            assert tokens <= self.used_tokens, (tokens, self.used_tokens)
+            self.used_tokens -= tokens
         self.paged_in_tokens += tokens

@@ -198,8 +198,7 @@ def compare(recording: Recording, served: Sequence[Served]) -> list[dict[str, An
 
 def iteration_time(folder: Path, recording: Recording, fit: Fit | None = None) -> IterationTime:
     """The recording's engine from kernel tables in the folder, or from a fit made before."""
-    prefix = f"{recording.gpu}/{recording.model_key}/"
     if fit is None:
-        mine = [group for group in read_folder(folder) if group.key.startswith(prefix)]
-        fit = fit_samples(mine)
+        prefix = f"{recording.gpu}/{recording.model_key}/"
+        fit = fit_samples(group for group in read_folder(folder) if group.key.startswith(prefix))
     return from_kernels(fit, recording.gpu, recording.model_key, recording.model)

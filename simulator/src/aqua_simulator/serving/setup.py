@@ -105,6 +105,18 @@ class EngineSpec:
                 f"{model.name} leaves no room for a KV cache on {self.width} x {gpu.name}",
                 remedy="Use more GPUs (--tp), larger ones, or a smaller model.",
             )
+        rates = {"none": 0.0, "dram": gpu.pcie_bytes_per_s, "peer": gpu.nvlink_bytes_per_s}
+        if self.page_to not in rates:
+            raise ConfigError(f"cannot page to {self.page_to!r}", remedy="none, dram or peer.")
+        store = None
+        if self.page_to != "none":
+            store = PageStore(
+                self.page_to,
+                self.page_bytes // model.kv_bytes_per_token,
+                rates[self.page_to] * self.width,
+                is_overlapped=self.copies_overlap,
+                location=PagingTier.HOST if self.page_to == "dram" else PagingTier.PEER,
+            )
         if fit is None:
             time_of = from_data_sheet(gpu, model, width=self.width)
         else:
@@ -114,21 +126,6 @@ class EngineSpec:
             settings,
             replace(time_of, overhead_s=self.overhead_s),
             PagedMemory(blocks),
-            self._store(model, gpu),
+            store,
             policy_named(self.policy, self.fair),
-        )
-
-    def _store(self, model: DecoderModel, gpu: GpuModel) -> PageStore | None:
-        rates = {"dram": gpu.pcie_bytes_per_s, "peer": gpu.nvlink_bytes_per_s}
-        if self.page_to == "none":
-            return None
-        if self.page_to not in rates:
-            raise ConfigError(f"cannot page to {self.page_to!r}", remedy="none, dram or peer.")
-        tokens = self.page_bytes // model.kv_bytes_per_token
-        return PageStore(
-            self.page_to,
-            tokens,
-            rates[self.page_to] * self.width,
-            is_overlapped=self.copies_overlap,
-            location=PagingTier.HOST if self.page_to == "dram" else PagingTier.PEER,
         )

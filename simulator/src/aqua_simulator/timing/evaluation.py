@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 
 from aqua_protocol.decoders import DECODERS, DecoderModel
 from aqua_simulator.timing.fit import Fit, joined
+from aqua_simulator.timing.interpolation import Curve
 from aqua_simulator.timing.iteration import KERNEL_OPERATORS, LINEAR_OPERATORS
 from aqua_simulator.timing.profiles import Samples
 
@@ -69,13 +71,9 @@ def evaluate(fit: Fit, samples: Iterable[Samples]) -> list[Score]:
     """
     unseen: dict[str, Samples] = {}
     for group in joined(samples):
-        if group.key not in fit:
-            continue
-        new = ~fit.was_fitted_on(group.key, group.variables, group.seconds)
-        if new.any():
-            unseen[group.key] = Samples(
-                group.key, group.kind, group.variables[new], group.seconds[new], group.file
-            )
+        new = fit.unseen(group)
+        if group.key in fit and len(new.seconds):
+            unseen[group.key] = new
     operators = [
         Score("operator", key, mape(fit[key](group.variables), group.seconds), len(group.seconds))
         for key, group in sorted(unseen.items())
@@ -121,66 +119,45 @@ def _linear_rows(fit: Fit, unseen: dict[str, Samples]) -> dict[str, _LinearRows]
         layer = LINEAR_OPERATORS if set(LINEAR_OPERATORS) <= names else KERNEL_OPERATORS
         if not set(layer) <= names:
             continue
-        by_operator = [_by_tokens(unseen[f"{prefix}/{name}"]) for name in layer]
-        shared = sorted(set.intersection(*(set(part) for part in by_operator)))
-        if shared:
-            at = np.array(shared)
-            predicted = np.sum([fit[f"{prefix}/{name}"](at[:, None]) for name in layer], axis=0)
-            measured = np.array([sum(part[tokens] for part in by_operator) for tokens in shared])
-            found[prefix] = _LinearRows(at, measured, predicted)
+        parts = [unseen[f"{prefix}/{name}"] for name in layer]
+        means = [Curve.fit(part.variables[:, 0], part.seconds) for part in parts]
+        shared = reduce(np.intersect1d, (curve.points for curve in means))
+        if len(shared):
+            predicted = np.sum([fit[part.key](shared[:, None]) for part in parts], axis=0)
+            measured = np.sum([curve(shared) for curve in means], axis=0)
+            found[prefix] = _LinearRows(shared, measured, predicted)
     return found
-
-
-def _by_tokens(group: Samples) -> dict[float, float]:
-    rows: dict[float, list[float]] = defaultdict(list)
-    for tokens, seconds in zip(group.variables[:, 0].tolist(), group.seconds.tolist(), strict=True):
-        rows[tokens].append(seconds)
-    return {tokens: float(np.mean(times)) for tokens, times in rows.items()}
 
 
 def _composites(
     fit: Fit, unseen: dict[str, Samples], linear: dict[str, _LinearRows]
 ) -> Iterable[Score]:
+    """Score linear operators and attention of the same steps together, per layer."""
     for prefix, rows in sorted(linear.items()):
         gpu, model_key, width_name = prefix.split("/")
         if model_key not in PROFILED_MODELS:
             continue
         model, width = PROFILED_MODELS[model_key], int(width_name.removeprefix("tp"))
         heads, kv_heads = model.head_count / width, max(1.0, model.kv_head_count / width)
-        for phase in ("decode", "prefill"):
-            group = unseen.get(f"{gpu}/{phase}_attention")
+        for phase in ("decode", "prefill", "mixed"):
+            owner = prefix if phase == "mixed" else gpu
+            group = unseen.get(f"{owner}/{phase}_attention")
             if group is None:
                 continue
-            batch, tokens, of_heads, of_kv = group.variables.T
-            mine = np.flatnonzero((of_heads == heads) & (of_kv == kv_heads))
-            step_tokens = batch if phase == "decode" else batch * tokens
-            score = _pair(fit, f"{prefix}/{phase}", rows, group, mine, step_tokens)
-            if score is not None:
-                yield score
-        mixed = unseen.get(f"{prefix}/mixed_attention")
-        if mixed is not None:
-            every = np.arange(len(mixed.seconds))
-            step_tokens = mixed.variables[:, 0] + mixed.variables[:, 2]
-            score = _pair(fit, f"{prefix}/mixed", rows, mixed, every, step_tokens)
-            if score is not None:
-                yield score
-
-
-def _pair(
-    fit: Fit,
-    name: str,
-    rows: _LinearRows,
-    attention: Samples,
-    chosen: Int[np.ndarray, " rows"],
-    step_tokens: Float64[np.ndarray, " rows"],
-) -> Score | None:
-    """Score linear operators and attention of the same steps together, per layer."""
-    pairs = [(int(index), rows.nearest(float(step_tokens[index]))) for index in chosen]
-    found = [(index, row) for index, row in pairs if row is not None]
-    if not found:
-        return None
-    of_attention = np.array([index for index, _ in found])
-    of_linear = np.array([row for _, row in found])
-    measured = attention.seconds[of_attention] + rows.measured[of_linear]
-    predicted = fit[attention.key](attention.variables[of_attention]) + rows.predicted[of_linear]
-    return Score("composite", name, mape(predicted, measured), len(found))
+            # Columns as in `profiles.VARIABLES`.
+            one, two, three, four = group.variables.T
+            mine = np.ones(len(one), bool)
+            if phase == "mixed":
+                step_tokens = one + three
+            else:
+                mine = (three == heads) & (four == kv_heads)
+                step_tokens = one if phase == "decode" else one * two
+            nearest = [(index, rows.nearest(step_tokens[index])) for index in np.flatnonzero(mine)]
+            pairs = [(index, row) for index, row in nearest if row is not None]
+            if not pairs:
+                continue
+            of_attention, of_linear = np.array(pairs).T
+            measured = group.seconds[of_attention] + rows.measured[of_linear]
+            attention = fit[group.key](group.variables[of_attention])
+            error = mape(attention + rows.predicted[of_linear], measured)
+            yield Score("composite", f"{prefix}/{phase}", error, len(pairs))

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 
 from aqua_cli.files import write_text
 from aqua_protocol.errors import ConfigError
@@ -79,34 +79,18 @@ class Fit:
     def __contains__(self, key: str) -> bool:
         return key in self.functions
 
-    def was_fitted_on(
-        self,
-        key: str,
-        variables: Float64[np.ndarray, "rows variables"],
-        seconds: Float64[np.ndarray, " rows"],
-    ) -> Bool[np.ndarray, " rows"]:
-        """Whether the function was fitted on each of these measured rows, shape (num_rows,)."""
-        rows = self.seen.get(key, frozenset())
-        return np.array(
-            [
-                _fingerprint(point, time) in rows
-                for point, time in zip(variables, seconds, strict=True)
-            ]
-        )
+    def unseen(self, samples: Samples) -> Samples:
+        """The rows that the function was not fitted on."""
+        seen = self.seen.get(samples.key, frozenset())
+        return samples.only(np.array([row not in seen for row in _fingerprints(samples)], bool))
 
     def save(self, path: Path) -> None:
         """Write the file; gzip if its name ends so."""
         document = {
             "format": FORMAT,
             "functions": [
-                {
-                    "key": function.key,
-                    "kind": function.kind,
-                    "file": function.file,
-                    "row_count": function.row_count,
-                    **_arrays(function.shape),
-                }
-                for function in self.functions.values()
+                {name: getattr(one, name) for name in _FACTS} | _arrays(one.shape)
+                for one in self.functions.values()
             ],
             "seen": {key: sorted(rows) for key, rows in self.seen.items()},
         }
@@ -129,13 +113,7 @@ class Fit:
                     f"{path} has format {document['format']}, not {FORMAT}", remedy=_REFIT
                 )
             functions = {
-                entry["key"]: Fitted(
-                    entry["key"],
-                    entry["kind"],
-                    entry["file"],
-                    entry["row_count"],
-                    _shape(entry),
-                )
+                entry["key"]: Fitted(**{name: entry[name] for name in _FACTS}, shape=_shape(entry))
                 for entry in document["functions"]
             }
             seen = {
@@ -145,6 +123,9 @@ class Fit:
             raise ConfigError(f"{path} is not a fit: {error}", remedy=_REFIT) from error
         return cls(functions, seen)
 
+
+_FACTS: Final = ("key", "kind", "file", "row_count")
+"""What the file keeps of a function beside its arrays."""
 
 _REFIT: Final = "Make one with `aqua-sim fit DIR -o FILE`."
 
@@ -162,8 +143,10 @@ def _shape(entry: dict[str, Any]) -> Curve | Surface:
     )
 
 
-def _fingerprint(point: Float64[np.ndarray, " variables"], seconds: float) -> tuple[float, ...]:
-    return (*point.tolist(), float(f"{seconds:.9g}"))
+def _fingerprints(samples: Samples) -> Iterator[tuple[float, ...]]:
+    """Variables and seconds of each row, as the file keeps them."""
+    for point, seconds in zip(samples.variables.tolist(), samples.seconds.tolist(), strict=True):
+        yield (*point, float(f"{seconds:.9g}"))
 
 
 def joined(samples: Iterable[Samples]) -> list[Samples]:
@@ -190,7 +173,7 @@ def fit_samples(samples: Iterable[Samples], *, hold_out: int = 0) -> Fit:
         hold_out: Leave every k-th row of each function aside; 0 uses all.
 
     Raises:
-        ConfigError: A surface with too few rows.
+        ConfigError: A surface with too few rows, or times that are not positive.
     """
     functions: dict[str, Fitted] = {}
     seen: dict[str, frozenset[tuple[float, ...]]] = {}
@@ -199,19 +182,17 @@ def fit_samples(samples: Iterable[Samples], *, hold_out: int = 0) -> Fit:
         keep = np.ones(len(group.seconds), dtype=bool)
         if hold_out:
             keep[hold_out - 1 :: hold_out] = False
-        variables, seconds = group.variables[keep], group.seconds[keep]
+        rows = group.only(keep)
         shape: Curve | Surface
-        if group.kind in CURVES:
-            shape = Curve.fit(variables[:, 0], seconds)
-        elif len(seconds) > NEIGHBOURS:
-            shape = Surface.fit(variables, work(group.kind, variables), seconds)
+        if rows.kind in CURVES:
+            shape = Curve.fit(rows.variables[:, 0], rows.seconds)
+        elif len(rows.seconds) > NEIGHBOURS and np.all(rows.seconds > 0.0):
+            shape = Surface.fit(rows.variables, work(rows.kind, rows.variables), rows.seconds)
         else:
             raise ConfigError(
-                f"{group.file}: {len(seconds)} rows are too few for {group.key}",
-                remedy=f"A function of several variables needs more than {NEIGHBOURS} rows.",
+                f"{rows.file}: too few rows for {rows.key}, or times of 0",
+                remedy=f"It needs more than {NEIGHBOURS} rows of positive times.",
             )
-        functions[group.key] = Fitted(group.key, group.kind, group.file, len(seconds), shape)
-        seen[group.key] = frozenset(
-            _fingerprint(point, time) for point, time in zip(variables, seconds, strict=True)
-        )
+        functions[rows.key] = Fitted(rows.key, rows.kind, rows.file, len(rows.seconds), shape)
+        seen[rows.key] = frozenset(_fingerprints(rows))
     return Fit(functions, seen)

@@ -15,8 +15,9 @@ Nothing here knows what is measured; `profiles` names the variables and the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
@@ -88,23 +89,6 @@ def non_negative_fit(
 
 
 @compiled
-def _first_unknown(
-    matrix: Float64[np.ndarray, "size size"], right: Float64[np.ndarray, " size"]
-) -> float:
-    """The first unknown of a symmetric positive definite system, by elimination from the last.
-
-    Numba's own solver wants scipy; at five unknowns the elimination is all there is to it.
-    """
-    for pivot in range(len(right) - 1, 0, -1):
-        for row in range(pivot):
-            factor = matrix[row, pivot] / matrix[pivot, pivot]
-            right[row] -= factor * right[pivot]
-            for column in range(pivot):
-                matrix[row, column] -= factor * matrix[pivot, column]
-    return float(right[0] / matrix[0, 0])
-
-
-@compiled
 def _regress(
     rows: Float64[np.ndarray, "rows variables"],
     residual: Float64[np.ndarray, " rows"],
@@ -137,7 +121,7 @@ def _regress(
                 normal[i, j] += weight * term[i] * term[j]
     for i in range(1, size + 1):
         normal[i, i] += RIDGE
-    return _first_unknown(normal, right)
+    return float(np.linalg.solve(normal, right)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +137,6 @@ class Surface:
     coefficients: Float64[np.ndarray, " terms"]
     rows: Float64[np.ndarray, "rows variables"]
     residual: Float64[np.ndarray, " rows"]
-    _memory: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def fit(
@@ -162,16 +145,8 @@ class Surface:
         work: Float64[np.ndarray, "rows terms"],
         seconds: Float64[np.ndarray, " rows"],
     ) -> Surface:
-        """Fit to measured rows; needs more rows than a regression has neighbours.
-
-        Raises:
-            ConfigError: Too few rows, or times that are not positive.
-        """
-        if len(seconds) <= NEIGHBOURS or np.any(seconds <= 0.0):
-            raise ConfigError(
-                f"a surface needs more than {NEIGHBOURS} rows of positive times",
-                remedy="Profile more points, or remove the file.",
-            )
+        """Fit to measured rows, more of them than a regression has neighbours."""
+        assert len(seconds) > NEIGHBOURS, len(seconds)
         coefficients = non_negative_fit(work, seconds)
         residual = np.log(seconds / (work @ coefficients))
         # Rounded here, so that a fit read back from its file is the same to the last bit.
@@ -190,21 +165,20 @@ class Surface:
         """
         low, high = self._range
         queries = np.clip(np.log1p(variables), low, high)
-        bend = np.array([self._at(tuple(query)) for query in queries])
+        bend = np.array([self._bend(tuple(query)) for query in queries])
         return np.asarray((work @ self.coefficients) * np.exp(bend), dtype=np.float64)
 
     @cached_property
     def _range(self) -> tuple[Float64[np.ndarray, " variables"], Float64[np.ndarray, " variables"]]:
         return self.rows.min(axis=0), self.rows.max(axis=0)
 
-    def _at(self, query: tuple[float, ...]) -> float:
-        if query not in self._memory:
-            if len(self._memory) >= MEMORY_LIMIT:
-                self._memory.clear()
-            self._memory[query] = _regress(self.rows, self.residual, np.array(query))
-        return self._memory[query]
+    @cached_property
+    def _bend(self) -> Callable[[tuple[float, ...]], float]:
+        """The regression at a point; engines ask for the same small batches again and again."""
+        return lru_cache(MEMORY_LIMIT)(
+            lambda query: _regress(self.rows, self.residual, np.array(query))
+        )
 
 
 MEMORY_LIMIT: Final = 1 << 18
-"""Regressions remembered per surface: engines ask for the same small batches again and again.
-Doubled, a surface may take 40 MB more."""
+"""Regressions remembered per surface. Doubled, a surface may take 40 MB more."""

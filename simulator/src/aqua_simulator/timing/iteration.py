@@ -1,12 +1,11 @@
 """Time of one engine iteration: linear operators, attention, communication, host.
 
-An iteration processes `T` tokens at once: one per decoding request and the chunks of prompts that
-are being prefilled. Its GPU time is
+An iteration processes `T` tokens at once, one per decoding request and chunks of prompts, in
 
     layers x (linear(T) + prefill attention + decode attention + 2 all-reduces) + embedding, head
 
-and the engine adds one host overhead per step, the only number that is calibrated on a real run
-(tables know kernels, not Python). Three ways to the parts, best first:
+and one host overhead, the only number that is calibrated on a real run. Three ways to the parts,
+best first:
 
 - `from_kernels`: one model's own tables (LLMServingSim): operators, mixed attention, head.
 - `from_operators`: a profiled model's linear operators (Vidur) with a GPU's attention surfaces and
@@ -103,13 +102,10 @@ class IterationTime:
     head: Callable[[int], float]
     overhead_s: float = 0.0
 
-    def gpu_s(self, batch: ScheduledBatch) -> float:
-        """Time on the GPU."""
-        return self.linear(batch.tokens) + self.attention(batch) + self.head(batch.sampled_count)
-
     def __call__(self, batch: ScheduledBatch) -> float:
         """Time of the whole step."""
-        return self.gpu_s(batch) + self.overhead_s
+        gpu_s = self.linear(batch.tokens) + self.attention(batch) + self.head(batch.sampled_count)
+        return gpu_s + self.overhead_s
 
 
 def from_kernels(fit: Fit, gpu: str, model_key: str, model: DecoderModel) -> IterationTime:
@@ -162,8 +158,7 @@ def from_operators(
     """Take the times from a profiled model's operators and a GPU's attention and all-reduce.
 
     Args:
-        gpu: As in the file names, for example `a100`.
-        model_key: As in the file names, for example `Meta-Llama-3-8B`.
+        gpu, model_key: As in the file names, for example `a100` and `Meta-Llama-3-8B`.
         width: Tensor-parallel GPUs; one of those profiled.
 
     Raises:
@@ -176,7 +171,7 @@ def from_operators(
     @lru_cache(maxsize=1 << 16)
     def linear(tokens: int) -> float:
         layer = sum(operator.at(tokens) for operator in operators)
-        layer += all_reduce_s(fit, gpu, model, width, tokens)
+        layer += _all_reduce_s(fit, gpu, model, width, tokens)
         return model.layer_count * layer + embedding.at(tokens)
 
     def head(_sampled: int) -> float:
@@ -208,7 +203,7 @@ def from_shapes(fit: Fit, gpu: str, model: DecoderModel, *, width: int = 1) -> I
     @lru_cache(maxsize=1 << 16)
     def linear(tokens: int) -> float:
         layer = sum(gemm.at(tokens, out, into) for out, into in matrices)
-        return model.layer_count * (layer + all_reduce_s(fit, gpu, model, width, tokens))
+        return model.layer_count * (layer + _all_reduce_s(fit, gpu, model, width, tokens))
 
     @lru_cache(maxsize=1 << 16)
     def head(sampled: int) -> float:
@@ -263,7 +258,7 @@ def from_data_sheet(gpu: GpuModel, model: DecoderModel, *, width: int = 1) -> It
     )
 
 
-def all_reduce_s(fit: Fit, gpu: str, model: DecoderModel, width: int, tokens: int) -> float:
+def _all_reduce_s(fit: Fit, gpu: str, model: DecoderModel, width: int, tokens: int) -> float:
     """Two all-reduces of a layer's output, one after attention and one after the MLP."""
     if width == 1:
         return 0.0

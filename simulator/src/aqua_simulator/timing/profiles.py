@@ -4,7 +4,6 @@ A folder of profiles is recognised by file names, as they come from their source
 
 - `vidur_<gpu>_<model>_mlp`: every linear operator of one layer against tokens, per tensor-parallel
   width (Vidur).
-- `vidur_net_<node>_{all_reduce,send_recv}`: collectives against bytes (Vidur).
 - `aic_<gpu>_{gemm,context_attention,generation_attention,custom_allreduce}_perf`: vLLM's kernels
   (aiconfigurator).
 - `lss_<gpu>_<model>_{dense,attention,per_sequence}`: one model's kernels (LLMServingSim).
@@ -19,13 +18,13 @@ import csv
 import gzip
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from aqua_protocol.errors import ConfigError
 
@@ -54,6 +53,10 @@ class Samples:
     seconds: Float64[np.ndarray, " rows"]
     file: str
 
+    def only(self, rows: Bool[np.ndarray, " rows"]) -> Samples:
+        """These rows of it, shape (num_rows,)."""
+        return replace(self, variables=self.variables[rows], seconds=self.seconds[rows])
+
 
 VARIABLES: Final[dict[str, tuple[str, ...]]] = {
     "tokens": ("tokens",),
@@ -77,8 +80,7 @@ def work(
     Returns:
         Shape (num_rows, num_terms).
     """
-    v = variables.T
-    one = np.ones(len(variables))
+    v, one = variables.T, np.ones(len(variables))
     terms: dict[str, Callable[[], tuple[Float64[np.ndarray, " rows"], ...]]] = {
         "gemm": lambda: (one, v[0] * v[1] * v[2], v[0] * v[1], v[0] * v[2], v[1] * v[2]),
         "prefill_attention": lambda: (
@@ -88,14 +90,7 @@ def work(
             v[0] * v[1] * v[3],
         ),
         "decode_attention": lambda: (one, v[0], v[0] * v[1] * v[3], v[0] * v[1] * v[2]),
-        "mixed_attention": lambda: (
-            one,
-            v[0],
-            v[0] * (v[1] + v[0] / 2),
-            v[1],
-            v[2],
-            v[2] * v[3],
-        ),
+        "mixed_attention": lambda: (one, v[0], v[0] * (v[1] + v[0] / 2), v[1], v[2], v[2] * v[3]),
     }
     return np.stack(terms[kind](), axis=1)
 
@@ -118,18 +113,18 @@ def read_folder(folder: Path) -> list[Samples]:
     found: list[Samples] = []
     for path in sorted(folder.iterdir()):
         name = path.name.removesuffix(".gz").removesuffix(".csv")
-        for pattern, reader in _READERS:
-            match = pattern.fullmatch(name)
+        for table in _TABLES:
+            match = re.fullmatch(table.file, name)
             if match and path.name != name:
                 try:
-                    found += reader(path, match)
+                    found += table.samples(path, match)
                 except KeyError as missing:
                     raise ConfigError(
                         f"{path.name}: no column {missing}",
                         remedy="Keep the columns of the source; see the names of this module.",
                     ) from missing
     if not found:
-        remedy = f"Known names: {', '.join(pattern.pattern for pattern, _ in _READERS)}."
+        remedy = f"Known names: {', '.join(table.file for table in _TABLES)}."
         raise ConfigError(f"no profile tables in {folder}", remedy=remedy)
     return found
 
@@ -143,7 +138,8 @@ class _Table:
         kind: As in `Samples`.
         key: As in `Samples`, made of parts of the name and of columns.
         variables: Columns; those joined by `+` are added.
-        seconds: Column of the time, made like the key; microseconds if it ends so.
+        seconds: Pattern of the columns of times, each a function of its own; microseconds if a
+            column ends so. In the key, `operator` is the column without its unit.
     """
 
     file: str
@@ -152,17 +148,22 @@ class _Table:
     variables: tuple[str, ...]
     seconds: str
 
-    def samples(self, path: Path, match: re.Match[str], rows: Iterable[Row]) -> list[Samples]:
+    def samples(self, path: Path, match: re.Match[str]) -> list[Samples]:
         """The samples in the rows of one file, grouped by key."""
+        rows = list(rows_of(path))
         groups: dict[str, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
-        column = self.seconds.format_map(match.groupdict())
-        unit_s = US if column.endswith("_us") else MS
-        for row in rows:
-            point = tuple(
-                sum(float(row[name]) for name in names.split("+")) for names in self.variables
-            )
-            key = self.key.format_map({**row, **match.groupdict()})
-            groups[key].append((point, float(row[column]) * unit_s))
+        columns = [name for name in (rows[0] if rows else ()) if re.fullmatch(self.seconds, name)]
+        if not columns:
+            raise KeyError(self.seconds)
+        for column in columns:
+            unit_s = US if column.endswith("_us") else MS
+            facts = {**match.groupdict(), "operator": column.removesuffix("_ms")}
+            for row in rows:
+                point = tuple(
+                    sum(float(row[name]) for name in names.split("+")) for names in self.variables
+                )
+                key = self.key.format_map({**row, **facts})
+                groups[key].append((point, float(row[column]) * unit_s))
         return [
             Samples(
                 key,
@@ -175,18 +176,6 @@ class _Table:
         ]
 
 
-def _operators(path: Path, match: re.Match[str]) -> list[Samples]:
-    """Vidur's linear operators of a layer: a column each."""
-    rows = list(rows_of(path))
-    key = "{gpu}/{model}/tp{num_tensor_parallel_workers}/"
-    tables = [
-        _Table("", "tokens", key + column.removesuffix("_ms"), ("num_tokens",), column)
-        for column in rows[0]
-        if column.endswith("_ms")
-    ]
-    return [group for table in tables for group in table.samples(path, match, rows)]
-
-
 _ATTENTION: Final = ("batch_size", "isl+step", "num_heads", "num_key_value_heads")
 """`step` tokens are in the cache when the kernel runs on `isl` new ones."""
 
@@ -197,11 +186,11 @@ _MIXED: Final = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 
 _TABLES: Final = (
     _Table(
-        r"vidur_net_(?P<node>.+)_(?P<name>all_reduce|send_recv)",
-        "bytes",
-        "{node}/{name}/{num_workers}x{devices_per_node}of{max_devices_per_node}",
-        ("size",),
-        "time_stats.{name}.median",
+        r"vidur_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_mlp",
+        "tokens",
+        "{gpu}/{model}/tp{num_tensor_parallel_workers}/{operator}",
+        ("num_tokens",),
+        ".+_ms",
     ),
     _Table(rf"{_AIC}gemm_perf", "gemm", "{gpu}/gemm", ("m", "n", "k"), "latency_ms"),
     *(
@@ -223,16 +212,5 @@ _TABLES: Final = (
         "{gpu}/{model}/tp1/mixed_attention",
         _MIXED,
         "time_us",
-    ),
-)
-
-_READERS: Final[tuple[tuple[re.Pattern[str], Callable[..., list[Samples]]], ...]] = (
-    (re.compile(r"vidur_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_mlp"), _operators),
-    *(
-        (
-            re.compile(table.file),
-            lambda path, match, table=table: table.samples(path, match, rows_of(path)),
-        )
-        for table in _TABLES
     ),
 )

@@ -1,14 +1,7 @@
 """When requests come: seeded arrival processes.
 
-All four give `count` times from 0 on, in ascending order, at a mean rate:
-
-- `poisson`: independent users.
-- `gamma`: gaps with a coefficient of variation; above 1 requests come in clusters, 1 is Poisson,
-  towards 0 they come like clockwork.
-- `on_off`: Poisson in the ON phases, nothing in the OFF phases.
-- `burst`: Poisson, faster by a factor between two moments.
-
-The same seed gives the same times, bit by bit.
+All four give `count` times from 0 on, in ascending order, at a mean rate. The same seed gives the
+same times, bit by bit.
 """
 
 from __future__ import annotations
@@ -20,7 +13,7 @@ from aqua_protocol.errors import ConfigError
 
 
 def poisson(count: int, *, rate_per_s: float, seed: int) -> Float64[np.ndarray, " count"]:
-    """Gaps are exponential."""
+    """Independent users: gaps are exponential."""
     return gamma(count, rate_per_s=rate_per_s, variation=1.0, seed=seed)
 
 
@@ -28,6 +21,8 @@ def gamma(
     count: int, *, rate_per_s: float, variation: float, seed: int
 ) -> Float64[np.ndarray, " count"]:
     """Gamma-distributed gaps with that coefficient of variation.
+
+    Above 1 requests come in clusters, 1 is Poisson, towards 0 they come like clockwork.
 
     Raises:
         ConfigError: A rate or variation that is not positive.

@@ -15,11 +15,10 @@ results are those of 400,000.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Float64, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.offline.cost import StepCost
@@ -32,16 +31,6 @@ _PROBE_REQUESTS = 20_000
 they move by less and a blend is drawn later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """Per-request means of a source, shared prefixes computed once over many requests."""
-
-    compute_s: float
-    memory_s: float
-    saved_tokens: float
-    total_tokens: float
-
-
 def draw(counts: Sequence[tuple[Source, int]], *, seed: int) -> OfflineWorkload:
     """A workload of so many requests of each source."""
     generator = np.random.default_rng(seed)
@@ -49,9 +38,9 @@ def draw(counts: Sequence[tuple[Source, int]], *, seed: int) -> OfflineWorkload:
     tokens: list[Int64[np.ndarray, " _"]] = []
     leaves: list[Int64[np.ndarray, " _"]] = []
     outputs: list[Int64[np.ndarray, " _"]] = []
-    origins: list[Int64[np.ndarray, " _"]] = []
+    known: list[Bool[np.ndarray, " _"]] = []
     node_count = 0
-    for number, (source, count) in enumerate(counts):
+    for source, count in counts:
         prompts, output = source.lengths(count, generator)
         groups = source.group_lengths()
         root = node_count
@@ -64,34 +53,30 @@ def draw(counts: Sequence[tuple[Source, int]], *, seed: int) -> OfflineWorkload:
         leaves.append(node_count + np.arange(count))
         node_count += count
         outputs.append(output)
-        origins.append(np.full(count, number))
+        known.append(np.full(count, source.known_output))
     order = np.arange(sum(count for _, count in counts))
     generator.shuffle(order)
-    source_of = np.concatenate(origins)[order].astype(np.int64)
-    known = np.array([source.known_output for source, _ in counts])
     return OfflineWorkload(
         node_parent=np.concatenate(parents).astype(np.int64),
         node_tokens=np.concatenate(tokens).astype(np.int64),
         leaf=np.concatenate(leaves)[order].astype(np.int64),
         output_tokens=np.concatenate(outputs)[order].astype(np.int64),
-        known_output=known[source_of],
-        source=source_of,
-        source_names=tuple(source.name for source, _ in counts),
+        known_output=np.concatenate(known)[order],
     )
 
 
 @lru_cache(maxsize=64)
-def means(source: Source, cost: StepCost, *, seed: int = 0) -> Means:
-    """What a request of the source brings to a blend."""
-    workload = draw([(source, _PROBE_REQUESTS)], seed=seed)
+def _means(source: Source, cost: StepCost) -> Float64[np.ndarray, " 4"]:
+    """What a request of the source brings to a blend, shared prefixes computed once over many.
+
+    Returns:
+        Compute seconds, memory seconds, tokens that sharing saves, and all tokens, per request.
+    """
+    workload = draw([(source, _PROBE_REQUESTS)], seed=0)
     bound = optimal(workload, cost)
     saved = int(workload.prompt_tokens.sum()) - workload.distinct_prompt_tokens
-    return Means(
-        bound.compute_s / _PROBE_REQUESTS,
-        bound.memory_s / _PROBE_REQUESTS,
-        saved / _PROBE_REQUESTS,
-        workload.total_tokens / _PROBE_REQUESTS,
-    )
+    sums = [bound.compute_s, bound.memory_s, saved, workload.total_tokens]
+    return np.array(sums) / _PROBE_REQUESTS
 
 
 def blend_counts(
@@ -103,14 +88,8 @@ def blend_counts(
         ConfigError: No such blend exists.
     """
     sources = (compute_source, MMLU, OPENVID)
-    rows = [means(source, cost) for source in sources]
-    system = np.array(
-        [
-            [row.compute_s - density * row.memory_s for row in rows],
-            [row.saved_tokens - sharing * row.total_tokens for row in rows],
-            [1.0 for _ in rows],
-        ]
-    )
+    compute_s, memory_s, saved, total = np.array([_means(source, cost) for source in sources]).T
+    system = np.array([compute_s - density * memory_s, saved - sharing * total, np.ones(3)])
     scale = np.abs(system).max(axis=1)
     solution = np.linalg.solve(system / scale[:, None], np.array([0.0, 0.0, request_count]) / scale)
     counts = np.rint(solution).astype(int)

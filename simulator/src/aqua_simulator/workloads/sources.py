@@ -13,20 +13,12 @@ generator and nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from aqua_protocol.errors import ConfigError
-
-
-class Fidelity(StrEnum):
-    """How close a source is to the trace of that name."""
-
-    MEASURED = "measured"
-    SURROGATE = "surrogate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +74,7 @@ class Source:
         group_count: Groups with a further shared prefix each (subjects of MMLU); 0 for none.
         group_tokens: Length of that prefix.
         known_output: Output length is known in advance (generation media).
+        provenance: How close it is to the trace of that name.
         origin: Where the quantiles come from.
     """
 
@@ -90,7 +83,7 @@ class Source:
     output: Quantiles
     rank_correlation: float
     system_tokens: int
-    provenance: Fidelity
+    provenance: Literal["measured", "surrogate"]
     origin: str
     group_count: int = 0
     group_tokens: Quantiles | None = None
@@ -135,7 +128,7 @@ SHAREGPT: Final = Source(
     output=Quantiles(_LEVELS, (2, 6, 43, 84, 228, 414, 629, 834, 920, 997, 1021, 1024)),
     rank_correlation=0.05,
     system_tokens=55,
-    provenance=Fidelity.MEASURED,
+    provenance="measured",
     origin="sharegpt_8k_filtered, Llama-2 tokenizer (project-etalon/etalon), 15,366 rows",
 )
 
@@ -145,7 +138,7 @@ WILDCHAT: Final = Source(
     output=log_normal(256.0, 0.85, low=1, high=4096),
     rank_correlation=0.25,
     system_tokens=130,
-    provenance=Fidelity.SURROGATE,
+    provenance="surrogate",
     origin="lognormal of the published means (user turn 296 tokens; output 256, A.1 of the paper)",
 )
 
@@ -155,7 +148,7 @@ AZURE: Final = Source(
     output=Quantiles(_LEVELS, (6, 6, 6, 7, 9, 13, 22, 54, 85, 247, 858, 1899)),
     rank_correlation=-0.02,
     system_tokens=20,
-    provenance=Fidelity.MEASURED,
+    provenance="measured",
     origin="AzureLLMInferenceTrace_code (2023), 4,409 rows: the half whose density fits Table 3",
 )
 
@@ -169,7 +162,7 @@ BURSTGPT: Final = Source(
     ),
     rank_correlation=-0.3,
     system_tokens=9,
-    provenance=Fidelity.SURROGATE,
+    provenance="surrogate",
     origin="quantiles of the first 59,999 rows of BurstGPT_1; outputs scaled to Table 3",
 )
 
@@ -179,7 +172,7 @@ OPENVID: Final = Source(
     output=log_normal(176 * 256 * 16 / 45, 0.82, low=256, high=MAX_CONTEXT_TOKENS - 1024),
     rank_correlation=0.0,
     system_tokens=8,
-    provenance=Fidelity.SURROGATE,
+    provenance="surrogate",
     origin="lognormal of mean 176 frames x 256 tokens x 16/45; spread from the paper's density",
     known_output=True,
 )
@@ -190,7 +183,7 @@ MMLU: Final = Source(
     output=Quantiles((0.0, 1.0), (2, 2)),
     rank_correlation=0.0,
     system_tokens=1,
-    provenance=Fidelity.MEASURED,
+    provenance="measured",
     origin="characters / 4.3 of 7,687 questions of 29 subjects; shots scaled to Table 3's sharing",
     group_count=57,
     group_tokens=Quantiles(
