@@ -112,6 +112,10 @@ chaos: $(READY) ## Kill every process at every step: all of the chaos tier, of w
 property: $(READY) ## Draw every example of the property tier, of which test has a slice
 	$(TIER) -m property --numprocesses $(TEST_PROCESSES) --dist loadfile tests/property $(PYTEST_ARGS)
 
+.PHONY: model
+model: $(READY) ## Search the lease protocol on paper to its end with two faults; test allows one
+	$(TIER) -m model tests/model $(PYTEST_ARGS)
+
 .PHONY: fuzz
 fuzz: $(READY) ## Search with random examples for FUZZ_MINUTES=10; prints how to repeat a failure
 	PYTHONPATH=tests $(PY) -m harness.fuzz --minutes $(FUZZ_MINUTES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))

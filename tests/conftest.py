@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 TIERS: Final = frozenset(
-    {"unit", "property", "contract", "integration", "engine", "e2e", "chaos", "gpu"}
+    {"unit", "property", "contract", "model", "integration", "engine", "e2e", "chaos", "gpu"}
 )
 SEED: Final = 0
 """Of the global generators at the start of each test."""

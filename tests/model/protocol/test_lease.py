@@ -1,0 +1,120 @@
+"""The lease protocol, searched to its end: what must hold in every state that faults can lead to.
+
+A slice allows one fault in a run, `make model` two (286,000 states). The invariants are worth
+something only if they can fail: each planted bug must be found, and each situation that the
+protocol was made for must have been met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from harness.lease_protocol import (
+    INVARIANTS,
+    Bug,
+    LeaseProtocol,
+    Phase,
+    Right,
+    State,
+    books_are_reality,
+)
+from harness.slices import IS_WHOLE
+from harness.state_search import Search, explore, trapped
+
+FAULTS: Final = 2 if IS_WHOLE else 1
+
+SITUATIONS: Final[dict[str, Callable[[State], bool]]] = {
+    "both consumers hold slabs": lambda now: all(
+        me.phase is Phase.ATTACHED for me in now.consumers
+    ),
+    "a right ends while its slab is in use": lambda now: any(
+        entry is not None
+        and entry.right is Right.FENCED
+        and any(me.phase is Phase.ATTACHED and me.lease == lease for me in now.consumers)
+        for lease, entry in enumerate(now.books)
+    ),
+    "a slab is lent under a lease that the books hold ended": lambda now: any(
+        entry is not None
+        and entry.right is Right.ENDED
+        and any(slab.lease == lease for slab in now.slabs)
+        for lease, entry in enumerate(now.books)
+    ),
+    "a slab is lent under a lease that the books do not know": lambda now: any(
+        slab.lease is not None and now.books[slab.lease] is None for slab in now.slabs
+    ),
+    "memory outlives its slab in the hands of a consumer": lambda now: any(
+        slab.lease is None and slab.mapped for slab in now.slabs
+    ),
+    "a dead consumer's slabs wait for the proof": lambda now: any(
+        me.phase is Phase.DEAD and any(slab.lease == me.lease for slab in now.slabs)
+        for me in now.consumers
+    ),
+    "a producer holds bytes that it cannot prove": lambda now: now.unproven > 0,
+    "a capability outlives the producer it was for": lambda now: any(
+        me.phase is Phase.GRANTED and me.life != now.life for me in now.consumers
+    ),
+    "strangers flood while a lease is used": lambda now: (
+        now.flooded and any(me.phase is Phase.ATTACHED for me in now.consumers)
+    ),
+    "a report arrives that is older than the books": lambda now: (
+        now.late is not None and now.late.stale
+    ),
+    "two versions serve the same books": lambda now: len(set(now.versions)) > 1,
+}
+
+
+@pytest.fixture(scope="module")
+def searched() -> Search[State]:
+    protocol = LeaseProtocol(faults=FAULTS)
+    return explore(protocol.initial(), protocol.steps, INVARIANTS)
+
+
+@pytest.mark.timeout(1800)
+def test_invariants_hold_in_every_state(searched: Search[State]) -> None:
+    assert searched.ended
+    assert len(searched.came_from) >= (100_000 if IS_WHOLE else 10_000)
+    assert {name: searched.path(at) for name, at in searched.violated.items()} == {}
+
+
+@pytest.mark.timeout(1800)
+def test_books_reach_reality_from_every_state_without_a_further_fault(
+    searched: Search[State],
+) -> None:
+    at = trapped(searched, LeaseProtocol().good_steps, books_are_reality)
+    assert at is None, searched.path(at)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_search_meets_the_situations_that_the_protocol_is_made_for(
+    searched: Search[State], situation: str
+) -> None:
+    assert any(SITUATIONS[situation](state) for state in searched.came_from)
+
+
+@pytest.mark.parametrize(
+    ("bug", "violated"),
+    [
+        (Bug.PREDICTABLE_LEASE_IDS, "no_step_fails_for_ever"),
+        (Bug.FLOOD_SHUTS_MEMBERS_OUT, "who_is_heard_keeps_its_right"),
+        (Bug.MEMORY_PASSES_BETWEEN_TENANTS, "no_tenant_reads_another"),
+        (Bug.ADOPTION_WITHOUT_PROOF, "only_true_grants_name_a_consumer"),
+        (Bug.NEWER_VERSION_WRITES_AHEAD, "no_step_fails_for_ever"),
+        (Bug.REUSE_AT_THE_DEADLINE, "no_reuse_before_acknowledgement"),
+        (Bug.STALE_REPORTS_ARE_BOOKED, "who_is_heard_keeps_its_right"),
+    ],
+)
+def test_planted_bug_is_found(bug: Bug, violated: str) -> None:
+    protocol = LeaseProtocol(bug=bug, faults=1)
+    search = explore(protocol.initial(), protocol.steps, INVARIANTS, stop_at_violation=True)
+    assert violated in search.violated
+
+
+def test_clock_that_stands_still_for_strangers_keeps_the_books_from_reality() -> None:
+    protocol = LeaseProtocol(bug=Bug.FLOOD_STOPS_THE_CLOCK, faults=1)
+    search = explore(protocol.initial(), protocol.steps, INVARIANTS)
+    at = trapped(search, protocol.good_steps, books_are_reality)
+    assert at is not None
+    assert at.flooded
