@@ -5,7 +5,8 @@
  * a context must be current, no process opens an IPC handle of its own pid. It is as unforgiving as
  * CUDA: memory freed under an importer's IPC mapping is truncated, so that the importer's next access
  * is a SIGBUS instead of undefined behaviour that happens to work. It counts what is alive, so that a test can see a
- * leak. The prototypes come from the binding's tests against cuda.h, not from here.
+ * leak. The prototypes come from the binding's tests against cuda.h, not from here; the runtime's calls
+ * behind IPC handles, which CuPy makes for us, are here too.
  *
  * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes a device has; 1 GiB),
  * FAKE_CUDA_BATCH (1; 0: no batched copies), FAKE_CUDA_PEERS (1),
@@ -264,7 +265,7 @@ int cuMemSetAccess(unsigned long long at, size_t size, const Access *access, siz
 
 typedef struct { char text[64]; } IpcHandle;
 /* Puts a whole memfd behind a new address; `fd` is kept for memory of our own, -1 for another's. */
-static int show(unsigned long long *at, int of, int fd, size_t size) {
+static int show(void **at, int of, int fd, size_t size) {
     void *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, of, 0);
     if (start == MAP_FAILED) return OUT_OF_MEMORY;
     madvise(start, size, MADV_DONTFORK);
@@ -273,19 +274,18 @@ static int show(unsigned long long *at, int of, int fd, size_t size) {
     whole_fd[i] = fd;
     live[MAPPINGS]++;
     pthread_mutex_unlock(&lock);
-    *at = (uintptr_t)start;
+    *at = start;
     return SUCCESS;
 }
 /* The number of what starts at this address, and whether it is our own; 0 if nothing does. */
-static int shown(unsigned long long at, int ours) {
+static int shown(uintptr_t at, int ours) {
     for (int i = 1; i < SLOTS; i++)
         if (whole[i].at == at && (whole_fd[i] >= 0) == ours) return i;
     return 0;
 }
-static int hide(unsigned long long at, int ours) {
-    if (!depth) return INVALID_CONTEXT;
+static int hide(void *at, int ours) {
     pthread_mutex_lock(&lock);
-    int i = at ? shown(at, ours) : 0;
+    int i = at ? shown((uintptr_t)at, ours) : 0;
     if (i) {
         munmap((void *)whole[i].at, whole[i].size);
         if (ours && ftruncate(whole_fd[i], 0) == 0) close(whole_fd[i]);
@@ -295,26 +295,25 @@ static int hide(unsigned long long at, int ours) {
     pthread_mutex_unlock(&lock);
     return i ? SUCCESS : INVALID_VALUE;
 }
-int cuMemAlloc_v2(unsigned long long *at, size_t size) {
-    if (!depth) return INVALID_CONTEXT;
+/* The runtime's five calls that CuPy makes for us; the runtime keeps a context of its own current. */
+int cudaMalloc(void **at, size_t size) {
     if (size > (size_t)setting("FAKE_CUDA_MEMORY", 1L << 30)) return OUT_OF_MEMORY;
     int fd = memfd_create("fake-cuda-ipc", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)size) || pwrite(fd, "dirt", 4, 0) != 4) return OUT_OF_MEMORY;
     return show(at, fd, fd, size);
 }
-int cuMemFree_v2(unsigned long long at) { return hide(at, 1); }
-int cuIpcGetMemHandle(IpcHandle *handle, unsigned long long at) {
-    int i = shown(at, 1);
-    if (!depth || !i) return depth ? INVALID_VALUE : INVALID_CONTEXT;
+int cudaFree(void *at) { return hide(at, 1); }
+int cudaIpcGetMemHandle(IpcHandle *handle, void *at) {
+    int i = shown((uintptr_t)at, 1);
+    if (!i) return INVALID_VALUE;
     memset(handle, 0, sizeof *handle);
     snprintf(handle->text, sizeof handle->text, "%d %d", (int)getpid(), whole_fd[i]);
     return SUCCESS;
 }
-int cuIpcOpenMemHandle_v2(unsigned long long *at, IpcHandle handle, unsigned flags) {
+int cudaIpcOpenMemHandle(void **at, IpcHandle handle, unsigned flags) {
     int pid, number;
     char path[64];
     struct stat status;
-    if (!depth) return INVALID_CONTEXT;
     if (flags != 1 || sscanf(handle.text, "%d %d", &pid, &number) != 2) return INVALID_VALUE;
     if (pid == getpid()) return INVALID_CONTEXT;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, number);
@@ -324,7 +323,7 @@ int cuIpcOpenMemHandle_v2(unsigned long long *at, IpcHandle handle, unsigned fla
     close(fd);
     return result;
 }
-int cuIpcCloseMemHandle(unsigned long long at) { return hide(at, 0); }
+int cudaIpcCloseMemHandle(void *at) { return hide(at, 0); }
 
 int cuCtxSynchronize(void) { return depth ? SUCCESS : INVALID_CONTEXT; }
 int cuStreamCreate(void **stream, unsigned flags) {

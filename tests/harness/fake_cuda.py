@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
 
 import pytest
 
 from aqua_protocol import TransportKind
 from aqualib.transports.base import Copier, Transport
 from aqualib.transports.cuda_driver import CudaDriver
-from aqualib.transports.cuda_ipc import CudaIpcTransport
+from aqualib.transports.cuda_ipc import CudaIpcTransport, CupyRuntime
 from aqualib.transports.cuda_vmm import CudaVmmTransport
 from aqualib.transports.host import CPU, HostCopier
 
@@ -61,7 +65,60 @@ class FakeIpcTransport(CudaIpcTransport):
         return HostCopier()
 
 
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+def cupy(library: Path) -> SimpleNamespace:
+    """As much of CuPy as the IPC transport uses, over the fake driver."""
+    cuda: Any = live(library)
+
+    def require(status: int) -> None:
+        if status:
+            raise CUDARuntimeError(status)
+
+    def malloc(size: int) -> int | None:
+        address = ctypes.c_void_p()
+        require(cuda.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)))
+        return address.value
+
+    def get_handle(address: int) -> bytes:
+        handle = IpcHandle()
+        require(cuda.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)))
+        return bytes(handle)
+
+    def open_handle(handle: bytes) -> int | None:
+        address = ctypes.c_void_p()
+        given = IpcHandle.from_buffer_copy(handle)
+        require(cuda.cudaIpcOpenMemHandle(ctypes.byref(address), given, 1))
+        return address.value
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        malloc=malloc,
+        free=lambda address: require(cuda.cudaFree(ctypes.c_void_p(address))),
+        ipcGetMemHandle=get_handle,
+        ipcOpenMemHandle=open_handle,
+        ipcCloseMemHandle=lambda at: require(cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(at))),
+    )
+    devices = SimpleNamespace(Device=lambda _: contextlib.nullcontext(), runtime=runtime)
+    return SimpleNamespace(cuda=devices)
+
+
+class IpcHandle(ctypes.Structure):
+    """`cudaIpcMemHandle_t`."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
 def transport(kind: TransportKind, library: Path) -> Transport:
     """The transport of this kind over the fake driver."""
-    made = FakeIpcTransport if kind is TransportKind.CUDA_IPC else FakeVmmTransport
-    return made(CPU, CudaDriver(str(library)))
+    driver = CudaDriver(str(library))
+    if kind is not TransportKind.CUDA_IPC:
+        return FakeVmmTransport(CPU, driver)
+    with mock.patch.dict(sys.modules, cupy=cupy(library)):
+        return FakeIpcTransport(CPU, driver, CupyRuntime(0))

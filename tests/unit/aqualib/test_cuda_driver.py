@@ -46,7 +46,6 @@ LAYOUTS = {
             "flags": "flags",
         },
     ),
-    "CUipcMemHandle": (cuda_abi.IpcMemHandle, {"reserved": "reserved"}),
     "CUuuid": (cuda_abi.Uuid, {"bytes": "bytes"}),
 }
 
@@ -63,7 +62,6 @@ CONSTANTS = {
     ),
     "CU_STREAM_NON_BLOCKING": cuda_abi.STREAM_NON_BLOCKING,
     "CU_MEMHOSTREGISTER_PORTABLE": cuda_abi.HOST_REGISTER_PORTABLE,
-    "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS": cuda_abi.IPC_LAZY_PEER_ACCESS,
     "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda_abi.COPY_IN_STREAM_ORDER,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,13 @@ def test_legacy_ipc_refuses_slabs_that_would_share_a_block(library: Path) -> Non
     assert "2 MiB" in refusal.value.remedy
 
 
+def test_legacy_ipc_without_cupy_says_which_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TransportUnavailableError, match="CuPy") as refusal:
+        cuda_ipc.CupyRuntime(0)
+    assert "cupy-cuda13x" in refusal.value.remedy
+
+
 def test_errors_of_cuda_ipc_explain_their_usual_cause(library: Path) -> None:
     transport = fake_cuda.transport(TransportKind.CUDA_IPC, library)
     slab = transport.create(GRANULE)
@@ -120,7 +128,7 @@ def test_errors_of_cuda_ipc_explain_their_usual_cause(library: Path) -> None:
     size, _, name = cuda_ipc.PAYLOAD.unpack(handle.payload)
     # As if another process had it, which has our pid in its own namespace.
     handle.payload = cuda_ipc.PAYLOAD.pack(size, bytes(16), name)
-    with pytest.raises(TransportError, match="cuIpcOpenMemHandle_v2 failed") as failure:
+    with pytest.raises(TransportError, match="ipcOpenMemHandle failed") as failure:
         transport.open(handle, GRANULE)
     assert "pid namespaces" in failure.value.remedy
     assert failure.value.details["result_code"] == 201

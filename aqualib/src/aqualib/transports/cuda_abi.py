@@ -24,7 +24,6 @@ ATTRIBUTE_POSIX_FD_HANDLES: Final = 103
 STREAM_NON_BLOCKING: Final = 1
 HOST_REGISTER_PORTABLE: Final = 1
 COPY_IN_STREAM_ORDER: Final = 1
-IPC_LAZY_PEER_ACCESS: Final = 1
 
 
 class MemLocation(ctypes.Structure):
@@ -79,12 +78,6 @@ class Uuid(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * 16),)
 
 
-class IpcMemHandle(ctypes.Structure):
-    """`CUipcMemHandle`: 64 raw bytes that name an allocation."""
-
-    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
-
-
 BATCH_COPY_VERSION: Final = 12080
 """CUDA version whose `cuMemcpyBatchAsync` we call: the first. Fixed by the arguments of
 `BATCH_COPY`: CUDA 13 dropped one, but its drivers still serve this version when asked for it."""
@@ -112,11 +105,6 @@ PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxSynchronize": (),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuMemAlloc_v2": (POINTER(c_ulonglong), c_size_t),
-    "cuMemFree_v2": (c_ulonglong,),
-    "cuIpcGetMemHandle": (POINTER(IpcMemHandle), c_ulonglong),
-    "cuIpcOpenMemHandle_v2": (POINTER(c_ulonglong), IpcMemHandle, c_uint),
-    "cuIpcCloseMemHandle": (c_ulonglong,),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(MemAllocationProp), c_int),
     "cuMemGetAllocationPropertiesFromHandle": (POINTER(MemAllocationProp), c_ulonglong),
     "cuMemCreate": (POINTER(c_ulonglong), c_size_t, POINTER(MemAllocationProp), c_ulonglong),

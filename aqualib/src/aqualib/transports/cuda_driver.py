@@ -35,12 +35,10 @@ from aqualib.transports.cuda_abi import (
     GRANULARITY_MINIMUM,
     HANDLE_TYPE_POSIX_FD,
     HOST_REGISTER_PORTABLE,
-    IPC_LAZY_PEER_ACCESS,
     LOCATION_TYPE_DEVICE,
     PROTOTYPES,
     STREAM_NON_BLOCKING,
     SUCCESS,
-    IpcMemHandle,
     MemAccessDesc,
     MemAllocationProp,
     MemcpyAttributes,
@@ -225,29 +223,6 @@ class CudaDevice:
     def release(self, handle: int) -> None:
         """Drop a handle. Mappings and exported descriptors keep the memory."""
         self._call("cuMemRelease", handle)
-
-    def allocate_whole(self, nbytes: int) -> int:
-        """Mapped memory of the older kind, which IPC handles can name; its address, to `free`."""
-        return self._read_word("cuMemAlloc_v2", nbytes)
-
-    def free(self, address: int) -> None:
-        """Give memory back that no process has mapped any more."""
-        self._call("cuMemFree_v2", address)
-
-    def ipc_handle(self, address: int) -> bytes:
-        """The 64 bytes by which another process opens what `allocate_whole` made."""
-        handle = IpcMemHandle()
-        self._call("cuIpcGetMemHandle", byref(handle), address)
-        return bytes(handle.reserved)
-
-    def open_ipc(self, handle: bytes) -> int:
-        """Map another process's memory; the address, to `close_ipc`."""
-        given = IpcMemHandle.from_buffer_copy(handle)
-        return self._read_word("cuIpcOpenMemHandle_v2", given, IPC_LAZY_PEER_ACCESS)
-
-    def close_ipc(self, address: int) -> None:
-        """Unmap another process's memory; nothing may be using it."""
-        self._call("cuIpcCloseMemHandle", address)
 
     def export_fd(self, handle: int) -> int:
         """A descriptor of the memory behind `handle`, closed on exec, owned by the caller."""
