@@ -48,7 +48,7 @@ def measure(experiments: Experiments, name: OfflinePolicy, requests: int) -> dic
         "requests": requests,
         "planning_s": planned - started,
         "simulation_s": ended - planned,
-        "steps": result.step_count,
+        "steps": result.end.step,
         "policy_mean_ms": float(result.policy_s.mean() * 1e3),
         "policy_p99_ms": float(np.quantile(result.policy_s, 0.99) * 1e3),
         "share_of_optimum": bound.optimal_s / result.makespan_s,

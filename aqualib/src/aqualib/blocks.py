@@ -49,9 +49,8 @@ from aqualib.tensor import Location, location_of
 if TYPE_CHECKING:
     from jaxtyping import Int64
 
-    from aqualib.memory.copy_stream import CopyStream
     from aqualib.memory.frame import Frame
-    from aqualib.memory.transfers import Transfer, Transfers
+    from aqualib.memory.transfers import CopyStream, Transfer, Transfers
 
 MAX_NAMED_SLOTS: Final = 256
 """Slots that an error names; the rest are only counted. A few kilobytes of text; doubled, an error

@@ -25,6 +25,14 @@ from aqualib.producer.escalation import Escalation
 
 PREFIX: Final = "AQUA_"
 
+DEFAULT_DEADLINE_S: Final = 5.0
+"""Seconds that consumers get to give memory back: a hundred times what a drain of 1 GiB takes.
+Doubled, a hung one is noticed 5 s later."""
+
+DEFAULT_GRACE_S: Final = 5.0
+"""Seconds between a passed deadline and a kill, under `Escalation.KILL`: for a consumer that was
+stopped or swapped out. Doubled, its memory comes back 5 s later."""
+
 
 def _bytes_from(value: object) -> object:
     """Accept `64MiB` as well as a plain count."""
@@ -107,10 +115,10 @@ class Settings(BaseSettings):
         None, description="Users that may attach, separated by commas; our own if unset."
     )
     reclaim_deadline_s: float = Field(
-        default=5.0, ge=0.001, le=600, description="Time for consumers to give memory back."
+        DEFAULT_DEADLINE_S, ge=0.001, le=600, description="Time for consumers to give memory back."
     )
     reclaim_grace_s: float = Field(
-        default=5.0, ge=0, le=600, description="Time between a passed deadline and a kill."
+        DEFAULT_GRACE_S, ge=0, le=600, description="Time between a passed deadline and a kill."
     )
     escalation: Escalation = Field(
         default=Escalation.WAIT, description="What to do about consumers that overrun a deadline."

@@ -41,10 +41,9 @@ from aqualib.ranges import Range
 from aqualib.transports.base import MappedSlab
 
 if TYPE_CHECKING:
-    from aqualib.memory.copy_stream import CopyStream
     from aqualib.memory.frame import Frame
     from aqualib.memory.frame_store import FrameStore
-    from aqualib.memory.transfers import Transfer, Transfers
+    from aqualib.memory.transfers import CopyStream, Transfer, Transfers
 
 logger = logging.getLogger("aqualib")
 

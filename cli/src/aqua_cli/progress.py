@@ -53,11 +53,7 @@ class ProgressDisplay:
 
 @contextmanager
 def progress(
-    title: str,
-    total: float | None = None,
-    *,
-    quiet: bool = False,
-    log_every_s: float | None = None,
+    title: str, total: float | None = None, *, quiet: bool = False, log_every_s: float | None = None
 ) -> Iterator[ProgressDisplay]:
     """Show progress on standard error while the block runs.
 

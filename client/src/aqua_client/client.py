@@ -22,13 +22,7 @@ import httpx
 
 from aqua_client import calls
 from aqua_client.calls import EntryT, PageT
-from aqua_client.http import (
-    address_of,
-    answer_of,
-    as_no_answer,
-    options_of,
-    request_of,
-)
+from aqua_client.http import address_of, answer_of, as_no_answer, options_of, request_of
 from aqua_protocol.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -101,9 +95,7 @@ class Operation(Generic[P, SyncT, AsyncT]):
         return method
 
 
-def operation(
-    build: Callable[P, Call[AnswerT]],
-) -> Operation[P, AnswerT, Awaitable[AnswerT]]:
+def operation(build: Callable[P, Call[AnswerT]]) -> Operation[P, AnswerT, Awaitable[AnswerT]]:
     """Make the method of a single call."""
     return Operation(build, "send")
 

@@ -27,8 +27,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         typer.Option(help="How memory is shared; the best that works here if left out."),
     ] = None,
     output_directory: Annotated[
-        Path,
-        typer.Option("--output-dir", help="Where the report, the plot and the logs go."),
+        Path, typer.Option("--output-dir", help="Where the report, the plot and the logs go.")
     ] = Path(),
     quick: Annotated[bool, typer.Option("--quick", help="Small models; half a minute.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, sampling and arrivals.")] = 0,

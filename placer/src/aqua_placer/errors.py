@@ -1,11 +1,4 @@
-"""What can be wrong with a problem, a plan or a solver; each error names the item and the remedy.
-
-ConfigError
-├── ProblemInvalidError       problem_invalid
-├── ProblemInfeasibleError    problem_infeasible
-├── PlanInvalidError          plan_invalid
-└── SolverUnavailableError    solver_unavailable
-"""
+"""What can be wrong with a problem, a plan or a solver; each error names item and remedy."""
 
 from __future__ import annotations
 

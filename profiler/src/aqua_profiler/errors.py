@@ -1,18 +1,5 @@
 """What can go wrong while profiling; each error says what was asked, what came back, what to do.
 
-AquaError
-├── ConfigError
-│   ├── LengthsInvalidError         lengths_invalid
-│   ├── ProfileInvalidError         profile_invalid
-│   └── JournalMismatchError        journal_mismatch
-└── UnavailableError
-    ├── EndpointError               endpoint_failed
-    │   ├── EndpointGoneError       endpoint_gone
-    │   ├── EndpointStalledError    endpoint_stalled
-    │   ├── EndpointRefusedError    endpoint_refused
-    │   └── EndpointGarbledError    endpoint_garbled
-    └── MeterUnavailableError       meter_unavailable
-
 An `EndpointError` ends a profile early; what was measured before is kept and marked partial.
 """
 

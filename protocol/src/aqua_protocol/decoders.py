@@ -36,7 +36,6 @@ class DecoderModel:
     head_size: int
     mlp_size: int
     vocabulary_size: int
-    source: str
     ties_embeddings: bool = False
 
     @property
@@ -76,7 +75,6 @@ class DecoderModel:
                 int(config.get("head_dim") or hidden // heads),
                 int(config["intermediate_size"]),
                 int(config["vocab_size"]),
-                f"config.json of {name}",
                 ties_embeddings=bool(config.get("tie_word_embeddings", False)),
             )
         except KeyError as missing:
@@ -88,19 +86,20 @@ class DecoderModel:
 
 
 DECODERS: Final[dict[str, DecoderModel]] = {
-    name: DecoderModel(name, *shape, f"config.json of {repository}")
-    for name, shape, repository in (
-        # Layers, hidden size, heads, KV heads, head size, MLP size, vocabulary.
-        ("Llama-2-7B", (32, 4096, 32, 32, 128, 11008, 32000), "meta-llama/Llama-2-7b-hf"),
-        ("Llama-2-70B", (80, 8192, 64, 8, 128, 28672, 32000), "meta-llama/Llama-2-70b-hf"),
-        ("Llama-3-8B", (32, 4096, 32, 8, 128, 14336, 128256), "meta-llama/Meta-Llama-3-8B"),
-        ("Llama-3-70B", (80, 8192, 64, 8, 128, 28672, 128256), "meta-llama/Meta-Llama-3-70B"),
-        ("Llama-3.1-8B", (32, 4096, 32, 8, 128, 14336, 128256), "meta-llama/Llama-3.1-8B"),
-        ("Llama-3.1-70B", (80, 8192, 64, 8, 128, 28672, 128256), "meta-llama/Llama-3.1-70B"),
-        ("Mistral-7B", (32, 4096, 32, 8, 128, 14336, 32000), "mistralai/Mistral-7B-v0.1"),
-        ("Qwen3-8B", (36, 4096, 32, 8, 128, 12288, 151936), "Qwen/Qwen3-8B"),
-        ("Yi-34B", (60, 7168, 56, 8, 128, 20480, 64000), "01-ai/Yi-34B"),
-        ("Qwen3-32B", (64, 5120, 64, 8, 128, 25600, 151936), "Qwen/Qwen3-32B"),
+    model.name: model
+    for model in (
+        # Layers, hidden size, heads, KV heads, head size, MLP size, vocabulary: each from the
+        # `config.json` of that name's repository at Hugging Face (Mistral's is v0.1).
+        DecoderModel("Llama-2-7B", 32, 4096, 32, 32, 128, 11008, 32000),
+        DecoderModel("Llama-2-70B", 80, 8192, 64, 8, 128, 28672, 32000),
+        DecoderModel("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256),
+        DecoderModel("Llama-3-70B", 80, 8192, 64, 8, 128, 28672, 128256),
+        DecoderModel("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256),
+        DecoderModel("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256),
+        DecoderModel("Mistral-7B", 32, 4096, 32, 8, 128, 14336, 32000),
+        DecoderModel("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936),
+        DecoderModel("Yi-34B", 60, 7168, 56, 8, 128, 20480, 64000),
+        DecoderModel("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936),
     )
 }
 

@@ -1,33 +1,5 @@
 """The error tree: every expected failure has a type, a stable wire code and a next step.
 
-    AquaError
-    ├── ConfigError                    config_invalid
-    │   ├── SocketPathTooLongError     socket_path_too_long
-    │   └── VersionMismatchError       version_mismatch
-    ├── ProtocolError                  protocol_violation
-    │   ├── RequestInvalidError        request_invalid
-    │   │   ├── RequestTooLargeError   request_too_large
-    │   │   └── MethodNotAllowedError  method_not_allowed
-    │   ├── InvalidTransitionError     invalid_transition
-    │   ├── StaleEpochError            stale_epoch
-    │   ├── StaleRevisionError         stale_revision
-    │   ├── IdempotencyConflictError   idempotency_conflict
-    │   └── UnknownResourceError       unknown_resource
-    ├── AuthError                      auth_failed
-    │   ├── UnauthenticatedError       unauthenticated
-    │   ├── ForbiddenError             forbidden
-    │   └── CapabilityError            capability_rejected
-    ├── CapacityError                  capacity_exhausted
-    ├── LeaseLostError                 lease_lost
-    ├── DataLostError                  data_lost
-    │   └── ChecksumMismatchError      checksum_mismatch
-    ├── TransportError                 transport_failed
-    │   └── TransportUnavailableError  transport_unavailable
-    └── UnavailableError               service_unavailable
-        ├── StoreUnavailableError      store_unavailable
-        ├── StoreFullError             store_full
-        └── BooksRebuildingError       books_rebuilding
-
 The code is the contract: it crosses HTTP and the lease channel as an `ErrorBody`, and
 `error_from_body` brings the same type back on the other side. Messages may change, codes may not.
 Impossible states are not here: they are assertions.

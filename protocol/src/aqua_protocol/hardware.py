@@ -31,7 +31,6 @@ class GpuModel:
     hbm_bytes_per_s: float
     nvlink_bytes_per_s: float
     pcie_bytes_per_s: float
-    source: str
 
     def group(self, count: int) -> GpuModel:
         """`count` of these GPUs that share every layer, seen as one."""
@@ -44,19 +43,18 @@ class GpuModel:
         )
 
 
-_NVIDIA: Final = "NVIDIA data sheet"
-
 GPUS: Final[dict[str, GpuModel]] = {
     gpu.name: gpu
     for gpu in (
-        GpuModel("A100-40GB", 312e12, 40 * 10**9, 1.555e12, 300e9, 32e9, f"{_NVIDIA} A100 SXM4"),
+        # NVIDIA's data sheets of the A100 SXM4, H100 SXM5 and H200 SXM, and its Ada whitepaper.
+        GpuModel("A100-40GB", 312e12, 40 * 10**9, 1.555e12, 300e9, 32e9),
         # BlendServe's Figure 5 (densities 3.73 and 0.094) comes out with 2.0 TB/s, not 2.039.
-        GpuModel("A100-80GB", 312e12, 80 * 10**9, 2.0e12, 300e9, 32e9, f"{_NVIDIA} A100 SXM4"),
-        GpuModel("H100-80GB", 989e12, 80 * 10**9, 3.35e12, 450e9, 64e9, f"{_NVIDIA} H100 SXM5"),
-        GpuModel("H200", 989e12, 141 * 10**9, 4.8e12, 450e9, 64e9, f"{_NVIDIA} H200 SXM"),
-        GpuModel("RTX4090", 165e12, 24 * 10**9, 1.008e12, 0.0, 32e9, "NVIDIA Ada whitepaper"),
+        GpuModel("A100-80GB", 312e12, 80 * 10**9, 2.0e12, 300e9, 32e9),
+        GpuModel("H100-80GB", 989e12, 80 * 10**9, 3.35e12, 450e9, 64e9),
+        GpuModel("H200", 989e12, 141 * 10**9, 4.8e12, 450e9, 64e9),
+        GpuModel("RTX4090", 165e12, 24 * 10**9, 1.008e12, 0.0, 32e9),
         # A server core or two, by order of magnitude: for trying things out.
-        GpuModel("CPU", 5e10, 4 * 10**9, 1e10, 0.0, 1e10, "an order of magnitude"),
+        GpuModel("CPU", 5e10, 4 * 10**9, 1e10, 0.0, 1e10),
     )
 }
 

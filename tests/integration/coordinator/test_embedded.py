@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aqua_coordinator.embedded import EmbeddedValkey, Fsync
+from aqua_coordinator.embedded import MAX_LOG_BYTES, EmbeddedValkey, Fsync
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
 from harness.bounds import HANG_S
@@ -183,6 +183,22 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
         store = EmbeddedValkey(directory / "d", binary=program)
         with pytest.raises(ConfigError, match=r"exited with 3: .*no such luck"):
             store.start()
+
+
+def test_crashes_do_not_let_the_log_grow_without_bound() -> None:
+    with short_directory() as directory:
+        program = directory / "broken"
+        program.write_text("#!/bin/sh\necho last words\nexit 3\n")
+        program.chmod(0o700)
+        log_path, older = directory / "d" / "valkey.log", directory / "d" / "valkey.log.1"
+        log_path.parent.mkdir()
+        for long in (b"first", b"second"):
+            log_path.write_bytes(long.ljust(MAX_LOG_BYTES + 1))
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="last words"):
+                    EmbeddedValkey(directory / "d", binary=program).start()
+            assert log_path.read_text() == "last words\n" * 2
+            assert older.read_bytes().startswith(long)
 
 
 def test_a_program_that_is_not_there_is_told() -> None:

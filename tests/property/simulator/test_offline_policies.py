@@ -56,10 +56,10 @@ def test_every_request_ends_once_within_memory(
     result, capacity = serve(load, name, room=room)
     assert np.all(result.finish_s > 0.0)
     assert result.finish_s.max() == result.makespan_s
-    assert result.peak_kv_tokens <= capacity
+    assert result.end.peak_resident_tokens <= capacity
     # Every token is computed, found in memory, or computed again; none is skipped.
     assert result.recomputed_tokens >= 0
-    if result.retraction_count == 0:
+    if result.end.retraction_count == 0:
         assert result.recomputed_tokens == 0
 
 
@@ -72,7 +72,7 @@ def test_no_policy_beats_the_bound_or_the_optimal_sharing(
     result, _ = serve(load, name, room=room)
     bound = optimal(load, COST)
     assert result.makespan_s >= bound.optimal_s * (1 - 1e-9)
-    assert result.shared_tokens <= load.prompt_tokens.sum() - load.distinct_prompt_tokens
+    assert result.end.shared_tokens <= load.prompt_tokens.sum() - load.distinct_prompt_tokens
 
 
 @settings(max_examples=25, deadline=None)

@@ -63,8 +63,8 @@ def test_a_single_request_takes_what_the_formulas_say() -> None:
     load = workload([100], [10])
     result, _ = serve(load)
     bound = optimal(load, COST)
-    assert result.compute_s == pytest.approx(bound.compute_s)
-    assert result.memory_s == pytest.approx(bound.memory_s)
+    assert result.end.compute_s == pytest.approx(bound.compute_s)
+    assert result.end.memory_s == pytest.approx(bound.memory_s)
     # Prefill has nothing to hide behind, and each decode step overlaps its own two times.
     prefill = COST.linear_s_per_token * 100 + COST.prefill_s_per_square_token * 100**2
     decode = sum(
@@ -72,21 +72,21 @@ def test_a_single_request_takes_what_the_formulas_say() -> None:
         for step in range(1, 11)
     )
     assert result.makespan_s == pytest.approx(prefill + decode)
-    assert result.step_count == 11
+    assert result.end.step == 11
 
 
 def test_chunked_prefill_costs_the_same_attention_as_one_piece() -> None:
     load = workload([1000], [1])
     whole, _ = serve(load, budget=2000)
     chunked, _ = serve(load, budget=100)
-    assert chunked.compute_s == pytest.approx(whole.compute_s)
-    assert chunked.step_count == whole.step_count + 9
+    assert chunked.end.compute_s == pytest.approx(whole.end.compute_s)
+    assert chunked.end.step == whole.end.step + 9
 
 
 def test_a_shared_prefix_is_computed_once_within_a_batch() -> None:
     load = workload([10] * 8, [2] * 8, shared=500)
     result, _ = serve(load)
-    assert result.computed_tokens == 500 + 8 * (10 + 2)
+    assert result.end.computed_tokens == 500 + 8 * (10 + 2)
     assert result.sharing == pytest.approx(load.optimal_sharing)
     assert load.optimal_sharing == pytest.approx(7 * 500 / load.total_tokens)
 
@@ -109,28 +109,28 @@ def test_a_prefix_evicted_between_its_users_is_computed_again() -> None:
             return StepPlan([], 2000) if busy else policy.plan(view)
 
     tight = run(load, OneByOne(), COST, capacity_tokens=1000)
-    assert tight.shared_tokens == 0
+    assert tight.end.shared_tokens == 0
     policy.left = [0, 1, 2]
     roomy = run(load, OneByOne(), COST, capacity_tokens=5000)
-    assert roomy.shared_tokens == 500
+    assert roomy.end.shared_tokens == 500
 
 
 def test_retracted_requests_keep_their_tokens_and_all_requests_end_once() -> None:
     load = workload([50] * 20, [200] * 20)
     result, policy = serve(load, capacity=1500)
-    assert result.retraction_count > 0
+    assert result.end.retraction_count > 0
     assert result.recomputed_tokens > 0
     # The last step ends requests that the policy is not asked about any more.
     assert len(set(policy.finished)) == len(policy.finished)
     assert np.all(result.finish_s > 0.0)
-    assert result.peak_kv_tokens <= 1500
+    assert result.end.peak_resident_tokens <= 1500
 
 
 def test_memory_in_use_never_exceeds_the_capacity_and_returns_to_nothing() -> None:
     load = workload([70] * 40, list(range(1, 41)), shared=100)
     result, policy = serve(load, capacity=900)
     assert max(policy.physical) <= 900
-    assert result.peak_kv_tokens <= 900
+    assert result.end.peak_resident_tokens <= 900
 
 
 def test_the_same_inputs_give_the_same_result_bit_by_bit() -> None:
@@ -173,9 +173,9 @@ def test_a_policy_that_admits_nothing_is_named_as_the_culprit() -> None:
 
 def test_usage_adds_up_to_the_run() -> None:
     result, _ = serve(workload([100] * 30, [30] * 30))
-    assert result.usage["step_count"].sum() == result.step_count
-    assert result.usage["compute_s"].sum() == pytest.approx(result.compute_s)
-    assert result.usage["memory_s"].sum() == pytest.approx(result.memory_s)
+    assert result.usage["step_count"].sum() == result.end.step
+    assert result.usage["compute_s"].sum() == pytest.approx(result.end.compute_s)
+    assert result.usage["memory_s"].sum() == pytest.approx(result.end.memory_s)
 
 
 @pytest.mark.parametrize(

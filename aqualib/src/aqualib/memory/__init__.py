@@ -4,5 +4,5 @@ From the ground up; `aqualib.ranges` lies below all of them:
 
 - `frame`, `frame_table`, `migration_policy`: state, and the choice of what moves next.
 - `frame_store`, `migrator`: the same for many threads, and the threads that move.
-- `copy_stream`, `transfers`: copies between an engine and frames.
+- `transfers`: copies between an engine and frames.
 """

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import MIB, TransportError
-from aqualib.memory.copy_stream import RenewableCopier
 from aqualib.memory.migration_policy import Drain, Promotion, SlabReturn
+from aqualib.memory.transfers import RenewableCopier
 from aqualib.ranges import Range, split
 from aqualib.thread_slice import run_promptly
 

@@ -44,7 +44,7 @@ from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import Reporter
-from aqualib.settings import require_name
+from aqualib.settings import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, require_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,14 +58,6 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Transport
 
 logger: Final = logging.getLogger("aqualib")
-
-DEFAULT_DEADLINE_S: Final = 5.0
-"""Seconds that consumers get to give memory back: a hundred times what a drain of 1 GiB takes.
-Doubled, a hung one is noticed 5 s later."""
-
-DEFAULT_GRACE_S: Final = 5.0
-"""Seconds between a passed deadline and a kill, under `Escalation.KILL`: for a consumer that was
-stopped or swapped out. Doubled, its memory comes back 5 s later."""
 
 
 class Producer:

@@ -367,13 +367,7 @@ class _Search:
             min(TRIAL_S * rate, MOST_TRIAL_REQUESTS, self._requests_left), LEAST_TRIAL_REQUESTS
         )
         most_s = max(10.0, 0.3 * self.left_s)
-        return self._trial(
-            rate,
-            requests=round(requests),
-            backlog=0,
-            patience=5.0,
-            most_s=most_s,
-        )
+        return self._trial(rate, requests=round(requests), backlog=0, patience=5.0, most_s=most_s)
 
     def _trial(
         self, rate: float, *, requests: int, backlog: int, patience: float, most_s: float

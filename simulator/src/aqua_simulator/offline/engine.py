@@ -28,32 +28,23 @@ class OfflineResult:
     """What a run took and did.
 
     Attributes:
-        makespan_s: Virtual time until the last request ended.
-        compute_s: Sum over steps of compute-bound operators.
-        memory_s: Sum over steps of memory-bound operators.
-        step_count: Steps taken.
+        end: Where the engine stood when the last request had ended, and its sums over the run.
         total_tokens: Prompt and output tokens of the workload.
-        shared_tokens: Prompt tokens found in memory at first admission.
-        computed_tokens: All tokens that passed the linear layers.
-        retraction_count: Requests thrown out of memory.
-        peak_kv_tokens: Highest physical occupation, cached prefixes included.
         finish_s: When each request ended, shape (num_requests,).
         usage: Sums over some steps each, rows with the fields of `state.Usage`.
         policy_s: Real seconds of each call of the policy; empty unless it was measured.
     """
 
-    makespan_s: float
-    compute_s: float
-    memory_s: float
-    step_count: int
+    end: Counters
     total_tokens: int
-    shared_tokens: int
-    computed_tokens: int
-    retraction_count: int
-    peak_kv_tokens: int
     finish_s: Float64[np.ndarray, " requests"]
     usage: Shaped[np.ndarray, " bins"]
     policy_s: Float64[np.ndarray, " steps"]
+
+    @property
+    def makespan_s(self) -> float:
+        """Virtual time until the last request ended."""
+        return self.end.now_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,12 +54,12 @@ class OfflineResult:
     @property
     def recomputed_tokens(self) -> int:
         """Tokens computed again because their request was retracted."""
-        return self.computed_tokens - (self.total_tokens - self.shared_tokens)
+        return self.end.computed_tokens - (self.total_tokens - self.end.shared_tokens)
 
     @property
     def sharing(self) -> float:
         """Share of all tokens that prefix sharing saved; retracted requests do not count."""
-        return self.shared_tokens / self.total_tokens
+        return self.end.shared_tokens / self.total_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +163,8 @@ def run(
             view.refused = admit[after.admitted_count :]
     usage = cast("Shaped[np.ndarray, ' bins']", state.usage)
     return OfflineResult(
-        makespan_s=after.now_s,
-        compute_s=after.compute_s,
-        memory_s=after.memory_s,
-        step_count=after.step,
+        end=after,
         total_tokens=workload.total_tokens,
-        shared_tokens=after.shared_tokens,
-        computed_tokens=after.computed_tokens,
-        retraction_count=after.retraction_count,
-        peak_kv_tokens=after.peak_resident_tokens,
         finish_s=state.finish_s,
         usage=usage[usage["step_count"] > 0],
         policy_s=np.asarray(policy_s),

@@ -43,7 +43,7 @@ class Counters:
         done_count, retraction_count: Over the run.
         shared_tokens: Prompt tokens found in memory at first admission.
         computed_tokens: Tokens that passed the linear layers.
-        peak_resident_tokens: Highest occupation.
+        peak_resident_tokens: Highest occupation, cached prefixes included.
         is_stuck: 1 when nothing runs and nothing could be admitted.
         compute_s, memory_s: Sums over steps of compute-bound and of memory-bound operators.
     """

@@ -173,12 +173,12 @@ def figure8(experiments: Experiments) -> FigureMeasurement:
         compute_s = run.usage["compute_s"] / steps
         mean_s = np.average(compute_s, weights=steps)
         deviation_s = np.sqrt(np.average((compute_s - mean_s) ** 2, weights=steps))
-        hidden = overlap_s / min(run.compute_s, run.memory_s)
+        hidden = overlap_s / min(run.end.compute_s, run.end.memory_s)
         variation = float(deviation_s / mean_s)
         values |= {
             f"{name}, share of the smaller resource that is hidden": float(hidden) * 100,
             f"{name}, variation of compute per step (deviation over mean)": variation,
-            f"{name}, steps": float(run.step_count),
+            f"{name}, steps": float(run.end.step),
         }
 
     def draw(figure: Figure) -> None:

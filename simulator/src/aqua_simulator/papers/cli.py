@@ -133,10 +133,10 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         "density": made.bound.density,
         "sharing": made.result.sharing,
         "sharing_of_optimum": made.sharing_share if made.optimal_sharing else 1.0,
-        "steps": made.result.step_count,
-        "retractions": made.result.retraction_count,
+        "steps": made.result.end.step,
+        "retractions": made.result.end.retraction_count,
         "recomputed_tokens": made.result.recomputed_tokens,
-        "peak_kv_tokens": made.result.peak_kv_tokens,
+        "peak_kv_tokens": made.result.end.peak_resident_tokens,
         "capacity_tokens": experiments.capacity_tokens,
     }
     if as_json:

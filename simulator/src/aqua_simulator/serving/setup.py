@@ -49,7 +49,7 @@ def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> 
         )
     for key, known in PROFILED_MODELS.items():
         # The same shape under another name has the same kernels: Llama 3 and 3.1.
-        if replace(known, name=model.name, source=model.source) != model:
+        if replace(known, name=model.name) != model:
             continue
         if f"{device}/{key}/tp1/mixed_attention" in fit and width == 1:
             return from_kernels(fit, device, key, model)

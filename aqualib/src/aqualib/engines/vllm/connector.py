@@ -74,9 +74,7 @@ class AquaConnector(KVConnectorBase_V1):
         return False
 
     def get_num_new_matched_tokens(
-        self,
-        request: Any,
-        num_computed_tokens: int,
+        self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Answer as `KvPagingScheduler.matched` does."""
         return self._scheduler_half.matched(request, num_computed_tokens)

@@ -35,10 +35,7 @@ class BlockLimit:
     """
 
     def __init__(
-        self,
-        pool: Any,
-        keep_free_count: int,
-        still_read: Callable[[], Collection[int]] = frozenset,
+        self, pool: Any, keep_free_count: int, still_read: Callable[[], Collection[int]] = frozenset
     ) -> None:
         self._pool = pool
         self._keep_free_count = keep_free_count
