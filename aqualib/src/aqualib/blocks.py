@@ -172,11 +172,13 @@ class BlockStore:
                 self._page_out_scattered(stream, runs, self._rows(src), index)
 
         try:
-            transfer = self._transfers.start(Direction.OUT, count * self.block_bytes, copy)
+            # Sums first: slots are given back below, which no copy may still be writing to.
             if self._sums is not None:
                 self._sums[slots.numpy()] = row_checksums(src, index)
+            transfer = self._transfers.start(Direction.OUT, count * self.block_bytes, copy)
         except BaseException:
-            self._give_back(slots.numpy())
+            self._taken[slots.numpy()] = False
+            self._give_back(np.sort(slots.numpy()))
             raise
         return PagedOut(slots, transfer)
 
@@ -237,8 +239,7 @@ class BlockStore:
             if not self._taken[wanted].all():
                 raise ValueError("a slot was freed by another thread meanwhile")
             self._taken[wanted] = False
-            self._used_count -= len(wanted)
-        self._give_back_room(wanted)
+        self._give_back(wanted)
 
     def close(self) -> None:
         """Drop every block and give the room back. Harmless when repeated."""
@@ -257,15 +258,14 @@ class BlockStore:
                     remedy="Free blocks, or make the store with a larger capacity_blocks.",
                     free_blocks=self.free_count,
                 )
+            runs = self._transfers.store.take_runs(self._frames, count) if count else []
+            if runs is None:
+                raise DataLostError(
+                    f"parts of {self!r} are lost and have not been freed, so {count} blocks do not "
+                    "fit",
+                    remedy="Free the blocks that page_in reports as lost.",
+                )
             self._used_count += count
-        runs = self._transfers.store.take_runs(self._frames, count) if count else []
-        if runs is None:
-            with self._lock:
-                self._used_count -= count
-            raise DataLostError(
-                f"parts of {self!r} are lost and have not been freed, so {count} blocks do not fit",
-                remedy="Free the blocks that page_in reports as lost.",
-            )
         ranges = []
         for frame, run in runs:
             start = self._ordinals[frame.number] * self._per_frame + run.start
@@ -276,16 +276,16 @@ class BlockStore:
         slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         return runs, torch.from_numpy(slots)
 
-    def _give_back(self, slots: Int64[np.ndarray, " n"]) -> None:
-        with self._lock:
-            self._taken[slots] = False
-            self._used_count -= len(slots)
-        self._give_back_room(np.sort(slots))
+    def _give_back(self, ascending: Int64[np.ndarray, " n"]) -> None:
+        """Give back the room of slots that are not taken any more.
 
-    def _give_back_room(self, ascending: Int64[np.ndarray, " n"]) -> None:
+        They are counted as used until it is back: what is counted as free can be had.
+        """
         self._transfers.store.give_back(
             (self._frames[run.ordinal], run.slots) for run in slot_runs(ascending, self._per_frame)
         )
+        with self._lock:
+            self._used_count -= len(ascending)
 
     # --- Inside: copies -------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from aqua_protocol import CapacityError, ConfigError
 from aqualib.blocks import BlockStore
 from aqualib.consumer import Aqua
+from aqualib.memory.frame_store import FrameStore
 from aqualib.tensor import Location
 from harness.consumers import consuming
 from harness.producers import SLAB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from aqualib.memory.frame import Frame
+    from aqualib.ranges import Range
 
 BLOCK = SLAB // 4
 CAPACITY = 10
@@ -121,6 +126,27 @@ def test_freed_slots_serve_again_and_a_broken_up_store_still_holds_its_capacity(
     dst = torch.zeros(10, BLOCK, dtype=torch.uint8)
     store.page_in(torch.cat((slots[1::2], again)), dst).wait()
     assert torch.equal(dst, src[[1, 3, 5, 7, 9, 11, 10, 9, 8, 7]])
+
+
+def test_a_store_that_is_being_freed_is_full_and_not_lost(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src = table(CAPACITY)
+    slots = page_out(store, src, *range(CAPACITY))
+    give_back = FrameStore.give_back
+    heard: list[BaseException | None] = []
+
+    def give_back_late(frames: FrameStore, runs: Iterable[tuple[Frame, Range]]) -> None:
+        with ThreadPoolExecutor(1) as another:
+            heard.append(another.submit(store.page_out, src).exception())
+        give_back(frames, runs)
+
+    monkeypatch.setattr(FrameStore, "give_back", give_back_late)
+    store.free(slots)
+    assert [type(error) for error in heard] == [CapacityError]
+    monkeypatch.undo()
+    assert store.free_count == CAPACITY
+    assert len(page_out(store, src, *range(CAPACITY))) == CAPACITY
 
 
 def test_a_full_store_says_so_and_stores_nothing(store: BlockStore) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from aqua_protocol import ChecksumMismatchError, TransportError
+from aqualib import blocks
 from aqualib.consumer import Aqua
 from harness.consumers import LateCopier, consuming_late
 from harness.producers import SLAB, until
@@ -148,3 +150,32 @@ def test_a_checksum_is_compared_once_the_bytes_have_arrived() -> None:
             with pytest.raises(ChecksumMismatchError) as caught:
                 transfer.wait()
             assert caught.value.details["slots"] == [1]
+
+
+def test_slots_of_a_checksum_that_failed_are_another_threads_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with consuming_late(is_checking=True) as (aqua, _):
+        store, ours, theirs = aqua.block_store(BLOCK, 4), rows(), rows()
+
+        def fail(*_: torch.Tensor | None) -> list[int]:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "row_checksums", fail)
+            with pytest.raises(MemoryError):
+                store.page_out(ours)
+        assert store.used_count == 0
+
+        def page_out() -> torch.Tensor:
+            slots, transfer = store.page_out(theirs)
+            transfer.wait()
+            return slots
+
+        with ThreadPoolExecutor(1) as another:
+            slots = another.submit(page_out).result()
+        # Whatever this thread left under way has arrived once its next transfer has.
+        dst = torch.zeros_like(theirs)
+        store.page_in(slots, dst).wait()
+        store.page_in(slots, dst).wait()
+        assert torch.equal(dst, theirs)
