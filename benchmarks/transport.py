@@ -100,6 +100,7 @@ class Results:
 def main(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    raw: Annotated[bool, typer.Option(help="With --json: each time as well.")] = False,
     rounds: Annotated[int, typer.Option(help="Repetitions of each pair.", min=3)] = 60,
     reclaims: Annotated[int, typer.Option(help="Reclaims of 1 GiB.", min=1)] = 7,
 ) -> None:
@@ -125,7 +126,8 @@ def main(
             phase()
             progress.advance(task)
     if as_json:
-        print(json.dumps(results.summary | {"raw": results.raw, "machine": machine()}))
+        samples = {"raw": results.raw} if raw else {}
+        print(json.dumps(results.summary | {"machine": machine()} | samples))
     else:
         show(results)
 

@@ -89,9 +89,10 @@ BARS: Final = {
 BEST_BARS: Final = BARS | {"completion_ratio_vs_fcfs": ("<=", 1.25)}
 
 
-def main(
+def main(  # noqa: PLR0913 - a command has as many arguments as options
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    with_raw: Annotated[bool, typer.Option("--raw", help="With --json: every burst.")] = False,
     trace: Annotated[Path | None, typer.Option(help="CSV of arrivals and lengths.")] = None,
     bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
@@ -145,9 +146,9 @@ def main(
     if plot is not None:
         draw({name: raw[name]["bursts"][0]["rows"] for name in POLICY_NAMES}, plot)
     if as_json:
-        inputs["loads"] = loads
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        print(json.dumps(summary | {"raw": raw, "inputs": inputs, "machine": machine}))
+        samples = {"raw": raw, "loads": loads} if with_raw else {}
+        print(json.dumps(summary | {"inputs": inputs, "machine": machine} | samples))
     else:
         show(summary)
 
