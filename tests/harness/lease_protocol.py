@@ -20,13 +20,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, NamedTuple, TypeVar
+from typing import TypeVar
+
+from harness.lease_state import (
+    CONSUMERS,
+    SLABS,
+    UNNAMED,
+    Consumer,
+    Entry,
+    Phase,
+    Report,
+    Right,
+    Slab,
+    State,
+    booked_slabs,
+    free_slabs,
+    report_of,
+)
 
 Item = TypeVar("Item")
-
-SLABS: Final = 2
-CONSUMERS: Final = (0, 1)
-UNNAMED: Final = -1
+Step = tuple[str, State]
 
 
 class Bug(Enum):
@@ -49,108 +62,6 @@ class Bug(Enum):
     """A producer takes slabs back when the right has ended, acknowledged or not."""
     STALE_REPORTS_ARE_BOOKED = auto()
     """A report that arrives late overwrites a newer one."""
-
-
-class Right(Enum):
-    """Where the books hold a lease to be; `LeaseState`, with `reclaiming` as part of `active`."""
-
-    GRANTED = auto()
-    ACTIVE = auto()
-    FENCED = auto()
-    ENDED = auto()
-
-
-class Entry(NamedTuple):
-    """A lease in the books; `consumer` is `UNNAMED` if it is booked without a name."""
-
-    right: Right
-    consumer: int
-    slabs: int
-
-
-class Slab(NamedTuple):
-    """A slab of the producer: whom it is lent to, and the memory that is behind it now.
-
-    Attributes:
-        lease: Id of the lease, or None when it is free.
-        mapped: Consumers that can read and write the memory behind it.
-        written: Consumers whose bytes are in it.
-    """
-
-    lease: int | None = None
-    mapped: frozenset[int] = frozenset()
-    written: frozenset[int] = frozenset()
-
-
-class Phase(Enum):
-    """Where a consumer stands."""
-
-    IDLE = auto()
-    GRANTED = auto()
-    ATTACHED = auto()
-    DEAD = auto()
-
-
-class Consumer(NamedTuple):
-    """A consumer: its phase, its lease, and the life of the producer its capability is for."""
-
-    phase: Phase = Phase.IDLE
-    lease: int | None = None
-    life: int = 0
-
-
-class Report(NamedTuple):
-    """A producer's full state, on its way: its life, and slabs held by lease."""
-
-    life: int
-    held: tuple[tuple[int, int], ...]
-    stale: bool = False
-
-
-class State(NamedTuple):
-    """Everything, in one moment.
-
-    Attributes:
-        books: Leases by id; None where the books know nothing.
-        unproven: Slabs booked for the producer itself, because it could not prove a lease.
-        confirmed: The producer has reported to these books, so grants may come from it.
-        booked_life: The life of the producer that the books know; -1 for none.
-        schema: What version the books are written in.
-        wedged: A step has failed half-way and will fail for ever.
-        life: The producer's.
-        slabs: The producer's.
-        consumers: By number.
-        late: A report still on its way.
-        versions: The coordinators'.
-        flooded: Strangers are flooding the coordinators.
-        renewed: Consumers whose use of their lease has reached the books in this period.
-        excused: Consumers whose report of this period was lost.
-        granted: Whom each id was truly granted to, with how many slabs: never forgotten, seen by
-            proofs alone.
-        unjust: A live consumer that could be heard has lost its right.
-        faults: How many more may happen.
-    """
-
-    books: tuple[Entry | None, ...]
-    unproven: int
-    confirmed: bool
-    booked_life: int
-    schema: int
-    wedged: bool
-    life: int
-    slabs: tuple[Slab, ...]
-    consumers: tuple[Consumer, ...]
-    late: Report | None
-    versions: tuple[int, int]
-    flooded: bool
-    renewed: frozenset[int]
-    excused: frozenset[int]
-    granted: tuple[tuple[int, int] | None, ...]
-    unjust: bool
-    faults: int
-
-
-Step = tuple[str, State]
 
 
 @dataclass(frozen=True)
@@ -225,7 +136,7 @@ class LeaseProtocol:
         return not (now.flooded and self.bug is Bug.FLOOD_SHUTS_MEMBERS_OUT)
 
     def _grant(self, now: State, c: int, slabs: int) -> State | None:
-        if not now.confirmed or now.wedged or _free(now) < slabs:
+        if not now.confirmed or now.wedged or free_slabs(now) < slabs:
             return None
         if any(
             entry and entry.consumer == c and entry.right is not Right.ENDED for entry in now.books
@@ -291,7 +202,7 @@ class LeaseProtocol:
 
     def _of_producer(self, now: State) -> Iterator[Step]:
         if self._heard(now):
-            yield "the producer reports", self._book(now, _report(now))
+            yield "the producer reports", self._book(now, report_of(now))
         if now.late is not None:
             yield "the late report arrives", self._book(now, now.late)._replace(late=None)
         for c in CONSUMERS:
@@ -338,7 +249,7 @@ class LeaseProtocol:
         # Grants that no longer fit go, newest first; nothing is lent under them.
         for lease in reversed(range(len(books))):
             entry = books[lease]
-            if entry and entry.right is Right.GRANTED and _booked(books) > SLABS:
+            if entry and entry.right is Right.GRANTED and booked_slabs(books) > SLABS:
                 books[lease] = entry._replace(right=Right.ENDED)
         unjust = any(
             was and was.right is Right.ACTIVE and lease not in held and self._is_used(now, lease)
@@ -445,7 +356,7 @@ class LeaseProtocol:
         yield "the producer restarts", now._replace(life=now.life + 1, slabs=(Slab(),) * SLABS)
         yield from self._lies(now)
         if now.late is None:
-            yield "a report sets out", now._replace(late=_report(now))
+            yield "a report sets out", now._replace(late=report_of(now))
         else:
             yield "the late report arrives, and will again", self._book(now, now.late)
         if not now.flooded:
@@ -502,8 +413,8 @@ class LeaseProtocol:
         unknown = [i for i, granted in enumerate(now.granted) if granted is None]
         if not free or not unknown or now.wedged or now.life < now.booked_life:
             return
-        after = self._book(now, _report(now))
-        spare = SLABS - _booked(list(after.books))
+        after = self._book(now, report_of(now))
+        spare = SLABS - booked_slabs(list(after.books))
         if spare <= 0:
             return
         lease = unknown[0]
@@ -522,112 +433,6 @@ class LeaseProtocol:
             )
         else:
             yield "the producer invents a lease", after._replace(unproven=1)
-
-
-# --- What always holds -----------------------------------------------------------------
-
-
-def no_slab_has_two_owners(now: State) -> bool:
-    """The memory behind a slab is mapped by those alone whom it is lent to."""
-    return all(
-        len(slab.mapped) <= 1 and (slab.lease is None or slab.mapped <= {_owner(now, slab.lease)})
-        for slab in now.slabs
-    )
-
-
-def no_tenant_reads_another(now: State) -> bool:
-    """The memory that a consumer maps holds its own bytes only."""
-    return all(slab.written <= slab.mapped or not slab.mapped for slab in now.slabs)
-
-
-def no_reuse_before_acknowledgement(now: State) -> bool:
-    """A live consumer that has not given back still has every slab it attached."""
-    for me in now.consumers:
-        if me.phase is Phase.ATTACHED and me.life == now.life and me.lease is not None:
-            granted = now.granted[me.lease]
-            assert granted is not None
-            if sum(slab.lease == me.lease for slab in now.slabs) != granted[1]:
-                return False
-    return True
-
-
-def books_never_grant_what_is_not_there(now: State) -> bool:
-    """Booked slabs fit the offer, unless reality is ahead of a grant that is about to go."""
-    return _booked(list(now.books)) + now.unproven <= SLABS
-
-
-def only_true_grants_name_a_consumer(now: State) -> bool:
-    """A lease in the books names a consumer only if that consumer was granted it."""
-    return all(
-        entry is None or entry.consumer == UNNAMED or granted == (entry.consumer, entry.slabs)
-        for entry, granted in zip(now.books, now.granted, strict=True)
-    )
-
-
-def no_step_fails_for_ever(now: State) -> bool:
-    """No record makes a step of the coordinator fail."""
-    return not now.wedged
-
-
-def who_is_heard_keeps_its_right(now: State) -> bool:
-    """Strangers cannot cost a live consumer its lease."""
-    return not now.unjust
-
-
-def books_are_reality(now: State) -> bool:
-    """The books hold what is lent, and nothing else, for consumers that live."""
-    lent = {slab.lease: 0 for slab in now.slabs if slab.lease is not None}
-    for slab in now.slabs:
-        if slab.lease is not None:
-            lent[slab.lease] += 1
-    booked = {
-        i: entry.slabs
-        for i, entry in enumerate(now.books)
-        if entry is not None and entry.right in (Right.ACTIVE, Right.FENCED)
-    }
-    held = all(
-        entry is None
-        or entry.right in (Right.FENCED, Right.ENDED)
-        or (now.consumers[entry.consumer].lease == lease)
-        for lease, entry in enumerate(now.books)
-    )
-    return booked == lent and now.booked_life == now.life and now.confirmed and held
-
-
-INVARIANTS: Final = {
-    invariant.__name__: invariant
-    for invariant in (
-        no_slab_has_two_owners,
-        no_tenant_reads_another,
-        no_reuse_before_acknowledgement,
-        books_never_grant_what_is_not_there,
-        only_true_grants_name_a_consumer,
-        no_step_fails_for_ever,
-        who_is_heard_keeps_its_right,
-    )
-}
-"""What holds in every state. `books_are_reality` is the goal that every state can still reach."""
-
-
-def _owner(now: State, lease: int) -> int:
-    granted = now.granted[lease]
-    return granted[0] if granted else UNNAMED
-
-
-def _booked(books: list[Entry | None]) -> int:
-    return sum(entry.slabs for entry in books if entry and entry.right is not Right.ENDED)
-
-
-def _free(now: State) -> int:
-    return SLABS - _booked(list(now.books)) - now.unproven
-
-
-def _report(now: State) -> Report:
-    held: dict[int, int] = {}
-    for slab in now.slabs:
-        if slab.lease is not None:
-            held[slab.lease] = held.get(slab.lease, 0) + 1
-    return Report(now.life, tuple(sorted(held.items())))
 
 
 def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:

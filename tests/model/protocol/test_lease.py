@@ -12,15 +12,8 @@ from typing import Final
 
 import pytest
 
-from harness.lease_protocol import (
-    INVARIANTS,
-    Bug,
-    LeaseProtocol,
-    Phase,
-    Right,
-    State,
-    books_are_reality,
-)
+from harness.lease_protocol import Bug, LeaseProtocol
+from harness.lease_state import INVARIANTS, Phase, Right, State, books_are_reality
 from harness.slices import IS_WHOLE
 from harness.state_search import Search, explore, trapped
 
