@@ -36,10 +36,15 @@ class PaperMemory:
     def __init__(self, count: int) -> None:
         self.present: GranuleMask = np.ones(count, np.bool_)
         self.is_refusing = False
+        self.tears_after: int | None = None
 
     @property
     def account(self) -> EmulatedMemory:
         raise NotImplementedError
+
+    @property
+    def absent(self) -> GranuleMask:
+        return ~self.present
 
     @property
     def regions(self) -> list[Range]:
@@ -51,11 +56,17 @@ class PaperMemory:
     def release(self, granules: GranuleMask) -> None:
         self._require()
         assert self.present[granules].all()
+        if self.tears_after is not None:
+            self.present[np.flatnonzero(granules)[: self.tears_after]] = False
+            raise TransportError("half-way")
         self.present &= ~granules
 
     def restore(self, granules: GranuleMask) -> None:
         self._require()
         assert not self.present[granules].any()
+        if self.tears_after is not None:
+            self.present[np.flatnonzero(granules)[: self.tears_after]] = True
+            raise TransportError("half-way")
         self.present |= granules
 
     def close(self) -> None:
@@ -98,6 +109,7 @@ class LendingEngine(RuleBasedStateMachine):
         self.requests: list[list[PaperBlock]] = []
         self.steps: list[set[int]] = []  # Blocks that each step under way uses, oldest first.
         self.given_bytes = 0
+        self.is_torn = False
 
     # --- The engine -----------------------------------------------------------------------
 
@@ -159,6 +171,26 @@ class LendingEngine(RuleBasedStateMachine):
             assert not self.given_bytes or ask == self.lending.shrink
         self.memory.is_refusing = False
 
+    @rule(slabs=st.integers(1, 6), done_count=st.integers(0, 9), is_shrink=st.booleans())
+    def shrink_or_grow_half_way(self, slabs: int, done_count: int, is_shrink: bool) -> None:
+        self.memory.tears_after = done_count
+        try:
+            given = (self.lending.shrink if is_shrink else self.lending.grow)(slabs * SLAB)
+        except TransportError:
+            self.is_torn = True
+        else:
+            assert not given, "nothing moved, so nothing was given"
+        self.memory.tears_after = None
+
+    @precondition(lambda self: self.is_torn)
+    @rule()
+    def look_on_a_device_that_works_again(self) -> None:
+        self.lending.load()
+        absent = int(self.memory.absent.sum())
+        needed = -(-self.given_bytes // GRANULE)
+        assert absent <= needed, "all that left in vain is back"
+        self.is_torn = absent < needed
+
     # --- What always holds ----------------------------------------------------------------
 
     @invariant()
@@ -172,7 +204,7 @@ class LendingEngine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_in_use_have_their_memory(self) -> None:
-        touched = self.granules.blocks_of(~self.memory.present)
+        touched = self.granules.blocks_of(self.memory.absent)
         used = {block.block_id for blocks in self.requests for block in blocks}.union(*self.steps)
         free = {block.block_id for block in self.pool.free}
         assert not touched[list(used | free)].any()
@@ -181,7 +213,9 @@ class LendingEngine(RuleBasedStateMachine):
     @invariant()
     def what_was_given_up_is_really_gone(self) -> None:
         assert self.lending.surrendered_bytes == self.given_bytes
-        gone = int((~self.memory.present).sum()) * GRANULE
+        if self.is_torn:
+            return
+        gone = int(self.memory.absent.sum()) * GRANULE
         assert self.given_bytes <= gone < self.given_bytes + GRANULE + (not self.given_bytes)
 
     @invariant()
@@ -195,6 +229,7 @@ class LendingEngine(RuleBasedStateMachine):
             self.pool.free_blocks(self.requests.pop())
         if self.given_bytes:
             self.lending.grow(self.given_bytes)
+        self.lending.load()
         self.lending.before_step(has_waiting=True)
         assert self.memory.present.all()
         assert len(self.pool.free) == len(self.pool.blocks) - 1

@@ -10,9 +10,10 @@ import pytest
 
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.transports.cuda_driver import CudaDriver
+from aqualib.transports.cuda_driver import CudaDevice, CudaDriver
 from aqualib.transports.host import CPU
 from harness import fake_cuda
+from harness.refusals import refuse_after
 
 GRANULE = 2 * MIB
 
@@ -72,6 +73,44 @@ def test_a_device_that_has_not_got_it_all_gives_nothing_back(
     assert fake_cuda.counts(library) == before
     monkeypatch.delenv("FAKE_CUDA_MEMORY")
     memory.restore(gone)
+
+
+@pytest.mark.parametrize("call", ["allocate", "map_at", "zero"])
+def test_a_restore_that_fails_half_way_has_changed_nothing(
+    memory: CudaKvMemory, library: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    tensor = memory.allocate(3 * GRANULE)
+    everything = np.ones(3, np.bool_)
+    memory.release(everything)
+    before = fake_cuda.counts(library)
+    with monkeypatch.context() as patch:
+        refuse_after(patch, CudaDevice, call, 1)
+        with pytest.raises(TransportError, match="refused"):
+            memory.restore(everything)
+    assert fake_cuda.counts(library) == before
+    assert memory.absent.all()
+    memory.restore(everything)
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize(("call", "is_done"), [("unmap_at", False), ("release", True)])
+def test_a_release_that_fails_half_way_says_what_has_left(
+    memory: CudaKvMemory,
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    is_done: bool,
+) -> None:
+    tensor = memory.allocate(3 * GRANULE)
+    before = fake_cuda.counts(library)
+    with monkeypatch.context() as patch:
+        refuse_after(patch, CudaDevice, call, 1, is_done=is_done)
+        with pytest.raises(TransportError, match="refused"):
+            memory.release(np.ones(3, np.bool_))
+    assert before["mappings"] - fake_cuda.counts(library)["mappings"] == memory.absent.sum() > 0
+    memory.restore(memory.absent)
+    assert fake_cuda.counts(library) == before
+    tensor.fill_(1)
 
 
 def test_a_gpu_that_cannot_map_by_hand_is_refused(

@@ -59,6 +59,11 @@ class CudaKvMemory:
         """See `KvMemory.regions`."""
         return list(self._regions)
 
+    @property
+    def absent(self) -> GranuleMask:
+        """See `KvMemory.absent`."""
+        return np.equal(self._memory, 0)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See `KvMemory.allocate`."""
         whole = -(-nbytes // self.granule_bytes) * self.granule_bytes
@@ -82,13 +87,13 @@ class CudaKvMemory:
         """See `KvMemory.restore`."""
         with contextlib.ExitStack() as undo:
             for index in np.flatnonzero(granules):
-                self._map(int(index))
                 undo.callback(self._unmap, int(index))
+                self._map(int(index))
             undo.pop_all()
 
     def close(self) -> None:
         """See `KvMemory.close`."""
-        self.release(self._memory != 0)
+        self.release(~self.absent)
         for region in self._regions:
             self._gpu.free_reserved(region.start, region.size)
         self._regions.clear()
@@ -106,9 +111,12 @@ class CudaKvMemory:
         self._gpu.zero(address, self.granule_bytes)
 
     def _unmap(self, index: int) -> None:
+        """Take the memory away, if there is any."""
+        if not (memory := int(self._memory[index])):
+            return
         self._gpu.unmap_at(self._address_of(index), self.granule_bytes)
-        self._gpu.release(int(self._memory[index]))
         self._memory[index] = 0
+        self._gpu.release(memory)
 
     def _address_of(self, index: int) -> int:
         offset = index * self.granule_bytes

@@ -15,6 +15,10 @@ so the longest request fits and goes on. What is given up counts in whole slabs.
 When memory gets short while a shrink still waits for blocks, those that are out and whose memory is
 still there go back in the next step, and the shrink is over.
 
+Memory that moves may fail half-way. Then the memory itself says what has left; blocks over it stay
+out, and what is gone beyond what was given up comes back at once or, if the device has not got it,
+at a later look.
+
 Blocks leave by number from the top, and blocks in use are waited for, not moved: requests end, and
 a partial answer is a fine one. On an engine that is idle all of it happens at once.
 """
@@ -22,6 +26,7 @@ a partial answer is a fine one. On an engine that is idle all of it happens at o
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -138,6 +143,7 @@ class KvLending:
 
     def load(self) -> LoadReport:
         """The engine's load; blocks that are out count as used."""
+        self._mend()
         load = self._read_load()
         return LoadReport(
             queue_length=load.waiting_count,
@@ -156,22 +162,22 @@ class KvLending:
             self._is_shrinking = True
             is_unused = self._limit.out & (self._limit.since <= self._ended_steps)
             free = self._granules.free(is_unused) & ~self._gone
-            granule_bytes = self._granules.granule_bytes
             gone_count = int(self._gone.sum())
-            goal = min(wanted, (gone_count + int(free.sum())) * granule_bytes)
+            most_count = gone_count + int(free.sum())
+            goal = min(wanted, most_count * self._granules.granule_bytes)
             goal -= goal % self._slab_bytes
             if goal <= before:
                 return 0
-            leaving = self._granules.highest(free, -(-goal // granule_bytes) - gone_count)
+            more_count = max(0, self._granules.count_for(goal) - gone_count)
+            leaving = self._granules.highest(free, more_count)
             self._gone |= leaving
             if goal == wanted:
                 self._give_back()
         try:
             self._memory.release(leaving)
-        except TransportError:
-            with self._lock:
-                self._gone &= ~leaving
-                self._give_back()
+        except BaseException:
+            self._take_stock()
+            self._mend()
             raise
         self._surrendered_bytes = goal
         return goal - before
@@ -180,17 +186,32 @@ class KvLending:
         """`nbytes` given up before are free on the device: take them back into use.
 
         Raises:
-            TransportError: Another process took them; nothing has changed.
+            TransportError: Another process took them; `surrendered_bytes` has not changed.
         """
-        goal = max(0, self._surrendered_bytes - nbytes)
-        staying = self._granules.highest(self._gone, -(-goal // self._granules.granule_bytes))
-        self._memory.restore(self._gone & ~staying)
-        with self._lock:
-            self._gone = staying
-            self._surrendered_bytes = goal
-            self._give_back()
+        self._take_back(max(0, self._surrendered_bytes - nbytes))
         if self.on_grown is not None:
             self.on_grown()
+
+    def _mend(self) -> None:
+        """Take back what is gone beyond what was given up, if the device has it."""
+        if self._gone.sum() > self._granules.count_for(self._surrendered_bytes):
+            with suppress(TransportError):
+                self._take_back(self._surrendered_bytes)
+
+    def _take_back(self, goal: int) -> None:
+        """Take everything back into use but `goal` bytes."""
+        staying = self._granules.highest(self._gone, self._granules.count_for(goal))
+        try:
+            self._memory.restore(self._gone & ~staying)
+            self._surrendered_bytes = goal
+        finally:
+            self._take_stock()
+
+    def _take_stock(self) -> None:
+        """Memory has moved, or failed to: use whatever is here."""
+        with self._lock:
+            self._gone = self._memory.absent
+            self._give_back()
 
     def _give_back(self) -> None:
         """Give back every block whose memory is here."""

@@ -16,9 +16,11 @@ such memory, and where its blocks lie in it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+import numpy as np
 import torch
 
 from aqua_protocol import ConfigError
@@ -49,6 +51,10 @@ class KvMemory(Protocol):
     def regions(self) -> list[Range]:
         """Ranges that `allocate` handed out, in order; granules are numbered over all of them."""
 
+    @property
+    def absent(self) -> GranuleMask:
+        """Granules that may have no memory, as it really is: also after a call that failed."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A zeroed tensor of shape (nbytes,), int8, that lives as long as the process.
 
@@ -57,13 +63,17 @@ class KvMemory(Protocol):
         """
 
     def release(self, granules: GranuleMask) -> None:
-        """Give the memory of these granules, all present, back to the device."""
+        """Give the memory of these granules, all present, back to the device.
+
+        Raises:
+            TransportError: Some have left and some have not; `absent` tells.
+        """
 
     def restore(self, granules: GranuleMask) -> None:
         """Put zeroed memory behind these granules, all absent; all of them or none.
 
         Raises:
-            TransportError: The device has not got it.
+            TransportError: The device has not got it. What could not be undone, `absent` tells.
         """
 
     def close(self) -> None:
@@ -83,6 +93,7 @@ class HostKvMemory:
         self.granule_bytes: Final = granule_bytes
         self._budget_bytes = budget_bytes
         self._mappings: list[HostMapping] = []
+        self._absent: GranuleMask = np.zeros(0, np.bool_)
         self._account: EmulatedMemory | None = None
 
     @property
@@ -104,24 +115,43 @@ class HostKvMemory:
         """See `KvMemory.regions`."""
         return [Range(mapping.address, mapping.nbytes) for mapping in self._mappings]
 
+    @property
+    def absent(self) -> GranuleMask:
+        """See `KvMemory.absent`."""
+        return self._absent.copy()
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See `KvMemory.allocate`."""
         assert self._account is None, "all is allocated before any is lent"
         mapping = HostMapping(-(-nbytes // self.granule_bytes) * self.granule_bytes)
         self._mappings.append(mapping)
+        self._absent = np.pad(self._absent, (0, mapping.nbytes // self.granule_bytes))
         return tensor_at(mapping.address, nbytes, torch.device("cpu"))
 
     def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""
-        for mapping, start, nbytes in self._runs(granules):
-            mapping.vacate(start, nbytes)
-        self.account.give_back(int(granules.sum()) * self.granule_bytes)
+        account = self.account
+        for mapping, start, run in self._runs(granules):
+            # Before it is tried: a kernel that refuses may have dropped the pages already.
+            self._absent[run.start : run.end] = True
+            nbytes = run.size * self.granule_bytes
+            try:
+                mapping.vacate(start, nbytes)
+            finally:
+                account.give_back(nbytes)
 
     def restore(self, granules: GranuleMask) -> None:
         """See `KvMemory.restore`."""
-        self.account.take(int(granules.sum()) * self.granule_bytes)
-        for mapping, start, nbytes in self._runs(granules):
-            mapping.refill(start, nbytes)
+        wanted_bytes = int(granules.sum()) * self.granule_bytes
+        self.account.take(wanted_bytes)
+        with ExitStack() as undo:
+            undo.callback(self.account.give_back, wanted_bytes)
+            for mapping, start, run in self._runs(granules):
+                nbytes = run.size * self.granule_bytes
+                undo.callback(mapping.vacate, start, nbytes)
+                mapping.refill(start, nbytes)
+            undo.pop_all()
+        self._absent &= ~granules
 
     def close(self) -> None:
         """See `KvMemory.close`."""
@@ -129,13 +159,14 @@ class HostKvMemory:
             mapping.unmap()
         self._mappings.clear()
 
-    def _runs(self, granules: GranuleMask) -> Iterator[tuple[HostMapping, int, int]]:
-        """Mapping, offset and size of each run of neighbours."""
+    def _runs(self, granules: GranuleMask) -> Iterator[tuple[HostMapping, int, Range]]:
+        """Each run of neighbours: its mapping, its offset there in bytes, and its granules."""
         before = 0
         for mapping in self._mappings:
             count = mapping.nbytes // self.granule_bytes
             for run in runs_of(granules[before : before + count]):
-                yield mapping, run.start * self.granule_bytes, run.size * self.granule_bytes
+                granule_run = Range(before + run.start, run.size)
+                yield mapping, run.start * self.granule_bytes, granule_run
             before += count
 
 
