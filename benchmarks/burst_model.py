@@ -24,8 +24,7 @@ from typing import Any, Final
 from _bursts import STABLE_SHARE, Lengths, busy_s, draw_lengths, paper_burst, steady
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from aqua_protocol import SLAB
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.lease import LEASE
 from aqua_protocol.machine import EventT, StateMachine, StateT
+from aqua_protocol.slab import SLAB
 
 DOCS: Final = Path(__file__).resolve().parent
 PROTOCOL_DOCS: Final = DOCS / "protocol"

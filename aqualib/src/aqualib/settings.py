@@ -44,13 +44,12 @@ def _bytes_from(value: object) -> object:
         raise ValueError(error.message) from error
 
 
-def _uids_from(value: object) -> object:
-    """Accept `1000,1001` as well as a collection of numbers."""
-    return value.split(",") if isinstance(value, str) else value
-
-
 Size = Annotated[int, BeforeValidator(_bytes_from)]
 Uid = Annotated[int, Field(ge=0, lt=1 << 32)]
+# `1000,1001` as well as a collection of numbers.
+Uids = Annotated[
+    frozenset[Uid], NoDecode, BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)
+]
 
 
 class Settings(BaseSettings):
@@ -111,7 +110,7 @@ class Settings(BaseSettings):
         description="Directory of lease channel sockets; /run/aqua, the user's runtime directory "
         "or the temporary directory if unset.",
     )
-    allowed_uids: Annotated[frozenset[Uid], NoDecode, BeforeValidator(_uids_from)] | None = Field(
+    allowed_uids: Uids | None = Field(
         None, description="Users that may attach, separated by commas; our own if unset."
     )
     reclaim_deadline_s: float = Field(

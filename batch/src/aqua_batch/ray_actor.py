@@ -24,11 +24,7 @@ EngineFactory = Callable[[], BatchEngine]
 
 
 class EngineActor:
-    """An engine and the share that it works on.
-
-    Args:
-        node: Its number, for reports.
-    """
+    """An engine and the share that it works on."""
 
     def __init__(self, node: int) -> None:
         self._node = node

@@ -13,17 +13,8 @@ from typing import Final
 COMMANDS_GROUP: Final = "aqua.commands"
 
 DISTRIBUTIONS: Final = (
-    "aqua-protocol",
-    "aqua-client",
-    "aqua-cli",
-    "aqualib",
-    "aqua-schedulers",
-    "aqua-coordinator",
-    "aqua-placer",
-    "aqua-profiler",
-    "aqua-simulator",
-    "aqua-batch",
-    "aqua-demo",
+    *("aqua-protocol", "aqua-client", "aqua-cli", "aqualib", "aqua-schedulers", "aqua-coordinator"),
+    *("aqua-placer", "aqua-profiler", "aqua-simulator", "aqua-batch", "aqua-demo"),
 )
 """All that there are, from the ground up; they are released together, in one version."""
 

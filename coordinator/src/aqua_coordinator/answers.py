@@ -14,14 +14,11 @@ import structlog
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from aqua_protocol import (
-    PROTOCOL_VERSION,
-    AquaError,
+from aqua_protocol import PROTOCOL_VERSION, AquaError, RequestInvalidError, UnknownResourceError
+from aqua_protocol.errors import (
     MethodNotAllowedError,
-    RequestInvalidError,
     RequestTooLargeError,
     UnauthenticatedError,
-    UnknownResourceError,
     VersionMismatchError,
 )
 

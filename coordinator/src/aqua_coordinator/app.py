@@ -32,7 +32,8 @@ from aqua_coordinator.services import Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
-from aqua_protocol import AquaError, ErrorBody, StoreUnavailableError, UnavailableError
+from aqua_protocol import AquaError, ErrorBody, UnavailableError
+from aqua_protocol.errors import StoreUnavailableError
 
 log = structlog.get_logger(__name__)
 

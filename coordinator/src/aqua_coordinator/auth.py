@@ -17,7 +17,8 @@ from typing import Final
 import structlog
 
 from aqua_coordinator.tokens import MAX_TOKEN_LENGTH, PREFIX, Role, TokenEntry, digest, read_tokens
-from aqua_protocol import ConfigError, ForbiddenError, UnauthenticatedError
+from aqua_protocol import ConfigError
+from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
 
 log = structlog.get_logger(__name__)
 

@@ -21,12 +21,7 @@ grant derives a key anew, 4 us."""
 
 
 class CapabilitySigner:
-    """Signs for the books that granted.
-
-    Args:
-        ledger: Where the secret is, unless one is configured.
-        secret: The configured secret.
-    """
+    """Signs for the books that granted; their secret is in the ledger, unless one is configured."""
 
     def __init__(self, ledger: Ledger, secret: bytes | None) -> None:
         self._ledger = ledger

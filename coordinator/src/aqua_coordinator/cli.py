@@ -72,7 +72,7 @@ def serve(
 
     Every setting is also an environment variable; the API describes itself at `/docs`.
     """
-    from aqua_coordinator.logs import configure
+    from aqua_coordinator.server import configure_logs
     from aqua_coordinator.server import serve as run
     from aqua_coordinator.settings import load_settings
 
@@ -84,7 +84,7 @@ def serve(
         tokens_file=tokens_file,
         log_level=log_level,
     )
-    configure(settings.log_level)
+    configure_logs(settings.log_level)
     run(settings)
 
 

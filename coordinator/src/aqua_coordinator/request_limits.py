@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
-from aqua_protocol import RequestInvalidError, RequestTooLargeError, UnavailableError
+from aqua_protocol import RequestInvalidError, UnavailableError
+from aqua_protocol.errors import RequestTooLargeError
 
 SMALL_BODY_BYTES: Final = 64 << 10
 """What any body may have. No request but those below needs more than a few hundred bytes; twice as

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -132,6 +134,36 @@ class Server(uvicorn.Server):
         log.info("stopping")
         self._event_watcher.close()
         await super().shutdown(sockets)
+
+
+def configure_logs(level: str) -> None:
+    """Log to standard error, libraries too: for people on a terminal, JSON lines elsewhere."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer()]
+        if sys.stderr.isatty()
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    # uvicorn tells of its starts and stops, which we do ourselves.
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
 
 
 def serve(settings: CoordinatorSettings) -> None:

@@ -64,12 +64,9 @@ MAX_KEY_LENGTH = 128
 """Characters: a UUID takes 36. Doubled, a kept answer takes 128 bytes more."""
 KeyText = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LENGTH, pattern=r"^[!-~]+$")]
 IdempotencyKey = Annotated[
-    str,
+    KeyText,
     Header(
         alias="Idempotency-Key",
-        min_length=1,
-        max_length=MAX_KEY_LENGTH,
-        pattern=r"^[!-~]+$",
         description="Fresh and random for every new request; the same when it is retried.",
     ),
 ]

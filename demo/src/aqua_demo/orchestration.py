@@ -38,7 +38,8 @@ from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import DemoScale
 from aqua_demo.view import RunView
-from aqua_protocol import TransportKind, error_from_body, format_bytes
+from aqua_protocol import TransportKind, format_bytes
+from aqua_protocol.errors import error_from_body
 from aqua_protocol.leases import PlacementPlan
 from aqualib.topology import place
 from aqualib.transports import select

@@ -19,14 +19,7 @@ from aqua_protocol.plan import Objective
 
 SUFFIXES: Final = (".json", ".yaml", ".yml", ".json.gz", ".yaml.gz")
 COLUMNS: Final = (
-    "problem",
-    "gpus",
-    "value",
-    "bound",
-    "gap_percent",
-    "coverage_percent",
-    "cpu_s",
-    "valid",
+    *("problem", "gpus", "value", "bound", "gap_percent", "coverage_percent", "cpu_s", "valid"),
 )
 
 

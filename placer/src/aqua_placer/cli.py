@@ -255,8 +255,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Send a plan's matches to the coordinator, which obeys them."""
+    from aqua_placer.plan.files import push as send
     from aqua_placer.plan.files import read_plan
-    from aqua_placer.plan.pairings import push as send
 
     plan = read_plan(plan_file)
     count = send(plan, url, token)

@@ -30,7 +30,8 @@ from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request as SolveRequest
 from aqua_placer.relocate.relocation import Relocation, relocate
 from aqua_placer.solve.placement import place
-from aqua_protocol import AquaError, RequestInvalidError, UnauthenticatedError, UnavailableError
+from aqua_protocol import AquaError, RequestInvalidError, UnavailableError
+from aqua_protocol.errors import UnauthenticatedError
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from aqua_protocol.wire import Wire
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aqua_protocol import (
-    CapabilityError,
     ConfigError,
     ProtocolError,
     SocketPathTooLongError,
     TransportError,
     TransportKind,
-    VersionMismatchError,
 )
+from aqua_protocol.errors import CapabilityError, VersionMismatchError
 from aqua_protocol.leases import LeaseGrant
 from aqualib.channel import ChannelClosedError
 from aqualib.consumer import Aqua

@@ -13,13 +13,8 @@ import torch
 
 import aqualib
 from aqua_client import CoordinatorClient
-from aqua_protocol import (
-    ConfigError,
-    LeaseState,
-    TransportKind,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from aqua_protocol import ConfigError, LeaseState, TransportKind, UnavailableError
+from aqua_protocol.errors import UnauthenticatedError
 from aqualib.consumer import Aqua
 from aqualib.leasing import demand
 from aqualib.producer.producer import Producer

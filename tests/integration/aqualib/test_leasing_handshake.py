@@ -19,7 +19,6 @@ from aqua_protocol import (
     ProtocolError,
     TransportError,
     TransportKind,
-    VersionMismatchError,
 )
 from aqua_protocol.channel import (
     CONSUMER_MESSAGES,
@@ -34,6 +33,7 @@ from aqua_protocol.channel import (
     Slabs,
     Welcome,
 )
+from aqua_protocol.errors import VersionMismatchError
 from aqualib.channel import Channel, ChannelClosedError, listen
 from aqualib.leasing.handshake import attach
 from aqualib.transports import select

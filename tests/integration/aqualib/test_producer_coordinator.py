@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aqua_client import CoordinatorClient
-from aqua_protocol import (
-    TransportError,
-    TransportKind,
-    UnauthenticatedError,
-    UnavailableError,
-    VersionMismatchError,
-)
+from aqua_protocol import TransportError, TransportKind, UnavailableError
+from aqua_protocol.errors import UnauthenticatedError, VersionMismatchError
 from aqua_protocol.leases import LeaseGrant, LeaseRequest
 from aqua_protocol.members import ConsumerReport
 from aqualib import reporter as reporter_module

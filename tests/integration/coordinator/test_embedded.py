@@ -16,7 +16,8 @@ import pytest
 
 from aqua_coordinator.embedded import MAX_LOG_BYTES, EmbeddedValkey, Fsync
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
-from aqua_protocol import ConfigError, SocketPathTooLongError, StoreFullError, UnavailableError
+from aqua_protocol import ConfigError, SocketPathTooLongError, UnavailableError
+from aqua_protocol.errors import StoreFullError
 from harness.bounds import HANG_S
 from harness.store_servers import (
     kill_store,

@@ -8,15 +8,14 @@ from functools import partial
 
 import pytest
 
-from aqua_protocol import (
+from aqua_protocol import CapacityError, LeaseLostError, LeaseState, UnknownResourceError
+from aqua_protocol.errors import (
     BooksRebuildingError,
-    CapacityError,
     ForbiddenError,
-    LeaseLostError,
-    LeaseState,
-    UnknownResourceError,
+    IdempotencyConflictError,
+    InvalidTransitionError,
+    StaleEpochError,
 )
-from aqua_protocol.errors import IdempotencyConflictError, InvalidTransitionError, StaleEpochError
 from aqua_protocol.leases import LeaseView, Pairing, PlacementPlan
 from harness.bounds import stopwatch
 from harness.ledger_room import ATTACH_WINDOW_S, LedgerRoom

@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from aqua_coordinator.app import Service
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token
-from aqua_protocol import VersionMismatchError
+from aqua_protocol.errors import VersionMismatchError
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import short_directory

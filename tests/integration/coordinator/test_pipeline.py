@@ -19,14 +19,8 @@ from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.pipeline import MAX_BATCH, MAX_WAITING
 from aqua_coordinator.store.rows import Grant
 from aqua_coordinator.store.scripts import SCRIPTS, assemble, load_library
-from aqua_protocol import (
-    CapacityError,
-    ConfigError,
-    LeaseState,
-    StoreFullError,
-    StoreUnavailableError,
-    UnavailableError,
-)
+from aqua_protocol import CapacityError, ConfigError, LeaseState, UnavailableError
+from aqua_protocol.errors import StoreFullError, StoreUnavailableError
 from aqua_protocol.leases import LeaseView
 from harness.bounds import HANG_S
 from harness.ledger_room import LedgerRoom, ledger_room

@@ -11,7 +11,7 @@ import pytest
 
 from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError
-from aqua_placer.plan.pairings import pairings_of, push
+from aqua_placer.plan.files import pairings_of, push
 from aqua_placer.problem.families import generate
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request

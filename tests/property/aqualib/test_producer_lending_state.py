@@ -14,10 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aqua_protocol import CapacityError, SlabState, TransportKind
+from aqua_protocol import CapacityError, TransportKind
 from aqua_protocol.capability import Claims
 from aqua_protocol.ids import LeaseId, ReclaimId, Revision
 from aqua_protocol.members import ProducerReport
+from aqua_protocol.slab import SlabState
 from aqualib.producer.escalation import Escalation
 from aqualib.producer.lending_state import Effects, LendingState, RetiredSlab
 from aqualib.producer.reclaims import ReclaimTicket

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from aqua_protocol import HELD_STATES, SlabEvent, SlabState
 from aqua_protocol.ids import ConsumerId, LeaseId
+from aqua_protocol.slab import HELD_STATES, SlabEvent, SlabState
 from aqualib.producer.pool import LentSlab, SlabPool
 from harness.memory import PaperSlab
 

@@ -39,14 +39,13 @@ from aqua_coordinator.store import Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.rows import Grant
 from aqua_protocol import (
-    BooksRebuildingError,
     CapacityError,
     LeaseLostError,
     LeaseState,
     ProtocolError,
     UnknownResourceError,
 )
-from aqua_protocol.errors import IdempotencyConflictError, StaleRevisionError
+from aqua_protocol.errors import BooksRebuildingError, IdempotencyConflictError, StaleRevisionError
 from aqua_protocol.leases import LeaseView
 from aqua_protocol.members import ProducerReport
 from harness.bounds import HANG_S

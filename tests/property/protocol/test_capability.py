@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqua_protocol import CapabilityError
 from aqua_protocol.capability import Claims, producer_key, sign, verify
+from aqua_protocol.errors import CapabilityError
 
 KEY = producer_key(b"secret of the coordinator", "producer-0", "life-1")
 CLAIMS = Claims(

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from aqua_protocol import CapabilityError, CapacityError, SlabState, TransportKind, UnavailableError
+from aqua_protocol import CapacityError, TransportKind, UnavailableError
 from aqua_protocol.capability import Claims
-from aqua_protocol.errors import InvalidTransitionError
+from aqua_protocol.errors import CapabilityError, InvalidTransitionError
 from aqua_protocol.ids import (
     ConsumerId,
     Generation,
@@ -20,6 +20,7 @@ from aqua_protocol.ids import (
     SlabId,
 )
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ProducerReport
+from aqua_protocol.slab import SlabState
 from aqualib.channel import PeerCredentials
 from aqualib.producer import admission, lending_state
 from aqualib.producer.admission import Admission

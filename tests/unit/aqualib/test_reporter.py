@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aqua_protocol import UnauthenticatedError, UnavailableError
+from aqua_protocol import UnavailableError
+from aqua_protocol.errors import UnauthenticatedError
 from aqua_protocol.members import MemberAck
 from aqualib import reporter as reporter_module
 from aqualib.reporter import Reporter

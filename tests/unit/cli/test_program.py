@@ -16,13 +16,11 @@ from aqua_protocol import (
     AquaError,
     CapacityError,
     ConfigError,
-    ForbiddenError,
-    RequestTooLargeError,
-    StoreUnavailableError,
     TransportError,
     TransportUnavailableError,
     UnavailableError,
 )
+from aqua_protocol.errors import ForbiddenError, RequestTooLargeError, StoreUnavailableError
 from harness.bounds import HANG_S
 from harness.closed_pipe import into_closed_pipe
 

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from aqua_client import CoordinatorClient, RetryRule
-from aqua_protocol import (
-    BooksRebuildingError,
-    CapacityError,
-    ConfigError,
-    LeaseLostError,
-    UnauthenticatedError,
-    UnavailableError,
-    VersionMismatchError,
-)
+from aqua_protocol import CapacityError, ConfigError, LeaseLostError, UnavailableError
+from aqua_protocol.errors import BooksRebuildingError, UnauthenticatedError, VersionMismatchError
 from aqua_protocol.leases import LeaseRenewal, LeaseRequest
 from aqua_protocol.members import ConsumerReport, ProducerReport
 from aqua_protocol.wire import TransportKind

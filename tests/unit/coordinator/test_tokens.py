@@ -20,7 +20,8 @@ from aqua_coordinator.tokens import (
     read_tokens,
     revoke_token,
 )
-from aqua_protocol import ConfigError, ForbiddenError, UnauthenticatedError, UnknownResourceError
+from aqua_protocol import ConfigError, UnknownResourceError
+from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_protocol import AquaError, CapacityError, ErrorBody, error_from_body, errors
-from aqua_protocol.errors import ERRORS_BY_CODE
+from aqua_protocol import AquaError, CapacityError, ErrorBody, errors
+from aqua_protocol.errors import ERRORS_BY_CODE, error_from_body
 
 KINDS = sorted(ERRORS_BY_CODE.values(), key=lambda kind: kind.code)
 

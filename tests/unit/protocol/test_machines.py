@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from aqua_protocol import HELD_STATES, SLAB, SlabEvent, SlabState
 from aqua_protocol import LeaseState as State
 from aqua_protocol.errors import InvalidTransitionError
 from aqua_protocol.lease import BOOKED_STATES, LEASE
 from aqua_protocol.lease import LeaseEvent as Event
 from aqua_protocol.machine import StateMachine
+from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
 
 MACHINES = [
     pytest.param(LEASE, State, Event, id="lease"),

@@ -19,8 +19,7 @@ from aqua_simulator.papers.aqua import (
 )
 from aqua_simulator.papers.figures import FIGURES
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.iteration import IterationTime
 

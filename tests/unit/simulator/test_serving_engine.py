@@ -9,8 +9,7 @@ import pytest
 from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.serving.request import Arrival, Job, summary
 from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 

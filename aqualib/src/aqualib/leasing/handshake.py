@@ -23,7 +23,6 @@ from aqua_protocol import (
     AquaError,
     ConfigError,
     ProtocolError,
-    error_from_body,
     require_protocol_version,
 )
 from aqua_protocol.channel import (
@@ -35,6 +34,7 @@ from aqua_protocol.channel import (
     Slabs,
     Welcome,
 )
+from aqua_protocol.errors import error_from_body
 from aqualib.channel import Channel, ChannelClosedError, connect
 from aqualib.leasing.attachment import Attachment
 from aqualib.memory.frame import PeerSlab

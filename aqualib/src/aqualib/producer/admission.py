@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import CapabilityError, CapacityError, UnavailableError, capability
+from aqua_protocol import CapacityError, UnavailableError, capability
+from aqua_protocol.errors import CapabilityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import CapacityError, ConfigError, SlabEvent, SlabState
+from aqua_protocol import CapacityError, ConfigError
 from aqua_protocol.ids import ConsumerId, Epoch, LeaseId, ReclaimId
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT, HeldLease
+from aqua_protocol.slab import SlabEvent, SlabState
 from aqualib.producer.escalation import Escalation, PendingReturn
 from aqualib.producer.pool import SlabPool
 from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals, choose
@@ -259,11 +260,7 @@ class LendingState:
     def end(self, lease_id: LeaseId, epoch: int, deadline_s: float, now_s: float) -> Effects:
         """The books hold the lease ended: ask for all of it back, once. It stays offered.
 
-        Args:
-            lease_id: The lease.
-            epoch: Of its fence, which ends this and every earlier epoch of the lease.
-            deadline_s: Time for the holder.
-            now_s: Monotonic.
+        `epoch` is that of its fence, which ends this and every earlier epoch of the lease.
         """
         effects = Effects()
         holder = self._holders.get(lease_id)

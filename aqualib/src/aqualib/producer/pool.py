@@ -21,8 +21,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import HELD_STATES, SLAB, SlabEvent, SlabState
 from aqua_protocol.ids import ConsumerId, Generation, LeaseId, SlabId
+from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
 
 if TYPE_CHECKING:
     from aqualib.transports.base import OwnedSlab
@@ -104,7 +104,8 @@ class SlabPool:
     def add(self, memory: OwnedSlab) -> Slab:
         """Take a fresh, zeroed physical slab into the offer."""
         assert memory.nbytes == self.slab_bytes, (memory.nbytes, self.slab_bytes)
-        slab = Slab(self._fresh_id(), memory, Generation(0))
+        slab = Slab(SlabId(self._next_id), memory, Generation(0))
+        self._next_id += 1
         self._slabs[slab.slab_id] = slab
         self._free[slab.slab_id] = slab
         self._counts[slab.state] += 1
@@ -116,7 +117,8 @@ class SlabPool:
         Slabs that need no zeroing go first: those the consumer had before, then fresh ones.
         """
         assert lease_id not in self._held, f"{lease_id} already holds slabs"
-        ranked = sorted(self._free.values(), key=lambda slab: _scrub_rank(slab, consumer_id))
+        order = {consumer_id: 0, None: 1}
+        ranked = sorted(self._free.values(), key=lambda slab: order.get(slab.bytes_of, 2))
         loans = [self._lend_one(slab, lease_id, consumer_id) for slab in ranked[:count]]
         if loans:
             self._held[lease_id] = {loan.slab.slab_id: loan.slab for loan in loans}
@@ -187,10 +189,6 @@ class SlabPool:
             assert slab.lease_id == held.get(slab_id), slab
             assert slab_id == slab.slab_id < self._next_id, slab
 
-    def _fresh_id(self) -> SlabId:
-        number, self._next_id = self._next_id, self._next_id + 1
-        return SlabId(number)
-
     def _lend_one(self, slab: Slab, lease_id: LeaseId, consumer_id: ConsumerId) -> LentSlab:
         before = slab.bytes_of
         self._move(slab, SlabEvent.LEASE)
@@ -229,9 +227,3 @@ class SlabPool:
         if not held:
             del self._held[slab.lease_id]
         slab.lease_id = None
-
-
-def _scrub_rank(slab: Slab, consumer_id: ConsumerId) -> int:
-    if slab.bytes_of == consumer_id:
-        return 0
-    return 1 if slab.bytes_of is None else 2

@@ -28,13 +28,13 @@ from aqua_protocol import (
     AquaError,
     ConfigError,
     RequestInvalidError,
-    SlabState,
     UnavailableError,
     channel,
     require_protocol_version,
 )
 from aqua_protocol.ids import BooksId, LeaseId, ProducerId, ReclaimId, Revision
 from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
+from aqua_protocol.slab import SlabState
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
 from aqualib.producer.admission import Admission

@@ -6,10 +6,10 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from aqua_coordinator.routes import events, health, leases, members, plans, reclaims
+from aqua_coordinator.routes import events, health, leases, members, operators
 
 ALL: Final[list[APIRouter]] = [
     *(members.producers, members.consumers, members.heartbeats, members.offers),
-    *(leases.router, reclaims.router, plans.placements, plans.profiles),
+    *(leases.router, operators.reclaims, operators.placements, operators.profiles),
     *(events.router, health.router),
 ]

@@ -19,7 +19,8 @@ from aqua_coordinator.store import rows
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.lua_step import lua_step
 from aqua_coordinator.store.pipeline import Argument, Pipeline
-from aqua_protocol import ConfigError, LeaseState, StoreUnavailableError, UnknownResourceError
+from aqua_protocol import ConfigError, LeaseState, UnknownResourceError
+from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.leases import (
     Event,
     LeaseRequest,

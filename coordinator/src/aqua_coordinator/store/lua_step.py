@@ -46,12 +46,7 @@ def lua_step(
     [Callable[Concatenate[RunnerT, P], Awaitable[AnswerT]]],
     Callable[Concatenate[RunnerT, P], Coroutine[Any, Any, AnswerT]],
 ]:
-    """Make a method without a body call the script in `file`.
-
-    Args:
-        file: In `lua/`.
-        read: What the script's answer means.
-    """
+    """Make a method without a body call a script of `lua/`; `read` says what its answer means."""
     script = file.removesuffix(".lua")
 
     def decorate(
@@ -79,19 +74,7 @@ def lua_step(
 def _encoder(declared: object) -> Callable[[Any], Argument] | None:
     """How a parameter travels; None: as it is."""
     if declared is float:
-        return _microseconds
+        return lambda seconds: round(seconds * MICROSECONDS)
     if isinstance(declared, type) and issubclass(declared, BaseModel):
-        return _json
-    return None if declared in {str, int} else _or_empty
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * MICROSECONDS)
-
-
-def _json(document: BaseModel) -> bytes:
-    return document.__pydantic_serializer__.to_json(document, exclude_none=True)
-
-
-def _or_empty(value: Argument | None) -> Argument:
-    return "" if value is None else value
+        return lambda body: body.__pydantic_serializer__.to_json(body, exclude_none=True)
+    return None if declared in {str, int} else lambda value: "" if value is None else value

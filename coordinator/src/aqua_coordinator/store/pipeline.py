@@ -41,7 +41,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from aqua_coordinator.store.connection import close_pool
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import LIBRARY_PREFIX, SCRIPTS, load_library
-from aqua_protocol import AquaError, StoreFullError, StoreUnavailableError, UnavailableError
+from aqua_protocol import AquaError, UnavailableError
+from aqua_protocol.errors import StoreFullError, StoreUnavailableError
 
 Argument: TypeAlias = str | bytes | int
 Answer: TypeAlias = Any
@@ -214,7 +215,9 @@ class Pipeline:
         self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
     ) -> None:
         """Send every command of the batch, and take each out of it as its answer comes."""
-        calls = [list(call) for _, call in groupby(batch, key=_call_of)]
+        # Neighbours with the same key travel in one call.
+        neighbours = groupby(batch, key=lambda command: command.shares or command)
+        calls = [list(call) for _, call in neighbours]
         packed = b"".join([self._pack(call) for call in calls])
         await connection.send_packed_command(packed, check_health=False)
         unknown = 0
@@ -283,11 +286,6 @@ class _Command:
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
-
-
-def _call_of(command: _Command) -> object:
-    """Neighbours with the same value travel in one call."""
-    return command.shares or command
 
 
 def _fail(commands: deque[_Command], error: Exception) -> None:

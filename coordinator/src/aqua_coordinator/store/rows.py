@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from aqua_protocol import BooksRebuildingError, TransportKind
-from aqua_protocol.errors import ERRORS_BY_CODE, AquaError
+from aqua_protocol import TransportKind
+from aqua_protocol.errors import ERRORS_BY_CODE, AquaError, BooksRebuildingError
 from aqua_protocol.lease import LEASE, LeaseState
 from aqua_protocol.leases import Event, EventKind, LeaseView, Pairing, PlacementPlan, ReclaimView
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder

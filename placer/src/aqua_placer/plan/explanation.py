@@ -104,10 +104,12 @@ class Explainer:
     def _consumer(self, group: str, place: Assignment, need: float) -> list[str]:
         shards = self.shards(group)
         each = f"{need:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
-        lines = [f"It needs {each} and runs on {place.server}, GPU {_listed(place.gpus)}."]
+        gpus = ", ".join(map(str, place.gpus))
+        lines = [f"It needs {each} and runs on {place.server}, GPU {gpus}."]
         matches = sorted(self.of_consumer.get(group, []), key=lambda match: match.consumer_shard)
         if not matches:
-            lines.append(f"It has no producer: {self._reason(group)}.")
+            reasons = {entry.group: entry.reason for entry in self.plan.unmatched}
+            lines.append(f"It has no producer: {reasons.get(group, 'unknown')}.")
             lines.append(self._remedy(place, need, shards))
             return lines
         weakest = min(self.size_gb(match.producer) for match in matches)
@@ -126,11 +128,6 @@ class Explainer:
         else:
             lines.append("Its need is covered in full.")
         return lines
-
-    def _reason(self, group: str) -> str:
-        return next(
-            (entry.reason for entry in self.plan.unmatched if entry.group == group), "unknown"
-        )
 
     def _remedy(self, place: Assignment, need: float, shards: int) -> str:
         """What would serve it: producers of what size where."""
@@ -156,7 +153,8 @@ class Explainer:
     def _producer(self, group: str, place: Assignment, spare: float) -> list[str]:
         shards = self.shards(group)
         each = f"{spare:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
-        lines = [f"It spares {each} and runs on {place.server}, GPU {_listed(place.gpus)}."]
+        gpus = ", ".join(map(str, place.gpus))
+        lines = [f"It spares {each} and runs on {place.server}, GPU {gpus}."]
         matches = sorted(self.of_producer.get(group, []), key=lambda match: match.producer_shard)
         lines += [
             f"Shard {match.producer_shard} lends {match.covered_gb:g} GB to {match.consumer}: "
@@ -175,7 +173,3 @@ class Explainer:
                 )
             )
         return lines
-
-
-def _listed(gpus: list[int]) -> str:
-    return ", ".join(str(gpu) for gpu in gpus)

@@ -22,10 +22,6 @@ from aqua_placer.errors import SolverUnavailableError
 from aqua_placer.problem.request import Backend
 
 
-def _with_highs(model: LinearModel, budget: Budget, seed: int) -> Answer:
-    return solve(model, budget, seed=seed)
-
-
 def _with_gurobi(model: LinearModel, budget: Budget, seed: int) -> Answer:
     try:
         import gurobipy as gp
@@ -108,7 +104,7 @@ def _written(model: LinearModel, folder: str) -> str:
 
 
 BACKENDS: Final[dict[Backend, Callable[[LinearModel, Budget, int], Answer]]] = {
-    Backend.HIGHS: _with_highs,
+    Backend.HIGHS: lambda model, budget, seed: solve(model, budget, seed=seed),
     Backend.GUROBI: _with_gurobi,
     Backend.CBC: _with_cbc,
 }

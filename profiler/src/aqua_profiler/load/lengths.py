@@ -93,7 +93,9 @@ class LengthDistribution:
     def drawn(self, seed: int) -> Iterator[tuple[int, int]]:
         """Requests for ever; the same seed gives the same ones."""
         generator = random.Random(seed)
-        cells = _cells(self.pairs)
+        # Equal shares of the distribution: by output, then within each share by prompt.
+        bands = _parts(self.pairs, STRATA)
+        cells = [cell for band in bands for cell in _parts(sorted(band), STRATA)]
         places = [generator.random() for _ in cells]
         while True:
             block = [
@@ -102,11 +104,6 @@ class LengthDistribution:
             places = [(place + GOLDEN) % 1.0 for place in places]
             generator.shuffle(block)
             yield from block
-
-
-def _cells(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
-    """Equal shares of the distribution: by output, then within each share by prompt."""
-    return [cell for band in _parts(pairs, STRATA) for cell in _parts(sorted(band), STRATA)]
 
 
 def _parts(pairs: Sequence[tuple[int, int]], count: int) -> list[Sequence[tuple[int, int]]]:

@@ -43,11 +43,7 @@ class Trial:
 
 
 class ArrivalProcess:
-    """Send times of a trial in seconds from its start, in order.
-
-    Args:
-        trial: Which stretch of load.
-    """
+    """Send times of a trial in seconds from its start, in order."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial

@@ -90,10 +90,7 @@ def parse_metrics(text: str) -> tuple[float | None, dict[str, str]]:
 
 
 class KvCachePoller:
-    """Polls `/metrics` beside a trial.
-
-    Args:
-        endpoint: Whose.
+    """Polls an endpoint's `/metrics` beside a trial.
 
     Attributes:
         usage: As last seen; None where the engine does not say.

@@ -21,12 +21,7 @@ DEFAULT_HBM_GB: Final = 80.0
 
 # Fields of weight, in which two profiles are compared.
 COMPARED: Final = (
-    "label",
-    "spare_bytes",
-    "needed_bytes",
-    "stable_rate_per_s",
-    "confidence",
-    "partial",
+    *("label", "spare_bytes", "needed_bytes", "stable_rate_per_s", "confidence", "partial"),
 )
 
 

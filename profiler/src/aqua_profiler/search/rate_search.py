@@ -161,15 +161,9 @@ def next_trial(
     budget_s: float,
     seed: int,
 ) -> Trial | SearchResult:
-    """What to run now, or the end.
+    """What to run after all `trials` so far, in order, or the end; `left_s` of the budget are left.
 
-    Args:
-        objective: What is looked for.
-        unloaded: What a lone request takes.
-        trials: All so far, in order.
-        left_s: What is left of the budget.
-        budget_s: The whole of it.
-        seed: The search's; every trial gets its own from it.
+    Every trial gets a seed of its own from the search's.
     """
     known = estimate_rate(objective, unloaded, trials)
     trial_seed = seed * 1_000 + len(trials)

@@ -23,8 +23,7 @@ from aqua_protocol.decoders import DecoderModel, decoder_named
 from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import from_data_sheet
 from aqua_simulator.workloads.sources import log_normal

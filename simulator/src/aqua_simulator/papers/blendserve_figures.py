@@ -99,12 +99,8 @@ def figure5(experiments: Experiments) -> FigureMeasurement:
     )
 
 
-_RANDOM, _DFS, _PAPER, _FORESIGHT = (
-    OfflinePolicy.RANDOM,
-    OfflinePolicy.DFS,
-    OfflinePolicy.PAPER,
-    OfflinePolicy.FORESIGHT,
-)
+_RANDOM, _DFS = OfflinePolicy.RANDOM, OfflinePolicy.DFS
+_PAPER, _FORESIGHT = OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT
 
 
 def figure6(experiments: Experiments) -> FigureMeasurement:

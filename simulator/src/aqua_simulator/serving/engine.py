@@ -37,8 +37,7 @@ from aqua_schedulers.cfs import (
     RequestView,
     policy_named,
 )
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.serving.request import Arrival, Job, Phase, Served
 from aqua_simulator.timing.iteration import Chunk, IterationTime, ScheduledBatch
 

@@ -1,4 +1,4 @@
-"""Paged KV memory of one engine: blocks, and what free blocks still remember.
+"""Paged KV memory of one engine: blocks, what free blocks still remember, and the store beyond.
 
 Owns counts, not places. A block belongs to one running request, or to a prefix chunk that several
 may use, or it is free. Free blocks queue up for reuse, least recently freed first, and remember
@@ -8,7 +8,11 @@ reused first, because a prefix without its tail is useful and a tail without its
 
 What does not fit is the engine's decision (preempt whom), not the memory's.
 
-Source: vLLM V1, `BlockPool` and its free queue; there block by block, here run by run.
+Where a preempted request's context goes is a `PageStore`, host memory or a peer's HBM, where an
+engine has Aqua; vLLM drops the context and computes it again.
+
+Source: vLLM V1, `BlockPool` and its free queue; there block by block, here run by run. Aqua
+sections 3 and 7.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from aqua_protocol.errors import ConfigError
+from aqua_schedulers.cfs import PagingTier
 from aqua_simulator.serving.request import Job
 
 RunKey = tuple[str, int | str]
@@ -172,3 +177,44 @@ class PagedMemory:
                 del self._free[key]
             else:
                 self._free[key] = blocks - taken
+
+
+@dataclass(slots=True)
+class PageStore:
+    """A bounded store behind a link, which works beside the GPU.
+
+    Attributes:
+        capacity_tokens: Tokens of KV cache that fit.
+        link_bytes_per_s: Rate of the link, the same both ways.
+        location: As the policy is told.
+        is_overlapped: Whether a step lasts as long as the longer of copies and computation; else
+            the copies come on top.
+    """
+
+    name: str
+    capacity_tokens: int
+    link_bytes_per_s: float
+    is_overlapped: bool = True
+    location: PagingTier = PagingTier.PEER
+    used_tokens: int = 0
+    paged_out_tokens: int = 0
+    paged_in_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.link_bytes_per_s <= 0:
+            raise ConfigError(f"{self.name}: the link rate must be positive")
+
+    def put(self, tokens: int) -> bool:
+        """Take a context in; False, and no change, if it does not fit."""
+        if self.used_tokens + tokens > self.capacity_tokens:
+            return False
+        self.used_tokens += tokens
+        self.paged_out_tokens += tokens
+        return True
+
+    def take(self, tokens: int, *, keep: bool = False) -> None:
+        """Give a context back; one to keep is a cached prefix, which takes no room of the store."""
+        if not keep:
+            assert tokens <= self.used_tokens, (tokens, self.used_tokens)
+            self.used_tokens -= tokens
+        self.paged_in_tokens += tokens

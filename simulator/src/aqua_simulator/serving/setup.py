@@ -10,8 +10,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory
-from aqua_simulator.serving.paging import PageStore
+from aqua_simulator.serving.memory import PagedMemory, PageStore
 from aqua_simulator.timing.evaluation import PROFILED_MODELS
 from aqua_simulator.timing.fit import Fit
 from aqua_simulator.timing.iteration import (

@@ -29,28 +29,15 @@ from aqua_protocol.hardware import GpuModel
 from aqua_simulator.timing.fit import Fit
 
 LINEAR_OPERATORS: Final = (
-    "input_layernorm",
-    "attn_pre_proj",
-    "attn_rope",
-    "attn_post_proj",
-    "post_attention_layernorm",
-    "mlp_up_proj",
-    "mlp_act",
-    "mlp_down_proj",
-    "add",
-    "add",
+    *("input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj"),
+    *("post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj"),
+    *("add", "add"),
 )
 """Vidur's operators of one layer; the residual is added twice."""
 
 KERNEL_OPERATORS: Final = (
-    "layernorm",
-    "qkv_proj",
-    "rotary_emb",
-    "o_proj",
-    "layernorm",
-    "gate_up_proj",
-    "act_fn",
-    "down_proj",
+    *("layernorm", "qkv_proj", "rotary_emb", "o_proj"),
+    *("layernorm", "gate_up_proj", "act_fn", "down_proj"),
 )
 """LLMServingSim's operators of one layer."""
 

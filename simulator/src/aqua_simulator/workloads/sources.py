@@ -118,6 +118,7 @@ def _whole(values: Float64[np.ndarray, " ..."]) -> Int64[np.ndarray, " ..."]:
 
 
 _LEVELS: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+_FEW_LEVELS: Final = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 MAX_CONTEXT_TOKENS: Final = 131_072
 """Fixed by Llama-3.1-8B: no video of the surrogate is longer."""
@@ -154,12 +155,8 @@ AZURE: Final = Source(
 
 BURSTGPT: Final = Source(
     name="BurstGPT",
-    prompt=Quantiles(
-        (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (2, 18, 74, 360, 1291, 1697, 3023, 6142)
-    ),
-    output=Quantiles(
-        (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (1, 3, 6, 44, 146, 186, 276, 2670)
-    ),
+    prompt=Quantiles(_FEW_LEVELS, (2, 18, 74, 360, 1291, 1697, 3023, 6142)),
+    output=Quantiles(_FEW_LEVELS, (1, 3, 6, 44, 146, 186, 276, 2670)),
     rank_correlation=-0.3,
     system_tokens=9,
     provenance="surrogate",

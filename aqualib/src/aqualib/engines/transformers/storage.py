@@ -150,7 +150,8 @@ class LayerStorage:
         self._filling[layer].result()
         self._reading = layer
         buffer = self._buffers[self._holder[layer]]
-        length, done = self._lengths[layer], self._paged_tokens(layer)
+        length, size = self._lengths[layer], self._shape.block_tokens
+        done = length // size * size  # In whole blocks; the rest is in the tail.
         buffer[..., done:length, :].copy_(self._tails[layer][..., : length - done, :])
         return buffer
 
@@ -274,9 +275,6 @@ class LayerStorage:
         del self._holder[self._reading], self._filling[self._reading]
         self._reading = None
 
-    def _paged_tokens(self, layer: int) -> int:
-        return self._lengths[layer] // self._shape.block_tokens * self._shape.block_tokens
-
     # --- On the lane -------------------------------------------------------------------
 
     def _page_out(
@@ -336,11 +334,7 @@ def reorder_sequences(layer: torch.Tensor, beams: torch.Tensor, length: int) -> 
 def mark(device: torch.device) -> Callable[[], None]:
     """A wait for all that this thread has asked of the device so far; free on CPUs."""
     if device.type != "cuda":
-        return _no_wait
+        return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it open
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
-
-
-def _no_wait() -> None:
-    return

@@ -144,7 +144,10 @@ class KvPagingWorker:
         location, rate = self.location(), self._rate
         with self._lock:
             lost, self._lost = self._lost, set()
-        if not lost and location is self._reported[0] and not _differs(rate, self._reported[1]):
+        told, before = self._reported
+        # A rate is worth a report if it is the first, or twice or half of the last one.
+        differs = max(rate, before) >= 2 * min(rate, before) and rate != before
+        if not lost and location is told and not differs:
             return None
         self._reported = (location, rate)
         return WorkerReport(lost, location, rate)
@@ -287,8 +290,3 @@ class KvPagingWorker:
         self.failures[error.code] += 1
         if self.failures[error.code] == 1:
             logger.warning("%s: %s (further cases are only counted)", what, error)
-
-
-def _differs(rate: float, before: float) -> bool:
-    """Whether a rate is worth a report: twice or half of the last one, or the first."""
-    return max(rate, before) >= 2 * min(rate, before) and rate != before

@@ -151,7 +151,7 @@ class AquaScheduler(LendingScheduler):
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
                 running_count=len(self._holding),
-                running=self._running_views,
+                running=lambda: [self._running_view(self.requests[name]) for name in self._holding],
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
@@ -212,9 +212,6 @@ class AquaScheduler(LendingScheduler):
         self._prefill_tokens_per_s = RATE_MEMORY * past + (1 - RATE_MEMORY) * rate
 
     # --- Views ----------------------------------------------------------------------------
-
-    def _running_views(self) -> list[RequestView]:
-        return [self._running_view(self.requests[name]) for name in self._holding]
 
     def _running_view(self, request: Any) -> RequestView:
         groups = self.kv_cache_manager.get_blocks(request.request_id).blocks

@@ -140,10 +140,6 @@ class LenderMetrics(ProducerMetrics):
     """A producer's and the engine's figures, on a registry of their own.
 
     A reclaim has ended here when the engine has its blocks: later than for the producer.
-
-    Args:
-        lending: Whose blocks.
-        producer: Who lends them.
     """
 
     def __init__(self, lending: KvLending, producer: Producer) -> None:

@@ -1,4 +1,7 @@
-"""What operators put in the books: the placer's plan, and profiles of models."""
+"""What operators put in the books: the placer's plan, profiles of models, and reclaims.
+
+A reclaim is memory on its way back to its producer; producers open most of them themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from aqua_coordinator.services import CallerDep, ServicesDep
+from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, PositionCursor, ServicesDep
 from aqua_coordinator.tokens import Role
-from aqua_protocol.leases import PlacementPlan
+from aqua_protocol.ids import Name
+from aqua_protocol.leases import PlacementPlan, ReclaimPage, ReclaimRequest, ReclaimView
 from aqua_protocol.profile import ModelProfile, Profiles
 
 placements = APIRouter(prefix="/v1/placements", tags=["placements"])
 profiles = APIRouter(prefix="/v1/profiles", tags=["profiles"])
+reclaims = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
 
 
 @placements.put("")
@@ -49,3 +54,27 @@ async def get_profiles(
     """The profiles of all models, or of one."""
     found = await services.ledger.profiles(model)
     return Profiles(profiles=sorted(found, key=lambda profile: profile.model))
+
+
+@reclaims.post("", status_code=201)
+async def open_reclaim(
+    body: ReclaimRequest, caller: CallerDep, services: ServicesDep, idempotency_key: IdempotencyKey
+) -> ReclaimView:
+    """Ask a producer to take memory back; it learns of it in the answer to its next report."""
+    caller.require(Role.OPERATOR)
+    return await services.ledger.open_reclaim(body, idempotency_key=idempotency_key)
+
+
+@reclaims.get("")
+async def list_reclaims(
+    _: CallerDep, services: ServicesDep, cursor: PositionCursor = None, limit: Limit = 100
+) -> ReclaimPage:
+    """Reclaims in the order they were opened, also for a while after their end."""
+    views, position = await services.ledger.reclaims(cursor=cursor, limit=limit)
+    return ReclaimPage(reclaims=views, next_cursor=position)
+
+
+@reclaims.get("/{reclaim_id}")
+async def get_reclaim(reclaim_id: Name, _: CallerDep, services: ServicesDep) -> ReclaimView:
+    """Read one reclaim."""
+    return await services.ledger.reclaim(reclaim_id)
