@@ -37,14 +37,14 @@ def socket_dir() -> Iterator[Path]:
 def lending(issuer: TokenIssuer | None, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
     """A producer that offers `slab_count` slabs and trusts `issuer`; audited, then closed."""
     with socket_dir() as directory:
+        settings = {"transport": select(TransportKind.MEMFD), **options}
         producer = Producer(
             "producer",
-            transport=select(TransportKind.MEMFD),
             link=None,
             endpoint=directory / "p.sock",
             identity=IDENTITY,
             slab_bytes=SLAB,
-            **options,
+            **settings,
         )
         try:
             producer.offer(slab_count * SLAB)

@@ -3,7 +3,8 @@
 `RawConsumer` does one thing per call, in any order, also orders that no decent consumer would
 choose; that is what it is for. `ConsumerProcess` runs one in a process of its own, which can be
 killed or frozen between two calls. It maps memfd slabs with `mmap` and imports no torch, so a
-process starts in a fraction of a second.
+process starts in a fraction of a second. `connection_of_another_process` starts in a
+tenth of that: only the connection is of the other process, and the test itself speaks on it.
 
 `TokenIssuer` stands in for the coordinator's part of an attach: the key that a producer trusts, and
 tokens under it.
@@ -12,15 +13,19 @@ tokens under it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import mmap
 import os
 import select
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from aqua_protocol import PROTOCOL_VERSION, ErrorBody, capability
 from aqua_protocol.channel import (
@@ -105,11 +110,25 @@ class RefusedError(Exception):
         self.body = body
 
 
-class RawConsumer:
-    """One connection to a producer, driven by hand."""
+def send_bytes(channel: Channel[Any], packet: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a packet that need not be a message; raises `OSError` when the channel is closed."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        if fds:
+            socket.send_fds(sock, [packet], fds)
+        else:
+            sock.send(packet)
 
-    def __init__(self, endpoint: str | Path) -> None:
-        self.channel: Channel[ProducerMessage] = Channel(connect(Path(endpoint)), PRODUCER_MESSAGES)
+
+class RawConsumer:
+    """One connection to a producer, driven by hand.
+
+    Args:
+        producer: Endpoint to connect to, or a socket that is connected.
+    """
+
+    def __init__(self, producer: str | Path | socket.socket) -> None:
+        sock = producer if isinstance(producer, socket.socket) else connect(Path(producer))
+        self.channel: Channel[ProducerMessage] = Channel(sock, PRODUCER_MESSAGES)
         self.slabs: dict[int, mmap.mmap] = {}
         self.generations: dict[int, int] = {}
         self._kept: list[Reclaim] = []
@@ -245,6 +264,36 @@ class ConsumerProcess(Program):
     def __init__(self, endpoint: str | Path) -> None:
         super().__init__(__file__, str(endpoint), within_s=WITHIN_S)
         assert self.answer() == "connected"
+
+
+CONNECTING: Final = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer, socket.socket(fileno=0) as test:
+    peer.connect(sys.argv[1])
+    socket.send_fds(test, [b"connected"], [peer.fileno()])
+    peer.close()
+    test.recv(1)
+"""
+
+
+@contextlib.contextmanager
+def connection_of_another_process(
+    endpoint: str | Path,
+) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """A socket that another process has connected to a producer, and that process, to be killed.
+
+    The producer takes what is sent on the socket for words of that process.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [sys.executable, "-I", "-S", "-c", CONNECTING, str(endpoint)]
+    with ours, subprocess.Popen(arguments, stdin=theirs.fileno()) as process:
+        theirs.close()
+        ours.settimeout(WITHIN_S)
+        _, (fd,), _, _ = socket.recv_fds(ours, 16, 1)
+        try:
+            yield socket.socket(fileno=fd), process
+        finally:
+            process.kill()
 
 
 def _serve(endpoint: str) -> None:

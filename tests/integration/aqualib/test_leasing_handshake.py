@@ -39,7 +39,7 @@ from aqualib.leasing.handshake import attach
 from aqualib.transports import select
 from harness.consumers import consuming, grant
 from harness.producers import SLAB, socket_dir, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.raw_consumer import WITHIN_S, TokenIssuer, send_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ class Crook:
             export.close()
 
     def say(self, packet: bytes) -> None:
-        self.channel._socket.send(packet)
+        send_bytes(self.channel, packet)
 
     def listen(self) -> None:
         """Hear the consumer out."""

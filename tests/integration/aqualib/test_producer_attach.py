@@ -10,6 +10,8 @@ import pytest
 
 from aqua_protocol import TransportError
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET
+from aqualib.transports.memfd import MemfdTransport
+from harness.bounds import HANG_S
 from harness.producers import SLAB, lending
 from harness.raw_consumer import RawConsumer, RefusedError, TokenIssuer
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aqualib.producer.producer import Producer
-    from aqualib.transports.base import Handle
+    from aqualib.transports.base import Handle, OwnedSlab
 
 
 @pytest.fixture
@@ -168,65 +170,88 @@ def test_another_protocol_version_is_refused_by_name(
 def test_an_attach_to_a_producer_that_is_leaving_is_refused(
     producer: Producer, issuer: TokenIssuer
 ) -> None:
-    producer._closed = True
-    with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(issuer.token(SLAB))
-        assert refusal_code(consumer) == "service_unavailable"
-    producer._closed = False
+    with RawConsumer(producer.endpoint) as holder:
+        holder.attach(issuer.token(SLAB))
+        leaving = threading.Thread(target=producer.close, args=(HANG_S,), daemon=True)
+        leaving.start()
+        (slab,) = holder.await_reclaim()
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.hello(issuer.token(SLAB))
+            assert refusal_code(consumer) == "service_unavailable"
+        holder.give_back(slab)
+        leaving.join(HANG_S)
+        assert not leaving.is_alive()
 
 
-def break_exports(producer: Producer, *, good_count: int, error: Exception) -> None:
-    """Make all but the first slabs fail to export, as a driver may."""
+class FailingTransport(MemfdTransport):
+    """All but the first slabs fail to export while there is an error, as with a driver.
 
-    def fail() -> Handle:
-        raise error
+    Attributes:
+        error: What exporting raises; None when the driver has recovered.
+    """
 
-    for slab in list(producer._lending.pool._slabs.values())[good_count:]:
-        slab.memory.export = fail  # type: ignore[method-assign] # a driver that fails
+    def __init__(self, error: Exception, *, good_count: int = 0) -> None:
+        self.error: Exception | None = error
+        self._good_count = good_count
+
+    def create(self, nbytes: int) -> OwnedSlab:
+        slab = super().create(nbytes)
+        if self._good_count:
+            self._good_count -= 1
+            return slab
+        export = slab.export
+
+        def attempt() -> Handle:
+            if self.error is not None:
+                raise self.error
+            return export()
+
+        slab.export = attempt  # type: ignore[method-assign] # a driver that may fail
+        return slab
 
 
-def test_a_handout_that_fails_at_once_costs_no_slab(
-    producer: Producer, issuer: TokenIssuer
-) -> None:
-    break_exports(producer, good_count=0, error=TransportError("no handles left"))
-    with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(issuer.token(3 * SLAB))
-        with pytest.raises(RefusedError, match="no handles left"):
-            consumer.take()
-    assert producer.free_bytes == 8 * SLAB
-    assert producer.quarantined_bytes == 0
+def test_a_handout_that_fails_at_once_costs_no_slab(issuer: TokenIssuer) -> None:
+    transport = FailingTransport(TransportError("no handles left"))
+    with lending(issuer, 8, transport=transport) as producer:
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.hello(issuer.token(3 * SLAB))
+            with pytest.raises(RefusedError, match="no handles left"):
+                consumer.take()
+        assert producer.free_bytes == 8 * SLAB
+        assert producer.quarantined_bytes == 0
 
 
 def test_a_handout_that_fails_halfway_keeps_what_was_sent_from_everybody(
     issuer: TokenIssuer,
 ) -> None:
     count = MAX_SLABS_PER_PACKET + 2
-    with lending(issuer, count) as producer:
-        break_exports(producer, good_count=count - 1, error=TransportError("no handles left"))
-        with RawConsumer(producer.endpoint) as consumer:
-            consumer.hello(issuer.token(count * SLAB))
-            with pytest.raises(RefusedError, match="no handles left"):
-                consumer.take()
-            assert producer.quarantined_bytes == MAX_SLABS_PER_PACKET * SLAB
-            assert producer.free_bytes == 2 * SLAB
+    transport = FailingTransport(TransportError("no handles left"), good_count=count - 1)
+    with (
+        lending(issuer, count, transport=transport) as producer,
+        RawConsumer(producer.endpoint) as consumer,
+    ):
+        consumer.hello(issuer.token(count * SLAB))
+        with pytest.raises(RefusedError, match="no handles left"):
+            consumer.take()
+        assert producer.quarantined_bytes == MAX_SLABS_PER_PACKET * SLAB
+        assert producer.free_bytes == 2 * SLAB
 
 
 def test_an_error_that_nobody_foresaw_is_answered_and_logged_and_costs_no_slab(
-    producer: Producer, issuer: TokenIssuer, caplog: pytest.LogCaptureFixture
+    issuer: TokenIssuer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = [slab.memory.export for slab in producer._lending.pool._slabs.values()]
-    break_exports(producer, good_count=0, error=RuntimeError("device-side assert"))
-    with RawConsumer(producer.endpoint) as consumer:
-        consumer.hello(issuer.token(3 * SLAB))
-        with pytest.raises(RefusedError, match="could not hand out") as refusal:
-            consumer.take()
-    assert refusal.value.body.code == "transport_failed"
-    assert "device-side assert" in caplog.text
-    assert producer.free_bytes == 8 * SLAB
-    for slab, export in zip(producer._lending.pool._slabs.values(), whole, strict=True):
-        slab.memory.export = export  # type: ignore[method-assign] # the driver has recovered
-    with RawConsumer(producer.endpoint) as consumer:
-        assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
+    transport = FailingTransport(RuntimeError("device-side assert"))
+    with lending(issuer, 8, transport=transport) as producer:
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.hello(issuer.token(3 * SLAB))
+            with pytest.raises(RefusedError, match="could not hand out") as refusal:
+                consumer.take()
+        assert refusal.value.body.code == "transport_failed"
+        assert "device-side assert" in caplog.text
+        assert producer.free_bytes == 8 * SLAB
+        transport.error = None
+        with RawConsumer(producer.endpoint) as consumer:
+            assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
 
 
 def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_silent(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET, Ping
-from aqualib.channel import ChannelClosedError
+from aqualib.channel import ChannelClosedError, LingeringSelector
 from aqualib.producer import server
 from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, RefusedError, TokenIssuer
+from harness.raw_consumer import (
+    WITHIN_S,
+    ConsumerProcess,
+    RawConsumer,
+    RefusedError,
+    TokenIssuer,
+    send_bytes,
+)
 
 if TYPE_CHECKING:
+    import selectors
     from collections.abc import Iterator
 
     from aqualib.producer.producer import Producer
@@ -34,6 +41,23 @@ def producer(issuer: TokenIssuer) -> Iterator[Producer]:
         yield producer
 
 
+@pytest.fixture
+def hearing(monkeypatch: pytest.MonkeyPatch) -> threading.Lock:
+    """While it is held, a server made from now on hears nothing; then everything in one go."""
+    lock = threading.Lock()
+
+    class DeafSelector(LingeringSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            ready = super().select(timeout)
+            if not lock.locked():
+                return ready
+            with lock:
+                return super().select(0)
+
+    monkeypatch.setattr(server, "LingeringSelector", DeafSelector)
+    return lock
+
+
 def refusal_code(consumer: RawConsumer) -> str:
     with pytest.raises(RefusedError) as refusal:
         consumer.receive()
@@ -46,9 +70,9 @@ def refusal_code(consumer: RawConsumer) -> str:
 
 def test_a_consumer_killed_before_hello_leaves_no_trace(producer: Producer) -> None:
     with ConsumerProcess(producer.endpoint) as consumer:
-        until(lambda: len(producer._server._peers) == 1, "the consumer is connected")
+        until(lambda: watched_count() == 1, "the consumer is connected")
         consumer.kill()
-        until(lambda: not producer._server._peers, "the connection is gone")
+        until(lambda: not watched_count(), "the connection is gone")
     assert producer.free_bytes == 8 * SLAB
 
 
@@ -70,7 +94,7 @@ def test_a_consumer_killed_while_its_slabs_are_on_the_way_is_cleaned_up(
     with ConsumerProcess(producer.endpoint) as consumer:
         consumer.call("hello", issuer.token(3 * SLAB))
         consumer.kill()
-    until(lambda: not producer._server._peers, "the connection is gone")
+    until(lambda: not watched_count(), "the connection is gone")
     until(lambda: producer.free_bytes == 8 * SLAB, "every slab is free again")
 
 
@@ -86,10 +110,12 @@ def test_a_consumer_killed_during_a_reclaim_completes_it(issuer: TokenIssuer) ->
         until(lambda: producer.free_bytes == producer.offered_bytes == SLAB, "one is offered")
 
 
-def test_answers_sent_before_a_kill_still_count(issuer: TokenIssuer) -> None:
+def test_answers_sent_before_a_kill_still_count(
+    hearing: threading.Lock, issuer: TokenIssuer
+) -> None:
     with lending(issuer, 4) as producer, ConsumerProcess(producer.endpoint) as consumer:
         old = consumer.call("attach", issuer.token(4 * SLAB))
-        with producer._lock:  # The server sees answers and death in one go.
+        with hearing:  # The server sees answers and death in one go.
             for slab in old:
                 consumer.call("give_back", slab)
             consumer.kill()
@@ -99,12 +125,14 @@ def test_answers_sent_before_a_kill_still_count(issuer: TokenIssuer) -> None:
             assert sorted(survivor.attach(issuer.token(4 * SLAB))) == sorted(old)
 
 
-def test_answers_sent_before_a_close_with_unread_packets_still_count(issuer: TokenIssuer) -> None:
+def test_answers_sent_before_a_close_with_unread_packets_still_count(
+    hearing: threading.Lock, issuer: TokenIssuer
+) -> None:
     """Such a close resets the connection, and Linux tells that ahead of what was sent before."""
     with lending(issuer, 2) as producer, RawConsumer(producer.endpoint) as consumer:
         slabs = consumer.attach(issuer.token(2 * SLAB))
         reclaim = producer.reclaim(SLAB)
-        with producer._lock:
+        with hearing:
             for slab in slabs:
                 consumer.give_back(slab)
             consumer.hang_up()
@@ -143,7 +171,7 @@ def test_descriptors_do_not_leak_over_two_hundred_attachments(issuer: TokenIssue
                 for slab in consumer.attach(issuer.token(2 * SLAB)):
                     consumer.give_back(slab)
                 consumer.await_end()
-        until(lambda: not producer._server._peers, "every connection is gone")
+        until(lambda: not watched_count(), "every connection is gone")
         assert _descriptor_count() == before
         until(
             lambda: not any(t.name.startswith("aqua-handout") for t in threading.enumerate()),
@@ -156,7 +184,7 @@ def test_descriptors_do_not_leak_over_two_hundred_attachments(issuer: TokenIssue
 
 def test_a_packet_larger_than_the_protocol_allows_is_refused(producer: Producer) -> None:
     with RawConsumer(producer.endpoint) as consumer:
-        consumer.channel._socket.send(b"x" * (MAX_PACKET_BYTES + 1))
+        send_bytes(consumer.channel, b"x" * (MAX_PACKET_BYTES + 1))
         with pytest.raises(RefusedError, match="larger than"):
             consumer.receive()
 
@@ -165,8 +193,7 @@ def test_descriptors_from_a_consumer_are_closed_and_refused(producer: Producer) 
     with RawConsumer(producer.endpoint) as consumer:
         consumer.ping(1)  # The producer has opened what it needs for this peer.
         before = _descriptor_count()
-        packet = b'{"type": "ping", "number": 1}'
-        socket.send_fds(consumer.channel._socket, [packet], [0, 1, 2])
+        send_bytes(consumer.channel, b'{"type": "ping", "number": 1}', [0, 1, 2])
         with pytest.raises(RefusedError, match="no descriptors"):
             consumer.receive()
         assert _descriptor_count() == before
@@ -200,7 +227,7 @@ def test_too_many_connections_are_refused_and_the_others_live(
     assert consumers[0].ping(2) == 2
     for consumer in consumers:
         consumer.close()
-    until(lambda: not producer._server._peers, "every connection is gone")
+    until(lambda: not watched_count(), "every connection is gone")
 
 
 def test_a_connection_that_says_nothing_is_closed(
@@ -251,6 +278,11 @@ def _ping_for_ever(consumer: RawConsumer) -> None:
 
 def _descriptor_count() -> int:
     return len(_descriptors())
+
+
+def watched_count() -> int:
+    """Consumers that a producer in this process watches: it keeps a pidfd of each to the last."""
+    return sum("pidfd" in target for target in _descriptors())
 
 
 def _descriptors() -> list[str]:

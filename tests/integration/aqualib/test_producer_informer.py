@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from aqua_protocol.members import LoadReport, ReclaimOrder
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer, OfferBytes, Profile, ReclaimBytes
+from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, until
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
@@ -185,6 +187,7 @@ def test_an_engine_that_raises_is_logged_once_and_watched_again_when_it_recovers
         raise RuntimeError("the engine is reloading")
 
     setattr(engine, method, fail)
+    caplog.set_level("INFO", "aqualib")
     with Informer(producer, engine, replace(PROFILE, calm_s=0.0), poll_s=0.001) as informer:
         if method == "grow":
             until(lambda: producer.offered_bytes == 8 * SLAB, "the memory is offered")
@@ -194,7 +197,7 @@ def test_an_engine_that_raises_is_logged_once_and_watched_again_when_it_recovers
             "a look at the engine failed; the offer stays as it is"
         ]
         setattr(engine, method, whole)
-        until(lambda: not informer._is_blind, "a look has succeeded")
+        until(lambda: "can be looked at again" in caplog.text, "a look has succeeded")
         engine.queue_length = 0
         until(lambda: producer.free_bytes == 8 * SLAB, "the memory is offered")
         with RawConsumer(producer.endpoint) as consumer:
@@ -210,17 +213,15 @@ def test_calm_has_to_be_seen_anew_after_an_outage(producer: Producer, engine: En
     informer = Informer(producer, engine, PROFILE)
     informer.look(0.0)
     whole = engine.load
-    looked = 0
+    looked = threading.Event()
 
-    def fail_then_stop() -> LoadReport:
-        nonlocal looked
-        looked += 1
-        informer._closing = True
+    def fail() -> LoadReport:
+        looked.set()
         raise RuntimeError("the engine is reloading")
 
-    engine.load = fail_then_stop  # type: ignore[method-assign] # one look of the thread fails
-    informer._run()
-    assert looked == 1
+    engine.load = fail  # type: ignore[method-assign] # no look of the thread succeeds
+    with informer:
+        assert looked.wait(HANG_S)
     engine.load = whole  # type: ignore[method-assign]
     assert informer.look(CALM_S) is None
     assert informer.look(2 * CALM_S) == OfferBytes(8 * SLAB)
@@ -241,4 +242,4 @@ def test_the_thread_follows_the_load_by_itself(
         engine.queue_length = 0
         until(lambda: producer.free_bytes == 8 * SLAB, "the memory is offered again")
     assert producer.load is not None
-    assert not informer._thread.is_alive()
+    assert "aqua-informer" not in {thread.name for thread in threading.enumerate()}

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from aqualib.channel import ChannelClosedError
 from harness.producers import SLAB, lending, until
-from harness.raw_consumer import RawConsumer, RefusedError, TokenIssuer
+from harness.raw_consumer import (
+    RawConsumer,
+    RefusedError,
+    TokenIssuer,
+    connection_of_another_process,
+    send_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +78,10 @@ def test_garbage_from_a_holder_costs_only_its_own_slabs(
     producer: Producer, issuer: TokenIssuer, packets: list[bytes]
 ) -> None:
     """What the holder had is lent to nobody, unless it said truthfully that it is back."""
-    with RawConsumer(producer.endpoint) as holder:
+    with (
+        connection_of_another_process(producer.endpoint) as (connection, process),
+        RawConsumer(connection) as holder,
+    ):
         (slab,) = holder.attach(issuer.token(SLAB))
         generation = holder.generations[slab]
         send(holder, packets)
@@ -81,17 +90,14 @@ def test_garbage_from_a_holder_costs_only_its_own_slabs(
                 holder.receive()
         truthful = any(names(packet, slab, generation) for packet in packets)
         assert producer.free_bytes == 3 * SLAB or truthful
-        # The holder of these tests is this very process; speak for it, now that it is over.
-        with producer._lock:
-            for lease_id in producer._lending.pool.leases():
-                producer._carry_out(producer._lending.dead(lease_id))
+        process.kill()
     until(lambda: producer.free_bytes == 4 * SLAB, "a new slab is in its place")
 
 
 def send(consumer: RawConsumer, packets: list[bytes]) -> None:
     for packet in packets:
         try:
-            consumer.channel._socket.send(packet)
+            send_bytes(consumer.channel, packet)
         except OSError:
             return  # Hung up on, rightly.
 
