@@ -49,7 +49,6 @@ DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))
 """Seconds: from 10 us, a small page over NVLink, to 2.6 s, tens of gigabytes from host memory.
 Twice as many buckets would double the time series."""
 
-
 MAX_UNCOUNTED: Final = 1024
 """Transfers whose durations wait to be counted until somebody looks. Doubled, the one that counts
 them all takes 4 ms instead of 2."""

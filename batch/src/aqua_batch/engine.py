@@ -41,12 +41,7 @@ class StepEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheCounters:
-    """An engine's own count of prefix-cache lookups.
-
-    Attributes:
-        queried_tokens: Prompt tokens looked up.
-        hit_tokens: Prompt tokens found.
-    """
+    """An engine's own count of prompt tokens looked up in its prefix cache, and found there."""
 
     queried_tokens: int
     hit_tokens: int

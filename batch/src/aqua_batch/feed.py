@@ -61,13 +61,7 @@ class Share:
 
 
 class BlendFeed:
-    """Runs a pool through an engine, one step per call.
-
-    Args:
-        policy: What joins when.
-        tree: The prompts of the pool.
-        capacity_tokens: KV tokens that fit in the engine.
-    """
+    """Runs a pool through an engine that holds so many KV tokens, one step per call."""
 
     def __init__(
         self, policy: AdmissionPolicy, tree: PrefixTree, engine: StepEngine, *, capacity_tokens: int

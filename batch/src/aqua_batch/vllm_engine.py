@@ -21,10 +21,6 @@ from aqua_protocol.errors import ConfigError, UnavailableError
 class VllmEngine:
     """vLLM with a pool of requests to draw from.
 
-    Args:
-        model: Folder or name of the model.
-        options: Further arguments of `vllm.LLM`.
-
     Raises:
         UnavailableError: vLLM is not installed.
         ConfigError: vLLM refuses the model.

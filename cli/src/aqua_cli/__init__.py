@@ -26,9 +26,17 @@ their first use, so that `--help` answers at once.
 from __future__ import annotations
 
 from aqua_cli.files import replacing, write_bytes, write_json, write_text
-from aqua_cli.options import CoordinatorToken, CoordinatorUrl, Json, Output, Plot
 from aqua_cli.output import print_json, print_table, say
-from aqua_cli.program import ExitCode, exit_code_of, main
+from aqua_cli.program import (
+    CoordinatorToken,
+    CoordinatorUrl,
+    ExitCode,
+    Json,
+    Output,
+    Plot,
+    exit_code_of,
+    main,
+)
 from aqua_cli.progress import ProgressDisplay, progress
 
 __all__ = [

@@ -15,9 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from aqua_cli.distributions import DISTRIBUTION_OF, disagreement, installed, summary_of, tools
-from aqua_cli.options import Json
 from aqua_cli.output import print_json, say
-from aqua_cli.program import ExitCode, command_of, run
+from aqua_cli.program import ExitCode, Json, command_of, run
 
 
 class ToolGroup(TyperGroup):

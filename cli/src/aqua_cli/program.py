@@ -8,7 +8,8 @@
 - A reader that has left (`aqua-sim ... | head`): silence, and 1.
 - Anything else is a bug and keeps its traceback.
 
-Every app gets `--version` on the way.
+Every app gets `--version` on the way. Options that several commands have, with one spelling and one
+help text, are here as types: `def solve(file: Path, output: Output = None, as_json: Json = False)`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 import typer.core
@@ -28,6 +30,20 @@ from aqua_cli.output import print_json, say
 
 if TYPE_CHECKING:
     from aqua_protocol.errors import ErrorBody
+
+
+DEFAULT_COORDINATOR_URL: Final = "http://127.0.0.1:7700"
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result here.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it here: .png or .svg.")]
+CoordinatorUrl = Annotated[
+    str, typer.Option("--url", envvar="AQUA_COORDINATOR_URL", help="The coordinator.")
+]
+CoordinatorToken = Annotated[
+    str | None,
+    typer.Option("--token", envvar="AQUA_TOKEN", help="Bearer token for the coordinator."),
+]
 
 
 class ExitCode(IntEnum):

@@ -5,7 +5,7 @@ From the outside in:
 - `cli`, `settings`, `server`: how a coordinator is started, and when it refuses to be.
 - `request_limits`, `hot_routes`, `app`, `routes`: HTTP, a short way for what members do often, and
   the sweep, by which the books' clock goes on.
-- `auth`, `tokens`: who may call. `capability_signer`: what a lease's holder shows the producer.
+- `auth`, `tokens`: who may call. `services`: what operations work with.
 - `store`: the books, in Redis, one Lua script for each transition.
 - `embedded`: the Valkey that keeps them when no Redis is given.
 """

@@ -23,12 +23,11 @@ from starlette.exceptions import HTTPException
 from aqua_coordinator import __version__, routes
 from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.auth import Authenticator
-from aqua_coordinator.capability_signer import CapabilitySigner
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.request_limits import RequestLimits
-from aqua_coordinator.services import Services
+from aqua_coordinator.services import CapabilitySigner, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S

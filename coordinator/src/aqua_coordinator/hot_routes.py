@@ -44,10 +44,6 @@ def hot(operation: OperationT) -> OperationT:
 class HotRoute:
     """One hot operation, called with what a request carries.
 
-    Args:
-        route: FastAPI's route of the same operation.
-        services: What the operation works with.
-
     Attributes:
         path: Template, for metrics.
         status: Of an answer that is no error.

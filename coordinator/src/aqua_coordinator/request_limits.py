@@ -43,13 +43,7 @@ _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 
 class RequestLimits:
-    """The ASGI application that the server runs.
-
-    Args:
-        app: FastAPI, for what is not hot.
-        hot_routes: As by `find_hot_routes`.
-        services: For settings, authentication and metrics.
-    """
+    """The ASGI application that the server runs; FastAPI, `app`, serves what is not hot."""
 
     def __init__(self, app: ASGIApp, hot_routes: HotRoutes, services: Services) -> None:
         self._app = app

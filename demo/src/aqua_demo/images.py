@@ -34,7 +34,6 @@ CALIBRATION_S: Final = 0.4
 """Seconds, long enough that a moment on a busy machine does not look like its speed. Doubled, the
 start, which measures twice, takes 0.8 s longer."""
 
-
 RATE_WINDOW_S: Final = 2.0
 """Seconds over which the rate of requests is taken, at least. Doubled, the informer sees a burst
 later."""
@@ -73,12 +72,7 @@ class Arrivals:
 
 
 class ImageService:
-    """The service's loop, one denoising step at a time.
-
-    Attributes:
-        images: Finished so far.
-        queue_length: Requests that wait for memory.
-    """
+    """The service's loop, one denoising step at a time; counts images, and requests that wait."""
 
     def __init__(
         self, scale: DemoScale, memory: CountedMemoryLimit, device: torch.device, *, seed: int

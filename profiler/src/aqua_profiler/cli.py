@@ -25,7 +25,7 @@ from aqua_cli import (
     say,
 )
 from aqua_cli import main as run_program
-from aqua_cli.options import DEFAULT_COORDINATOR_URL
+from aqua_cli.program import DEFAULT_COORDINATOR_URL
 
 if TYPE_CHECKING:
     from aqua_profiler.errors import EndpointError

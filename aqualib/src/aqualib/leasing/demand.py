@@ -27,7 +27,6 @@ MAX_CALM_S: Final = 60.0
 """Seconds of the longest wait. A minute is long for a burst; doubled, memory that is free again is
 found up to a minute later."""
 
-
 SHORT_LEASE_S: Final = 10.0
 """Seconds. A lease that is reclaimed sooner did not pay for its promotion and its drain. Doubled,
 producers with bursts every 10 to 20 s are asked more seldom."""

@@ -38,7 +38,6 @@ PIPELINE_DEPTH: Final = 2
 """Migrations between the two threads: one being unmapped and one ready. Doubled, two more frames
 are kept from engine threads for as long as unmapping takes."""
 
-
 CPU_COPIERS: Final = 2
 """Threads that copy one frame on a CPU. 16 slabs of 64 MiB on a 2-core virtual machine (Xeon, Linux
 6.18): one thread 157 ms, two 96 ms, and a single memcpy of 1 GiB 109 ms. Doubled, four threads

@@ -37,7 +37,6 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL: Final = 0x0008
 """Fixed by the ABI of Linux 6.3. Hosts with `vm.memfd_noexec=2` refuse memory that could be run."""
 
-
 _descriptors: set[int] = set()
 """Of the slabs that this process owns."""
 

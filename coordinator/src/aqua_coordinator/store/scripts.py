@@ -82,7 +82,6 @@ _DIGEST_LENGTH: Final = 16
 _NAME: Final = re.compile(r"\b(KEY|STATE|EVENT|KIND|CONST)\.(\w+)")
 _FLAGS: Final = re.compile(r"^-- @flags (.+)$", re.MULTILINE)
 
-
 LUA: Final = resources.files("aqua_coordinator.store") / "lua"
 SCRIPTS: Final = tuple(
     sorted(file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name.endswith(".lua"))

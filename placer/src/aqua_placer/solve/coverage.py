@@ -60,7 +60,6 @@ ROOMS: Final = ((0.0, 0, 0.2), (0.25, 0, 3.0), *((0.75, 2, 8.0),) * 2, *((2.5, 2
 servers may get worse, start after start: what the last groups need to change places is found beyond
 the balance, and the balance is regained after."""
 
-
 COVERAGE_TOLERANCE: Final = 1e-3
 """Coverage given up at most for balance, relative to the bound: an eighteenth of the 1.8% that
 profiles are good to. Doubled, plans are better balanced where all sizes differ, and cover less."""

@@ -43,7 +43,6 @@ LEAST_BRACKET_ERROR: Final = 0.1
 """Relative error of a bracket, however narrow: its ends are single trials, which fall on either
 side of a limit by chance. Doubled, no rate known from a bracket would make a complete profile."""
 
-
 CONTRADICTED: Final = 1.15
 """A rate beyond so many times one at which a trial violated the limit of token times is wrong if
 two did: by chance one fails so far below a limit, but seldom two. At 1.05, servers whose tokens

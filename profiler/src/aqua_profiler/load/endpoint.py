@@ -140,9 +140,7 @@ class Endpoint:
         """Send one request and read its answer; returns the length of its prompt.
 
         Args:
-            prompt_tokens: Length to aim at.
-            output_tokens: Length of the answer.
-            seed: Of the words.
+            prompt_tokens: Length to aim at, with words by the seed.
             on_sent: Called when the request has been handed to the socket.
             on_token: Called for each piece of text as it arrives.
 

@@ -39,7 +39,6 @@ WINDOW: Final = 256
 """Left-end requests that are looked at to see how much memory the left end needs: about a step's
 worth of short prompts. Doubled, a forecast takes longer and notices a new kind of request later."""
 
-
 BUCKET_COUNT: Final = 256
 """Buckets of a forecast: 256 additions cost a microsecond. Doubled, a forecast is twice as fine and
 costs twice as much."""

@@ -29,7 +29,6 @@ from aqua_schedulers.compiled import compiled
 ROOT = 0
 """Fixed: the empty prefix is node 0. It has no tokens and no parent (-1)."""
 
-
 _Summed = TypeVar("_Summed", Int64[np.ndarray, " nodes"], Float64[np.ndarray, " nodes"])
 
 

@@ -22,7 +22,6 @@ from aqualib.settings import Size
 ADDITIONAL_CONFIG_KEY: Final = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
 
-
 SPARE_SHARE: Final = 0.5
 """Share of the KV cache that is lent unless the options say how much: by caution, since this engine
 has no profile. Doubled, an idle engine lends all but its reserve and has more to take back."""

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 class CudaKvMemory:
     """KV memory of a GPU, mapped and unmapped by the granule.
 
-    Args:
-        device: The GPU.
-        gpu: The driver's view of it; found if None.
-
     Raises:
         TransportUnavailableError: The GPU, or what virtualises it, cannot map memory by hand.
     """

@@ -56,14 +56,10 @@ class LendingService:
     """An engine's lending, as one thing that opens and closes.
 
     Args:
-        options: What to lend.
-        cache: The engine's KV cache.
-        pool: vLLM's pool of its blocks.
+        pool: vLLM's pool of the cache's blocks.
         keep_blocks: Blocks that the longest request needs, and the null block.
         lock: The scheduler's.
-        read_load: The engine's load now.
         still_read: Free blocks that the next step is going to read.
-        model: What runs here, for people.
 
     Raises:
         ConfigError: A setting is wrong, or the cache is too small to lend a slab.
