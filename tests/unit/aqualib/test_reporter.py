@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -60,19 +62,59 @@ def books() -> Books:
     return Books()
 
 
+Tested = Reporter[tuple[int, str | None, str], MemberAck]
+
+
+@contextlib.contextmanager
+def reporting(books: Books, **options: Any) -> Iterator[Tested]:  # noqa: ANN401 - a Reporter's
+    """A reporter to `books`, closed at the end; `deliver` and `on_ack` may take their place."""
+    settings = {"deliver": books.deliver, "on_ack": books.take, "heartbeat_s": NEVER_S, **options}
+    reporter: Tested = Reporter(books.build, name="tested", **settings)
+    try:
+        yield reporter
+    finally:
+        books.open_gate.set()
+        reporter.close()
+
+
+def is_reporting() -> bool:
+    """Whether the thread of the tested reporter lives."""
+    return "aqua-report-tested" in {thread.name for thread in threading.enumerate()}
+
+
 @pytest.fixture
-def reporter(
-    books: Books, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Reporter[tuple[int, str | None, str], MemberAck]]:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter_module, "MIN_INTERVAL_S", 0.001)
     monkeypatch.setattr(reporter_module, "MAX_PAUSE_S", 0.005)
-    made = Reporter(books.build, books.deliver, books.take, heartbeat_s=NEVER_S)
-    yield made
-    books.open_gate.set()
-    made.close()
 
 
-Tested = Reporter[tuple[int, str | None, str], MemberAck]
+@pytest.fixture
+def reporter(books: Books, _quick: None) -> Iterator[Tested]:
+    with reporting(books) as reporter:
+        yield reporter
+
+
+class SkippedTime:
+    """The time of a reporter that never waits: each wait takes as long as asked, and no time."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def condition(self) -> threading.Condition:
+        return _Skipping(self)
+
+
+class _Skipping(threading.Condition):
+    def __init__(self, time: SkippedTime) -> None:
+        super().__init__()
+        self._time = time
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None, "a reporter looks again by itself"
+        self._time.now_s += timeout
+        return False
 
 
 def test_the_first_report_registers_and_the_second_confirms_the_books(
@@ -84,19 +126,17 @@ def test_the_first_report_registers_and_the_second_confirms_the_books(
     assert reporter.books_id == "books-1"
 
 
-def test_an_answer_is_handled_before_its_books_are_confirmed(
-    books: Books, reporter: Tested
-) -> None:
+@pytest.mark.usefixtures("_quick")
+def test_an_answer_is_handled_before_its_books_are_confirmed(books: Books) -> None:
     handled_by_then: list[int] = []
-    deliver = books.deliver
 
-    def watching(report: tuple[int, str | None, str]) -> MemberAck:
+    def deliver(report: tuple[int, str | None, str]) -> MemberAck:
         handled_by_then.append(len(books.acked))
-        return deliver(report)
+        return books.deliver(report)
 
-    reporter._deliver = watching
-    reporter.start()
-    assert reporter.flush(HANG_S)
+    with reporting(books, deliver=deliver) as reporter:
+        reporter.start()
+        assert reporter.flush(HANG_S)
     assert handled_by_then == list(range(len(handled_by_then)))
 
 
@@ -163,21 +203,34 @@ def test_an_absence_is_logged_once_and_a_new_reason_again(
     assert sum("reports again" in line for line in told) == 1
 
 
-def test_pauses_grow_up_to_a_bound() -> None:
+def pauses_of_an_absence(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float) -> list[float]:
+    """Seconds between each of fifty attempts and the next."""
+    time, tried_at_s = SkippedTime(), list[float]()
+    monkeypatch.setattr(reporter_module, "time", time)
+    threads = SimpleNamespace(Condition=time.condition, Thread=threading.Thread)
+    monkeypatch.setattr(reporter_module, "threading", threads)
     books = Books(error=UnavailableError("nobody there"))
-    idle: Tested = Reporter(books.build, books.deliver, books.take)
-    for _ in range(50):
-        idle._note_failure(UnavailableError("nobody there"))
-        assert idle._not_before_s > 0
-    assert idle._not_before_s - time.monotonic() <= reporter_module.MAX_PAUSE_S
+
+    def deliver(report: tuple[int, str | None, str]) -> MemberAck:
+        tried_at_s.append(time.now_s)
+        if len(tried_at_s) == 51:
+            books.open_gate.clear()
+        return books.deliver(report)
+
+    with reporting(books, deliver=deliver, heartbeat_s=heartbeat_s) as reporter:
+        reporter.start()
+        until(lambda: not books.open_gate.is_set(), "fifty pauses")
+        return [later_s - s for s, later_s in pairwise(tried_at_s)]
 
 
-def test_no_pause_exceeds_the_heartbeat() -> None:
-    books = Books(error=UnavailableError("nobody there"))
-    idle: Tested = Reporter(books.build, books.deliver, books.take, heartbeat_s=0.5)
-    for _ in range(50):
-        idle._note_failure(UnavailableError("nobody there"))
-        assert idle._not_before_s - time.monotonic() <= 0.5
+@pytest.mark.parametrize("heartbeat_s", [NEVER_S, 0.5])
+def test_pauses_grow_up_to_a_bound_and_none_exceeds_the_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, heartbeat_s: float
+) -> None:
+    bound_s = min(reporter_module.MAX_PAUSE_S, heartbeat_s)
+    for number, pause_s in enumerate(pauses_of_an_absence(monkeypatch, heartbeat_s)):
+        longest_s = min(reporter_module.FIRST_PAUSE_S * 2**number, bound_s)
+        assert longest_s * 0.499 < pause_s < longest_s * 1.001
 
 
 def test_books_that_were_replaced_are_confirmed_at_once(books: Books, reporter: Tested) -> None:
@@ -188,22 +241,24 @@ def test_books_that_were_replaced_are_confirmed_at_once(books: Books, reporter: 
     until(lambda: books.reports[-1][1] == "books-2", "the new books are confirmed")
 
 
-def test_an_answer_that_cannot_be_handled_confirms_nothing(books: Books, reporter: Tested) -> None:
+@pytest.mark.usefixtures("_quick")
+def test_an_answer_that_cannot_be_handled_confirms_nothing(books: Books) -> None:
     def refuse(_: tuple[int, str | None, str], __: MemberAck) -> None:
         raise UnavailableError("the key is no key")
 
-    reporter._on_ack = refuse
-    reporter.start()
-    until(lambda: len(books.reports) >= 3, "three attempts")
+    with reporting(books, on_ack=refuse) as reporter:
+        reporter.start()
+        until(lambda: len(books.reports) >= 3, "three attempts")
     assert {books_id for _, books_id, _ in books.reports} == {None}
 
 
 def test_closing_ends_the_thread_and_may_be_repeated(books: Books, reporter: Tested) -> None:
     reporter.start()
     assert reporter.flush(HANG_S)
+    assert is_reporting()
     reporter.close()
     reporter.close()
-    assert not reporter._thread.is_alive()
+    assert not is_reporting()
 
 
 def test_a_last_report_tells_the_final_state(books: Books, reporter: Tested) -> None:
@@ -220,4 +275,4 @@ def test_a_last_report_waits_for_no_absent_coordinator(books: Books, reporter: T
     reporter.start()
     until(lambda: reporter.error is not None, "the absence is noticed")
     reporter.close(last_report=True)
-    assert not reporter._thread.is_alive()
+    assert not is_reporting()

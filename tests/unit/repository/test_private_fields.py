@@ -43,7 +43,6 @@ REACHES: Final[dict[str, int]] = {
     "unit/aqualib/test_memfd.py": 3,
     "unit/aqualib/test_memory_copy_stream.py": 14,
     "unit/aqualib/test_release_pipe.py": 1,
-    "unit/aqualib/test_reporter.py": 9,
     "unit/aqualib/test_thread_slice.py": 1,
     "unit/aqualib/test_topology.py": 3,
     "unit/aqualib/test_transport_selection.py": 1,
