@@ -6,8 +6,12 @@ that its own value contradicts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
 
 from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.budget import relative_gap
@@ -15,7 +19,13 @@ from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.problem.request import Request
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
 from aqua_placer.value.coverage import demand_gb
-from aqua_placer.value.matches import ConsumerGroup, ProducerShard, ServedGroup, ServerMatch
+from aqua_placer.value.matches import (
+    ConsumerGroup,
+    ProducerShard,
+    ServedGroup,
+    ServerMatch,
+    match_servers,
+)
 from aqua_protocol.plan import Assignment, Match, MatchingMode, Move, Objective, Plan, Unmatched
 
 CHOICE = {
@@ -32,9 +42,18 @@ class SolveResult:
     """A placement and the bounds proven on the way; None where the solver has none."""
 
     placement: Placement
-    balance_bound: float
+    balance_bound: float = 0.0
     signed_bound: float | None = None
     coverage_bound_gb: float | None = None
+
+    @classmethod
+    def of(cls, objective: Objective, placement: Placement, bound: float) -> SolveResult:
+        """With the bound of one objective: a balance is told in absolute values whatever it is."""
+        if objective is Objective.COVERAGE:
+            return cls(placement, coverage_bound_gb=bound)
+        if objective is Objective.SIGNED:
+            return cls(placement, signed_bound=bound)
+        return cls(placement, max(bound, 0.0))
 
 
 def assign_gpus(instance: Instance, placement: Placement) -> list[list[int]]:
@@ -51,14 +70,22 @@ def plan_of(
     instance: Instance,
     request: Request,
     found: SolveResult,
+    slots: Int64[np.ndarray, "servers width"],
     gpus: Sequence[list[int]],
-    matches: Sequence[ServerMatch],
-    spent: tuple[float, float],
+    started: tuple[float, float],
     *,
     moves: Sequence[Move] = (),
     migrations: int = 0,
 ) -> Plan:
-    """The plan in words and numbers; `spent` is (wall, CPU) seconds of solving."""
+    """The plan in words and numbers, its servers matched.
+
+    Args:
+        slots: Groups per server, -1 for none.
+        gpus: GPU indices of each group's shards.
+        started: What the wall clock and the CPU clock said when solving began.
+    """
+    matches = match_servers(instance, slots, gpus, request.matching)
+    spent_s = time.perf_counter() - started[0], time.process_time() - started[1]
     covered = sum(match.covered_gb for match in matches)
     bound_gb = found.coverage_bound_gb
     bound_gb = max(layer_bound_gb(instance) if bound_gb is None else bound_gb, covered)
@@ -74,8 +101,7 @@ def plan_of(
         if found.signed_bound is not None
         else (signed, signed),
     }[request.objective]
-    gap = relative_gap(value, bound)
-    names = [instance.servers.name(server) for server in range(instance.servers.count)]
+    gap, names = relative_gap(value, bound), list(map(instance.servers.name, range(len(slots))))
     plan = Plan(
         problem=instance.name,
         problem_hash=instance.digest,
@@ -95,8 +121,8 @@ def plan_of(
         matching=request.matching,
         solver=request.label,
         seed=request.seed,
-        solve_seconds=spent[0],
-        cpu_seconds=spent[1],
+        solve_seconds=spent_s[0],
+        cpu_seconds=spent_s[1],
         assignments=[
             Assignment(group=name, server=names[server], server_index=server, gpus=own)
             for name, server, own in zip(

@@ -13,7 +13,7 @@ would do is not proven.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -125,7 +125,7 @@ def _cost(layout: Layout, target: Target) -> ServerCost:
         return cost_for(layout, aim)
     mode = BalanceMode(target.objective.value)
     aim = Thresholds(target.cnt, target.mem_gb, mode, layout.instance.hbm_gb)
-    return replace(cost_for(layout, aim), wants_coverage=False)
+    return ServerCost(aim, ())
 
 
 class _Search:
@@ -215,9 +215,9 @@ class _Search:
         layout = self.layout
         layout.shuffle(self.rng, order)
         loss = self.prices.copy()
-        if self.cost.wants_coverage:
+        if self.cost.tables:
             loss += self.scarce[layout.slots, layout.class_of[:, None]].sum(axis=1)
-        if self.cost.wants_coverage and not everyone:
+        if self.cost.tables and not everyone:
             a, b = self._worthwhile(loss, migration, MAX_WIDE_PAIRS if order > 1 else MAX_PAIRS)
         else:
             a, b = draw_pairs(loss, self.rng, everyone=everyone)

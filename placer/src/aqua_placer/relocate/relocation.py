@@ -13,14 +13,13 @@ from aqua_placer.budget import Budget
 from aqua_placer.errors import PlanInvalidError, ProblemInvalidError
 from aqua_placer.plan.assembly import SolveResult, assign_gpus, plan_of
 from aqua_placer.plan.files import placement_of
-from aqua_placer.problem.instance import Instance, Placement
+from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.request import Request
 from aqua_placer.relocate.exchange_search import Replaced, Target, replace_groups
 from aqua_placer.relocate.moves import order_moves
 from aqua_placer.search.layout import Layout
 from aqua_placer.solve.minmax import solve_minmax
 from aqua_placer.value.balance import BalanceMode, worst
-from aqua_placer.value.matches import match_servers
 from aqua_protocol.plan import Objective, Plan
 
 
@@ -57,7 +56,7 @@ def relocate(
         ProblemInvalidError: Nothing says where anything is today, or it overfills a server.
         PlanInvalidError: `today` is for another cluster.
     """
-    started_s, cpu_started_s = time.perf_counter(), time.process_time()
+    started = time.perf_counter(), time.process_time()
     gone: dict[str, tuple[int, list[int]]] = {}
     gpus: Sequence[list[int]] | None = None
     if today is not None:
@@ -80,19 +79,9 @@ def relocate(
         instance, target, budget, seed=request.seed, max_moves=relocation.max_moves
     )
     moves, after = order_moves(instance, result.placement, before, gone)
-    slots = Layout(instance, result.placement).slots
-    matches = match_servers(instance, slots, after, request.matching)
-    spent = (time.perf_counter() - started_s, time.process_time() - cpu_started_s)
-    plan = plan_of(
-        instance,
-        request,
-        _found(request, result.placement, bound),
-        after,
-        matches,
-        spent,
-        moves=moves,
-        migrations=result.migrated_shards,
-    )
+    found = SolveResult.of(request.objective, result.placement, bound)
+    slots, moved = Layout(instance, found.placement).slots, result.migrated_shards
+    plan = plan_of(instance, request, found, slots, after, started, moves=moves, migrations=moved)
     return plan, result
 
 
@@ -139,11 +128,3 @@ def _target(
     cnt, mem = worst(instance, best.found, mode)
     slack = relocation.epsilon * abs(best.value)
     return Target(request.objective, best.value + slack, cnt, mem + slack), best.bound
-
-
-def _found(request: Request, placement: Placement, bound: float) -> SolveResult:
-    if request.objective is Objective.COVERAGE:
-        return SolveResult(placement, 0.0, coverage_bound_gb=bound)
-    if request.objective is Objective.SIGNED:
-        return SolveResult(placement, 0.0, signed_bound=bound)
-    return SolveResult(placement, bound)

@@ -8,14 +8,14 @@ of sizes settles the rest.
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
-from aqua_placer.bounds.thresholds import fractional_servers
+from aqua_placer.bounds.thresholds import Fraction, fractional_servers
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
-from aqua_placer.problem.contents import content_space
+from aqua_placer.problem.contents import ContentSpace, content_space
 from aqua_placer.problem.instance import Instance, Placement, Types
-from aqua_placer.search.whole_servers import contents_by_server, whole_servers
+from aqua_placer.search.whole_servers import whole_servers
 
 
 def any_placement(instance: Instance, budget: Budget) -> Placement:
@@ -60,12 +60,26 @@ def _by_program(instance: Instance, budget: Budget) -> Placement | None:
     if space is None:
         return None
     _, fraction = fractional_servers(space, np.ones(len(space.rows), dtype=bool), budget)
-    if fraction is None:
-        return None
-    chosen = whole_servers(space, fraction, budget)
+    return None if fraction is None else whole_placement(instance, space, fraction, budget)
+
+
+def whole_placement(
+    instance: Instance,
+    space: ContentSpace,
+    fraction: Fraction,
+    budget: Budget,
+    *,
+    worth: Float64[np.ndarray, " contents"] | None = None,
+    enough: float = -np.inf,
+    seed: int = 0,
+) -> Placement | None:
+    """A fractional solution made whole, as `whole_servers` does; None when it finds nothing."""
+    chosen = whole_servers(space, fraction, budget, worth=worth, enough=enough, seed=seed)
     if chosen is None:
         return None
-    return assign_contents(instance, types, contents_by_server(space, chosen))
+    order = np.argsort(space.kind, kind="stable")
+    rows = np.repeat(space.rows[order], chosen[order], axis=0)
+    return _assign_contents(instance, space.types, rows)
 
 
 def spread_evenly(instance: Instance) -> Placement | None:
@@ -107,7 +121,7 @@ def spread_evenly(instance: Instance) -> Placement | None:
     return placement
 
 
-def assign_contents(
+def _assign_contents(
     instance: Instance, types: Types, rows: Int64[np.ndarray, "servers types"]
 ) -> Placement:
     """Server of each group when server `s` holds `rows[s]` groups of each type.

@@ -46,11 +46,14 @@ doubled."""
 
 @dataclass(frozen=True, eq=False)
 class ServerCost:
-    """Prices a server's content, in GB of coverage; lower is better."""
+    """Prices a server's content, in GB of coverage; lower is better.
+
+    Attributes:
+        tables: Of each server class; empty where coverage is not wanted.
+    """
 
     aim: Thresholds
     tables: tuple[GroupTable, ...]
-    wants_coverage: bool = True
 
     def price(
         self,
@@ -60,16 +63,10 @@ class ServerCost:
         cnt: Int64[np.ndarray, " rows"],
     ) -> PerRow:
         """Price of contents `rows` (group index per slot) on servers of class `kind`."""
-        if not self.wants_coverage:
-            return self.penalty(mem, cnt)
-        price: PerRow = self.penalty(mem, cnt)
-        price -= self._by_class(covered_gb, rows, kind)
-        return price
+        return self.penalty(mem, cnt) - self._by_class(covered_gb, rows, kind)
 
     def at_most_gb(self, rows: Contents, kind: Int64[np.ndarray, " rows"]) -> PerRow:
         """No less than what the contents are credited for, at a fraction of the time."""
-        if not self.wants_coverage:
-            return np.zeros(len(rows))
         return self._by_class(at_most_gb, rows, kind)
 
     def _by_class(

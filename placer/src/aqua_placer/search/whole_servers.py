@@ -97,11 +97,3 @@ def _kept(
     for index in used[np.argsort(-floor[used], kind="stable")]:
         floor[index] -= min(int(floor[index]), -(-handed_back * int(floor[index]) // decided))
     return floor
-
-
-def contents_by_server(
-    space: ContentSpace, chosen: Int64[np.ndarray, " contents"]
-) -> Int64[np.ndarray, "servers types"]:
-    """Contents per server, in the order of the servers."""
-    order = np.argsort(space.kind, kind="stable")
-    return np.repeat(space.rows[order], chosen[order], axis=0)

@@ -19,20 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Int64
 
 from aqua_placer.bounds.blocks import solve_blocks
 from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
-from aqua_placer.bounds.thresholds import Fraction, Thresholds, fractional_servers, least_thresholds
+from aqua_placer.bounds.thresholds import Thresholds, fractional_servers, least_thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.problem.contents import ContentSpace, content_space, has_few_types
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
-from aqua_placer.search.construction import assign_contents
+from aqua_placer.search.construction import whole_placement
 from aqua_placer.search.coverage import cost_for, improve_coverage
 from aqua_placer.search.layout import WINDOW, Effort, Layout
 from aqua_placer.search.units import form_units, of_units
-from aqua_placer.search.whole_servers import contents_by_server, whole_servers
 from aqua_placer.solve.minmax import LARGE_CLUSTER, BalanceIncumbent, solve_minmax
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
 from aqua_placer.value.coverage import content_worth_gb, coverage_gb
@@ -173,7 +172,11 @@ def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> Non
             return
         level, fraction = found
         best.goal = level.level_gb
-        _offer_whole(best, space, fraction, worth, goal, seed)
+        whole = whole_placement(
+            instance, space, fraction, budget, worth=worth, enough=goal, seed=seed
+        )
+        if whole is not None:
+            best.offer(whole, "whole")
         if best.covered_gb >= goal and best.value <= best.goal + GRAIN_GB:
             return
         if widening == MAX_WIDENINGS:
@@ -182,21 +185,6 @@ def _by_contents(best: CoverageIncumbent, space: ContentSpace, seed: int) -> Non
         level = replace(level, mem_gb=level.mem_gb + instance.quantum_gb)
         _, wider = fractional_servers(space, level.admit(space), budget, worth)
         found = None if wider is None else (level, wider)
-
-
-def _offer_whole(
-    best: CoverageIncumbent,
-    space: ContentSpace,
-    fraction: Fraction,
-    worth: Float64[np.ndarray, " contents"],
-    enough_gb: float,
-    seed: int,
-) -> None:
-    """Round, and offer what comes of it."""
-    chosen = whole_servers(space, fraction, best.budget, worth=worth, enough=enough_gb, seed=seed)
-    if chosen is not None:
-        rows = contents_by_server(space, chosen)
-        best.offer(assign_contents(best.instance, space.types, rows), "whole")
 
 
 def _by_units(best: CoverageIncumbent, rng: np.random.Generator, seed: int) -> None:

@@ -21,9 +21,8 @@ from aqua_placer.budget import Budget
 from aqua_placer.problem.contents import content_space, has_few_types
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.balance import improve_balance
-from aqua_placer.search.construction import any_placement, assign_contents, spread_evenly
+from aqua_placer.search.construction import any_placement, spread_evenly, whole_placement
 from aqua_placer.search.layout import WINDOW, Effort, Layout
-from aqua_placer.search.whole_servers import contents_by_server, whole_servers
 from aqua_placer.value.balance import BalanceMode, level_gb
 
 GOOD_GAP: Final = 0.002
@@ -173,8 +172,7 @@ def _by_contents(best: BalanceIncumbent, seed: int) -> Thresholds | None:
     if not budget.expired():
         best.raise_bound(level.level_gb, "contents")
     if not best.is_met:
-        chosen = whole_servers(space, fraction, budget, seed=seed)
-        if chosen is not None:
-            rows = contents_by_server(space, chosen)
-            best.offer(assign_contents(instance, space.types, rows), "whole")
+        whole = whole_placement(instance, space, fraction, budget, seed=seed)
+        if whole is not None:
+            best.offer(whole, "whole")
     return level

@@ -6,9 +6,6 @@
 C and M are free variables: all-consumer clusters stay feasible, which the artifact's form (maxima
 with lower bound 0, tied by equality) is not. Pins and sets kept apart are rows like any other. It
 is slow beyond a few hundred GPUs, because servers of a class are interchangeable; `auto` is not.
-
-Gurobi's free licence stops at 2,000 variables and rows; it says so in its own words, and we pass
-them on. CBC gives no bound after a time limit; the linear relaxation by HiGHS stands in.
 """
 
 from __future__ import annotations
@@ -101,10 +98,8 @@ def solve_paper_program(instance: Instance, request: Request, budget: Budget) ->
     elif not instance.is_constrained:
         placement = _in_order(instance, placement)
     if request.objective is Objective.COVERAGE:
-        return SolveResult(placement, 0.0, coverage_bound_gb=min(bound, layer_bound_gb(instance)))
-    if request.objective is Objective.SIGNED:
-        return SolveResult(placement, 0.0, signed_bound=bound)
-    return SolveResult(placement, max(bound, 0.0))
+        bound = min(bound, layer_bound_gb(instance))
+    return SolveResult.of(request.objective, placement, bound)
 
 
 def solve_program(

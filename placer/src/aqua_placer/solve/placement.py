@@ -34,7 +34,6 @@ from aqua_placer.solve.coverage import solve_coverage
 from aqua_placer.solve.minmax import solve_minmax
 from aqua_placer.solve.paper_program import solve_paper_program, solve_program
 from aqua_placer.value.balance import BalanceMode, worst
-from aqua_placer.value.matches import match_servers
 from aqua_protocol.plan import Objective, Plan
 
 SMALL_PROGRAM: Final = 60_000
@@ -49,24 +48,17 @@ def _coverage(instance: Instance, request: Request, budget: Budget) -> SolveResu
     return SolveResult(best.placement, best.balance.bound, coverage_bound_gb=best.bound_gb)
 
 
-def _abs(instance: Instance, request: Request, budget: Budget) -> SolveResult:
-    best = solve_minmax(instance, BalanceMode.ABS, budget, request.seed)
-    return SolveResult(best.found, best.bound)
-
-
-def _signed(instance: Instance, request: Request, budget: Budget) -> SolveResult:
-    # The balance of a plan is told in absolute values whatever it was solved for.
-    best = solve_minmax(instance, BalanceMode.SIGNED, budget, request.seed)
-    return SolveResult(best.found, 0.0, signed_bound=best.bound)
+def _minmax(instance: Instance, request: Request, budget: Budget) -> SolveResult:
+    mode = BalanceMode(request.objective.value)
+    best = solve_minmax(instance, mode, budget, request.seed)
+    return SolveResult.of(request.objective, best.found, best.bound)
 
 
 STRATEGIES: Final[dict[tuple[Solver, Objective], Strategy]] = {
     (Solver.AUTO, Objective.COVERAGE): _coverage,
-    (Solver.AUTO, Objective.ABS): _abs,
-    (Solver.AUTO, Objective.SIGNED): _signed,
-    (Solver.MILP, Objective.COVERAGE): solve_paper_program,
-    (Solver.MILP, Objective.ABS): solve_paper_program,
-    (Solver.MILP, Objective.SIGNED): solve_paper_program,
+    (Solver.AUTO, Objective.ABS): _minmax,
+    (Solver.AUTO, Objective.SIGNED): _minmax,
+    **{(Solver.MILP, objective): solve_paper_program for objective in Objective},
 }
 """Who solves what. The paper's program knows pins and sets kept apart; what the others find is
 repaired (`_constrain`)."""
@@ -79,18 +71,15 @@ def place(instance: Instance, request: Request, budget: Budget) -> Plan:
         ProblemInfeasibleError: No placement satisfies the problem.
         SolverUnavailableError: The selected solver cannot take it.
     """
-    started_s, cpu_started_s = time.perf_counter(), time.process_time()
+    started = time.perf_counter(), time.process_time()
     if instance.num_groups:
         found = STRATEGIES[request.solver, request.objective](instance, request, budget)
         if instance.is_constrained and request.solver is Solver.AUTO:
             found = _constrain(instance, request, budget, found)
     else:
         found = SolveResult(np.zeros(0, dtype=np.int64), 0.0, 0.0, 0.0)
-    gpus = assign_gpus(instance, found.placement)
-    slots = Layout(instance, found.placement).slots
-    matches = match_servers(instance, slots, gpus, request.matching)
-    spent = (time.perf_counter() - started_s, time.process_time() - cpu_started_s)
-    return plan_of(instance, request, found, gpus, matches, spent)
+    slots, gpus = Layout(instance, found.placement).slots, assign_gpus(instance, found.placement)
+    return plan_of(instance, request, found, slots, gpus, started)
 
 
 def _constrain(

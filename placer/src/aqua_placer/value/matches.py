@@ -18,7 +18,7 @@ servers whose GPUs are not all joined alike; ranked by one common value, it is s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +94,11 @@ def match_servers(
         gpus: GPU indices of each group's shards.
     """
     class_of = instance.servers.class_of
-    chosen = _chosen(instance, slots)
+    chosen: list[list[int]] = [[] for _ in slots]
+    for kind, table in enumerate(group_tables(instance)):
+        here = np.nonzero(class_of == kind)[0]
+        for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
+            chosen[server] = groups
     result = []
     for server, (producers, consumers) in enumerate(_sides(instance, slots, gpus)):
         links = instance.servers.links[int(class_of[server])]
@@ -107,13 +111,13 @@ def match_servers(
             if mode is MatchingMode.STABLE:
                 served_groups = _settle_singles(consumers, producers, served_groups)
         served = {served.consumer.group for served in served_groups}
-        used = {(producer.group, producer.shard) for s in served_groups for producer in s.producers}
+        used = {producer for served in served_groups for producer in served.producers}
         result.append(
             ServerMatch(
                 server=server,
                 served_groups=tuple(served_groups),
                 unserved=tuple(b for b in consumers if b.group not in served),
-                idle=tuple(x for x in producers if (x.group, x.shard) not in used),
+                idle=tuple(x for x in producers if x not in used),
             )
         )
     return result
@@ -161,26 +165,12 @@ def _sides(
         yield producers[slice(*own_lent)], consumers[slice(*own_borrowed)]
 
 
-def _chosen(instance: Instance, slots: Int64[np.ndarray, "servers width"]) -> list[list[int]]:
-    """Per server, the consumer groups of the best state, in the order of their blocks."""
-    result: list[list[int]] = [[] for _ in range(len(slots))]
-    for kind, table in enumerate(group_tables(instance)):
-        here = np.nonzero(instance.servers.class_of == kind)[0]
-        for server, groups in zip(here.tolist(), chosen_groups(table, slots[here]), strict=True):
-            result[server] = groups
-    return result
-
-
 def _blocks(
     consumers: Sequence[ConsumerGroup], producers: Sequence[ProducerShard], chosen: Sequence[int]
 ) -> list[ServedGroup]:
-    by_group = {consumer.group: consumer for consumer in consumers}
-    served_groups, at = [], 0
-    for group in chosen:
-        consumer = by_group[group]
-        served_groups.append(ServedGroup(consumer, tuple(producers[at : at + consumer.shards])))
-        at += consumer.shards
-    return served_groups
+    by_group, left = {consumer.group: consumer for consumer in consumers}, iter(producers)
+    taking = [by_group[group] for group in chosen]
+    return [ServedGroup(consumer, tuple(islice(left, consumer.shards))) for consumer in taking]
 
 
 def _settle_singles(
@@ -214,8 +204,8 @@ def _settle_singles(
         admitted = sorted(admitted + rest, key=lambda b: (-b.gb, b.group))
         return bound + [ServedGroup(b, (x,)) for b, x in zip(admitted, free, strict=False)]
     # Positions in `free` are by falling spare; a seat after its end has no producer.
-    seated = {(s.producers[0].group, s.producers[0].shard): s.consumer for s in served_groups}
-    seats: list[ConsumerGroup | None] = [seated.get((x.group, x.shard)) for x in free]
+    seated = {served.producers[0]: served.consumer for served in served_groups}
+    seats: list[ConsumerGroup | None] = [seated.get(producer) for producer in free]
     seats += rest
     moved = True
     while moved:
@@ -286,22 +276,13 @@ def _by_links(
             served_groups.append(ServedGroup(consumer, tuple(taken)))
         else:
             free += taken
-    pairs = sorted(
-        (
-            -worth(consumer, consumer.gpus[0], producer),
-            consumer.group,
-            producer.group,
-            producer.shard,
-        )
-        for consumer in consumers
-        if consumer.shards == 1
-        for producer in free
-    )
-    by_group = {consumer.group: consumer for consumer in consumers}
-    idle = {(producer.group, producer.shard): producer for producer in free}
-    served: set[int] = set()
-    for value, group, owner, shard in pairs:
-        if value < 0 and group not in served and (owner, shard) in idle:
-            served_groups.append(ServedGroup(by_group[group], (idle.pop((owner, shard)),)))
-            served.add(group)
+    single = [consumer for consumer in consumers if consumer.shards == 1]
+    pairs = [(worth(b, b.gpus[0], x), b, x) for b in single for x in free]
+    pairs.sort(key=lambda pair: (-pair[0], pair[1].group, pair[2].group, pair[2].shard))
+    idle, waiting = set(free), set(single)
+    for value, consumer, producer in pairs:
+        if value > 0 and consumer in waiting and producer in idle:
+            served_groups.append(ServedGroup(consumer, (producer,)))
+            waiting.remove(consumer)
+            idle.remove(producer)
     return served_groups
