@@ -26,6 +26,7 @@ from aqua_cli import (
     print_table,
     progress,
     say,
+    write_json,
 )
 from aqua_cli import main as run
 from aqua_cli.program import DEFAULT_COORDINATOR_URL
@@ -313,10 +314,8 @@ def _budget(limit_s: float, *, quiet: bool) -> Iterator[Budget]:
 
 
 def _deliver(plan: Plan, output: Path | None, *, as_json: bool) -> None:
-    from aqua_placer.plan.files import write_plan
-
     if output is not None:
-        write_plan(plan, output)
+        write_json(output, plan)
     if as_json:
         print_json(plan)
         return

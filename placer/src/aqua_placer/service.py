@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Header, Request
@@ -57,6 +58,11 @@ class PlanRequest(Wire):
     time_limit_s: Annotated[float, Field(gt=0, le=MAX_TIME_LIMIT_S)] = 30.0
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
 
+    @property
+    def wanted(self) -> SolveRequest:
+        """What to solve for."""
+        return SolveRequest(objective=self.objective, matching=self.matching, seed=self.seed)
+
 
 class ReplacementRequest(PlanRequest):
     """Re-place: `current` is today's plan, or the problem says where groups are."""
@@ -91,7 +97,7 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
 
     guarded = [Depends(authorised)]
 
-    async def solving(request: Request, limit_s: float, work: Any) -> Any:  # noqa: ANN401 - as given
+    async def solving(request: Request, limit_s: float, work: Callable[[Budget], Plan]) -> Plan:
         """Run `work(budget)` in a thread; interrupt it when the client goes away."""
         if slots.locked():
             raise UnavailableError(
@@ -137,10 +143,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
         """Solve."""
 
         def work(budget: Budget) -> Plan:
-            return place(instance_from(body.problem), _request(body), budget)
+            return place(instance_from(body.problem), body.wanted, budget)
 
-        answer: Plan = await solving(request, body.time_limit_s, work)
-        return answer
+        return await solving(request, body.time_limit_s, work)
 
     @app.post("/v1/replacements", dependencies=guarded)
     async def replacements(body: ReplacementRequest, request: Request) -> Plan:
@@ -149,12 +154,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
         def work(budget: Budget) -> Plan:
             today = None if body.current is None else plan_from(body.current, "current")
             relocation = Relocation(body.epsilon, body.max_moves)
-            return relocate(instance_from(body.problem), today, _request(body), relocation, budget)[
-                0
-            ]
+            return relocate(instance_from(body.problem), today, body.wanted, relocation, budget)[0]
 
-        answer: Plan = await solving(request, body.time_limit_s, work)
-        return answer
+        return await solving(request, body.time_limit_s, work)
 
     @app.post("/v1/checks", dependencies=guarded)
     def checks(body: CheckRequest) -> PlanVerdict:
@@ -170,14 +172,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
     return app
 
 
-def _request(body: PlanRequest) -> SolveRequest:
-    return SolveRequest(objective=body.objective, matching=body.matching, seed=body.seed)
-
-
 def _failure(error: AquaError) -> JSONResponse:
-    headers = (
-        {} if error.retry_after_s is None else {"Retry-After": f"{max(1, error.retry_after_s):.0f}"}
-    )
+    wait_s = error.retry_after_s
+    headers = {} if wait_s is None else {"Retry-After": f"{max(1, wait_s):.0f}"}
     return JSONResponse(
         error.to_body().model_dump(mode="json"), status_code=error.http_status, headers=headers
     )

@@ -24,7 +24,7 @@ from math import prod
 from typing import Final
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from aqua_placer.problem.instance import Instance
 
@@ -33,29 +33,30 @@ MAX_STATES: Final = 12_000
 bound may take half a second."""
 
 
-def lendable_shards(instance: Instance) -> Int64[np.ndarray, " groups"]:
-    """Shards of each group that could lend at once: no more than GPUs beside it on a server."""
-    shards: Int64[np.ndarray, " groups"] = np.minimum(
-        instance.tp, int(instance.servers.gpus.max()) - instance.tp
-    )
-    return shards
+def _sides(
+    instance: Instance,
+) -> tuple[
+    Float64[np.ndarray, " groups"], Int64[np.ndarray, " groups"], Float64[np.ndarray, " groups"]
+]:
+    """Spare GB of each group, how many of its shards can lend at once, and the GB that it needs.
 
-
-def can_be_served(instance: Instance) -> Bool[np.ndarray, " groups"]:
-    """Whether a group and as many producer shards fit any server."""
-    fits: Bool[np.ndarray, " groups"] = 2 * instance.tp <= int(instance.servers.gpus.max())
-    return fits
+    No more lend than there are GPUs beside the group; one that fits no server together with as many
+    producer shards is not served. Where classes differ, the largest spare and need count.
+    """
+    most = int(instance.servers.gpus.max())
+    spare, need = np.maximum(instance.r_gb.max(axis=1), 0.0), -instance.r_gb.min(axis=1)
+    need = np.where(2 * instance.tp <= most, np.maximum(need, 0.0), 0.0)
+    return spare, np.minimum(instance.tp, most - instance.tp), need
 
 
 def layer_bound_gb(instance: Instance) -> float:
     """Upper bound on covered demand of every placement."""
     if not instance.num_groups:
         return 0.0
-    spare = np.maximum(instance.r_gb.max(axis=1), 0.0)
-    need = np.where(can_be_served(instance), np.maximum(-instance.r_gb.min(axis=1), 0.0), 0.0)
+    spare, lending, need = _sides(instance)
     tp, weight = instance.tp, instance.weight
     edges = np.unique(np.concatenate([[0.0], spare, need]))
-    lenders = _above(spare, lendable_shards(instance), edges)
+    lenders = _above(spare, lending, edges)
     covered = np.zeros(len(edges) - 1)
     room = lenders.astype(np.float64)
     for worth in np.unique(weight[need > 0])[::-1]:
@@ -80,16 +81,10 @@ def _above(
 
 
 def lockstep_bound_gb(instance: Instance) -> float:
-    """Upper bound on covered demand of every placement; infinite where it would take too long.
-
-    Where server classes differ, each group counts with its largest spare and its largest need.
-    """
-    spare = np.maximum(instance.r_gb.max(axis=1), 0.0)
-    need = np.where(can_be_served(instance), np.maximum(-instance.r_gb.min(axis=1), 0.0), 0.0)
+    """Upper bound on covered demand of every placement; infinite where it would take too long."""
+    spare, lending, need = _sides(instance)
     falling = np.argsort(-spare, kind="stable")
-    level = np.concatenate(
-        [[0.0], np.repeat(spare[falling], np.maximum(lendable_shards(instance), 0)[falling])]
-    )
+    level = np.append(0.0, np.repeat(spare[falling], lending[falling]))
     half = min(len(level) - 1, instance.servers.total_gpus // 2)
     kinds: list[tuple[int, float, Float64[np.ndarray, " groups"]]] = []
     shapes = np.unique(np.stack([instance.tp, instance.weight])[:, need > 0], axis=1).T

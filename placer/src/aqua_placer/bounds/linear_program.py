@@ -123,8 +123,8 @@ def as_highs(model: LinearModel) -> Highs:
 def solve(
     model: LinearModel,
     budget: Budget,
-    *,
     seed: int = 0,
+    *,
     relative_gap: float = 0.0,
     max_nodes: int = UNLIMITED_NODES,
 ) -> Answer:

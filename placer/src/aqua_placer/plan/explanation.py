@@ -81,17 +81,13 @@ class Explainer:
             f"At most {plan.coverage_bound_gb:g} GB could be covered.",
             f"Largest imbalance: {plan.max_abs_mem_gb:g} GB, {plan.max_abs_cnt} shards a server.",
         ]
-        spare = sum(
-            self.size_gb(group) * self.shards(group)
-            for group in self.places
-            if self.size_gb(group) > 0
-        )
         if plan.unmatched:
             worst = max(plan.unmatched, key=lambda entry: entry.need_gb)
             lines.append(
                 f"{len(plan.unmatched)} consumer groups have no producer; the largest is "
                 f"{worst.group} with {worst.need_gb:g} GB per shard on {worst.server}."
             )
+            spare = sum(max(self.size_gb(group), 0.0) * self.shards(group) for group in self.places)
             if spare < plan.demand_gb:
                 lines.append(
                     f"All producers together spare {spare:g} GB, {plan.demand_gb - spare:g} GB "
@@ -103,13 +99,11 @@ class Explainer:
 
     def _consumer(self, group: str, place: Assignment, need: float) -> list[str]:
         shards = self.shards(group)
-        each = f"{need:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
-        gpus = ", ".join(map(str, place.gpus))
-        lines = [f"It needs {each} and runs on {place.server}, GPU {gpus}."]
+        lines = [self._opening("needs", need, place)]
         matches = sorted(self.of_consumer.get(group, []), key=lambda match: match.consumer_shard)
         if not matches:
-            reasons = {entry.group: entry.reason for entry in self.plan.unmatched}
-            lines.append(f"It has no producer: {reasons.get(group, 'unknown')}.")
+            reasons = (entry.reason for entry in self.plan.unmatched if entry.group == group)
+            lines.append(f"It has no producer: {next(reasons, 'unknown')}.")
             lines.append(self._remedy(place, need, shards))
             return lines
         weakest = min(self.size_gb(match.producer) for match in matches)
@@ -128,6 +122,11 @@ class Explainer:
         else:
             lines.append("Its need is covered in full.")
         return lines
+
+    def _opening(self, verb: str, gb: float, place: Assignment) -> str:
+        shards, gpus = self.shards(place.group), ", ".join(map(str, place.gpus))
+        each = f"{gb:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
+        return f"It {verb} {each} and runs on {place.server}, GPU {gpus}."
 
     def _remedy(self, place: Assignment, need: float, shards: int) -> str:
         """What would serve it: producers of what size where."""
@@ -151,16 +150,14 @@ class Explainer:
         )
 
     def _producer(self, group: str, place: Assignment, spare: float) -> list[str]:
-        shards = self.shards(group)
-        each = f"{spare:g} GB" + (f" on each of {shards} shards" if shards > 1 else "")
-        gpus = ", ".join(map(str, place.gpus))
-        lines = [f"It spares {each} and runs on {place.server}, GPU {gpus}."]
+        lines = [self._opening("spares", spare, place)]
         matches = sorted(self.of_producer.get(group, []), key=lambda match: match.producer_shard)
         lines += [
             f"Shard {match.producer_shard} lends {match.covered_gb:g} GB to {match.consumer}: "
             f"{match.reason}."
             for match in matches
         ]
+        shards = self.shards(group)
         idle = shards - len(matches)
         if idle:
             waiting = [entry.group for entry in self.plan.unmatched if entry.server == place.server]

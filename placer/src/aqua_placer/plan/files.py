@@ -1,4 +1,4 @@
-"""Plans as files: written whole or not at all, read with every mistake named; and their sending.
+"""Plans as files, read with every mistake named; and their sending.
 
 The coordinator obeys a plan's matches as pairings of member names. A group of one shard is the
 member of its own name; shard `i` of a larger group is `name.i`, which is how the shards of a
@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 from pydantic import ValidationError
 
-from aqua_cli import write_json
 from aqua_placer.errors import PlanInvalidError
 from aqua_placer.problem.document import read_document
 from aqua_placer.problem.instance import Instance, Placement
@@ -52,15 +51,6 @@ def read_plan(path: Path) -> Plan:
         ProblemInvalidError: It cannot be read at all.
     """
     return plan_from(read_document(path), str(path))
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan as JSON (gzipped for `.gz`); a crash leaves the old file or the new one.
-
-    Raises:
-        ConfigError: The folder cannot be written.
-    """
-    write_json(path, plan)
 
 
 def placement_of(instance: Instance, plan: Plan) -> tuple[Placement, list[list[int]]]:

@@ -53,19 +53,15 @@ def _lending(audio: float, vision: float, small: float) -> list[Kind]:
     return _even(AUDIO, audio) + _even(VISION, vision) + _even(SMALL_LLM, small)
 
 
-def _single(need: float) -> list[Kind]:
-    return _even(LARGE_LLM, need)
-
-
 def _parallel(need: float) -> list[Kind]:
     single, pairs, fours = 0.60 * need, 0.25 * need, 0.15 * need
     return _even(LARGE_LLM, single) + _even(NEEDING_TP2, pairs, 2) + _even(NEEDING_TP4, fours, 4)
 
 
 FAMILIES: Final[dict[str, list[Kind]]] = {
-    "ref50": _lending(0.15, 0.20, 0.15) + _single(0.50),
-    "refmix": _lending(0.10, 0.15, 0.25) + _single(0.50),
-    "scarce": _lending(0.07, 0.11, 0.17) + _single(0.65),
+    "ref50": _lending(0.15, 0.20, 0.15) + _even(LARGE_LLM, 0.50),
+    "refmix": _lending(0.10, 0.15, 0.25) + _even(LARGE_LLM, 0.50),
+    "scarce": _lending(0.07, 0.11, 0.17) + _even(LARGE_LLM, 0.65),
     "tpmix": _lending(0.10, 0.15, 0.25) + _parallel(0.50),
     "tpscarce": _lending(0.07, 0.11, 0.17) + _parallel(0.65),
 }

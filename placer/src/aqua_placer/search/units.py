@@ -47,23 +47,16 @@ def form_units(
         ranked = np.concatenate([preferred, ranked[~np.isin(ranked, preferred)]])
     for group in ranked.tolist():
         wanted = shards[group]
-        if (
-            spare_shards
-            and unit_size + wanted + _more(shards, producers, at, wanted - spare_shards) <= largest
-        ):
-            joined = unit
-        elif 2 * wanted <= largest:
+        joined, upto = unit, _upto(shards, producers, at, wanted - spare_shards)
+        size = unit_size + wanted + sum(shards[producer] for producer in producers[at:upto])
+        if not spare_shards or size > largest:
+            if 2 * wanted > largest:
+                continue
             joined, spare_shards, unit_size = group, 0, 0
-        else:
-            continue
-        missing = wanted - spare_shards
-        taken: list[int] = []
-        upto = at
-        while missing > 0 and upto < len(producers):
-            taken.append(producers[upto])
-            missing -= shards[producers[upto]]
-            upto += 1
-        size = unit_size + wanted + sum(shards[producer] for producer in taken)
+            upto = _upto(shards, producers, at, wanted)
+        taken = producers[at:upto]
+        lent = sum(shards[producer] for producer in taken)
+        size, missing = unit_size + wanted + lent, wanted - spare_shards - lent
         if missing > 0 or size > largest:
             continue
         at = upto
@@ -74,14 +67,12 @@ def form_units(
     return numbered.reshape(-1).astype(np.int64)
 
 
-def _more(shards: list[int], producers: list[int], at: int, missing: int) -> int:
-    """GPUs of the producer groups that `missing` shards would take from position `at`."""
-    size = 0
+def _upto(shards: list[int], producers: list[int], at: int, missing: int) -> int:
+    """Where the producer groups end that `missing` shards would take from position `at`."""
     while missing > 0 and at < len(producers):
-        size += shards[producers[at]]
         missing -= shards[producers[at]]
         at += 1
-    return size
+    return at
 
 
 def of_units(instance: Instance, unit_of: Int64[np.ndarray, " groups"]) -> Instance:

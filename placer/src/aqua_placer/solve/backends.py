@@ -104,7 +104,7 @@ def _written(model: LinearModel, folder: str) -> str:
 
 
 BACKENDS: Final[dict[Backend, Callable[[LinearModel, Budget, int], Answer]]] = {
-    Backend.HIGHS: lambda model, budget, seed: solve(model, budget, seed=seed),
+    Backend.HIGHS: solve,
     Backend.GUROBI: _with_gurobi,
     Backend.CBC: _with_cbc,
 }
