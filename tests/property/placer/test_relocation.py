@@ -19,10 +19,11 @@ from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
 from aqua_placer.relocate.exchange_search import Replaced, Target, replace_groups
 from aqua_placer.relocate.relocation import Relocation, relocate
-from aqua_placer.search.coverage import best_exchanges, cost_for, draw_pairs, make
+from aqua_placer.search.coverage import ServerCost, best_exchanges, draw_pairs, make
 from aqua_placer.search.layout import Layout, subsets
 from aqua_placer.solve.placement import place
 from aqua_placer.value.balance import BalanceMode
+from aqua_placer.value.coverage import group_tables
 from aqua_protocol.plan import Objective
 from harness.changed_problems import churned
 from harness.placement import covered_by_exhaustion, sizes_of, small_problems
@@ -182,8 +183,9 @@ def test_an_exchange_brings_what_it_was_said_to_bring(seed: int, family: str, pa
     rng = np.random.default_rng(seed)
     placed = place(instance, Request(Objective.ABS), Budget(30))
     layout = Layout(instance, np.array([entry.server_index for entry in placed.assignments]))
-    cost = cost_for(layout, Thresholds(99, 1e6, BalanceMode.ABS, instance.hbm_gb))
-    prices = cost.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
+    aim = Thresholds(99, 1e6, BalanceMode.ABS, instance.hbm_gb)
+    cost = ServerCost(aim, group_tables(instance))
+    prices = cost.price(layout.slots, layout.class_of, *layout.sums())
     for order in (1, 2):
         pairs = draw_pairs(prices - prices.min(), rng, everyone=True)
         table = subsets(layout.window(order), order)
@@ -191,8 +193,8 @@ def test_an_exchange_brings_what_it_was_said_to_bring(seed: int, family: str, pa
         if found is None:
             continue
         before = float(prices.sum())
-        make(layout, prices, pairs[0][found.pair], pairs[1][found.pair], found)
-        fresh = cost.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
+        make(layout, prices, found)
+        fresh = cost.price(layout.slots, layout.class_of, *layout.sums())
         np.testing.assert_allclose(prices, fresh, atol=1e-6)
         assert float(prices.sum()) < before
         held = layout.slots[layout.slots >= 0]

@@ -1,7 +1,6 @@
 """What no placement beats: every bound here holds for all placements, however a solve ended.
 
-- `layer_cake`, `blocks`: bounds on coverage, each tighter than the one
-  before where groups are large, or weights and servers differ.
+- `layer_cake`, `blocks`: bounds on coverage, the second tighter where weights or servers differ.
 - `thresholds`: bounds on the min-max objectives, from counts and from contents.
 - `linear_program`: the interface to HiGHS.
 """

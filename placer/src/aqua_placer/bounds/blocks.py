@@ -172,21 +172,17 @@ def items_of(market: Market) -> Items | None:
     space = content_space(instance.servers, items, full=instance.is_full, limit=limit)
     if space is None:
         return None
-    foreign = np.zeros(len(space.rows), dtype=bool)
+    own = np.ones(len(space.rows), dtype=bool)
     for index, (_, variant) in enumerate(blocks):
-        foreign |= (space.rows[:, index] > 0) & (market.variant[space.kind] != variant)
-    own = ContentSpace(
-        space.types,
-        space.servers,
-        space.rows[~foreign],
-        space.kind[~foreign],
-        space.mem_gb[~foreign],
-        space.cnt[~foreign],
+        own &= (space.rows[:, index] == 0) | (market.variant[space.kind] == variant)
+    rows, kind, mem_gb, cnt = (
+        column[own] for column in (space.rows, space.kind, space.mem_gb, space.cnt)
     )
+    space = ContentSpace(space.types, space.servers, rows, kind, mem_gb, cnt)
     counts = [int(((sign == s) & (instance.tp == t)).sum()) for s, t in alone]
     producers = int(instance.tp[sign > 0].sum())
     available = np.array([0] * len(blocks) + counts + [producers], dtype=np.float64)
-    return Items(own, blocks, alone, available)
+    return Items(space, blocks, alone, available)
 
 
 @dataclass(frozen=True, eq=False)

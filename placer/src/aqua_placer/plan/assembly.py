@@ -97,9 +97,7 @@ def plan_of(
     value, bound = {
         Objective.COVERAGE: (covered, bound_gb),
         Objective.ABS: (level, min(found.balance_bound, level)),
-        Objective.SIGNED: (signed, min(found.signed_bound or signed, signed))
-        if found.signed_bound is not None
-        else (signed, signed),
+        Objective.SIGNED: (signed, min(found.signed_bound or signed, signed)),
     }[request.objective]
     gap, names = relative_gap(value, bound), list(map(instance.servers.name, range(len(slots))))
     plan = Plan(

@@ -16,7 +16,6 @@ import numpy as np
 from aqua_cli.figures import AMBER, FAINT, INK, TEAL, figure
 from aqua_placer.errors import PlanInvalidError
 from aqua_placer.plan.explanation import Explainer
-from aqua_protocol.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +48,7 @@ def render(explainer: Explainer, path: Path, *, first: int = 0, count: int = MAX
         PlanInvalidError: No such servers.
         ConfigError: Neither SVG nor PNG, or the folder is not writable.
     """
-    servers = explainer.instance.servers
+    servers, plan = explainer.instance.servers, explainer.plan
     widest = int(servers.gpus.max())
     most = max(1, min(count, MAX_COLUMNS, MAX_BOXES // widest))
     shown = range(first, min(first + most, servers.count))
@@ -71,16 +70,12 @@ def render(explainer: Explainer, path: Path, *, first: int = 0, count: int = MAX
         axes.set_xticks(range(len(shown)), [servers.name(index) for index in shown], rotation=30)
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.set_ylabel("GB per shard: spare above, need below")
-        axes.set_title(_title(explainer.plan, len(shown), servers.count))
+        page = "" if len(shown) == servers.count else f", servers {len(shown)} of {servers.count}"
+        axes.set_title(
+            f"{plan.problem or 'plan'}: {plan.coverage_gb:g} of {plan.demand_gb:g} GB covered, "
+            f"gap {plan.gap:.2%}{page}"
+        )
     return len(shown)
-
-
-def _title(plan: Plan, shown: int, total: int) -> str:
-    part = "" if shown == total else f", servers {shown} of {total}"
-    return (
-        f"{plan.problem or 'plan'}: {plan.coverage_gb:g} of {plan.demand_gb:g} GB covered, "
-        f"gap {plan.gap:.2%}{part}"
-    )
 
 
 @dataclass(frozen=True)

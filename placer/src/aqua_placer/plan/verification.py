@@ -20,8 +20,7 @@ from aqua_placer.problem.instance import Instance
 from aqua_protocol.plan import Assignment, Match, MatchingMode, Objective, Plan
 
 TOLERANCE_GB: Final = 1e-4
-"""Sums over 65,536 GPUs of sizes in 10^-6 GB agree far better than this, so
-it may be doubled."""
+"""Sums over 65,536 GPUs of sizes in 10^-6 GB agree far better, so it may be doubled."""
 
 
 _Shard: TypeAlias = tuple[int, int]

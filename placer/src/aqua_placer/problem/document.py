@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from aqua_placer.errors import ProblemInvalidError
 
@@ -32,19 +33,11 @@ def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
         raise ProblemInvalidError(
             f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="Split the cluster."
         )
-    if ".json" in path.suffixes:
-        return _parsed(json.loads, raw, path, "JSON", json.JSONDecodeError)
-    import yaml
-
-    return _parsed(yaml.safe_load, raw, path, "YAML", yaml.YAMLError)
-
-
-def _parsed(
-    parse: Callable[[str], Any], raw: bytes, path: Path, form: str, wrong: type[Exception]
-) -> Any:  # noqa: ANN401 - as above
+    is_json = ".json" in path.suffixes
     try:
-        return parse(raw.decode())
-    except (UnicodeDecodeError, wrong) as error:
+        return json.loads(raw.decode()) if is_json else yaml.safe_load(raw.decode())
+    except (ValueError, yaml.YAMLError) as error:
         raise ProblemInvalidError(
-            f"{path} is not {form}: {error}", remedy="Mend the syntax at the named place."
+            f"{path} is not {'JSON' if is_json else 'YAML'}: {error}",
+            remedy="Mend the syntax at the named place.",
         ) from error

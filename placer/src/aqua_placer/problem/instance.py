@@ -195,17 +195,21 @@ class Instance:
 
     def mem_gb(self, placement: Placement) -> PerServer:
         """Signed memory of each server under `placement` (server per group)."""
-        r_here = self.r_gb[np.arange(self.num_groups), self.servers.class_of[placement]]
-        mem: PerRow = np.bincount(
-            placement, weights=self.tp * r_here, minlength=self.servers.count
-        ).astype(np.float64)
-        return mem
+        return self._summed(self.r_gb, placement)
 
     def cnt(self, placement: Placement) -> Int64[np.ndarray, " servers"]:
         """Producer shards minus consumer shards of each server."""
-        sign_here = self.sign[np.arange(self.num_groups), self.servers.class_of[placement]]
-        counts = np.bincount(placement, weights=self.tp * sign_here, minlength=self.servers.count)
-        return np.rint(counts).astype(np.int64)
+        counts: PerServer = np.rint(self._summed(self.sign, placement))
+        return counts.astype(np.int64)
+
+    def _summed(
+        self, column: Float64[np.ndarray, "groups classes"], placement: Placement
+    ) -> PerServer:
+        here = column[np.arange(self.num_groups), self.servers.class_of[placement]]
+        total: PerServer = np.bincount(
+            placement, weights=self.tp * here, minlength=self.servers.count
+        ).astype(np.float64)
+        return total
 
 
 def sign_of(r_gb: Float64[np.ndarray, "groups classes"]) -> Int64[np.ndarray, "groups classes"]:

@@ -1,9 +1,9 @@
 """Makes an `Instance` of a file or request, and names every way it can be wrong.
 
-Reads the model and the column form of a parsed document. What a
-schema can say is checked by `aqua_protocol.problem`; here is checked what takes the whole problem:
-names are unique, sizes are numbers, groups fit a server and the cluster, pins and current places
-exist. An error names the first offending item and what to do about it.
+Reads the model and the column form of a parsed document. What a schema can say is checked by
+`aqua_protocol.problem`; here is checked what takes the whole problem: names are unique, sizes are
+numbers, groups fit a server and the cluster, pins and current places exist. An error names the
+first offending item and what to do about it.
 """
 
 from __future__ import annotations
@@ -79,23 +79,20 @@ def instance_from(document: Any, *, default_name: str = "") -> Instance:  # noqa
             f"a problem is an object, not a {type(document).__name__}",
             remedy="Write `servers:` and `models:` (or `groups:`) at the top level.",
         )
-    document = _without_notes(document)
+    document = _without_notes(document, "servers", "models")
     if "groups" in document:
         return _from_columns(_parsed(ColumnProblem, document), default_name)
     return _from_models(_parsed(PlacementProblem, document), default_name)
 
 
-def _without_notes(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without its descriptive keys, at the top and in servers and models."""
-    plain = {key: value for key, value in document.items() if key not in DESCRIPTIVE}
-    for part in ("servers", "models"):
+def _without_notes(entry: Any, *lists: str) -> Any:  # noqa: ANN401 - parsed JSON
+    """An object without its descriptive keys, nor those of objects in these `lists` of its own."""
+    if not isinstance(entry, dict):
+        return entry
+    plain = {key: value for key, value in entry.items() if key not in DESCRIPTIVE}
+    for part in lists:
         if isinstance(plain.get(part), list):
-            plain[part] = [
-                {key: value for key, value in entry.items() if key not in DESCRIPTIVE}
-                if isinstance(entry, dict)
-                else entry
-                for entry in plain[part]
-            ]
+            plain[part] = [_without_notes(item) for item in plain[part]]
     return plain
 
 
@@ -156,11 +153,7 @@ def _servers(classes: Sequence[ServerClass]) -> Servers:
         kind.name or ("server" if index == 0 else f"server-{index + 1}")
         for index, kind in enumerate(classes)
     ]
-    twice = _repeated(names)
-    if twice is not None:
-        raise ProblemInvalidError(
-            f"two server classes are named {twice!r}", remedy="Give each class its own name."
-        )
+    _refuse_repeated(names, "server classes", "Give each class its own name.")
     return Servers(
         class_names=tuple(names),
         counts=np.array([kind.count for kind in classes], dtype=np.int64),
@@ -173,8 +166,12 @@ def _servers(classes: Sequence[ServerClass]) -> Servers:
     )
 
 
-def _repeated(names: Sequence[str]) -> str | None:
-    return next((name for name, number in Counter(names).items() if number > 1), None)
+def _refuse_repeated(names: Sequence[str], what: str, remedy: str) -> None:
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        details: dict[str, Any] = {"group": twice} if what == "groups" else {}
+        message = f"two {what} are named {twice!r}"
+        raise ProblemInvalidError(message, remedy=remedy.format(twice), **details)
 
 
 def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
@@ -196,7 +193,7 @@ def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
     _first(names, np.abs(r_gb) > MAX_SIZE_GB, "r_gb is out of range", "Give GB, not bytes.")
     _first(names, tp < 1, "has less than one shard", "Give tp as a whole number of at least 1.")
     _first(names, tp > MAX_SHARDS, f"has more than {MAX_SHARDS} shards", "Split the model.")
-    places = _servers_by_name(servers)
+    places = {servers.name(index): index for index in range(servers.count)}
     today = columns.current or [None] * count
     current = [
         _current(name, place, places, servers) for name, place in zip(names, today, strict=True)
@@ -226,11 +223,6 @@ def _first(
         )
 
 
-def _servers_by_name(servers: Servers) -> dict[str, int]:
-    """Index of every server by its name."""
-    return {servers.name(index): index for index in range(servers.count)}
-
-
 def _current(
     group: str, place: int | str | None, places: Mapping[str, int], servers: Servers
 ) -> int:
@@ -248,7 +240,7 @@ def _current(
 
 def _from_models(problem: PlacementProblem, default_name: str) -> Instance:
     servers = _servers(problem.servers)
-    places = _servers_by_name(servers)
+    places = {servers.name(index): index for index in range(servers.count)}
     names: list[str] = []
     tp: list[int] = []
     sizes: list[Float64[np.ndarray, " classes"]] = []
@@ -295,20 +287,19 @@ def _from_models(problem: PlacementProblem, default_name: str) -> Instance:
 
 def _size_by_class(model: Model, servers: Servers) -> Float64[np.ndarray, " classes"]:
     if model.profile is not None and model.profile.partial:
-        raise ProblemInvalidError(
-            f"the profile of {model.name!r} is partial",
-            remedy="Finish profiling it (aqua-profile resumes), or give memory_gb yourself.",
-            model=model.name,
-        )
-    if model.profile is not None and model.profile.label is ProfileLabel.UNKNOWN:
-        raise ProblemInvalidError(
-            f"the profile of {model.name!r} does not say what it spares or needs",
-            remedy="Profile it where its memory can be read, or give memory_gb yourself.",
-            model=model.name,
-        )
-    measured = model.measured_hbm_gb
-    shift = np.zeros(len(servers.counts)) if measured is None else servers.hbm_gb - measured
-    return model.signed_gb + shift
+        wrong, first = "is partial", "Finish profiling it (aqua-profile resumes)"
+    elif model.profile is not None and model.profile.label is ProfileLabel.UNKNOWN:
+        wrong = "does not say what it spares or needs"
+        first = "Profile it where its memory can be read"
+    else:
+        measured = model.measured_hbm_gb
+        shift = np.zeros(len(servers.counts)) if measured is None else servers.hbm_gb - measured
+        return model.signed_gb + shift
+    raise ProblemInvalidError(
+        f"the profile of {model.name!r} {wrong}",
+        remedy=f"{first}, or give memory_gb yourself.",
+        model=model.name,
+    )
 
 
 def _pinned(
@@ -336,31 +327,17 @@ def _checked(instance: Instance, remedy_of_duplicates: str) -> Instance:
         ProblemInvalidError: Naming the first item that is wrong.
     """
     names, servers = instance.names, instance.servers
-    twice = _repeated(names)
-    if twice is not None:
-        raise ProblemInvalidError(
-            f"two groups are named {twice!r}",
-            remedy=remedy_of_duplicates.format(twice),
-            group=twice,
-        )
+    _refuse_repeated(names, "groups", remedy_of_duplicates)
     if any(not name or len(name) > MAX_NAME for name in names):
         raise ProblemInvalidError(
             f"a group's name is empty or longer than {MAX_NAME} characters", remedy="Rename it."
         )
-    least, most = WEIGHT_RANGE
-    _first(
-        names,
-        ~((instance.weight >= least) & (instance.weight <= most)),
-        f"weight is not between {least:g} and {most:g}",
-        "Use 1 for normal.",
-    )
-    largest = int(servers.gpus.max())
-    _first(
-        names,
-        instance.tp > largest,
-        f"has more shards than the {largest} GPUs of the largest server",
-        "Lower its tensor parallelism, or split it into pipeline stages.",
-    )
+    (least, most), largest = WEIGHT_RANGE, int(servers.gpus.max())
+    wrong = ~((instance.weight >= least) & (instance.weight <= most))
+    _first(names, wrong, f"weight is not between {least:g} and {most:g}", "Use 1 for normal.")
+    what = f"has more shards than the {largest} GPUs of the largest server"
+    remedy = "Lower its tensor parallelism, or split it into pipeline stages."
+    _first(names, instance.tp > largest, what, remedy)
     shards, gpus = int(instance.tp.sum()), servers.total_gpus
     if shards > gpus:
         raise ProblemInvalidError(

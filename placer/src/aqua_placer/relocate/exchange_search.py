@@ -28,7 +28,6 @@ from aqua_placer.search.coverage import (
     MigrationCost,
     ServerCost,
     best_exchanges,
-    cost_for,
     draw_pairs,
     make,
     scarcer_side,
@@ -37,12 +36,12 @@ from aqua_placer.search.layout import Layout, subsets
 from aqua_placer.search.repair import constrained_groups
 from aqua_placer.solve.placement import repaired
 from aqua_placer.value.balance import BalanceMode, worst
+from aqua_placer.value.coverage import group_tables
 from aqua_protocol.plan import Objective
 
 FALLING_PRICES: Final = (40.0, 28.0, 20.0, 15.0, 11.0, 8.0, 6.0, 4.5, 3.0, 2.0, 1.2, 0.6, 0.2)
 """GB of coverage that a migrated shard costs, round by round; a pair of GPUs seldom covers more
-than 60 GB. With 20 steps instead of these, plans moved as much
-in a tenth more time."""
+than 60 GB. With 20 steps instead of these, plans moved as much in a tenth more time."""
 
 FREE_PRICE: Final = 1e6
 """GB a shard; at this price, and at twice it, only groups without a home move."""
@@ -117,15 +116,14 @@ def replace_groups(
 
 def _cost(layout: Layout, target: Target) -> ServerCost:
     """For coverage, balance may not get worse than it is; else the aim is the target's."""
+    instance = layout.instance
     if target.objective is Objective.COVERAGE:
-        cnt, mem = worst(layout.instance, layout.placement(), BalanceMode.ABS)
-        aim = Thresholds(
-            max(cnt, target.cnt), max(mem, target.mem_gb), BalanceMode.ABS, layout.instance.hbm_gb
-        )
-        return cost_for(layout, aim)
+        cnt, mem = worst(instance, layout.placement(), BalanceMode.ABS)
+        cnt, mem = max(cnt, target.cnt), max(mem, target.mem_gb)
+        aim = Thresholds(cnt, mem, BalanceMode.ABS, instance.hbm_gb)
+        return ServerCost(aim, group_tables(instance))
     mode = BalanceMode(target.objective.value)
-    aim = Thresholds(target.cnt, target.mem_gb, mode, layout.instance.hbm_gb)
-    return ServerCost(aim, ())
+    return ServerCost(Thresholds(target.cnt, target.mem_gb, mode, instance.hbm_gb), ())
 
 
 class _Search:
@@ -186,14 +184,7 @@ class _Search:
 
     def _price(self) -> None:
         layout = self.layout
-        mem, cnt = layout.mem_gb(), layout.counts()
-        self.prices[:] = self.cost.price(layout.slots, layout.class_of, mem, cnt)
-
-    def _remember(self) -> None:
-        """Keep what an exchange is about to give up for migrations that it saves."""
-        total = float(self.prices.sum())
-        if total < self.best[0]:
-            self.best = total, self.layout.slots.copy()
+        self.prices[:] = self.cost.price(layout.slots, layout.class_of, *layout.sums())
 
     def _migration(self, gb_per_shard: float) -> MigrationCost:
         return MigrationCost(self.home, self.size, gb_per_shard)
@@ -204,9 +195,7 @@ class _Search:
         for turn in range(count):
             if budget.expired() or self.is_out or (self.reached() and not free):
                 break
-            made = self.round(
-                migration, order=2 if turn % 2 else 1, everyone=free and turn % 4 == 0
-            )
+            made = self.round(migration, order=1 + turn % 2, everyone=free and turn % 4 == 0)
             if not made and turn % 2:
                 break
 
@@ -227,10 +216,8 @@ class _Search:
             pairs = (a[at : at + chunk], b[at : at + chunk])
             exchanges = self._best(pairs, order, migration)
             if exchanges is not None:
-                made = self._make(exchanges, *pairs, migration) or made
-                if self.is_out:
-                    break
-                if self.reached() and migration.gb_per_shard < FREE_PRICE:
+                made = self._make(exchanges, migration) or made
+                if self.is_out or (self.reached() and migration.gb_per_shard < FREE_PRICE):
                     break
         return made
 
@@ -256,11 +243,10 @@ class _Search:
             exchanges = self._best((a, b), 1, migration)
             if exchanges is None:
                 return
-            left, right = a[exchanges.pair], b[exchanges.pair]
+            left, right = exchanges.a, exchanges.b
             loss = exchanges.price_a + exchanges.price_b - self.prices[left] - self.prices[right]
-            cheapest = exchanges.only(int(loss.argmin()))
             kept = layout.slots.copy(), self.prices.copy()
-            make(layout, self.prices, a[cheapest.pair], b[cheapest.pair], cheapest)
+            make(layout, self.prices, exchanges.only(int(loss.argmin())))
             if not self.reached():
                 layout.slots, self.prices[:] = kept
                 return
@@ -278,11 +264,9 @@ class _Search:
         keep = (a != b) & (loss[a] + loss[b] >= least)
         return a[keep], b[keep]
 
-    def _make(
-        self, exchanges: Exchanges, a: PairServers, b: PairServers, migration: MigrationCost
-    ) -> bool:
+    def _make(self, exchanges: Exchanges, migration: MigrationCost) -> bool:
         """Make exchanges by gain per migration until the target or the limit; True if any."""
-        left, right = a[exchanges.pair], b[exchanges.pair]
+        left, right = exchanges.a, exchanges.b
         slots = self.layout.slots
         gain = self.prices[left] + self.prices[right] - exchanges.price_a - exchanges.price_b
         moves = (
@@ -292,8 +276,7 @@ class _Search:
             - migration.shards(slots[right], right)
         )
         order = np.argsort(-gain / np.maximum(moves, 0.5), kind="stable")
-        used = int(migration.shards(slots, np.arange(len(slots))).sum())
-        touched: set[int] = set()
+        used, touched = self.migrated(), set[int]()
         for index in order.tolist():
             both = {int(left[index]), int(right[index])}
             # A server that has changed since makes the offer stale.
@@ -305,10 +288,10 @@ class _Search:
                 # Cheaper ones further down would make another path than a larger limit takes.
                 self.is_out = True
                 break
-            if gain[index] < 0:
-                self._remember()
+            if gain[index] < 0 and float(self.prices.sum()) < self.best[0]:
+                # Kept, because it is given up for migrations that this saves.
+                self.best = float(self.prices.sum()), slots.copy()
             used += int(moves[index])
             touched |= both
-            one = exchanges.only(index)
-            make(self.layout, self.prices, a[one.pair], b[one.pair], one)
+            make(self.layout, self.prices, exchanges.only(index))
         return bool(touched)

@@ -89,11 +89,9 @@ def _gpus_today(instance: Instance, own: Sequence[list[int]] | None) -> list[lis
     """GPUs of the groups that run, from the plan or dealt out in order."""
     runs = instance.current >= 0
     if own is None:
-        placed = np.where(runs, instance.current, 0)
-        only = np.nonzero(runs)[0]
-        dealt = assign_gpus(replace(instance, tp=instance.tp[only], names=[]), placed[only])
-        by_group = dict(zip(only.tolist(), dealt, strict=True))
-        return [by_group.get(group) for group in range(instance.num_groups)]
+        placed = replace(instance, tp=instance.tp[runs], names=[])
+        dealt = iter(assign_gpus(placed, instance.current[runs]))
+        return [next(dealt) if running else None for running in runs.tolist()]
     busy: dict[tuple[int, int], str] = {}
     for group in np.nonzero(runs)[0].tolist():
         if len(own[group]) != int(instance.tp[group]):

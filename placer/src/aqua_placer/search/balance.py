@@ -21,7 +21,7 @@ from jaxtyping import Float64, Int64
 from aqua_placer.bounds.thresholds import Thresholds
 from aqua_placer.budget import Budget
 from aqua_placer.problem.instance import GRAIN_GB, PairServers, PerRow, PerServer, SlotSets
-from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
+from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, subsets
 from aqua_placer.value.balance import keyed
 
 MAX_CELLS: Final = 60_000
@@ -129,15 +129,14 @@ def _exchange_chunk(
         won_a, won_b = column[from_b, kind_a].sum(axis=2), column[from_a, kind_b].sum(axis=2)
         return won_a[:, None, :] - lost_a[:, :, None], won_b[:, :, None] - lost_b[:, None, :]
 
-    mem_a, mem_b = layout.mem_gb(a), layout.mem_gb(b)
-    cnt_a, cnt_b = layout.counts(a), layout.counts(b)
+    (mem_a, cnt_a), (mem_b, cnt_b) = layout.sums(a), layout.sums(b)
     more_a, more_b = change(layout.mem)
     step_a, step_b = change(layout.cnt)
     cost = _cost(mem_a[:, None, None] + more_a, cnt_a[:, None, None] + step_a, aim, mean) + _cost(
         mem_b[:, None, None] + more_b, cnt_b[:, None, None] + step_b, aim, mean
     )
     cost[~exchanging.fits] = np.inf
-    # ExchangeNeighbourhood nothing, or like for like, is not a step.
+    # To exchange nothing, or like for like, is not a step.
     cost[(np.abs(more_a) < GRAIN_GB) & (step_a == 0)] = np.inf
     flat = cost.reshape(len(a), -1)
     best = flat.argmin(axis=1)
@@ -148,8 +147,8 @@ def _exchange_chunk(
     better = better[np.argsort(-gain[better], kind="stable")]
     better = np.sort(better[np.unique(a[better], return_index=True)[1]])
     rows_a, rows_b = exchanging.contents(better, *np.divmod(best[better], len(table)))
-    layout.slots[a[better]] = packed(rows_a, layout.slots.shape[1])
-    layout.slots[b[better]] = packed(rows_b, layout.slots.shape[1])
+    layout.put(a[better], rows_a)
+    layout.put(b[better], rows_b)
     return len(better)
 
 
@@ -176,7 +175,7 @@ def improve_balance(
     idle, best = 0, np.inf
     best_slots, best_worst = layout.slots.copy(), np.inf
     for index in range(rounds + 1):
-        mem, cnt = layout.mem_gb(), layout.counts()
+        mem, cnt = layout.sums()
         mean = float(mem.mean())
         over = excess(mem, aim) + excess_count(cnt, aim) * aim.hbm_gb
         worst = float(over.max())

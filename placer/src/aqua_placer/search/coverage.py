@@ -11,7 +11,6 @@ that equal sizes make; the best layout seen is what remains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,8 +28,8 @@ from aqua_placer.problem.instance import (
     SlotSets,
 )
 from aqua_placer.search.balance import excess, excess_count
-from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, packed, subsets
-from aqua_placer.value.coverage import GroupTable, at_most_gb, covered_gb, group_tables
+from aqua_placer.search.layout import Effort, ExchangeNeighbourhood, Layout, subsets
+from aqua_placer.value.coverage import GroupTable, at_most_gb, by_class, covered_gb
 
 MAX_ROWS: Final = 60_000
 """Exchanges priced at once: some 50 MB of columns; doubled, twice that."""
@@ -63,33 +62,17 @@ class ServerCost:
         cnt: Int64[np.ndarray, " rows"],
     ) -> PerRow:
         """Price of contents `rows` (group index per slot) on servers of class `kind`."""
-        return self.penalty(mem, cnt) - self._by_class(covered_gb, rows, kind)
+        price: PerRow = self.penalty(mem, cnt) - by_class(covered_gb, self.tables, rows, kind)
+        return price
 
     def at_most_gb(self, rows: Contents, kind: Int64[np.ndarray, " rows"]) -> PerRow:
         """No less than what the contents are credited for, at a fraction of the time."""
-        return self._by_class(at_most_gb, rows, kind)
-
-    def _by_class(
-        self,
-        measure: Callable[[GroupTable, Int64[np.ndarray, "*any"]], Float64[np.ndarray, "*any"]],
-        rows: Contents,
-        kind: Int64[np.ndarray, " rows"],
-    ) -> PerRow:
-        result = np.zeros(len(rows))
-        for index, table in enumerate(self.tables):
-            here = slice(None) if len(self.tables) == 1 else kind == index
-            result[here] = measure(table, rows[here])
-        return result
+        return by_class(at_most_gb, self.tables, rows, kind)
 
     def penalty(self, mem: PerRow, cnt: Int64[np.ndarray, " rows"]) -> PerRow:
         """What exceeding the thresholds costs."""
         over_cnt = excess_count(cnt, self.aim) * self.aim.hbm_gb
         return EXCESS_PRICE * (excess(mem, self.aim) + over_cnt)
-
-
-def cost_for(layout: Layout, aim: Thresholds) -> ServerCost:
-    """A cost of this layout's groups."""
-    return ServerCost(aim, group_tables(layout.instance))
 
 
 def improve_coverage(
@@ -112,7 +95,7 @@ def improve_coverage(
     rounds = effort.rounds
     table = subsets(layout.window(effort.order), effort.order)
     chunk = max(1, MAX_ROWS // len(table))
-    prices = cost.price(layout.slots, layout.class_of, layout.mem_gb(), layout.counts())
+    prices = cost.price(layout.slots, layout.class_of, *layout.sums())
     best, best_slots, idle = float(prices.sum()), layout.slots.copy(), 0
     scarce = scarcer_side(layout)
     for index in range(rounds):
@@ -127,7 +110,7 @@ def improve_coverage(
             pairs = a[part], b[part]
             found = best_exchanges(layout, cost, prices, pairs, table, rng, tolerance=tolerance)
             if found is not None:
-                make(layout, prices, pairs[0][found.pair], pairs[1][found.pair], found)
+                make(layout, prices, found)
         total = float(prices.sum())
         idle += 1
         if total < best - max(1e-9, 1e-6 * abs(best)):
@@ -169,10 +152,11 @@ def draw_pairs(
 class Exchanges:
     """Exchanges worth making, at most one per pair, as contents after the exchange.
 
-    `pair` indexes the pairs that were asked about; `price_a` and `price_b` are the new prices.
+    `a` and `b` are the servers; `price_a` and `price_b` are the new prices.
     """
 
-    pair: Int64[np.ndarray, " offers"]
+    a: Int64[np.ndarray, " offers"]
+    b: Int64[np.ndarray, " offers"]
     rows_a: Int64[np.ndarray, "offers width"]
     rows_b: Int64[np.ndarray, "offers width"]
     price_a: Float64[np.ndarray, " offers"]
@@ -180,21 +164,15 @@ class Exchanges:
 
     def only(self, index: int) -> Exchanges:
         """One of them."""
-        one = slice(index, index + 1)
-        return Exchanges(
-            self.pair[one], self.rows_a[one], self.rows_b[one], self.price_a[one], self.price_b[one]
-        )
+        return Exchanges(**{name: column[[index]] for name, column in vars(self).items()})
 
 
-def make(
-    layout: Layout, prices: PerServer, a: PairServers, b: PairServers, exchanges: Exchanges
-) -> None:
-    """Make the exchanges: all of them, `a` and `b` being their servers."""
-    width = layout.slots.shape[1]
-    layout.slots[a] = packed(exchanges.rows_a, width)
-    layout.slots[b] = packed(exchanges.rows_b, width)
-    prices[a] = exchanges.price_a
-    prices[b] = exchanges.price_b
+def make(layout: Layout, prices: PerServer, exchanges: Exchanges) -> None:
+    """Make the exchanges, all of them."""
+    a, b = exchanges.a, exchanges.b
+    layout.put(a, exchanges.rows_a)
+    layout.put(b, exchanges.rows_b)
+    prices[a], prices[b] = exchanges.price_a, exchanges.price_b
 
 
 def best_exchanges(
@@ -223,10 +201,10 @@ def best_exchanges(
         return None
     rows_a, rows_b = exchanging.contents(pair, i, j)
     kind_a, kind_b = layout.class_of[a[pair]], layout.class_of[b[pair]]
-    mem_a = layout.mem[rows_a, kind_a[:, None]].sum(axis=1)
-    mem_b = layout.mem[rows_b, kind_b[:, None]].sum(axis=1)
-    cnt_a = layout.cnt[rows_a, kind_a[:, None]].sum(axis=1)
-    cnt_b = layout.cnt[rows_b, kind_b[:, None]].sum(axis=1)
+    (mem_a, cnt_a), (mem_b, cnt_b) = (
+        layout.sums_of(rows_a, kind_a),
+        layout.sums_of(rows_b, kind_b),
+    )
     now = prices[a] + prices[b]
     extra = np.zeros(len(pair))
     if migration is not None:
@@ -253,9 +231,8 @@ def best_exchanges(
     chosen = first[total[first] < now[pair[first]] + tolerance - 1e-9]
     if not len(chosen):
         return None
-    return Exchanges(
-        pair[chosen], rows_a[keep[chosen]], rows_b[keep[chosen]], price_a[chosen], price_b[chosen]
-    )
+    pair, kept = pair[chosen], keep[chosen]
+    return Exchanges(a[pair], b[pair], rows_a[kept], rows_b[kept], price_a[chosen], price_b[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +248,7 @@ class MigrationCost:
 
     def of(self, rows: Contents, server: Int64[np.ndarray, " rows"]) -> PerRow:
         """GB for contents `rows` on the given servers."""
-        return self.shards(rows, server).astype(np.float64) * self.gb_per_shard
+        return self.shards(rows, server) * self.gb_per_shard
 
     def shards(
         self, rows: Contents, server: Int64[np.ndarray, " rows"]

@@ -13,6 +13,7 @@ from aqua_placer.problem.instance import (
     Contents,
     Instance,
     PairServers,
+    PerRow,
     PerServer,
     Placement,
     SlotSets,
@@ -24,7 +25,6 @@ from aqua_placer.problem.instance import (
 # as long.
 WINDOW: Final = 16
 PAIR_WINDOW: Final = 8
-
 
 Servers: TypeAlias = slice | Int64[np.ndarray, " servers"]
 EVERY: Final = slice(None)
@@ -81,17 +81,21 @@ class Layout:
         result[self.slots[server, slot]] = server
         return result
 
-    def mem_gb(self, servers: Servers = EVERY) -> PerServer:
-        """Signed memory per server."""
-        kind = self.class_of[servers][:, None]
-        total: PerServer = self.mem[self.slots[servers], kind].sum(axis=1)
-        return total
+    def sums(self, servers: Servers = EVERY) -> tuple[PerServer, Int64[np.ndarray, " servers"]]:
+        """Signed memory (GB), and producer minus consumer shards, per server."""
+        return self.sums_of(self.slots[servers], self.class_of[servers])
 
-    def counts(self, servers: Servers = EVERY) -> Int64[np.ndarray, " servers"]:
-        """Producer minus consumer shards per server."""
-        kind = self.class_of[servers][:, None]
-        total: Int64[np.ndarray, " servers"] = self.cnt[self.slots[servers], kind].sum(axis=1)
-        return total
+    def sums_of(
+        self, rows: Contents, kind: Int64[np.ndarray, " rows"]
+    ) -> tuple[PerRow, Int64[np.ndarray, " rows"]]:
+        """The same of contents on servers of class `kind`."""
+        return self.mem[rows, kind[:, None]].sum(axis=1), self.cnt[rows, kind[:, None]].sum(axis=1)
+
+    def put(self, servers: PairServers, rows: Int64[np.ndarray, "pairs wider"]) -> None:
+        """Give servers these contents, groups first and empty slots cut off."""
+        order = np.argsort(rows < 0, axis=1, kind="stable")
+        packed = np.take_along_axis(rows, order, axis=1)
+        self.slots[servers] = packed[:, : self.slots.shape[1]]
 
     def free(self, servers: Servers = EVERY) -> Int64[np.ndarray, " servers"]:
         """Unused GPUs per server."""
@@ -131,7 +135,6 @@ class ExchangeNeighbourhood:
     """Pairs of servers (a[i], b[i]) and every set of groups that they could exchange.
 
     Attributes:
-        held_a: Contents of the servers `a` before, (pairs, width); `held_b` likewise.
         sets_a: The groups of each set of slots of `a`, -1 for none; `sets_b` likewise.
         fits: Whether the n-th set of `a` can be exchanged for the m-th of `b`.
     """
@@ -140,8 +143,6 @@ class ExchangeNeighbourhood:
     a: PairServers
     b: PairServers
     table: SlotSets
-    held_a: Int64[np.ndarray, "pairs width"]
-    held_b: Int64[np.ndarray, "pairs width"]
     sets_a: Int64[np.ndarray, "pairs sets order"]
     sets_b: Int64[np.ndarray, "pairs sets order"]
     fits: Bool[np.ndarray, "pairs sets sets"]
@@ -153,7 +154,7 @@ class ExchangeNeighbourhood:
         """Sets of slots as `subsets` lists them; one that names an unused slot fits nowhere."""
         window = layout.window(table.shape[1])
         real = table < window
-        held, sets, free, may = [], [], [], []
+        sets, free, may = [], [], []
         for server in (a, b):
             slots = layout.slots[server]
             pad = np.full((len(server), 1), -1, dtype=np.int64)
@@ -161,14 +162,13 @@ class ExchangeNeighbourhood:
             movable = ((groups >= 0) == real).all(axis=2)
             if layout.frozen is not None:
                 movable &= ~layout.frozen[groups].any(axis=2)
-            held.append(slots)
             sets.append(groups)
             free.append(layout.free(server)[:, None, None])
             may.append(movable)
         size_a, size_b = (layout.size[groups].sum(axis=2) for groups in sets)
         grow = size_b[:, None, :] - size_a[:, :, None]
         fits = (grow <= free[0]) & (-grow <= free[1]) & may[0][:, :, None] & may[1][:, None, :]
-        return cls(layout, a, b, table, held[0], held[1], sets[0], sets[1], fits)
+        return cls(layout, a, b, table, sets[0], sets[1], fits)
 
     def contents(
         self,
@@ -178,25 +178,20 @@ class ExchangeNeighbourhood:
     ) -> tuple[Int64[np.ndarray, "exchanges wider"], Int64[np.ndarray, "exchanges wider"]]:
         """Contents of both servers after the exchange of set `i` of a pair's `a` for set `j`."""
         return (
-            self._after(self.held_a[pair], self.table[i], self.sets_b[pair, j]),
-            self._after(self.held_b[pair], self.table[j], self.sets_a[pair, i]),
+            self._after(self.a[pair], self.table[i], self.sets_b[pair, j]),
+            self._after(self.b[pair], self.table[j], self.sets_a[pair, i]),
         )
 
     def _after(
         self,
-        held: Contents,
+        server: PairServers,
         gone: Int64[np.ndarray, "rows order"],
         arriving: Int64[np.ndarray, "rows order"],
     ) -> Int64[np.ndarray, "rows wider"]:
         """Contents after an exchange, wider than a server's slots by the arrivals."""
         # The slot after the last stands for none.
+        held = self.layout.slots[server]
         rows = np.concatenate([held, np.full((len(held), 1), -1)], axis=1)
         gone = np.where(gone == self.layout.window(self.table.shape[1]), held.shape[1], gone)
         rows[np.arange(len(held))[:, None], gone] = -1
         return np.concatenate([rows[:, :-1], arriving], axis=1)
-
-
-def packed(rows: Int64[np.ndarray, "rows wider"], width: int) -> Contents:
-    """Groups first, empty slots cut off down to `width`."""
-    order = np.argsort(rows < 0, axis=1, kind="stable")
-    return np.take_along_axis(rows, order, axis=1)[:, :width]

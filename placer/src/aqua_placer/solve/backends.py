@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -23,12 +24,7 @@ from aqua_placer.problem.request import Backend
 
 
 def _with_gurobi(model: LinearModel, budget: Budget, seed: int) -> Answer:
-    try:
-        import gurobipy as gp
-    except ImportError as error:
-        raise SolverUnavailableError(
-            "gurobipy is not installed", remedy="pip install 'aqua-placer[gurobi]'."
-        ) from error
+    gp = _installed("gurobipy", "gurobi")
 
     def stop_when_asked(running: Any, where: int) -> None:  # noqa: ANN401 - Gurobi's model
         if where == gp.GRB.Callback.POLLING and budget.expired():
@@ -61,12 +57,7 @@ def _with_gurobi(model: LinearModel, budget: Budget, seed: int) -> Answer:
 
 
 def _with_cbc(model: LinearModel, budget: Budget, seed: int) -> Answer:
-    try:
-        import pulp
-    except ImportError as error:
-        raise SolverUnavailableError(
-            "PuLP is not installed", remedy="pip install 'aqua-placer[cbc]'."
-        ) from error
+    pulp = _installed("pulp", "cbc")
     relaxed = solve(replace(model, integral=False), budget)
     # PuLP 3 warns that PuLP 4 will take CBC from elsewhere; until then its own is the one at hand.
     with warnings.catch_warnings(), TemporaryDirectory() as folder:
@@ -94,6 +85,15 @@ def _with_cbc(model: LinearModel, budget: Budget, seed: int) -> Answer:
     if problem.sol_status == pulp.LpSolutionOptimal:
         return Answer(Verdict.OPTIMAL, point, value, value)
     return Answer(Verdict.FEASIBLE, point, value, relaxed.bound)
+
+
+def _installed(module: str, extra: str) -> Any:  # noqa: ANN401 - neither has types
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise SolverUnavailableError(
+            f"{module} is not installed", remedy=f"pip install 'aqua-placer[{extra}]'."
+        ) from error
 
 
 def _written(model: LinearModel, folder: str) -> str:

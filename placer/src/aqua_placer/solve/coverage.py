@@ -29,12 +29,12 @@ from aqua_placer.errors import ProblemInfeasibleError
 from aqua_placer.problem.contents import ContentSpace, content_space, has_few_types
 from aqua_placer.problem.instance import GRAIN_GB, Instance, Placement
 from aqua_placer.search.construction import whole_placement
-from aqua_placer.search.coverage import cost_for, improve_coverage
+from aqua_placer.search.coverage import ServerCost, improve_coverage
 from aqua_placer.search.layout import WINDOW, Effort, Layout
 from aqua_placer.search.units import form_units, of_units
 from aqua_placer.solve.minmax import LARGE_CLUSTER, BalanceIncumbent, solve_minmax
 from aqua_placer.value.balance import BalanceMode, level_gb, worst
-from aqua_placer.value.coverage import content_worth_gb, coverage_gb
+from aqua_placer.value.coverage import content_worth_gb, coverage_gb, group_tables
 
 COARSE_QUANTUM_GB: Final = 1.0
 """Where all sizes differ there is no grid; memory within this of the optimum is as good.
@@ -231,7 +231,7 @@ def _search(best: CoverageIncumbent, rng: np.random.Generator) -> None:
         room = mem + more_mem * instance.hbm_gb
         aim = Thresholds(cnt + more_cnt, room, BalanceMode.ABS, instance.hbm_gb)
         layout = Layout(instance, best.placement)
-        cost = cost_for(layout, aim)
+        cost = ServerCost(aim, group_tables(instance))
         for order, rounds in ((1, SINGLE_ROUNDS), (2, pair_rounds)):
             if best.most_gb >= best.enough_gb or budget.expired():
                 return

@@ -29,8 +29,7 @@ from aqua_placer.solve.backends import BACKENDS
 from aqua_protocol.plan import Objective
 
 MAX_VARIABLES: Final = 400_000
-"""Beyond this the model alone takes gigabytes and no solver finishes;
-doubled, twice the memory."""
+"""Beyond, the model alone takes gigabytes and no solver finishes; doubled, twice the memory."""
 
 MAX_ROWS: Final = 1_000_000
 """Rows of the coverage program: consumers x producers x servers; doubled, twice the memory."""
@@ -40,21 +39,15 @@ MAX_ROWS: Final = 1_000_000
 class Rows:
     """A program being written, row by row."""
 
-    cost: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integral: list[bool] = field(default_factory=list)
+    columns: list[tuple[float, float, float, bool]] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
     entries: list[tuple[int, float]] = field(default_factory=list)
     sides: list[tuple[float, float]] = field(default_factory=list)
 
     def variable(self, cost: float, lower: float, upper: float, *, whole: bool) -> int:
         """A new column; returns its index."""
-        self.cost.append(cost)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.integral.append(whole)
-        return len(self.cost) - 1
+        self.columns.append((cost, lower, upper, whole))
+        return len(self.columns) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
         """A new row: lower <= sum of value x column <= upper; without terms it says nothing."""
@@ -66,18 +59,19 @@ class Rows:
     def model(self) -> LinearModel:
         """The program as solvers take it."""
         index, values = zip(*self.entries, strict=True)
+        cost, lower, upper, integral = np.array(self.columns, dtype=np.float64).T
         row_lower, row_upper = np.array(self.sides).T
         return LinearModel(
-            cost=np.array(self.cost),
-            lower=np.array(self.lower),
-            upper=np.array(self.upper),
-            starts=np.array(self.starts),
-            index=np.array(index),
-            values=np.array(values),
-            row_lower=row_lower,
-            row_upper=row_upper,
+            cost,
+            lower,
+            upper,
+            np.array(self.starts),
+            np.array(index),
+            np.array(values),
+            row_lower,
+            row_upper,
             by_rows=True,
-            integral=np.array(self.integral, dtype=np.int64),
+            integral=integral.astype(np.int64),
         )
 
 
@@ -131,9 +125,7 @@ def solve_program(
             "no placement satisfies group sizes, pins and sets kept apart together",
             remedy="Loosen a pin or an anti-affinity, or add a server.",
         )
-    placement = None
-    if answer.x is not None:
-        placement = answer.x[x].argmax(axis=1).astype(np.int64)
+    placement = None if answer.x is None else answer.x[x].argmax(axis=1).astype(np.int64)
     sign = -1.0 if objective is Objective.COVERAGE else 1.0
     return placement, sign * answer.bound
 

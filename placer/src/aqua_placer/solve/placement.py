@@ -27,13 +27,14 @@ from aqua_placer.problem.instance import Instance, Placement
 from aqua_placer.problem.request import Backend, Request, Solver
 from aqua_placer.search.balance import improve_balance
 from aqua_placer.search.construction import any_placement
-from aqua_placer.search.coverage import cost_for, improve_coverage
+from aqua_placer.search.coverage import ServerCost, improve_coverage
 from aqua_placer.search.layout import Effort, Layout
 from aqua_placer.search.repair import constrained_groups, repair
 from aqua_placer.solve.coverage import solve_coverage
 from aqua_placer.solve.minmax import solve_minmax
 from aqua_placer.solve.paper_program import solve_paper_program, solve_program
 from aqua_placer.value.balance import BalanceMode, worst
+from aqua_placer.value.coverage import group_tables
 from aqua_protocol.plan import Objective, Plan
 
 SMALL_PROGRAM: Final = 60_000
@@ -101,7 +102,7 @@ def _constrain(
     improve_balance(layout, aim, rng, budget, Effort(100, 2, tolerance=2.0))
     if request.objective is Objective.COVERAGE:
         target = relaxed.coverage_bound_gb or np.inf
-        cost = cost_for(layout, aim)
+        cost = ServerCost(aim, group_tables(instance))
         for order in (1, 2):
             effort = Effort(60, order, tolerance=2.0)
             improve_coverage(layout, cost, rng, budget, effort, target_gb=target)

@@ -14,6 +14,7 @@ number of shards served. What is found can be served, but more might be.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
@@ -314,10 +315,20 @@ def coverage_gb(
     class_of: Int64[np.ndarray, " servers"],
 ) -> PerServer:
     """Covered demand per server of a layout's slots."""
-    result = np.zeros(len(slots))
-    for kind, table in enumerate(group_tables(instance)):
-        here = class_of == kind
-        result[here] = covered_gb(table, slots[here])
+    return by_class(covered_gb, group_tables(instance), slots, class_of)
+
+
+def by_class(
+    measure: Callable[[GroupTable, Contents], PerRow],
+    tables: Sequence[GroupTable],
+    rows: Contents,
+    kind: Int64[np.ndarray, " rows"],
+) -> PerRow:
+    """What `measure` says of contents on servers of class `kind`; 0 where there are no tables."""
+    result = np.zeros(len(rows))
+    for index, table in enumerate(tables):
+        here = slice(None) if len(tables) == 1 else kind == index
+        result[here] = measure(table, rows[here])
     return result
 
 

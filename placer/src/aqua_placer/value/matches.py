@@ -186,16 +186,10 @@ def _settle_singles(
     than the one it pushes out, so (min is supermodular) nothing is lost, and the sum of need x
     spare over matches grows with every step, so it ends.
     """
-    bound, admitted, free = [], [], []
-    at = 0
-    for served in served_groups:
-        if len(served.producers) > 1:
-            bound.append(served)
-        else:
-            admitted.append(served.consumer)
-            free.append(producers[at])
-        at += len(served.producers)
-    free += producers[at:]
+    bound = [served for served in served_groups if len(served.producers) > 1]
+    admitted = [served.consumer for served in served_groups if len(served.producers) == 1]
+    taken = {producer for served in bound for producer in served.producers}
+    free = [producer for producer in producers if producer not in taken]
     chosen = {consumer.group for consumer in admitted}
     rest = [b for b in consumers if b.shards == 1 and b.group not in chosen]
     rest.sort(key=lambda b: (-b.weight, -b.gb, b.group))
