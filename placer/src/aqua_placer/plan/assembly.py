@@ -48,7 +48,7 @@ class SolveResult:
 
     @classmethod
     def of(cls, objective: Objective, placement: Placement, bound: float) -> SolveResult:
-        """With the bound of one objective: a balance is told in absolute values whatever it is."""
+        """The placement with the bound of one objective; a signed one bounds no balance."""
         if objective is Objective.COVERAGE:
             return cls(placement, coverage_bound_gb=bound)
         if objective is Objective.SIGNED:
