@@ -12,6 +12,7 @@ After the block the view is empty: Python keeps the name of a `with` alive, and 
 usable would either be read where the bytes no longer are, or hold the producer's memory for ever.
 Tensors and arrays derived from the view cannot be emptied. They keep the bytes in place until they
 die, a warning says so, and a producer that wants its memory back acts by its policy meanwhile.
+What was queued on a GPU inside the block, on any stream, is waited for before the bytes may move.
 
 One tensor used by several threads is not synchronised, like any tensor.
 
@@ -27,13 +28,13 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
 
-from aqua_protocol import ChecksumMismatchError, DataLostError, format_bytes
+from aqua_protocol import ChecksumMismatchError, DataLostError, TransportError, format_bytes
 from aqualib.checksum import checksum
 from aqualib.memory.frame import FrameState, still_alive
 from aqualib.metrics import Direction
@@ -146,14 +147,22 @@ class PinnedView(MappedSlab):
     All tensors over a slab share one storage, so torch's reference count cannot tell who still
     looks at one tensor's bytes. A view is a storage of its own over a part of the slab.
 
+    Work that was queued on a GPU keeps no tensor alive. So closing waits for it: once no tensor is
+    left, none can be added.
+
     Args:
         memory: The slab, which stays mapped for as long as the view is open.
         run: Which bytes of it.
+        synchronize: Waits for what is queued on the device.
     """
 
-    def __init__(self, memory: MappedSlab, run: Range) -> None:
+    def __init__(self, memory: MappedSlab, run: Range, synchronize: Callable[[], None]) -> None:
         whole = memory.tensor
-        super().__init__(whole.data_ptr() + run.start, run.size, whole.device)
+        undo = ExitStack()
+        # A device that has failed runs nothing any more, so there is nothing to wait for.
+        undo.enter_context(suppress(TransportError))
+        undo.callback(synchronize)
+        super().__init__(whole.data_ptr() + run.start, run.size, whole.device, undo)
 
 
 class AquaTensor:
@@ -255,8 +264,9 @@ class AquaTensor:
     def pinned(self, *, writes: bool = True) -> Iterator[torch.Tensor]:
         """The values as a torch tensor that stays where it is until the block ends.
 
-        Waits while the bytes are moving. The tensor is empty after the block. One that is larger
-        than a slab is worked on as a copy, which is written back at the end.
+        Waits while the bytes are moving, and at the end of the block for all that this process has
+        queued on the device. The tensor is empty after the block. One that is larger than a slab is
+        worked on as a copy, which is written back at the end.
 
         Args:
             writes: False promises to change nothing, which spares copies later.
@@ -265,6 +275,7 @@ class AquaTensor:
             ValueError: The tensor was released.
             DataLostError: The bytes cannot be read any more.
             ChecksumMismatchError: They are not what was stored.
+            TransportError: The device failed at what was queued.
         """
         self._require_held()
         self._pin_count += 1
@@ -318,13 +329,14 @@ class AquaTensor:
             memory = store.pin(piece.frame, piece.run if writes else None)
         except DataLostError as error:
             raise self._lost(error) from error
-        borrowed = PinnedView(memory, piece.run)
+        borrowed = PinnedView(memory, piece.run, self._transfers.synchronize)
         if not self._is_intact(borrowed.tensor):
             self._end_view(piece, borrowed)
             raise self._mismatch()
         try:
             # Detached, or autograd would keep the tensor that it is a view of, and so the memory.
             yield borrowed.tensor.view(self.dtype).view(self.shape).detach()
+            self._transfers.synchronize()
             if writes:
                 self._sum = self._sum_of(borrowed.tensor)
         finally:

@@ -241,6 +241,7 @@ class Transfers:
         self.store: Final = store
         self.is_checking: Final = is_checking
         self.metrics: Final = metrics
+        self.synchronize: Final = transport.synchronize
         self._transport = transport
         self._is_synchronous = transport.device.type == "cpu"
         self._threads = threading.local()

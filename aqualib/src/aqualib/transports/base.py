@@ -257,6 +257,13 @@ class Transport(Protocol):
     def copier(self) -> Copier:
         """A new copier, for the calling thread."""
 
+    def synchronize(self) -> None:
+        """Wait for all that this process has queued on the device; a CPU has nothing queued.
+
+        Raises:
+            TransportError: The device has failed; it runs nothing any more.
+        """
+
 
 def require_multiple(nbytes: int, unit_bytes: int) -> None:
     """Refuse sizes that no slab can have.

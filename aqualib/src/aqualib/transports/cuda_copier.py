@@ -232,6 +232,10 @@ class CudaSide(Transport):
     def copier(self) -> Copier:
         return CudaCopier(self._device, self._gpu)
 
+    @override
+    def synchronize(self) -> None:
+        self._gpu.synchronize()
+
     @property
     def _gpu(self) -> CudaDevice:
         if self._driver is None:

@@ -91,6 +91,10 @@ class MemfdTransport(Transport):
     def copier(self) -> HostCopier:
         return HostCopier()
 
+    @override
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
 
 def sealed_memory(nbytes: int) -> int:
     """A descriptor of `nbytes` of fresh zeroed memory, owned by the caller."""

@@ -78,16 +78,12 @@ class GranuleMap:
         np.minimum.at(self._lowest, self._granule, self._first)
         self._descending = np.sort(self._lowest[self._lowest >= 0])[::-1]
 
-    def count_for(self, nbytes: int) -> int:
-        """Granules that hold `nbytes`."""
-        return -(-nbytes // self.granule_bytes)
-
     def limit_for(self, nbytes: int) -> int:
         """The highest block number such that it and all above it hold `nbytes` of granules.
 
         Block 0 if there is not that much.
         """
-        needed = self.count_for(nbytes)
+        needed = -(-nbytes // self.granule_bytes)
         if not needed:
             return self.block_count
         return int(self._descending[needed - 1]) if needed <= len(self._descending) else 0
