@@ -177,8 +177,7 @@ class BlockStore:
                 self._sums[slots.numpy()] = row_checksums(src, index)
             transfer = self._transfers.start(Direction.OUT, count * self.block_bytes, copy)
         except BaseException:
-            self._taken[slots.numpy()] = False
-            self._give_back(np.sort(slots.numpy()))
+            self.free(slots)
             raise
         return PagedOut(slots, transfer)
 
@@ -230,16 +229,19 @@ class BlockStore:
         Raises:
             ValueError: A slot that is not in use, or named twice; nothing was freed.
         """
-        wanted = self._checked_slots(slots)
+        wanted = np.sort(self._checked_slots(slots))
         if not are_ascending(wanted):
-            wanted = np.sort(wanted)
-            if not are_ascending(wanted):
-                raise ValueError("a slot may be freed only once")
+            raise ValueError("a slot may be freed only once")
         with self._lock:
             if not self._taken[wanted].all():
                 raise ValueError("a slot was freed by another thread meanwhile")
             self._taken[wanted] = False
-        self._give_back(wanted)
+        # Counted as used until the room is back: what is counted as free can be had.
+        self._transfers.store.give_back(
+            (self._frames[run.ordinal], run.slots) for run in slot_runs(wanted, self._per_frame)
+        )
+        with self._lock:
+            self._used_count -= len(wanted)
 
     def close(self) -> None:
         """Drop every block and give the room back. Harmless when repeated."""
@@ -275,17 +277,6 @@ class BlockStore:
             ranges.append(np.arange(start, start + run.size))
         slots = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         return runs, torch.from_numpy(slots)
-
-    def _give_back(self, ascending: Int64[np.ndarray, " n"]) -> None:
-        """Give back the room of slots that are not taken any more.
-
-        They are counted as used until it is back: what is counted as free can be had.
-        """
-        self._transfers.store.give_back(
-            (self._frames[run.ordinal], run.slots) for run in slot_runs(ascending, self._per_frame)
-        )
-        with self._lock:
-            self._used_count -= len(ascending)
 
     # --- Inside: copies -------------------------------------------------------------------
 

@@ -83,13 +83,14 @@ class CudaKvMemory:
         """See `KvMemory.restore`."""
         with contextlib.ExitStack() as undo:
             for index in np.flatnonzero(granules):
-                undo.callback(self._unmap, int(index))
                 self._map(int(index))
+                undo.callback(self._unmap, int(index))
+                self._gpu.zero(self._address_of(int(index)), self.granule_bytes)
             undo.pop_all()
 
     def close(self) -> None:
         """See `KvMemory.close`."""
-        self.release(~self.absent)
+        self.release(self._memory != 0)
         for region in self._regions:
             self._gpu.free_reserved(region.start, region.size)
         self._regions.clear()
@@ -97,21 +98,16 @@ class CudaKvMemory:
 
     def _map(self, index: int) -> None:
         memory = self._gpu.allocate(self.granule_bytes)
-        address = self._address_of(index)
         try:
-            self._gpu.map_at(address, memory, self.granule_bytes)
+            self._gpu.map_at(self._address_of(index), memory, self.granule_bytes)
         except BaseException:
             self._gpu.release(memory)
             raise
         self._memory[index] = memory
-        self._gpu.zero(address, self.granule_bytes)
 
     def _unmap(self, index: int) -> None:
-        """Take the memory away, if there is any."""
-        if not (memory := int(self._memory[index])):
-            return
         self._gpu.unmap_at(self._address_of(index), self.granule_bytes)
-        self._memory[index] = 0
+        memory, self._memory[index] = int(self._memory[index]), 0
         self._gpu.release(memory)
 
     def _address_of(self, index: int) -> int:

@@ -143,7 +143,10 @@ class KvLending:
 
     def load(self) -> LoadReport:
         """The engine's load; blocks that are out count as used."""
-        self._mend()
+        granule_bytes = self._granules.granule_bytes
+        if self._gone.sum() * granule_bytes >= self._surrendered_bytes + granule_bytes:
+            with suppress(TransportError):
+                self._take_back(self._surrendered_bytes)
         load = self._read_load()
         return LoadReport(
             queue_length=load.waiting_count,
@@ -162,22 +165,21 @@ class KvLending:
             self._is_shrinking = True
             is_unused = self._limit.out & (self._limit.since <= self._ended_steps)
             free = self._granules.free(is_unused) & ~self._gone
+            granule_bytes = self._granules.granule_bytes
             gone_count = int(self._gone.sum())
-            most_count = gone_count + int(free.sum())
-            goal = min(wanted, most_count * self._granules.granule_bytes)
+            goal = min(wanted, (gone_count + int(free.sum())) * granule_bytes)
             goal -= goal % self._slab_bytes
             if goal <= before:
                 return 0
-            more_count = max(0, self._granules.count_for(goal) - gone_count)
-            leaving = self._granules.highest(free, more_count)
+            leaving = self._granules.highest(free, max(0, -(-goal // granule_bytes) - gone_count))
             self._gone |= leaving
             if goal == wanted:
                 self._give_back()
         try:
             self._memory.release(leaving)
         except BaseException:
-            self._take_stock()
-            self._mend()
+            with suppress(TransportError):
+                self._take_back(before)
             raise
         self._surrendered_bytes = goal
         return goal - before
@@ -192,26 +194,17 @@ class KvLending:
         if self.on_grown is not None:
             self.on_grown()
 
-    def _mend(self) -> None:
-        """Take back what is gone beyond what was given up, if the device has it."""
-        if self._gone.sum() > self._granules.count_for(self._surrendered_bytes):
-            with suppress(TransportError):
-                self._take_back(self._surrendered_bytes)
-
     def _take_back(self, goal: int) -> None:
-        """Take everything back into use but `goal` bytes."""
-        staying = self._granules.highest(self._gone, self._granules.count_for(goal))
+        """Restore what is gone but `goal` bytes; use whatever memory is here then."""
+        gone = self._memory.absent
+        staying = self._granules.highest(gone, -(-goal // self._granules.granule_bytes))
         try:
-            self._memory.restore(self._gone & ~staying)
+            self._memory.restore(gone & ~staying)
             self._surrendered_bytes = goal
         finally:
-            self._take_stock()
-
-    def _take_stock(self) -> None:
-        """Memory has moved, or failed to: use whatever is here."""
-        with self._lock:
-            self._gone = self._memory.absent
-            self._give_back()
+            with self._lock:
+                self._gone = self._memory.absent.copy()
+                self._give_back()
 
     def _give_back(self) -> None:
         """Give back every block whose memory is here."""

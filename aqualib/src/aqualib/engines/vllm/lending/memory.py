@@ -66,7 +66,7 @@ class KvMemory(Protocol):
         """Give the memory of these granules, all present, back to the device.
 
         Raises:
-            TransportError: Some have left and some have not; `absent` tells.
+            TransportError: Some may have left; `absent` tells.
         """
 
     def restore(self, granules: GranuleMask) -> None:
@@ -93,7 +93,7 @@ class HostKvMemory:
         self.granule_bytes: Final = granule_bytes
         self._budget_bytes = budget_bytes
         self._mappings: list[HostMapping] = []
-        self._absent: GranuleMask = np.zeros(0, np.bool_)
+        self.absent: GranuleMask = np.zeros(0, np.bool_)
         self._account: EmulatedMemory | None = None
 
     @property
@@ -115,30 +115,21 @@ class HostKvMemory:
         """See `KvMemory.regions`."""
         return [Range(mapping.address, mapping.nbytes) for mapping in self._mappings]
 
-    @property
-    def absent(self) -> GranuleMask:
-        """See `KvMemory.absent`."""
-        return self._absent.copy()
-
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See `KvMemory.allocate`."""
         assert self._account is None, "all is allocated before any is lent"
         mapping = HostMapping(-(-nbytes // self.granule_bytes) * self.granule_bytes)
         self._mappings.append(mapping)
-        self._absent = np.pad(self._absent, (0, mapping.nbytes // self.granule_bytes))
+        self.absent = np.pad(self.absent, (0, mapping.nbytes // self.granule_bytes))
         return tensor_at(mapping.address, nbytes, torch.device("cpu"))
 
     def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""
-        account = self.account
-        for mapping, start, run in self._runs(granules):
-            # Before it is tried: a kernel that refuses may have dropped the pages already.
-            self._absent[run.start : run.end] = True
-            nbytes = run.size * self.granule_bytes
-            try:
-                mapping.vacate(start, nbytes)
-            finally:
-                account.give_back(nbytes)
+        self.account.give_back(int(granules.sum()) * self.granule_bytes)
+        # All before the first: a kernel that refuses may have dropped the pages nevertheless.
+        self.absent |= granules
+        for mapping, start, nbytes in self._runs(granules):
+            mapping.vacate(start, nbytes)
 
     def restore(self, granules: GranuleMask) -> None:
         """See `KvMemory.restore`."""
@@ -146,12 +137,11 @@ class HostKvMemory:
         self.account.take(wanted_bytes)
         with ExitStack() as undo:
             undo.callback(self.account.give_back, wanted_bytes)
-            for mapping, start, run in self._runs(granules):
-                nbytes = run.size * self.granule_bytes
+            for mapping, start, nbytes in self._runs(granules):
                 undo.callback(mapping.vacate, start, nbytes)
                 mapping.refill(start, nbytes)
             undo.pop_all()
-        self._absent &= ~granules
+        self.absent &= ~granules
 
     def close(self) -> None:
         """See `KvMemory.close`."""
@@ -159,14 +149,13 @@ class HostKvMemory:
             mapping.unmap()
         self._mappings.clear()
 
-    def _runs(self, granules: GranuleMask) -> Iterator[tuple[HostMapping, int, Range]]:
-        """Each run of neighbours: its mapping, its offset there in bytes, and its granules."""
+    def _runs(self, granules: GranuleMask) -> Iterator[tuple[HostMapping, int, int]]:
+        """Mapping, offset and size of each run of neighbours."""
         before = 0
         for mapping in self._mappings:
             count = mapping.nbytes // self.granule_bytes
             for run in runs_of(granules[before : before + count]):
-                granule_run = Range(before + run.start, run.size)
-                yield mapping, run.start * self.granule_bytes, granule_run
+                yield mapping, run.start * self.granule_bytes, run.size * self.granule_bytes
             before += count
 
 
