@@ -17,6 +17,7 @@ from aqualib.consumer import Aqua
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
+from aqualib.transports.memfd import MemfdTransport
 from harness.producers import SLAB
 from harness.raw_consumer import WITHIN_S, TokenIssuer
 
@@ -50,7 +51,8 @@ def consuming(host_slabs: int = 64, slab_bytes: int = SLAB, **options: Any) -> I
 class LateCopier(HostCopier):
     """Copies when fenced and not before, as a GPU may; keeps the tensors until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_synchronous: bool) -> None:
+        self.is_synchronous = is_synchronous
         self._waiting: list[Callable[[], None]] = []
         self.failure = ""
         self.fence_count = 0
@@ -77,20 +79,23 @@ class LateCopier(HostCopier):
         self.fence_count += 1
 
 
-@contextlib.contextmanager
-def consuming_late(host_slabs: int = 64, **options: Any) -> Iterator[tuple[Aqua, list[LateCopier]]]:  # noqa: ANN401 - an Aqua's
-    """A consumer whose copies arrive late, and every copier that it makes."""
-    transport = select(TransportKind.MEMFD)
-    copiers: list[LateCopier] = []
+class LateTransport(MemfdTransport):
+    """Its copies arrive late.
 
-    def copier() -> LateCopier:
-        copiers.append(LateCopier())
-        return copiers[-1]
+    Args:
+        is_synchronous: Whether each is fenced by the call that starts it.
 
-    transport.copier = copier  # type: ignore[method-assign] # of this instance
-    with consuming(host_slabs, transport=transport, **options) as aqua:
-        aqua._transfers._is_synchronous = False
-        yield aqua, copiers
+    Attributes:
+        copiers: Every copier that it has made.
+    """
+
+    def __init__(self, *, is_synchronous: bool = False) -> None:
+        self.copiers: list[LateCopier] = []
+        self._is_synchronous = is_synchronous
+
+    def copier(self) -> LateCopier:
+        self.copiers.append(LateCopier(is_synchronous=self._is_synchronous))
+        return self.copiers[-1]
 
 
 def grant(

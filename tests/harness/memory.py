@@ -9,6 +9,8 @@ from aqualib.transports.base import Handle, OwnedSlab
 if TYPE_CHECKING:
     import torch
 
+    from aqualib.memory.frame import PeerSlab
+
 
 class PaperSlab(OwnedSlab):
     """An `OwnedSlab` without bytes.
@@ -34,3 +36,16 @@ class PaperSlab(OwnedSlab):
         """Note that it was closed; closing twice is a mistake of whoever owns it."""
         assert not self.closed, "closed twice"
         self.closed = True
+
+
+class PaperLender:
+    """A lender that hears nothing."""
+
+    producer_id = "producer"
+    is_reclaiming = False
+
+    def take_back(self, slab: PeerSlab) -> None:
+        raise NotImplementedError
+
+    def strand(self, slab: PeerSlab) -> None:
+        raise NotImplementedError

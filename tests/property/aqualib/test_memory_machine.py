@@ -27,11 +27,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from aqua_protocol import CapacityError
+from aqua_protocol import CapacityError, TransportKind
 from aqualib.blocks import BlockStore
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor
-from harness.consumers import await_rest, consuming, consuming_late, grant
+from aqualib.transports import select
+from harness.consumers import LateTransport, await_rest, consuming, grant
 from harness.producers import SLAB, lending
 from harness.raw_consumer import WITHIN_S, TokenIssuer
 from harness.slices import examples
@@ -72,11 +73,9 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
 
     @initialize(is_checking=st.booleans(), is_late=st.booleans())
     def connect(self, is_checking: bool, is_late: bool) -> None:
-        if is_late:
-            late = consuming_late(HOST_SLABS, is_checking=is_checking)
-            self.aqua, _ = self.cleanup.enter_context(late)
-        else:
-            self.aqua = self.cleanup.enter_context(consuming(HOST_SLABS, is_checking=is_checking))
+        transport = LateTransport() if is_late else select(TransportKind.MEMFD)
+        made = consuming(HOST_SLABS, is_checking=is_checking, transport=transport)
+        self.aqua = self.cleanup.enter_context(made)
         self.store: BlockStore = self.aqua.block_store(BLOCK, 18)
 
     def teardown(self) -> None:

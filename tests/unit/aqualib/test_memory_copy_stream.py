@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,29 +13,62 @@ import torch
 
 from aqua_protocol import ChecksumMismatchError, TransportError
 from aqualib import blocks
-from aqualib.consumer import Aqua
-from harness.consumers import LateCopier, consuming_late
+from aqualib.blocks import BlockStore
+from aqualib.memory.frame import Frame, PeerSlab
+from aqualib.memory.frame_store import FrameStore
+from aqualib.memory.migration_policy import Promotion
+from aqualib.memory.transfers import Transfers
+from aqualib.metrics import ConsumerMetrics, Direction
+from harness.bounds import HANG_S
+from harness.consumers import IDENTITY, LateCopier, LateTransport
+from harness.memory import PaperLender, PaperSlab
 from harness.producers import SLAB, until
 
 BLOCK = SLAB // 4
+
+
+class Late:
+    """Frames without a migrator, and transfers to and from them whose copies arrive late."""
+
+    def __init__(self, *, is_checking: bool = False, is_synchronous: bool = False) -> None:
+        transport = LateTransport(is_synchronous=is_synchronous)
+        self.copiers = transport.copiers
+        self.store = FrameStore(transport, slab_bytes=SLAB, host_bytes=64 * SLAB)
+        self.metrics = ConsumerMetrics(transport.kind, IDENTITY)
+        self.transfers = Transfers(self.store, transport, self.metrics, is_checking=is_checking)
+
+    def blocks(self, capacity_blocks: int) -> BlockStore:
+        return BlockStore(self.transfers, block_bytes=BLOCK, capacity_blocks=capacity_blocks)
+
+    def frames(self) -> list[Frame]:
+        with self.store.answering() as (table, _):
+            return list(table.frames.values())
+
+    def pins(self) -> int:
+        return sum(frame.pins for frame in self.frames())
+
+
+@contextlib.contextmanager
+def late_copies(*, is_checking: bool = False, is_synchronous: bool = False) -> Iterator[Late]:
+    """Audited at the end."""
+    late = Late(is_checking=is_checking, is_synchronous=is_synchronous)
+    yield late
+    late.store.audit()
+    late.store.close("the test is over", timeout_s=0)
 
 
 def rows(count: int = 4) -> torch.Tensor:
     return torch.randint(1, 256, (count, BLOCK), dtype=torch.uint8)
 
 
-def pins(aqua: Aqua) -> int:
-    return sum(frame.pins for frame in aqua._store._table.frames.values())
-
-
 def test_a_transfer_keeps_its_frames_in_place_until_it_is_waited_for() -> None:
-    with consuming_late() as (aqua, _):
-        store, src = aqua.block_store(BLOCK, 16), rows(8)
+    with late_copies() as late:
+        store, src = late.blocks(16), rows(8)
         slots, transfer = store.page_out(src)
-        assert (transfer.is_done, pins(aqua)) == (False, 2)
+        assert (transfer.is_done, late.pins()) == (False, 2)
         transfer.wait()
         transfer.wait()
-        assert (transfer.is_done, pins(aqua)) == (True, 0)
+        assert (transfer.is_done, late.pins()) == (True, 0)
         dst = torch.zeros_like(src)
         incoming = store.page_in(slots.flip(0), dst)
         assert not dst.any()
@@ -42,56 +77,56 @@ def test_a_transfer_keeps_its_frames_in_place_until_it_is_waited_for() -> None:
 
 
 def test_one_fence_ends_every_transfer_before_it() -> None:
-    with consuming_late() as (aqua, _):
-        store, src = aqua.block_store(BLOCK, 16), rows()
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
         first, second = store.page_out(src), store.page_out(src)
         second.transfer.wait()
         assert first.transfer.is_done
-        assert pins(aqua) == 0
+        assert late.pins() == 0
         first.transfer.wait()
-        assert aqua.stats().paged_out_bytes == 2 * src.nbytes
+        assert late.metrics.paged_bytes[Direction.OUT] == 2 * src.nbytes
 
 
 def test_a_transfer_that_was_dropped_ends_with_the_next_one_of_its_thread() -> None:
-    with consuming_late() as (aqua, _):
-        store, src = aqua.block_store(BLOCK, 16), rows()
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
         slots, transfer = store.page_out(src)
         del transfer
         gc.collect()
-        assert pins(aqua) == 1
+        assert late.pins() == 1
         dst = torch.zeros_like(src)
         store.page_in(slots, dst).wait()
         assert torch.equal(dst, src)
-        assert pins(aqua) == 0
+        assert late.pins() == 0
 
 
 def test_a_failed_fence_is_heard_by_every_transfer_that_it_covers_however_often_they_wait() -> None:
-    with consuming_late() as (aqua, copiers):
-        store, src = aqua.block_store(BLOCK, 16), rows()
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
         transfers = [store.page_out(src).transfer for _ in range(3)]
-        copiers[-1].failure = "the device has gone"
+        late.copiers[-1].failure = "the device has gone"
         for transfer in [*transfers, *transfers]:
             with pytest.raises(TransportError, match="the device has gone"):
                 transfer.wait()
-        assert pins(aqua) == 0
+        assert late.pins() == 0
         failures = {"reason": "transport_failed"}
-        sample = aqua.metrics.registry.get_sample_value
+        sample = late.metrics.registry.get_sample_value
         assert sample("aqua_transfer_failures_total", failures) == 3
-        assert aqua.stats().paged_out_bytes == 0
+        assert late.metrics.paged_bytes[Direction.OUT] == 0
 
 
 def test_the_next_transfer_gets_a_new_copier_and_the_old_one_lets_go_of_its_tensors() -> None:
-    with consuming_late() as (aqua, copiers):
-        store, src = aqua.block_store(BLOCK, 16), rows()
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
         slots, transfer = store.page_out(src)
-        copiers[-1].failure = "the device has gone"
-        broken = len(copiers)
+        late.copiers[-1].failure = "the device has gone"
+        broken = len(late.copiers)
         with pytest.raises(TransportError):
             transfer.wait()
         store.free(slots)
         slots, transfer = store.page_out(src)
         transfer.wait()
-        assert len(copiers) == broken + 1
+        assert len(late.copiers) == broken + 1
         dst = torch.zeros_like(src)
         store.page_in(slots, dst).wait()
         assert torch.equal(dst, src)
@@ -101,14 +136,17 @@ def test_the_next_transfer_gets_a_new_copier_and_the_old_one_lets_go_of_its_tens
 def test_a_transfer_that_would_wait_for_a_frame_lets_go_of_those_that_it_holds(
     is_synchronous: bool,
 ) -> None:
-    with consuming_late() as (aqua, copiers):
-        aqua._transfers._is_synchronous = is_synchronous
-        store, src = aqua.block_store(BLOCK, 8), rows(8)
+    with late_copies(is_synchronous=is_synchronous) as late:
+        store, src = late.blocks(8), rows(8)
         slots, transfer = store.page_out(src)
         transfer.wait()
-        frames = store._frames
-        held = aqua._store.pin(frames[1])
-        assert held is frames[1].host
+        stays, moves = late.frames()
+        late.store.pin(stays)
+        late.store.adopt([PeerSlab(0, 1, PaperSlab(SLAB), PaperLender())])
+        promotion = late.store.next_migration()
+        assert isinstance(promotion, Promotion)
+        assert promotion.frame is moves
+        late.store.unpin(stays)
         outcome: list[bool] = []
 
         def page_in() -> None:
@@ -116,35 +154,31 @@ def test_a_transfer_that_would_wait_for_a_frame_lets_go_of_those_that_it_holds(
             store.page_in(slots, dst).wait()
             outcome.append(torch.equal(dst, src))
 
-        ours = len(copiers)
+        ours = len(late.copiers)
 
         def fences_of_others(copiers: list[LateCopier]) -> int:
             return sum(copier.fence_count for copier in copiers[ours:])
 
-        with aqua._store._changed:
-            frames[1].state = frames[1].state.PROMOTING
         thread = threading.Thread(target=page_in)
         thread.start()
-        until(lambda: fences_of_others(copiers) == 1, "the transfer has fenced what it could")
-        until(lambda: frames[0].pins == 0, "it let go")
-        with aqua._store._changed:
-            frames[1].state = frames[1].state.HOST
-            aqua._store._changed.notify_all()
-        aqua._store.unpin(frames[1])
-        thread.join(20)
+        until(lambda: fences_of_others(late.copiers) == 1, "the transfer has fenced what it could")
+        until(lambda: stays.pins == 0, "it let go")
+        with late.store.answering() as (table, now_s):
+            table.abandoned(promotion, now_s)
+        thread.join(HANG_S)
         assert outcome == [True]
-        assert pins(aqua) == 0
+        assert late.pins() == 0
 
 
 def test_a_checksum_is_compared_once_the_bytes_have_arrived() -> None:
-    with consuming_late(is_checking=True) as (aqua, _):
-        store, src = aqua.block_store(BLOCK, 8), rows()
+    with late_copies(is_checking=True) as late:
+        store, src = late.blocks(8), rows()
         slots, transfer = store.page_out(src)
         transfer.wait()
         dst = torch.zeros_like(src)
         store.page_in(slots, dst).wait()
         assert torch.equal(dst, src)
-        store._frames[0].host.tensor[BLOCK] ^= 1
+        late.frames()[0].host.tensor[BLOCK] ^= 1
         transfer = store.page_in(slots, dst)
         for _ in range(2):
             with pytest.raises(ChecksumMismatchError) as caught:
@@ -155,8 +189,8 @@ def test_a_checksum_is_compared_once_the_bytes_have_arrived() -> None:
 def test_slots_of_a_checksum_that_failed_are_another_threads_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with consuming_late(is_checking=True) as (aqua, _):
-        store, ours, theirs = aqua.block_store(BLOCK, 4), rows(), rows()
+    with late_copies(is_checking=True) as late:
+        store, ours, theirs = late.blocks(4), rows(), rows()
 
         def fail(*_: torch.Tensor | None) -> list[int]:
             raise MemoryError

@@ -15,7 +15,7 @@ from aqualib.memory.frame import Frame, PeerSlab
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migration_policy import Drain
 from aqualib.transports.base import Transport
-from harness.memory import PaperSlab
+from harness.memory import PaperLender, PaperSlab
 from harness.producers import until
 
 SLAB_BYTES = 1 << 20
@@ -31,19 +31,6 @@ class PaperTransport:
     def create_host(self, nbytes: int) -> PaperSlab:
         self.on_create()
         return PaperSlab(nbytes)
-
-
-class PaperLender:
-    """A lender that hears nothing."""
-
-    producer_id = "producer"
-    is_reclaiming = False
-
-    def take_back(self, slab: PeerSlab) -> None:
-        raise NotImplementedError
-
-    def strand(self, slab: PeerSlab) -> None:
-        raise NotImplementedError
 
 
 class Claimer:

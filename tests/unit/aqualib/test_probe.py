@@ -11,6 +11,8 @@ from aqualib.transports.memfd import MemfdTransport
 class MeteredCopier:
     """Copies nothing, on a clock that runs at the given rates."""
 
+    is_synchronous = False
+
     def __init__(self, remote: torch.Tensor, *, write_rate: float, read_rate: float) -> None:
         self._remote = remote.untyped_storage().data_ptr()
         self._rates = {True: write_rate, False: read_rate}

@@ -91,17 +91,13 @@ class CopyStream(RenewableCopier):
     Args:
         store: Whose frames.
         make_copier: Makes a copier for this thread.
-        is_synchronous: Copies are done when the copier returns, so pins end with the call.
 
     Attributes:
         batch: Receives the copies that are submitted now.
     """
 
-    def __init__(
-        self, store: FrameStore, make_copier: Callable[[], Copier], *, is_synchronous: bool
-    ) -> None:
+    def __init__(self, store: FrameStore, make_copier: Callable[[], Copier]) -> None:
         super().__init__(make_copier)
-        self.is_synchronous = is_synchronous
         self.batch = CopyBatch()
         self._store = store
         self._pins: list[Frame] = []
@@ -185,7 +181,7 @@ class Transfer:
         self._batch = stream.batch
         self._finish: Callable[[str], None] | None = finish
         self._error: AquaError | None = None
-        if stream.is_synchronous:
+        if stream.copier.is_synchronous:
             self.wait()
 
     @property
@@ -243,7 +239,6 @@ class Transfers:
         self.metrics: Final = metrics
         self.synchronize: Final = transport.synchronize
         self._transport = transport
-        self._is_synchronous = transport.device.type == "cpu"
         self._threads = threading.local()
         self._leftovers: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
@@ -312,7 +307,5 @@ class Transfers:
     def _stream(self) -> CopyStream:
         stream: CopyStream | None = getattr(self._threads, "stream", None)
         if stream is None:
-            stream = self._threads.stream = CopyStream(
-                self.store, self._transport.copier, is_synchronous=self._is_synchronous
-            )
+            stream = self._threads.stream = CopyStream(self.store, self._transport.copier)
         return stream

@@ -181,6 +181,9 @@ class Copier(Protocol):
     on the copier's stream, apart from the engine's work, and `fence` waits for it.
     """
 
+    is_synchronous: bool
+    """Whether copies are done when they return, so that nothing has to wait for a fence."""
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` into `dst` (same shape and dtype); may still be under way on return."""
 

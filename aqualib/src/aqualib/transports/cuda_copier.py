@@ -72,6 +72,8 @@ class CudaCopier(Copier):
             wait for memory on a GPU that is full.
     """
 
+    is_synchronous = False
+
     def __init__(self, device: torch.device, gpu: CudaDevice) -> None:
         self._device = device
         self._gpu = gpu

@@ -61,6 +61,8 @@ def host_slab(
 class HostCopier(Copier):
     """Copies on the calling thread; each is complete when the call returns."""
 
+    is_synchronous = True
+
     @override
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         require_alike(dst, src)
