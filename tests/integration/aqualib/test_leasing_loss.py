@@ -79,9 +79,8 @@ class TestLoss:
             src = torch.stack(values(7, SLAB // 4))
             slots, transfer = blocks.page_out(src)
             transfer.wait()
-            frame = blocks._frames[1]
-            assert frame.peer is not None
-            broken.append(frame.peer.memory.tensor.data_ptr())
+            slab = aqua.attachments[0].slabs[1]  # Under the second of the two frames.
+            broken.append(slab.memory.tensor.data_ptr())
             assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
             await_rest(aqua)
             dst = torch.zeros_like(src)
@@ -170,5 +169,5 @@ def broken_reads() -> Iterator[tuple[Any, list[int]]]:
 
 def address_of(tensor: AquaTensor) -> int:
     """Of the slab in which the tensor's only piece is."""
-    (piece,) = tensor._pieces
-    return piece.frame.memory.tensor.data_ptr()
+    with tensor.pinned(writes=False) as view:
+        return view.untyped_storage().data_ptr()

@@ -68,8 +68,10 @@ def test_without_a_connection_the_next_step_is_named(call: str) -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     with aqualib.connect("c", slab_bytes="64KiB", host_bytes="1MiB", is_offline=True) as aqua:
-        assert aqua._store.slab_bytes == 64 * 1024
-        assert aqua._store.frame_limit == 16
+        assert "0 of 16 frames" in repr(aqua)
+        aqua.block_store(64 * 1024, 16).close()
+        with pytest.raises(ConfigError, match="does not fit"):
+            aqua.block_store(64 * 1024 + 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
 from aqualib.transports import Handle, Transport, cuda_ipc
 from aqualib.transports.cuda_driver import CudaDriver
-from aqualib.transports.cuda_vmm import PAYLOAD, CudaVmmTransport
+from aqualib.transports.cuda_vmm import PAYLOAD
 from aqualib.transports.host import CPU
 from harness import fake_cuda
 
@@ -68,9 +67,8 @@ def test_memory_of_a_gpu_out_of_reach_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
     monkeypatch.setenv("FAKE_CUDA_PEERS", "0")
-    near = fake_cuda.FakeVmmTransport(CPU, CudaDriver(str(library)))
-    far = CudaVmmTransport(torch.device("cuda", 1), near._driver)
-    gpu = far._gpu
+    driver = CudaDriver(str(library))
+    near, gpu = fake_cuda.FakeVmmTransport(CPU, driver), driver.device(1)
     memory = gpu.allocate(GRANULE)
     before = fake_cuda.counts(library)
     handle = Handle(PAYLOAD.pack(GRANULE, gpu.uuid.encode()), gpu.export_fd(memory))

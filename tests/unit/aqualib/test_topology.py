@@ -148,11 +148,11 @@ def nvml(gpus: dict[str, dict[str, Any]], p2p: dict[tuple[str, str], set[int]]) 
         state = 0
         cliqueId = 0  # noqa: N815 - NVML's name
 
-    def fabric(handle: str, pointer: SimpleNamespace) -> None:
+    def fabric(handle: str, info: FabricInfo) -> None:
         found = gpus[handle].get("fabric")
         if found is None:
             raise NvmlError
-        pointer._obj.clusterUuid, pointer._obj.cliqueId, pointer._obj.state = found
+        info.clusterUuid, info.cliqueId, info.state = found
 
     def status(a: str, b: str, capability: int) -> int:
         assert isinstance(capability, int)
@@ -180,7 +180,7 @@ def nvml(gpus: dict[str, dict[str, Any]], p2p: dict[tuple[str, str], set[int]]) 
 
 def discover_with(monkeypatch: pytest.MonkeyPatch, module: SimpleNamespace | None) -> Topology:
     monkeypatch.delenv(topology.TOPOLOGY_FILE_VARIABLE, raising=False)
-    monkeypatch.setattr(topology, "byref", lambda info: SimpleNamespace(_obj=info))
+    monkeypatch.setattr(topology, "byref", lambda info: info)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return topology.discover()
 
