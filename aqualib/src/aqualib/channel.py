@@ -1,8 +1,8 @@
 """Packets and descriptors over a Unix socket: the lease channel's lowest layer.
 
-Owns framing, descriptor passing and peer identity; knows no protocol state. SOCK_SEQPACKET keeps
-message boundaries and keeps descriptors with the message that names them, and a packet is sent
-whole or not at all, so several threads may send on one channel.
+Owns framing and descriptor passing; knows no protocol state, and leaves to `aqualib.peers` whom to
+trust. SOCK_SEQPACKET keeps message boundaries and keeps descriptors with the message that names
+them, and a packet is sent whole or not at all, so several threads may send on one channel.
 
 Received descriptors are closed on exec and belong to the caller. A packet that carries more
 descriptors than its message accounts for is a protocol violation and closes them all.
@@ -20,17 +20,18 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
-from aqua_protocol import ProtocolError, SocketPathTooLongError, TransportError
+from aqua_protocol import AquaError, ProtocolError, SocketPathTooLongError, TransportError
 from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET
 from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
 from aqua_protocol.wire import Wire
+from aqualib import peers
 
 SO_PEERPIDFD: Final = 77
 """Fixed by the ABI of Linux 6.5: a pidfd of the peer as of connect time, immune to pid
@@ -39,8 +40,6 @@ reuse and pid namespaces."""
 LINGER_S: Final = 50e-6
 """Seconds awake after a packet: about what going to sleep and waking up costs. Doubled, a thread
 without further packets burns a core for 50 us more."""
-
-_UCRED: Final = struct.Struct("3i")
 
 MessageT = TypeVar("MessageT")
 
@@ -52,16 +51,8 @@ class ChannelClosedError(TransportError):
     default_remedy = "Fence on the peer's pidfd before you assume that it is gone."
 
 
-class PeerCredentials(NamedTuple):
-    """Identity of the process at the other end, vouched for by the kernel."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
 class Channel(Generic[MessageT]):
-    """One end of a lease channel.
+    """One end of a lease channel; `credentials` are the other end's, from the kernel.
 
     Args:
         sock: A connected SOCK_SEQPACKET socket, owned by the channel from now on.
@@ -73,12 +64,11 @@ class Channel(Generic[MessageT]):
         self, sock: socket.socket, incoming: TypeAdapter[MessageT], *, send_timeout_s: float = 5.0
     ) -> None:
         self._socket = sock
+        self.credentials: Final = peers.credentials_of(sock)
         self._incoming = incoming
         sock.settimeout(None)
         # Only sends are bounded here: a receiver decides per call how long it waits.
-        seconds, fraction = divmod(send_timeout_s, 1)
-        bound = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        _bound_sends(sock, send_timeout_s)
 
     def fileno(self) -> int:
         """The descriptor, for selectors; -1 once closed."""
@@ -162,11 +152,6 @@ class Channel(Generic[MessageT]):
         )
         return packet, fds, flags
 
-    def peer_credentials(self) -> PeerCredentials:
-        """Who is at the other end, as of connect time."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return PeerCredentials(*_UCRED.unpack(raw))
-
     def peer_pidfd(self) -> int:
         """A descriptor that becomes readable when the peer's process is gone; owned by the caller.
 
@@ -178,7 +163,7 @@ class Channel(Generic[MessageT]):
         except OSError:
             # Before Linux 6.5. The window for pid reuse is the time since connect.
             try:
-                return os.pidfd_open(self.peer_credentials().pid)
+                return os.pidfd_open(self.credentials.pid)
             except OSError as error:
                 raise TransportError(f"cannot watch the peer process: {error}") from error
 
@@ -226,19 +211,23 @@ def listen(path: Path, *, backlog: int = 128) -> socket.socket:
     A socket file left behind by a dead process is replaced; one that still answers is not.
 
     Raises:
+        ConfigError: Users other than this one and root can replace sockets in the directory.
         SocketPathTooLongError: `path` does not fit into a Unix address.
         TransportError: The directory is not writable, or another process listens there.
     """
     require_short_path(path)
     sock = _socket()
     try:
-        if path.is_socket() and not _answers(path):
+        peers.require_safe_directory(path.parent, peers.trusted_uids())
+        if path.is_socket() and not path.is_symlink() and not _answers(path):
             path.unlink()
         sock.bind(str(path))
         path.chmod(0o600)
         sock.listen(backlog)
-    except OSError as error:
+    except (AquaError, OSError) as error:
         sock.close()
+        if isinstance(error, AquaError):
+            raise
         raise TransportError(
             f"cannot listen on {path}: {error}",
             remedy="Choose a writable directory that no other producer uses.",
@@ -246,20 +235,31 @@ def listen(path: Path, *, backlog: int = 128) -> socket.socket:
     return sock
 
 
-def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
-    """Connect to a producer's lease channel.
+def connect(
+    path: Path, *, allowed_uids: Iterable[int] | None = None, timeout_s: float = 5.0
+) -> socket.socket:
+    """Connect to a producer of this user, root, or one of `allowed_uids`; nothing is sent yet.
 
     Raises:
+        ConfigError: The directory of the socket is open to other users.
+        UntrustedPeerError: The socket, or the process that listens on it, is of another user.
         SocketPathTooLongError: `path` does not fit into a Unix address.
         ChannelClosedError: No producer listens there.
     """
+    trusted = peers.trusted_uids(allowed_uids)
     require_short_path(path)
     sock = _socket()
-    sock.settimeout(timeout_s)
+    # Not `settimeout`, under which a full backlog refuses at once: this waits for its turn.
+    _bound_sends(sock, timeout_s)
     try:
+        peers.require_trusted_socket(path, trusted)
         sock.connect(str(path))
-    except OSError as error:
+        uid = peers.credentials_of(sock).uid
+        peers.require_trusted(uid, trusted, f"the process that listens on {path}")
+    except (AquaError, OSError, ValueError) as error:
         sock.close()
+        if isinstance(error, AquaError):
+            raise
         raise ChannelClosedError(f"no producer answers on {path}: {error}") from error
     return sock
 
@@ -272,6 +272,12 @@ def require_short_path(path: Path) -> None:
             f"socket path {path} has {size} bytes, the kernel takes {MAX_SOCKET_PATH_BYTES}",
             path=str(path),
         )
+
+
+def _bound_sends(sock: socket.socket, timeout_s: float) -> None:
+    seconds, fraction = divmod(timeout_s, 1)
+    bound = struct.pack("ll", int(seconds), int(fraction * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
 
 def _answers(path: Path) -> bool:

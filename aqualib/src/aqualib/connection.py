@@ -110,6 +110,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
             registry=registry,
             heartbeat_s=settings.heartbeat_s,
             lease_ttl_s=settings.lease_ttl_s,
+            allowed_uids=settings.allowed_uids,
         )
         undo.pop_all()
     _offer_as_default(aqua)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -84,6 +84,7 @@ class Aqua:
         registry: For metrics; None makes a private one.
         heartbeat_s: Longest silence towards the coordinator.
         lease_ttl_s: Life of a lease without a report.
+        allowed_uids: Users whose producers may hold pages, beside this process's own and root.
 
     Raises:
         ConfigError: No room for a single slab or for what is wanted, or a registry in use.
@@ -104,6 +105,7 @@ class Aqua:
         registry: CollectorRegistry | None = None,
         heartbeat_s: float = 1.0,
         lease_ttl_s: float = 30.0,
+        allowed_uids: Iterable[int] | None = None,
     ) -> None:
         if wanted_bytes > host_bytes:
             raise ConfigError(
@@ -134,6 +136,7 @@ class Aqua:
             wished_bytes=wanted_bytes,
             heartbeat_s=heartbeat_s,
             lease_ttl_s=lease_ttl_s,
+            allowed_uids=allowed_uids,
         )
         self._seen_version = 0
         self._seen = self._store.snapshot()

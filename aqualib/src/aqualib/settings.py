@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -21,6 +20,7 @@ from aqua_client import CoordinatorClient
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
+from aqualib.peers import require_safe_directory, trusted_uids
 from aqualib.producer.escalation import Escalation
 
 PREFIX: Final = "AQUA_"
@@ -46,9 +46,11 @@ def _bytes_from(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(_bytes_from)]
 Uid = Annotated[int, Field(ge=0, lt=1 << 32)]
-# `1000,1001` as well as a collection of numbers.
+# `1000,1001`, and `1000`, which arrives as a number, as well as a collection of numbers.
 Uids = Annotated[
-    frozenset[Uid], NoDecode, BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)
+    frozenset[Uid],
+    NoDecode,
+    BeforeValidator(lambda v: str(v).split(",") if isinstance(v, str | int) else v),
 ]
 
 
@@ -111,7 +113,7 @@ class Settings(BaseSettings):
         "or the temporary directory if unset.",
     )
     allowed_uids: Uids | None = Field(
-        None, description="Users that may attach, separated by commas; our own if unset."
+        None, description="Users to lend to and borrow from beside our own and root; 1000,1001."
     )
     reclaim_deadline_s: float = Field(
         DEFAULT_DEADLINE_S, ge=0.001, le=600, description="Time for consumers to give memory back."
@@ -178,23 +180,17 @@ def socket_directory(configured: Path | None = None) -> Path:
     """A directory for lease channel sockets that only this user can write to; made if missing.
 
     Raises:
-        ConfigError: The directory cannot be made, or others could put their sockets there.
+        ConfigError: The directory cannot be made, or others could replace sockets there.
     """
     directory = configured or _default_directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        require_safe_directory(directory, trusted_uids())
     except OSError as error:
         raise ConfigError(
             f"cannot use {directory} for sockets: {error}",
             remedy="Point AQUA_SOCKET_DIR at a directory of this user.",
         ) from error
-    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if others_write and not status.st_mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"others can replace sockets in {directory}",
-            remedy=f"chmod go-w {directory}, or point AQUA_SOCKET_DIR elsewhere.",
-        )
     return directory
 
 

@@ -9,6 +9,10 @@ Format: `base64url(claims JSON) "." base64url(HMAC-SHA-256)`, without padding. T
 secret for at most `not_after_s`; it grants at most one live attachment and never more slabs than
 the producer has free.
 
+Skew: `not_after_s` is the coordinator's clock (Redis') plus its `attach_window_s`, and is compared
+with the producer's. One that is ahead by the window refuses every token; one that is behind takes
+tokens longer, and the books then fence what they had let expire. NTP keeps hosts close enough.
+
 Source: HMAC by RFC 2104 and FIPS 198-1; the layout is a JWS compact form without the header, since
 there is one algorithm and no negotiation to attack.
 """

@@ -4,7 +4,8 @@ One SOCK_SEQPACKET Unix connection carries one lease. Every packet is one JSON m
 file descriptors ride along as SCM_RIGHTS with the `Slabs` packet that names them.
 
     consumer                              producer
-       | -- Hello(token) -------------------> |  peer credentials, token, protocol version
+       | -- (connects) ---------------------> |  each checks the other's user (SO_PEERCRED)
+       | -- Hello(token) -------------------> |  token, protocol version
        | <------------------ Welcome ---------|  or Refused(error)
        | <------------------ Slabs + fds -----|  repeated until `last`
        |  ... pages in and out, alone ...     |

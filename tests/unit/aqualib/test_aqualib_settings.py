@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from aqua_protocol import MIB, ConfigError, TransportKind
 from aqualib.producer.escalation import Escalation
 from aqualib.settings import PREFIX, Settings, load_settings, socket_directory
+from harness.other_user import STRANGER, needs_root
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +116,27 @@ def test_a_directory_where_others_can_replace_sockets_is_refused(tmp_path: Path)
         socket_directory(tmp_path)
     tmp_path.chmod(0o1777)
     assert socket_directory(tmp_path) == tmp_path
+
+
+def test_one_user_may_be_allowed_as_well_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AQUA_ALLOWED_UIDS", "1000")
+    assert load_settings().allowed_uids == frozenset({1000})
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o700])
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
+    os.chown(tmp_path, STRANGER, STRANGER)
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match="others can replace"):
+        socket_directory(tmp_path)
+
+
+def test_a_symbolic_link_to_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        socket_directory(tmp_path / "link")
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_that_names_the_variable(

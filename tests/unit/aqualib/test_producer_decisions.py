@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -21,7 +20,6 @@ from aqua_protocol.ids import (
 )
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ProducerReport
 from aqua_protocol.slab import SlabState
-from aqualib.channel import PeerCredentials
 from aqualib.producer import admission, lending_state
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import (
@@ -35,7 +33,6 @@ from harness.producers import IDENTITY
 from harness.raw_consumer import TokenIssuer
 
 SLAB = 64 * 1024
-ME = PeerCredentials(pid=1, uid=os.getuid(), gid=os.getgid())
 
 
 def slab(number: int) -> Slab:
@@ -334,10 +331,10 @@ def test_spent_tokens_are_remembered_until_they_expire_and_not_for_ever(
     gate.trust(issuer.key, 1)
     now_s = time.time()
     for _ in range(2):
-        gate.admit(issuer.token(SLAB, valid_s=10), "consumer", ME, now_s)
+        gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s)
     with pytest.raises(CapacityError, match="within their tokens"):
-        gate.admit(issuer.token(SLAB), "consumer", ME, now_s)
-    gate.admit(issuer.token(SLAB), "consumer", ME, now_s + 20)
+        gate.admit(issuer.token(SLAB), "consumer", now_s)
+    gate.admit(issuer.token(SLAB), "consumer", now_s + 20)
 
 
 def test_a_clock_that_is_set_back_revives_no_token() -> None:
@@ -345,12 +342,45 @@ def test_a_clock_that_is_set_back_revives_no_token() -> None:
     gate.trust(issuer.key, 1)
     now_s = time.time()
     expired = issuer.token(SLAB, valid_s=10)
-    gate.admit(issuer.token(SLAB), "consumer", ME, now_s + 60)
+    gate.admit(issuer.token(SLAB), "consumer", now_s + 60)
     with pytest.raises(CapabilityError, match="expired"):
-        gate.admit(expired, "consumer", ME, now_s)
+        gate.admit(expired, "consumer", now_s)
 
 
 def test_without_a_key_the_refusal_names_the_coordinator() -> None:
     gate = Admission(ProducerId("producer"))
     with pytest.raises(UnavailableError, match="has not reached a coordinator"):
-        gate.admit("any", "consumer", ME, 0.0)
+        gate.admit("any", "consumer", 0.0)
+
+
+def test_a_refused_token_moves_no_clock() -> None:
+    issuer, gate = TokenIssuer(), Admission(ProducerId("producer"))
+    gate.trust(issuer.key, 1)
+    now_s = time.time()
+    good = issuer.token(SLAB, valid_s=10)
+    payload, signature = good.split(".")
+    refused = [
+        "junk",
+        f"{payload}.",
+        f"{payload}.{signature[::-1]}",
+        f"{payload[:-4]}.{signature}",
+        TokenIssuer().token(SLAB, valid_s=7200),
+        good,  # Too late by that clock.
+        issuer.token(SLAB, consumer_id="another", valid_s=7200),
+        issuer.token(SLAB, epoch=1, valid_s=-1),
+    ]
+    for token in refused:
+        with pytest.raises(CapabilityError):
+            gate.admit(token, "consumer", now_s + 3600)
+    assert gate.admit(good, "consumer", now_s).bytes == SLAB
+
+
+def test_no_clock_however_wrong_bars_tokens_that_outlast_the_good_ones() -> None:
+    issuer, gate = TokenIssuer(), Admission(ProducerId("producer"))
+    gate.trust(issuer.key, 1)
+    now_s = time.time()
+    gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s + 9)
+    for ahead_s in (10.5, 60, 3600, 1e9):
+        with pytest.raises(CapabilityError, match="expired"):
+            gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s + ahead_s)
+    assert gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s).bytes == SLAB

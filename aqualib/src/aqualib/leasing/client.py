@@ -28,7 +28,7 @@ from aqualib.leasing.handshake import attach
 from aqualib.reporter import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from aqua_client import CoordinatorClient
     from aqua_protocol.ids import BooksId, Revision
@@ -68,6 +68,7 @@ class LeaseClient:
         wished_bytes: int = 0,
         heartbeat_s: float = 1.0,
         lease_ttl_s: float = 30.0,
+        allowed_uids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._consumer_id = consumer_id
@@ -77,6 +78,7 @@ class LeaseClient:
         self._identity = identity
         self._wished_count = -(-wished_bytes // store.slab_bytes)
         self._lease_ttl_s = lease_ttl_s
+        self._allowed_uids = allowed_uids
         self._clock = clock
         self._changed = threading.Condition()
         self._attachments: dict[str, Attachment] = {}
@@ -145,6 +147,7 @@ class LeaseClient:
             consumer_id=self._consumer_id,
             transport=self._transport,
             slab_bytes=self._store.slab_bytes,
+            allowed_uids=self._allowed_uids,
         )
         slabs = attachment.slabs
         attachment.link = measure(self._transport, slabs[0].memory)

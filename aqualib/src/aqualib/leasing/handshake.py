@@ -1,6 +1,7 @@
 """The handshake: from a grant on paper to slabs in this process's address space.
 
-What is checked before a slab is used: the producer speaks our protocol, says that it is who the
+What is checked before the token is sent: producer and socket are of users that may hold this
+consumer's pages. Before a slab is used: the producer speaks our protocol, says that it is who the
 coordinator named, lends under the lease and epoch that we hold, by our transport and in our slab
 size, no slab twice, and each descriptor is what the transport says a slab is.
 
@@ -14,7 +15,8 @@ import base64
 import binascii
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -57,15 +59,18 @@ def attach(
     consumer_id: str,
     transport: Transport,
     slab_bytes: int,
+    allowed_uids: Iterable[int] | None = None,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Attachment:
     """Connect to the producer, prove the lease and map its slabs.
 
     The result is not listened to yet, and its slabs belong to no frame. `consumer_id` is the name
-    that the lease was granted to, `slab_bytes` the size of this store's frames.
+    that the lease was granted to, `slab_bytes` the size of this store's frames, and
+    `allowed_uids` are whose producers are trusted, beside those of this process's user and root.
 
     Raises:
-        ConfigError: The producer's transport or slab size is not ours.
+        ConfigError: The producer's transport, slab size or socket directory is not fit for us.
+        UntrustedPeerError: Its process or its socket is of a user that is not trusted.
         CapabilityError: The producer refuses the token.
         VersionMismatchError: It speaks another protocol.
         SocketPathTooLongError: The endpoint does not fit into a Unix address.
@@ -73,7 +78,8 @@ def attach(
         ProtocolError: It does not keep to the protocol.
     """
     _require_ours(grant, transport, slab_bytes)
-    channel = Channel(connect(Path(grant.endpoint), timeout_s=timeout_s), PRODUCER_MESSAGES)
+    sock = connect(Path(grant.endpoint), allowed_uids=allowed_uids, timeout_s=timeout_s)
+    channel = Channel(sock, PRODUCER_MESSAGES)
     try:
         attachment = Attachment(grant, channel)
     except AquaError:
@@ -81,14 +87,14 @@ def attach(
         raise
     incoming = _Incoming(channel, grant.lease.producer_id, time.monotonic() + timeout_s)
     try:
-        channel.send(
-            Hello(
-                protocol_version=PROTOCOL_VERSION,
-                aqualib_version=AQUALIB_VERSION,
-                consumer_id=consumer_id,
-                token=grant.token,
-            )
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            aqualib_version=AQUALIB_VERSION,
+            consumer_id=consumer_id,
+            token=grant.token,
         )
+        with suppress(ChannelClosedError):  # One that refused at once has said why: it is read.
+            channel.send(hello)
         welcome = incoming.welcome()
         _check_welcome(welcome, grant)
         _map_slabs(incoming.slabs(welcome.slab_count), attachment, transport)

@@ -18,11 +18,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from aqua_protocol import AquaError
+
 if TYPE_CHECKING:
     from aqua_protocol.ids import LeaseId
     from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
+
+
+class KillRefusedError(AquaError):
+    """The kernel does not let this process end a holder; the holder's slabs stay quarantined."""
+
+    code = "kill_refused"
+    default_remedy = (
+        "End it by hand, or run the producer as its user or root and where its PID is seen."
+    )
 
 
 class Escalation(StrEnum):
@@ -56,12 +67,15 @@ class PendingReturn:
 
 
 def kill_process(pidfd: int, *, pid: int, lease_id: LeaseId) -> None:
-    """End the process behind `pidfd`; one that is gone already is what we wanted."""
+    """End the process behind `pidfd`; one that is gone already is what we wanted.
+
+    Raises:
+        KillRefusedError: It is of another user, or of a PID namespace unseen here (EINVAL).
+    """
     logger.error("killing process %d: it kept lease %s past its deadline", pid, lease_id)
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:
         logger.info("process %d had already ended", pid)
-    except PermissionError:
-        # Another user's process, admitted by the allow-list: its slabs stay quarantined.
-        logger.exception("process %d may not be killed by this user", pid)
+    except OSError as error:
+        raise KillRefusedError(f"process {pid} cannot be killed: {error}") from error

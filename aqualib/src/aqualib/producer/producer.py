@@ -37,8 +37,9 @@ from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
 from aqua_protocol.slab import SlabState
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
+from aqualib.peers import trusted_uids
 from aqualib.producer.admission import Admission
-from aqualib.producer.escalation import Escalation, kill_process
+from aqualib.producer.escalation import Escalation, KillRefusedError, kill_process
 from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
@@ -74,7 +75,7 @@ class Producer:
         deadline_s: Time that consumers get to give memory back, unless a reclaim says otherwise.
         grace_s: Time between a passed deadline and a kill, under `Escalation.KILL`.
         device: Budget that slabs are taken from; None where the driver accounts.
-        allowed_uids: Users whose processes may attach; this process's own by default.
+        allowed_uids: Users whose processes may attach, beside this process's own and root.
         heartbeat_s: Longest silence towards the coordinator.
 
     Attributes:
@@ -82,7 +83,7 @@ class Producer:
         on_returned: Called after reclaimed memory is back, without locks, on a thread of ours.
 
     Raises:
-        ConfigError: A slab size no transport can have, a deadline out of bounds, or no name.
+        ConfigError: A wrong slab size, deadline or name, or others can replace `endpoint`.
         SocketPathTooLongError: `endpoint` does not fit into a Unix address.
         TransportError: `endpoint` cannot be listened on.
     """
@@ -123,7 +124,7 @@ class Producer:
         self._offer_lock = threading.Lock()
         self._lock = threading.Lock()
         self._lending = LendingState(slab_bytes, policy, grace_s)
-        self._admission = Admission(self.producer_id, allowed_uids)
+        self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
         self._handouts = Handouts(self._lock, self._broke_off)
         require_short_path(self.endpoint)
@@ -137,7 +138,7 @@ class Producer:
                 tick=self._tick,
             ),
             self._lock,
-            open_to_others=self._admission.allowed_uids != {os.getuid()},
+            trusted=trusted_uids(allowed_uids),
         )
         self._link = link
         self._reporter = Reporter(
@@ -367,7 +368,10 @@ class Producer:
             self._send_notice(notice)
         for lease_id in effects.kills:
             peer = self._peers[lease_id]
-            kill_process(peer.pidfd, pid=peer.credentials.pid, lease_id=lease_id)
+            try:
+                kill_process(peer.pidfd, pid=peer.credentials.pid, lease_id=lease_id)
+            except KillRefusedError as error:
+                logger.warning("lease %s stays quarantined: %s", lease_id, error)
         for lease_id in effects.finished:
             peer = self._peers.pop(lease_id)
             peer.lease_id = None
@@ -391,9 +395,7 @@ class Producer:
         if self._closed:
             raise UnavailableError(f"producer {self.producer_id} is leaving")
         require_protocol_version(hello.protocol_version, who=f"consumer {hello.consumer_id}")
-        claims = self._admission.admit(
-            hello.token, hello.consumer_id, peer.credentials, time.time()
-        )
+        claims = self._admission.admit(hello.token, hello.consumer_id, time.time())
         loans = self._lending.lend(claims)
         peer.lease_id = LeaseId(claims.lease_id)
         peer.stage = Stage.HANDING

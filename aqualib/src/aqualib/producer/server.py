@@ -8,6 +8,8 @@ what the host wants to say goes out through `Peer.post`. One lease is one connec
 
 What it promises:
 
+- A peer of a user that is not trusted is refused as it is accepted: it takes no place and is asked
+  nothing. The places are shared out among the trusted users, so that none can bar another.
 - The server survives whatever a peer sends. Anything outside the protocol is answered with
   `Refused`, where the peer can still read it, and the connection is closed.
 - It never waits for a peer. Packets that do not fit into the peer's queue are kept, up to a bound
@@ -45,7 +47,9 @@ from aqua_protocol.channel import (
     Refused,
     Released,
 )
-from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, PeerCredentials, listen
+from aqua_protocol.errors import CapabilityError
+from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, listen
+from aqualib.peers import require_trusted, trusted_uids
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -58,8 +62,9 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("aqualib")
 
 MAX_PEERS: Final = 256
-"""Connections at once, half-open and leaving ones included. A producer serves one consumer in the
-paper and a handful here; each costs two descriptors. Doubled, twice the descriptors."""
+"""Connections at once, half-open and leaving ones included, in equal parts for the users that may
+attach. A producer serves one consumer in the paper and a handful here; each costs two descriptors.
+Doubled, twice the descriptors."""
 
 MAX_WAITING_PACKETS: Final = 1024
 """Packets kept for a peer whose queue is full: a terabyte of slabs asked back in one go. Doubled, a
@@ -115,7 +120,7 @@ class Peer:
 
     def __init__(self, channel: Channel[ConsumerMessage], server: LeaseServer) -> None:
         self.channel = channel
-        self.credentials: PeerCredentials = channel.peer_credentials()
+        self.credentials: Final = channel.credentials
         self.pidfd = channel.peer_pidfd()
         self.stage = Stage.GREETING
         self.lease_id: LeaseId | None = None
@@ -189,19 +194,20 @@ class LeaseServer:
     Args:
         endpoint: Socket path; created here, removed on close.
         lock: The producer's lock; guards `host` and every `Peer`.
-        open_to_others: Let the kernel admit other users' processes, for the host to judge.
+        trusted: Users whose processes may attach.
     """
 
     def __init__(
-        self, endpoint: Path, host: Host, lock: threading.Lock, *, open_to_others: bool = False
+        self, endpoint: Path, host: Host, lock: threading.Lock, *, trusted: frozenset[int]
     ) -> None:
         self.endpoint = endpoint
         self._host = host
         self._lock = lock
         self._listener = listen(endpoint)
         self._listener.settimeout(0)
-        if open_to_others:
-            endpoint.chmod(0o666)
+        self._trusted = trusted
+        if trusted > trusted_uids():
+            endpoint.chmod(0o666)  # The kernel admits everyone then, and `_accept` judges.
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = LingeringSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -334,18 +340,22 @@ class LeaseServer:
         channel: Channel[ConsumerMessage] = Channel(
             sock, CONSUMER_MESSAGES, send_timeout_s=SEND_TIMEOUT_S
         )
-        if len(self._peers) >= MAX_PEERS:
-            _say(channel, CapacityError(f"{MAX_PEERS} lease channels are open", retry_after_s=1.0))
-            channel.close()
-            return
         try:
+            self._require_place(channel.credentials.uid)
             peer = Peer(channel, self)
         except AquaError as error:
             logger.info("a lease channel ended before it began: %s", error)
+            _say(channel, error)
             channel.close()
             return
         self._peers.add(peer)
         self._selector.register(peer.pidfd, selectors.EVENT_READ, peer)
+
+    def _require_place(self, uid: int) -> None:
+        require_trusted(uid, self._trusted, "a consumer that may not attach", CapabilityError)
+        share = -(-MAX_PEERS // len(self._trusted))
+        if sum(peer.credentials.uid == uid for peer in self._peers) >= share:
+            raise CapacityError(f"{share} lease channels of user {uid} are open", retry_after_s=1.0)
 
     def _read(self, peer: Peer) -> None:
         try:
