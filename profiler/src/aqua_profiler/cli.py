@@ -174,8 +174,7 @@ def batch(  # noqa: PLR0917 - as above
     as_json: Json = False,
 ) -> None:
     """Raise the batch size until throughput saturates; what is free then can be lent."""
-    from aqua_profiler.batch import profile_batch
-    from aqua_profiler.load.programs import HttpBatchProgram, load
+    from aqua_profiler.batch import HttpBatchProgram, load, profile_batch
     from aqua_profiler.measure.memory import meter_for, url_meter
     from aqua_protocol import ConfigError
 
@@ -212,8 +211,7 @@ def context(  # noqa: PLR0917 - as above
     as_json: Json = False,
 ) -> None:
     """Find the swap that a program needs for a long prompt, beyond its own memory."""
-    from aqua_profiler.batch import profile_context
-    from aqua_profiler.load.programs import load
+    from aqua_profiler.batch import load, profile_context
 
     spec = _batch_spec(model, 600.0, 1, threshold, hbm, hardware)
     profile = profile_context(spec, load(program, "read"), long_prompt_tokens, prefix_tokens)

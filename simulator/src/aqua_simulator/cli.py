@@ -181,8 +181,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
     from aqua_simulator.timing.fit import Fit
-    from aqua_simulator.workloads.arrivals import burst, gamma, on_off, poisson
-    from aqua_simulator.workloads.traces import read_trace
+    from aqua_simulator.workloads.arrivals import burst, gamma, on_off, poisson, read_trace
 
     spec = EngineSpec(
         model=model,

@@ -15,9 +15,9 @@ from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import optimal
 from aqua_simulator.papers.figures import published_figures
 from aqua_simulator.workloads import arrivals
+from aqua_simulator.workloads.arrivals import read_trace
 from aqua_simulator.workloads.blended import blend_counts, draw
 from aqua_simulator.workloads.sources import BURSTGPT, MMLU, OPENVID, SOURCES
-from aqua_simulator.workloads.traces import read_trace
 
 COST = StepCost.from_paper(DECODERS["Llama-3-8B"], GPUS["A100-80GB"], interference=0.4)
 

@@ -30,8 +30,7 @@ from jaxtyping import Float64
 from scipy.optimize.elementwise import find_root
 from scipy.special import rel_entr
 
-from aqua_profiler.measure.backlog import COUNT_WINDOWS, STARTS_PER_WINDOW
-from aqua_profiler.measure.summary import TrialSummary
+from aqua_profiler.measure.summary import COUNT_WINDOWS, STARTS_PER_WINDOW, TrialSummary
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 LEAST_STARTS: Final = 12

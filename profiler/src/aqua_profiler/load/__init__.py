@@ -1,1 +1,1 @@
-"""What is sent: lengths and arrivals of requests, trials, programs, and the endpoint they go to."""
+"""What is sent: lengths and arrivals of requests, trials, and the endpoint they go to."""

@@ -6,7 +6,7 @@ Times of a request count from its *scheduled* send. A request that could not be 
 that has not been answered yet, waits all the same: that is what a user would feel, and leaving such
 requests out (coordinated omission) would show an endpoint in its best light when it is worst.
 
-What it looks for, beside quantiles, is the *backlog* (`backlog`): a stretch in which the oldest
+What it looks for, beside quantiles, is the *backlog* (`summary`): a stretch in which the oldest
 request without a token has waited for half of the limit and more.
 """
 
@@ -21,9 +21,8 @@ import numpy as np
 from jaxtyping import Float64
 
 from aqua_profiler.load.trial import Trial
-from aqua_profiler.measure.backlog import BacklogClock
 from aqua_profiler.measure.gap_histogram import gap_histograms
-from aqua_profiler.measure.summary import StopReason, TrialSummary
+from aqua_profiler.measure.summary import BacklogClock, StopReason, TrialSummary
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
 BACKLOG_SHARE: Final = 0.5

@@ -18,9 +18,16 @@ from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.paper import left_share
 from aqua_simulator.offline.engine import optimal
 from aqua_simulator.offline.policies import OfflinePolicy
-from aqua_simulator.papers.blendserve import RESERVED_BYTES, TRACES, Experiments, Trace, gain, grid
+from aqua_simulator.papers.blendserve import (
+    RESERVED_BYTES,
+    TRACES,
+    Experiments,
+    Trace,
+    gain,
+    grid,
+    sensitivity,
+)
 from aqua_simulator.papers.report import FigureMeasurement
-from aqua_simulator.papers.sensitivity import sensitivity
 from aqua_simulator.plots import plot_groups, plot_usage
 from aqua_simulator.workloads.blended import draw as draw_workload
 from aqua_simulator.workloads.sources import AZURE, BURSTGPT, MMLU, SHAREGPT, SOURCES, WILDCHAT
