@@ -7,13 +7,9 @@
 
 `AsyncCoordinatorClient` has the same methods, to be awaited (`async for` over listings).
 
-Modules, from the ground up:
-
-- `calls`: each operation of the REST API as a value: method, path, body, how to read the answer,
-  and whether it may be repeated. Pure; checked against the coordinator's OpenAPI document.
-- `http`: addresses, requests, answers and errors in the terms of httpx.
-- `client`: the two clients, which are thin, and when they repeat a call.
-- `doctor`: what `aqua doctor` asks about the coordinator.
+Modules, from the ground up: `calls` (each operation of the REST API as a value, checked against the
+coordinator's OpenAPI document); `http` (the same in the terms of httpx); `client` (the two clients,
+and when they repeat a call); `doctor` (what `aqua doctor` asks about the coordinator).
 """
 
 from __future__ import annotations

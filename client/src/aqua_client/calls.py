@@ -154,17 +154,14 @@ def renew_lease(lease_id: str, renewal: leases.LeaseRenewal) -> Call[leases.Leas
 
 def release_lease(lease_id: str, epoch: int) -> Call[leases.LeaseView]:
     """Give up a lease's right; a second release is harmless."""
-    action = leases.LeaseAction(epoch=epoch)
-    return _call(
-        "POST", f"/v1/leases/{lease_id}/release", leases.LeaseView, action, repeatable=True
-    )
+    path, action = f"/v1/leases/{lease_id}/release", leases.LeaseAction(epoch=epoch)
+    return _call("POST", path, leases.LeaseView, action, repeatable=True)
 
 
 def revoke_lease(lease_id: str, epoch: int) -> Call[leases.LeaseView]:
     """End the right to a lease, as an operator; sent once."""
-    return _call(
-        "POST", f"/v1/leases/{lease_id}/revoke", leases.LeaseView, leases.LeaseAction(epoch=epoch)
-    )
+    path, action = f"/v1/leases/{lease_id}/revoke", leases.LeaseAction(epoch=epoch)
+    return _call("POST", path, leases.LeaseView, action)
 
 
 def get_lease(lease_id: str) -> Call[leases.LeaseView]:

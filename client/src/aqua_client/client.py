@@ -188,7 +188,9 @@ class CoordinatorClient(_Client):
     ) -> None:
         super().__init__(url, retry)
         self._sleep = sleep
-        self._http = httpx.Client(**options_of(url, token, ca_file, timeout_s), transport=transport)
+        self._http = httpx.Client(
+            **options_of(self.url, token, ca_file, timeout_s), transport=transport
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +245,7 @@ class AsyncCoordinatorClient(_Client):
         super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.AsyncClient(
-            **options_of(url, token, ca_file, timeout_s), transport=transport
+            **options_of(self.url, token, ca_file, timeout_s), transport=transport
         )
 
     async def __aenter__(self) -> Self:

@@ -20,19 +20,15 @@ from aqua_protocol.findings import Finding, FindingLevel
 URL_VARIABLE: Final = "AQUA_COORDINATOR_URL"
 DEFAULT_URL: Final = "http://127.0.0.1:7700"
 OK, WARN, FAIL = FindingLevel
-NO_LEASE: Final = "aqua-doctor"
-"""Leases have generated names, so none is called this."""
 
 
 def probe_coordinator() -> Iterator[Finding]:
     """Findings on the coordinator and on the token, if one answers."""
     url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
     token = os.environ.get("AQUA_TOKEN") or None
-    ca_file = os.environ.get("AQUA_CA_FILE")
+    ca_file = Path(name) if (name := os.environ.get("AQUA_CA_FILE")) else None
     try:
-        client = CoordinatorClient(
-            url, token, ca_file=Path(ca_file) if ca_file else None, retry=RetryRule(max_attempts=1)
-        )
+        client = CoordinatorClient(url, token, ca_file=ca_file, retry=RetryRule(max_attempts=1))
     except AquaError as error:
         yield _finding("coordinator", FAIL, error.message, error.remedy)
         return
@@ -50,19 +46,18 @@ def probe_coordinator() -> Iterator[Finding]:
             )
             return
         ours = version("aqua-protocol")
-        agree = health.version == ours
-        yield _finding(
-            "coordinator",
-            OK if agree else WARN,
-            f"{health.version} at {url}, {health.status}" + ("" if agree else f"; here is {ours}"),
-            "" if agree else "Install one version on both sides; upgrade the older one.",
-        )
+        there = f"{health.version} at {url}, {health.status}"
+        if health.version == ours:
+            yield _finding("coordinator", OK, there)
+        else:
+            remedy = "Install one version on both sides; upgrade the older one."
+            yield _finding("coordinator", WARN, f"{there}; here is {ours}", remedy)
         yield _token(client, token)
 
 
 def _token(client: CoordinatorClient, token: str | None) -> Finding:
     try:
-        client.revoke_lease(NO_LEASE, epoch=1)
+        client.revoke_lease("aqua-doctor", epoch=1)  # Leases have generated names: none is this.
     except UnauthenticatedError as error:
         if token is None:
             return _finding("token", WARN, "the coordinator wants one", "Set AQUA_TOKEN.")

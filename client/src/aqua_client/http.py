@@ -36,18 +36,15 @@ MAX_CONNECTIONS: Final = 4
 """Connections kept open: a member reports from one thread and allocates from another, and twice
 that is room for a listing beside them. Doubled, the others lie idle at the coordinator."""
 
-OTHER_SERVER: Final = "Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version."
-
 
 def options_of(
-    url: str, token: str | None, ca_file: Path | None, timeout_s: float
+    address: str, token: str | None, ca_file: Path | None, timeout_s: float
 ) -> dict[str, Any]:
-    """Arguments of `httpx.Client` and `httpx.AsyncClient` for a coordinator at `url`.
+    """Arguments of `httpx.Client` and `httpx.AsyncClient` for a coordinator at `address`.
 
     Raises:
-        ConfigError: The address or the certificate file is no good.
+        ConfigError: The certificate file is no good.
     """
-    address = address_of(url)
     return {
         "base_url": address,
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
@@ -116,7 +113,15 @@ def answer_of(call: Call[AnswerT], response: httpx.Response) -> AnswerT:
             return call.read(response.content)
         refusal = error_from_body(ErrorBody.model_validate_json(response.content))
     except ValidationError as error:
-        raise _not_aqua(response) from error
+        # A proxy's error page, say. Proxies send `Retry-After` too; a date is left to the rule.
+        value = response.headers.get("Retry-After", "")
+        raise UnavailableError(
+            f"{response.request.method} {response.request.url} was answered with status "
+            f"{response.status_code} and a body that is not Aqua's",
+            remedy="Check that AQUA_COORDINATOR_URL names an Aqua coordinator of this version.",
+            retry_after_s=float(value) if value.isascii() and value.isdecimal() else None,
+            status=response.status_code,
+        ) from error
     if call.absent_is_done and isinstance(refusal, UnknownResourceError):
         return call.read(b"")
     raise refusal
@@ -133,20 +138,3 @@ def as_no_answer(url: str) -> Iterator[None]:
             remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
             url=url,
         ) from error
-
-
-def _not_aqua(response: httpx.Response) -> UnavailableError:
-    """Something answered that is not a coordinator of this version, a proxy's error page say."""
-    return UnavailableError(
-        f"{response.request.method} {response.request.url} was answered with status "
-        f"{response.status_code} and a body that is not Aqua's",
-        remedy=OTHER_SERVER,
-        retry_after_s=_retry_after_s(response),
-        status=response.status_code,
-    )
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """`Retry-After` in seconds, as proxies send it with 429 and 503; a date is left to the rule."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isascii() and value.isdecimal() else None

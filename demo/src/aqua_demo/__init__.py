@@ -7,7 +7,7 @@ memory moving under them, not what they say.
 
 Modules, from the ground up: `models`, `scale` (what runs, how large);
 `messages`, `parent_death`, `child`, `processes` (how processes speak, and end); `images`,
-`generation`, `producer_program`, `consumer_program`, `coordinator` (what they do); `phases`,
+`producer_program`, `consumer_program` (what they do); `phases`,
 `orchestration` (who starts, waits and stops); `record`, `report`, `plot`, `view` (what is seen);
 `planned`, `profiled` (what profiles and plans say); `cli`.
 """

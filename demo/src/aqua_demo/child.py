@@ -23,17 +23,12 @@ SettingsT = TypeVar("SettingsT", bound=Wire)
 
 
 class Parent:
-    """The other end of the pipe.
-
-    Attributes:
-        wants: The latest command.
-        finished: Set when the parent wants an end, or is gone.
-    """
+    """The other end of the pipe."""
 
     def __init__(self, parent_pid: int) -> None:
         end_with(parent_pid)
-        self.wants = Command()
-        self.finished = threading.Event()
+        self.wants = Command()  # The latest.
+        self.finished = threading.Event()  # Set when the parent wants an end, or is gone.
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

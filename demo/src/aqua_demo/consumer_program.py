@@ -3,22 +3,27 @@
 Run by the demo as `python -m aqua_demo.consumer_program <parent pid> <settings>`. With a
 coordinator in its settings it borrows memory through `AquaCache`; without one it is the reference:
 the same generation with a plain `DynamicCache`, all on its own device.
+
+A generation is stock `model.generate`, and knows nothing of its cache. Tokens are sampled, so each
+depends on all logits and on everything sampled before; and all logits go into a digest as well, so
+a changed bit shows even where it would not have changed a token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, LogitsProcessor
 
 import aqualib
 from aqua_demo.child import Parent, run_program
-from aqua_demo.generation import Generation
 from aqua_demo.messages import (
     CONSUMER_ID,
     SAMPLE_INTERVAL_S,
@@ -26,10 +31,15 @@ from aqua_demo.messages import (
     ConsumerSample,
     ProgramSettings,
 )
+from aqua_demo.models import ByteVocabulary, build_llama, load_prompt
+from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
 from aqualib.transports import select
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedConfig
 
 
 class ConsumerSettings(ProgramSettings):
@@ -39,6 +49,96 @@ class ConsumerSettings(ProgramSettings):
     coordinator_url: str | None = None
     token: str | None = None
     checksum: bool = False
+
+
+class Generation:
+    """Requests about one long text, one after the other; may be watched and ended from outside.
+
+    The text is read once. After each answer the cache is cropped back to it, and the next request
+    starts from there with another seed, so a run may last as long as it takes.
+
+    Args:
+        seed: Of weights and sampling.
+        ending: When set, the present token is the last.
+    """
+
+    def __init__(
+        self, scale: DemoScale, device: torch.device, seed: int, *, ending: threading.Event
+    ) -> None:
+        self._device = device
+        self._seed = seed
+        self._prompt = load_prompt(scale.prompt_tokens)
+        self._model: LlamaForCausalLM = build_llama(
+            scale.llama, max_tokens=scale.max_tokens, seed=seed
+        ).to(device)
+        self.config: Final[PreTrainedConfig] = self._model.config
+        self._recorder = LogitsRecorder()
+        self._ending = ending
+
+    @property
+    def tokens(self) -> int:
+        """New tokens so far."""
+        return self._recorder.count
+
+    def run(self, cache: Cache, answer_lengths: Iterable[int]) -> ConsumerResult:
+        """Answer requests with that many tokens each, until there are no more or it ends.
+
+        Raises:
+            AquaError: The cache could not give its bytes back.
+        """
+        answers: list[list[int]] = []
+        started_s = time.monotonic()
+        for number, length in enumerate(answer_lengths):
+            if self._ending.is_set():
+                break
+            # All but the last token of the text, which is read again: something has to be.
+            cache.crop(min(0, len(self._prompt) - 1 - cache.get_seq_length()))
+            answers.append(self._answer(cache, number, length))
+        return ConsumerResult(
+            answers=answers,
+            logits_sha256=self._recorder.digest.hexdigest(),
+            prefill_s=self._recorder.first_s - started_s,
+            decode_s=time.monotonic() - self._recorder.first_s,
+        )
+
+    def _answer(self, cache: Cache, number: int, length: int) -> list[int]:
+        inputs = torch.tensor([self._prompt], device=self._device)
+        torch.manual_seed(self._seed + 1 + number)  # Weights are drawn from the seed itself.
+        output = self._model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            past_key_values=cache,
+            max_new_tokens=length,
+            do_sample=True,
+            top_k=0,
+            suppress_tokens=list(ByteVocabulary.special),
+            logits_processor=[self._recorder],
+            stopping_criteria=[self._is_ending],
+        )
+        answer: list[int] = output[0, len(self._prompt) :].tolist()
+        return answer
+
+    def _is_ending(self, input_ids: torch.Tensor, *_: object, **_kwargs: object) -> torch.Tensor:
+        """Whether each sequence ends here: transformers' form of a stopping criterion."""
+        return torch.full((len(input_ids),), self._ending.is_set(), device=input_ids.device)
+
+
+class LogitsRecorder(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
+    """Counts tokens and digests the logits of each, as the model gave them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first_s = 0.0  # When the first were seen, by CLOCK_MONOTONIC.
+        self.digest = hashlib.sha256()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Take note; scores, shape (batch, vocabulary), are returned unchanged."""
+        del input_ids
+        self.digest.update(scores.cpu().numpy().tobytes())
+        if not self.count:
+            self.first_s = time.monotonic()
+        self.count += 1
+        return scores
 
 
 def run(settings: ConsumerSettings, parent: Parent) -> None:
@@ -97,8 +197,7 @@ def refer(settings: ConsumerSettings, parent: Parent, generation: Generation) ->
         parent.tell(ConsumerSample(at_s=time.monotonic(), tokens=generation.tokens))
 
     with watching(watch):
-        cache = DynamicCache(config=generation.config)
-        return generation.run(cache, settings.answer_lengths or ())
+        return generation.run(DynamicCache(config=generation.config), settings.answer_lengths or ())
 
 
 def harvest(

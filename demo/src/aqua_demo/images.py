@@ -44,18 +44,11 @@ stands out. Doubled, it varies by an eleventh and bursts are seen later."""
 
 
 class Arrivals:
-    """Requests that arrive at random, and the rate at which they were seen to.
-
-    Args:
-        per_s: Mean rate; may be set at any time and holds for all later arrivals.
-
-    Attributes:
-        seen_per_s: Requests a second over the last seconds, from zero at the start.
-    """
+    """Requests that arrive at random, and the rate at which they were seen to."""
 
     def __init__(self, per_s: float, *, seed: int, now_s: float) -> None:
-        self.per_s = per_s
-        self.seen_per_s = 0.0
+        self.per_s = per_s  # The mean; may be set at any time and holds for all later arrivals.
+        self.seen_per_s = 0.0  # Over the last seconds, from zero at the start.
         self._random = np.random.default_rng(seed)
         self._counts = deque([(now_s, 0)])
         self._window_s = max(RATE_WINDOW_S, RATE_WINDOW_REQUESTS / per_s)

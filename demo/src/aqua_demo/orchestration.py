@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
+from aqua_client import CoordinatorClient
 from aqua_demo.consumer_program import ConsumerSettings
-from aqua_demo.coordinator import DemoCoordinator
 from aqua_demo.messages import (
     SAMPLE_INTERVAL_S,
     Command,
@@ -32,7 +32,7 @@ from aqua_demo.messages import (
 )
 from aqua_demo.models import compute_threads
 from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
-from aqua_demo.processes import Child, DemoError, ProcessGroup
+from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
 from aqua_demo.producer_program import ProducerSettings
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
@@ -84,13 +84,6 @@ class DemoRun:
     def __init__(self, options: Options, view: RunView) -> None:
         self._options = options
         self._scale = options.scale
-        # The same for all programs; the runs of the LLM differ in nothing but what is added.
-        self._common: dict[str, Any] = {
-            "scale": options.scale,
-            "seed": options.seed,
-            "transport": options.transport,
-            "threads": compute_threads(),
-        }
         self._view = view
         self.record: Final = RunRecord(time.monotonic())
         self._phase = DemoPhase.START
@@ -109,7 +102,14 @@ class DemoRun:
         """
         # What cannot work is said before anything is started.
         producer_device, consumer_device = choose_devices(self._options.transport)
-        common = self._common | {"device": consumer_device}
+        # The same for all programs; the runs of the LLM differ in nothing but what is added.
+        common: dict[str, Any] = {
+            "scale": self._scale,
+            "seed": self._options.seed,
+            "transport": self._options.transport,
+            "device": consumer_device,
+            "threads": compute_threads(),
+        }
         with (
             # Sockets are in a short path: a Unix address holds 107 bytes.
             tempfile.TemporaryDirectory(prefix="aqua-demo-") as scratch,
@@ -119,14 +119,16 @@ class DemoRun:
             coordinator = DemoCoordinator.start(group, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
             if self._options.pairings is not None:
-                coordinator.obey(self._options.pairings)
+                with CoordinatorClient(
+                    coordinator.url, coordinator.operator_token, timeout_s=START_LIMIT_S
+                ) as client:
+                    client.put_placements(self._options.pairings)
                 self._note("coordinator", "obeys the plan: the LLM borrows from the image service")
             producer = self._producer = group.start_program(
                 "producer",
                 "producer_program",
                 ProducerSettings(
-                    **self._common,
-                    device=producer_device,
+                    **common | {"device": producer_device},
                     coordinator_url=coordinator.url,
                     token=coordinator.producer_token,
                     socket=Path(scratch) / "image-service.sock",
@@ -151,32 +153,27 @@ class DemoRun:
             self._set_load(self._quiet_factor)
             self._listen_until(group, lambda: self._phase is DemoPhase.VERIFY)
             consumer.send(Command(finish=True))
-            harvested = self._result(group, "consumer")
+            self._listen_until(group, lambda: "consumer" in self._results)
+            harvested = self._results["consumer"]
             consumer.finish()
             producer.finish()
-            answer_lengths = [len(answer) for answer in harvested.answers]
             group.start_program(
                 "reference",
                 "consumer_program",
-                ConsumerSettings(**common, answer_lengths=answer_lengths),
+                ConsumerSettings(**common, answer_lengths=list(map(len, harvested.answers))),
             )
-            compared = self._result(group, "reference")
+            self._listen_until(group, lambda: "reference" in self._results)
             self.record.close(time.monotonic())
         return make_report(
             self.record,
             harvested,
-            compared,
+            self._results["reference"],
             kv_bytes=self._scale.kv_bytes,
             scale=self._options.size,
             seed=self._options.seed,
             checksum=self._options.checksum,
             prompt_tokens=self._scale.prompt_tokens,
         )
-
-    def _result(self, group: ProcessGroup, name: str) -> ConsumerResult:
-        """Listen until the named child has reported its result."""
-        self._listen_until(group, lambda: name in self._results)
-        return self._results[name]
 
     def _listen_until(self, group: ProcessGroup, is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -185,10 +182,11 @@ class DemoRun:
             except queue.Empty:
                 pass
             else:
-                if heard.report is None:
-                    self._require_done(group, heard.name)
-                else:
-                    self._take(heard.name, heard.report)
+                name, verifying = heard.name, self._phase is DemoPhase.VERIFY
+                if heard.report is not None:
+                    self._take(name, heard.report)
+                elif name not in self._results and not (name == "producer" and verifying):
+                    raise group.died(name)
             phase = next_phase(self._phase, self._seen, self._scale)
             if phase is not self._phase:
                 self._enter(phase)
@@ -199,7 +197,11 @@ class DemoRun:
     def _take(self, name: str, report: Report) -> None:
         match report:
             case ProducerSample():
-                self._note_producer(self._seen.producer, report)
+                before = self._seen.producer
+                if report.offered_bytes >= self._scale.offer_bytes > before.offered_bytes:
+                    self._note("producer", f"offers {format_bytes(report.offered_bytes)}")
+                for measure in report.reclaims[len(before.reclaims) :]:
+                    self._note("producer", f"took back {measure}")
                 self.record.producer.append(report)
                 self._seen = replace(self._seen, producer=report)
             case ConsumerSample() if name == "consumer":
@@ -213,19 +215,6 @@ class DemoRun:
                 self._results[name] = report
             case Failure(error=error):
                 raise error_from_body(error)
-
-    def _note_producer(self, before: ProducerSample, now: ProducerSample) -> None:
-        if now.offered_bytes >= self._scale.offer_bytes > before.offered_bytes:
-            self._note("producer", f"offers {format_bytes(now.offered_bytes)}")
-        for measure in now.reclaims[len(before.reclaims) :]:
-            self._note("producer", f"took back {measure}")
-
-    def _require_done(self, group: ProcessGroup, name: str) -> None:
-        """A child's pipe has ended: fine after its result, otherwise a failure."""
-        if name not in self._results and not (
-            name == "producer" and self._phase is DemoPhase.VERIFY
-        ):
-            raise group.died(name)
 
     def _enter(self, phase: DemoPhase) -> None:
         self._phase = phase

@@ -57,19 +57,13 @@ NO_CONSUMER: Final = ConsumerSample(at_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The latest that both programs have said; zeros before they have said anything.
-
-    Attributes:
-        before: The consumer's sample when the present phase began.
-        reclaims_before: Reclaims that had finished by then.
-        compared: New tokens that the uninterrupted run has made.
-    """
+    """The latest that both programs have said; zeros before they have said anything."""
 
     producer: ProducerSample = NO_PRODUCER
     consumer: ConsumerSample = NO_CONSUMER
-    before: ConsumerSample = NO_CONSUMER
-    reclaims_before: int = 0
-    compared: int = 0
+    before: ConsumerSample = NO_CONSUMER  # When the present phase began.
+    reclaims_before: int = 0  # Finished by then.
+    compared: int = 0  # New tokens that the uninterrupted run has made.
 
 
 @dataclass(frozen=True, slots=True)

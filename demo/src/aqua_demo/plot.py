@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
-from aqua_demo.phases import GENERATING, DemoPhase
+from aqua_demo.phases import DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
 
@@ -77,8 +77,7 @@ def _draw_tokens(axis: Axes, record: RunRecord) -> None:
     axis.fill_between(at_s, rates, color=VIOLET, alpha=0.12)
     for span in record.spans:
         mean = record.mean_tokens_per_s(span)
-        if span.phase in GENERATING and mean is not None:
-            assert span.until_s is not None
+        if mean is not None and span.until_s is not None:
             axis.hlines(mean, span.since_s, span.until_s, color=VIOLET, linestyle=":", linewidth=1)
             middle = (span.since_s + span.until_s) / 2, 0.02 * rates.max()
             axis.text(*middle, f"mean {mean:.1f}", ha="center", fontsize=9, color=VIOLET)
@@ -115,7 +114,6 @@ def _shade(axis: Axes, record: RunRecord, begin_s: float, end_s: float, *, named
         axis.axvspan(since_s, until_s, color=shade, zorder=-2, linewidth=0)
         axis.axvline(since_s, color="#cbd2d9", linewidth=0.8, zorder=-1)
         if named and until_s - since_s > 0.05 * (end_s - begin_s):
-            place: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 9}
-            across = axis.get_xaxis_transform()
-            middle = (since_s + until_s) / 2
-            axis.text(middle, 0.985, name, transform=across, fontweight="bold", **place)
+            middle, across = (since_s + until_s) / 2, axis.get_xaxis_transform()
+            bold: dict[str, Any] = {"fontsize": 9, "fontweight": "bold"}
+            axis.text(middle, 0.985, name, transform=across, ha="center", va="top", **bold)

@@ -1,5 +1,8 @@
 """Starts the demo's processes, listens to them, and leaves none behind.
 
+The coordinator is the real command, with its embedded Valkey, as an operator starts it: on a free
+port, with a token for each role, and with data that vanish after the run.
+
 Every child ends with this process (see `parent_death`) and leads a session of its own: Ctrl-C
 reaches the demo alone, which then stops its children in order, and a child that does not stop is
 killed with everything it has started. Children are started by the main thread, because the kernel
@@ -8,12 +11,14 @@ ties a child to the thread that forked it.
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,13 +27,26 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from aqua_demo.messages import REPORTS, Command, Failure, Report
+from aqua_coordinator.tokens import Role, create_token
+from aqua_demo.messages import (
+    CONSUMER_ID,
+    PRODUCER_ID,
+    REPORTS,
+    SAMPLE_INTERVAL_S,
+    Command,
+    Failure,
+    Report,
+)
 from aqua_protocol import AquaError
 from aqua_protocol.wire import Wire
 
 STOP_WAIT_S: Final = 10.0
 """Seconds for a child to stop before it is killed. Doubled, a demo with a child that hangs ends ten
 seconds later."""
+
+START_LIMIT_S: Final = 30.0
+"""Seconds for a coordinator and its Valkey to listen. Doubled, a demo whose coordinator hangs says
+so half a minute later."""
 
 LOG_TAIL_LINES: Final = 15
 """Lines of a log in an error: a traceback of a few frames. Doubled, it fills a terminal."""
@@ -204,3 +222,43 @@ class ProcessGroup:
         log = self._directory / f"{name}.log"
         self._children.append(Child(name, command, log=log, environment=environment, heard=heard))
         return self._children[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoCoordinator:
+    """A running coordinator, and the tokens that it accepts."""
+
+    url: str
+    producer_token: str
+    consumer_token: str
+    operator_token: str
+
+    @classmethod
+    def start(cls, group: ProcessGroup, scratch: Path) -> Self:
+        """Make tokens, start it and wait until its log says where it listens.
+
+        Raises:
+            DemoError: It did not start; its log is in the message.
+        """
+        tokens_file = scratch / "tokens.json"
+        holders = {Role.PRODUCER: PRODUCER_ID, Role.CONSUMER: CONSUMER_ID, Role.OPERATOR: None}
+        tokens = [create_token(tokens_file, roles=[r], member=m)[0] for r, m in holders.items()]
+        child = group.start_service(
+            "coordinator",
+            [sys.executable, "-m", "aqua_coordinator", "serve"],
+            {
+                "AQUA_LISTEN_PORT": "0",
+                "AQUA_DATA_DIR": str(scratch / "coordinator"),
+                "AQUA_TOKENS_FILE": str(tokens_file),
+            },
+        )
+        until_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < until_s:
+            for line in child.log.read_text(encoding="utf-8").splitlines():
+                if '"listening"' in line:
+                    return cls(json.loads(line)["url"], *tokens)
+            if child.wait(SAMPLE_INTERVAL_S) is not None:
+                raise group.died(child.name)
+        raise DemoError(
+            f"the coordinator does not listen after {START_LIMIT_S:.0f} s:\n{child.log_tail()}"
+        )

@@ -22,12 +22,7 @@ from aqualib.producer.device import EmulatedMemory
 
 
 class Images:
-    """The image service, batch by batch.
-
-    Attributes:
-        used_bytes: Highest use of the device during the last batch.
-        total_bytes: Of the device.
-    """
+    """The image service, batch by batch."""
 
     def __init__(self, scale: DemoScale) -> None:
         torch.set_num_threads(compute_threads())
@@ -36,7 +31,7 @@ class Images:
         allowance = CountedMemoryLimit(self._memory, least_bytes=scale.memory_bytes)
         self._service = ImageService(scale, allowance, torch.device("cpu"), seed=0)
         self.total_bytes = scale.memory_bytes
-        self.used_bytes = self._memory.used_bytes
+        self.used_bytes = self._memory.used_bytes  # Highest use during the last batch.
 
     def run(self, size: int) -> None:
         """Make `size` images at once.
@@ -54,18 +49,13 @@ class Images:
 
 
 class Llm:
-    """The LLM, prompt by prompt.
-
-    Attributes:
-        used_bytes: Keys and values of the last prompt.
-        total_bytes: What keys and values may occupy on its own device.
-    """
+    """The LLM, prompt by prompt."""
 
     def __init__(self, scale: DemoScale) -> None:
         torch.set_num_threads(compute_threads())
         self._model = build_llama(scale.llama, max_tokens=scale.max_tokens, seed=0)
         self.total_bytes = scale.budget_bytes
-        self.used_bytes = 0
+        self.used_bytes = 0  # By keys and values of the last prompt.
 
     def read(self, tokens: int) -> int:
         """Read a prompt; returns the bytes of its keys and values."""

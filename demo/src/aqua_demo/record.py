@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.phases import DemoPhase
+from aqua_demo.phases import GENERATING, DemoPhase
 
 MAX_SAMPLES: Final = 36_000
 """Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two
@@ -70,7 +70,9 @@ class RunRecord:
         return rates(self.columns(self.producer, "images"))
 
     def mean_tokens_per_s(self, span: PhaseSpan) -> float | None:
-        """New tokens a second over all of a phase; None when it did not last."""
+        """New tokens a second over all of a phase; None when it made none or did not last."""
+        if span.phase not in GENERATING:
+            return None
         until_s = span.since_s if span.until_s is None else span.until_s
         inside = [s for s in self.consumer if span.since_s <= s.at_s - self.started_s <= until_s]
         if len(inside) < 2:  # noqa: PLR2004 - a rate is between two

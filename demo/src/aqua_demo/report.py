@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from aqua_demo.messages import ConsumerResult, ReclaimMeasure
-from aqua_demo.phases import GENERATING, TITLES, DemoPhase
+from aqua_demo.phases import TITLES, DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
 from aqua_protocol.wire import Wire
@@ -127,12 +127,12 @@ def make_report(
                 title=TITLES[span.phase],
                 since_s=round(span.since_s, 3),
                 until_s=None if span.until_s is None else round(span.until_s, 3),
-                tokens_per_s=record.mean_tokens_per_s(span) if span.phase in GENERATING else None,
+                tokens_per_s=record.mean_tokens_per_s(span),
             )
             for span in record.spans
         ],
         reference_tokens_per_s=reference.tokens_per_s,
-        machine=describe_machine(),
+        machine=_machine(),
         remark=HOST_REMARK if harvested.transport == TransportKind.MEMFD else GPU_REMARK,
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         timeline=_series(record),
@@ -219,8 +219,7 @@ def _series(record: RunRecord) -> dict[str, list[int | float]]:
     return series
 
 
-def describe_machine() -> str:
-    """Name the hardware, for the reader of the figures."""
+def _machine() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     cores = len(os.sched_getaffinity(0))
     return f"{platform.system()} {platform.release()}, {device}, {cores} cores"

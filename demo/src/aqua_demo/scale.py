@@ -22,42 +22,23 @@ WEIGHT_BYTES: Final = 1 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DemoScale:
-    """Sizes of one run.
-
-    Attributes:
-        llama: The language model.
-        prompt_tokens: Tokens of text that every request is about.
-        answer_tokens: New tokens for each request.
-        budget_bytes: What keys and values may occupy on the model's own device.
-        slab_bytes: Unit of lending and of reclaim; GPUs map memory in multiples of 2 MiB.
-        memory_bytes: The image service's device, emulated where there is no GPU.
-        image_bytes: Workspace of one image in flight on that device.
-        harvest_tokens: New tokens to see with the spare memory in use, before the burst.
-        burst_tokens: New tokens to see in host memory.
-        again_tokens: New tokens to see after the memory is back.
-        spare_images: Images for which the service keeps room while it lends the rest.
-        unet_channels: Width of the image model.
-        image_side: Pixels.
-        image_steps: Denoising steps of one image.
-        quiet_load: Share of its capacity, with the memory lent, that the service is asked for at
-            first; the burst doubles it.
-    """
+    """Sizes of one run."""
 
     llama: LlamaSize
-    prompt_tokens: int
-    answer_tokens: int
-    budget_bytes: int
-    slab_bytes: int
-    memory_bytes: int
-    image_bytes: int
-    harvest_tokens: int
-    burst_tokens: int
-    again_tokens: int
-    spare_images: int = 1
-    unet_channels: int = 8
-    image_side: int = 16
-    image_steps: int = 12
-    quiet_load: float = 0.4
+    prompt_tokens: int  # Of the text that every request is about.
+    answer_tokens: int  # New tokens for each request.
+    budget_bytes: int  # What keys and values may occupy on the model's own device.
+    slab_bytes: int  # Unit of lending and of reclaim; GPUs map memory in multiples of 2 MiB.
+    memory_bytes: int  # The image service's device, emulated where there is no GPU.
+    image_bytes: int  # Workspace of one image in flight on that device.
+    harvest_tokens: int  # New tokens to see with the spare memory in use, before the burst.
+    burst_tokens: int  # New tokens to see in host memory.
+    again_tokens: int  # New tokens to see after the memory is back.
+    spare_images: int = 1  # For which the service keeps room while it lends the rest.
+    unet_channels: int = 8  # Width of the image model.
+    image_side: int = 16  # Pixels.
+    image_steps: int = 12  # Denoising steps of one image.
+    quiet_load: float = 0.4  # Asked for at first, of the capacity left when all is lent.
 
     @property
     def max_tokens(self) -> int:
