@@ -9,6 +9,7 @@ Fixtures that start processes or servers live in `harness/`.
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 from functools import cache
@@ -22,6 +23,10 @@ TIERS: Final = frozenset(
 )
 SEED: Final = 0
 """Of the global generators at the start of each test."""
+
+# How long the store's disk may take is the machine's affair (`harness/bounds.py`); 60 s is as long
+# as the setting allows. A test that is about this time sets its own.
+os.environ.setdefault("AQUA_STORE_TIMEOUT_S", "60")
 
 TESTS_ROOT: Final = Path(__file__).resolve().parent
 

@@ -163,7 +163,9 @@ def _is(key: str, name: str) -> bool:
 @contextlib.asynccontextmanager
 async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
     """Fresh books on the server at `url`, checked at the end."""
-    pipeline = Pipeline(open_pool(url, connect_timeout_s=HANG_S, max_connections=8))
+    pipeline = Pipeline(
+        open_pool(url, connect_timeout_s=HANG_S, max_connections=8), timeout_s=HANG_S
+    )
     pipeline.start()
     room = LedgerRoom(url, pipeline)
     try:

@@ -43,9 +43,8 @@ async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> No
         store.start()
         try:
             for round_number in range(3):
-                pipeline = Pipeline(
-                    open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4)
-                )
+                pool = open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4)
+                pipeline = Pipeline(pool, timeout_s=HANG_S)
                 pipeline.start()
                 try:
                     sets = [pipeline.command("SET", f"{round_number}-{n}", "x") for n in range(100)]
@@ -64,7 +63,9 @@ async def test_what_was_answered_survives_sigkill_while_the_disk_is_slow(
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(slow_disk(tmp_path)))
     with running_store() as store:
-        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4))
+        pipeline = Pipeline(
+            open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4), timeout_s=HANG_S
+        )
         pipeline.start()
         try:
             count, (began_s, _) = 0, await pipeline.command("TIME")
@@ -222,7 +223,9 @@ async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: s
         store = EmbeddedValkey(directory / "d", binary=wrapper)
         store.start()
         assert store.pid is not None
-        pipeline = Pipeline(open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4))
+        pipeline = Pipeline(
+            open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4), timeout_s=HANG_S
+        )
         pipeline.start()
         ledger = Ledger(pipeline)
         try:

@@ -66,7 +66,9 @@ def join(url: str, producer: PaperProducer) -> None:
 
 async def audit(store_url: str) -> tuple[list[str], int, int]:
     """Rules that the books break, and bytes that they have leased by producer and by lease."""
-    pipeline = Pipeline(open_pool(store_url, connect_timeout_s=HANG_S, max_connections=4))
+    pipeline = Pipeline(
+        open_pool(store_url, connect_timeout_s=HANG_S, max_connections=4), timeout_s=HANG_S
+    )
     pipeline.start()
     ledger = Ledger(pipeline)
     try:

@@ -87,7 +87,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.numbers = iter(range(10**9))
 
     async def _open(self) -> None:
-        pipeline = Pipeline(open_pool(self.url, connect_timeout_s=HANG_S, max_connections=8))
+        pipeline = Pipeline(
+            open_pool(self.url, connect_timeout_s=HANG_S, max_connections=8), timeout_s=HANG_S
+        )
         pipeline.start()
         self.room = LedgerRoom(self.url, pipeline)
         await self.room.lose_books()
