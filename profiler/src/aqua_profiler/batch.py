@@ -32,7 +32,7 @@ import httpx
 
 from aqua_profiler.errors import EndpointError, EndpointGoneError, EndpointRefusedError
 from aqua_profiler.estimate.rate import confidence_of
-from aqua_profiler.load.answer_stream import SHOWN
+from aqua_profiler.load.endpoint import SHOWN
 from aqua_profiler.measure.memory import MemoryMeter
 from aqua_profiler.spec import BatchSpec
 from aqua_protocol import ConfigError
@@ -67,11 +67,8 @@ class BatchMeasurement:
     """One batch size.
 
     Attributes:
-        size: Items in a batch.
-        items_per_s: Throughput.
-        error: Its relative standard error.
+        error: Relative standard error of the throughput.
         free_bytes: Never used while such batches ran.
-        repeats: Batches measured.
     """
 
     size: int

@@ -64,16 +64,11 @@ class ProfileSpec:
     """What to measure of an LLM endpoint.
 
     Attributes:
-        seed: Of arrivals and lengths.
         threshold_bytes: From which spare memory makes a producer.
-        tensor_parallel: GPUs that share the model.
-        hbm_bytes: Of each of them.
+        hbm_bytes: Of each of the model's GPUs.
         kv_bytes: Size of the KV cache per GPU, where the operator knows it.
-        model_folder: With the model's `config.json`.
         bursts: Factors of the stable rate, the planned one first: a budget may end before others.
         long_prompt_tokens: A prompt that should be possible beside the load.
-        prefix_tokens: Prefixes to keep cached.
-        stall_s: Silence that counts as a stall.
     """
 
     url: str

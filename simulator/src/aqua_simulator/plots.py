@@ -31,10 +31,8 @@ def draw_fit(fit: Fit, path: Path) -> None:
         for prefix, parts in sorted(groups.items()):
             layer = np.sum([one(tokens[:, None]) for one in parts], axis=0)
             axes.plot(tokens, layer * 1e3, label=prefix, linewidth=1)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("tokens of a step")
-        axes.set_ylabel("linear operators of a layer, ms")
+        axes.set(xscale="log", yscale="log")
+        axes.set(xlabel="tokens of a step", ylabel="linear operators of a layer, ms")
         if groups:
             axes.legend(fontsize=5, ncols=2)
 
@@ -51,8 +49,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
             )
             axes.plot(place + spread, errors, ".", label=f"{level} ({len(errors)})")
         axes.set_xticks(range(len(levels)), levels)
-        axes.set_yscale("log")
-        axes.set_ylabel("MAPE on unseen rows, %")
+        axes.set(yscale="log", ylabel="MAPE on unseen rows, %")
         axes.legend()
 
 
@@ -66,9 +63,8 @@ def draw_latencies(runs: Mapping[str, Sequence[Served]], path: Path) -> None:
             for axes, values in zip(panels, (first, per_token), strict=True):
                 share = np.arange(1, len(values) + 1) / max(1, len(values))
                 axes.plot(np.sort(values), share, label=label)
-        panels[0].set_xlabel("time to first token, s")
-        panels[1].set_xlabel("time per output token, s")
-        panels[0].set_ylabel("share of requests")
+        panels[0].set(xlabel="time to first token, s", ylabel="share of requests")
+        panels[1].set(xlabel="time per output token, s")
         panels[0].legend()
 
 
@@ -77,8 +73,7 @@ def draw_usage(usage: Shaped[np.ndarray, " bins"], path: Path) -> None:
     with figure(path) as drawing:
         axes = drawing.add_subplot()
         plot_usage(axes, usage)
-        axes.set_xlabel("thousand steps")
-        axes.set_ylabel("ms per step")
+        axes.set(xlabel="thousand steps", ylabel="ms per step")
         axes.legend()
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from aqua_profiler.errors import EndpointGarbledError, EndpointRefusedError
-from aqua_profiler.load.answer_stream import AnswerStream
+from aqua_profiler.load.endpoint import AnswerStream
 
 
 def _event(**choice: object) -> bytes:

@@ -59,7 +59,6 @@ class RateLimit:
     Attributes:
         rate_per_s: The estimate.
         error: Relative standard error.
-        limit: Of TTFT or of TBT.
         is_queue: Requests wait there; else latency rises smoothly.
     """
 
@@ -154,11 +153,7 @@ def _queue_limit(
 def _token_limit(
     objective: LatencyObjective, trials: Sequence[TrialSummary], ceiling: float
 ) -> RateLimit | None:
-    """The limit of token times, if long gaps have been seen.
-
-    Args:
-        ceiling: The rate at which a queue's limit holds.
-    """
+    """The limit of token times, if long gaps have been seen; a queue's holds at `ceiling`."""
     told = [trial for trial in trials if trial.paces and trial.gaps_per_request > 0]
     steady = [trial for trial in told if trial.is_measured] or told
     finished = sum(trial.finished for trial in steady)

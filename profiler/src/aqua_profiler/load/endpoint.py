@@ -2,18 +2,22 @@
 
 Owns how a request of given lengths is put: a prompt of random common words, so that no two, of
 this process or another, share a prefix that a cache could skip, scaled by what the server itself
-counts; an exact length of output
-by `ignore_eos`, left out for servers that do not know it. And the translation of what can go wrong
-into the errors of `errors`.
+counts; an exact length of output by `ignore_eos`, left out for servers that do not know it. And how
+its answer is read: a piece of text counts as one token, as a user sees it, even where an engine
+packs several tokens into a piece; the usage that the server reports says how many there were. And
+the translation of what can go wrong into the errors of `errors`.
 
 Not promised: prompts to the exact token. The server's own counts are in the profile.
 
 aiohttp rather than httpx, which the rest of Aqua uses: its parser is C, and a piece of a stream
 costs a tenth. At 50 requests/s httpx alone filled a core and was late.
+
+Source: the completions and chat completions endpoints as vLLM and OpenAI stream them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 from collections.abc import Callable
@@ -28,8 +32,10 @@ from aqua_profiler.errors import (
     EndpointGoneError,
     EndpointRefusedError,
 )
-from aqua_profiler.load.answer_stream import SHOWN, AnswerStream
 from aqua_protocol import ConfigError
+
+SHOWN: Final = 200
+"""Characters of an answer that an error quotes, chosen by hand. Doubled, errors fill a screen."""
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """Seconds to connect, and for pages beside the load; twice as many only delay the error."""
@@ -137,15 +143,12 @@ class Endpoint:
         on_sent: Callable[[], None],
         on_token: Callable[[], None],
     ) -> int | None:
-        """Send one request and read its answer; returns the length of its prompt.
+        """Send one request and read its answer; returns its prompt's tokens, if the server counts.
 
         Args:
             prompt_tokens: Length to aim at, with words by the seed.
             on_sent: Called when the request has been handed to the socket.
             on_token: Called for each piece of text as it arrives.
-
-        Returns:
-            Tokens of the prompt as the server counts, None if it does not say.
 
         Raises:
             ShedError: The endpoint is too busy.
@@ -219,3 +222,95 @@ async def _note_sent(
 ) -> None:
     if context.trace_request_ctx is not None:
         context.trace_request_ctx()
+
+
+class AnswerStream:
+    """One answer on its way in: an OpenAI event stream, line by line.
+
+    Attributes:
+        tokens: Pieces of text so far.
+        is_finished: The server said that the answer is complete.
+        prompt_tokens: As the server counts, once it has said so.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.is_finished = False
+        self.prompt_tokens: int | None = None
+        self._rest = b""
+
+    def feed(self, data: bytes) -> int:
+        """Take bytes; returns how many new pieces of text were in them.
+
+        Raises:
+            EndpointGarbledError: Not an OpenAI event stream.
+            EndpointRefusedError: The server reports an error within the stream.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        before = self.tokens
+        for line in lines:
+            self._line(line.strip())
+        return self.tokens - before
+
+    def end(self) -> None:
+        """The connection has been closed in order.
+
+        Raises:
+            EndpointGarbledError: The answer is cut off, or had no token.
+        """
+        if self._rest.strip():
+            self._line(self._rest.strip())
+        if not self.is_finished:
+            raise EndpointGarbledError(f"an answer ended after {self.tokens} tokens without [DONE]")
+        if not self.tokens:
+            raise EndpointGarbledError("an answer was complete without a single token")
+
+    def _line(self, line: bytes) -> None:
+        if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
+            return
+        if not line.startswith(b"data:"):
+            raise EndpointGarbledError(f"a line of the stream is no event: {_shown(line)}")
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.is_finished = True
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise EndpointGarbledError(f"an event is not JSON: {_shown(data)}") from None
+        if not isinstance(event, dict):
+            raise EndpointGarbledError(f"an event is no object: {_shown(data)}")
+        if event.get("error"):
+            raise EndpointRefusedError(f"the endpoint broke off an answer: {_shown(data)}")
+        self._event(event, data)
+
+    def _event(self, event: dict[str, Any], data: bytes) -> None:
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            raise EndpointGarbledError(f"an event has no choices: {_shown(data)}")
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            count = usage.get("prompt_tokens")
+            self.prompt_tokens = count if isinstance(count, int) else None
+        for choice in choices:
+            if not isinstance(choice, dict):
+                raise EndpointGarbledError(f"a choice is no object: {_shown(data)}")
+            ended = choice.get("finish_reason") is not None
+            self.is_finished |= ended
+            # An engine may pack a whole short answer into its end, and show no text of it: bytes
+            # of a broken character. It is an answer all the same.
+            self.tokens += _is_token(choice, ended=ended) or (ended and not self.tokens)
+
+
+def _is_token(choice: dict[str, Any], *, ended: bool) -> bool:
+    """A piece of text, also an empty one in mid-stream: part of a character is a token too."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+        return bool(text) or not (ended or "role" in delta)
+    return bool(choice.get("text")) or ("text" in choice and not ended)
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:SHOWN].decode(errors="replace"))

@@ -61,8 +61,7 @@ def gap_histograms(
             number from then on.
         gaps: When each gap ended, how long it was, and how many requests there were then.
         limit_s: Of a gap.
-        since_s: What was before is left out.
-        until_s: What is after is left out.
+        since_s, until_s: What is before or after is left out.
     """
     times, counts = changes
     ended_s, lasted_s, crowds = gaps

@@ -34,16 +34,23 @@ class MemoryUse:
 
 
 class MemoryMeter:
-    """Reads a device's memory; a source that forgets old peaks by itself needs only `read`."""
+    """Reads a device's memory; as it is, from a source that forgets old peaks by itself.
 
-    name = ""
+    Args:
+        name: For the profile.
+        tell: Returns the highest use since `reset`, and all memory, in bytes.
+    """
 
-    def reset(self) -> None:
-        """Forget the highest use."""
+    def __init__(self, name: str, tell: Callable[[], tuple[int, int]]) -> None:
+        self.name = name
+        self._tell = tell
 
     def read(self) -> MemoryUse:
         """The highest use since `reset`."""
-        raise NotImplementedError
+        return MemoryUse(*self._tell())
+
+    def reset(self) -> None:
+        """Forget the highest use."""
 
     def close(self) -> None:
         """Stop reading the device's memory."""
@@ -56,9 +63,8 @@ class TorchMeter(MemoryMeter):
         MeterUnavailableError: torch sees no GPU.
     """
 
-    name = "torch"
-
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int) -> None:
+        super().__init__("torch", self._look)
         try:
             import torch
         except ImportError as error:
@@ -73,13 +79,12 @@ class TorchMeter(MemoryMeter):
         self._cuda.synchronize(self._device)
         self._cuda.reset_peak_memory_stats(self._device)
 
-    def read(self) -> MemoryUse:
-        """The highest use since `reset`."""
+    def _look(self) -> tuple[int, int]:
         self._cuda.synchronize(self._device)
         free, total = self._cuda.mem_get_info(self._device)
         elsewhere = total - free - self._cuda.memory_reserved(self._device)
         peak = self._cuda.max_memory_allocated(self._device)
-        return MemoryUse(min(total, int(elsewhere + peak)), int(total))
+        return min(total, int(elsewhere + peak)), int(total)
 
 
 class NvmlMeter(MemoryMeter):
@@ -89,9 +94,8 @@ class NvmlMeter(MemoryMeter):
         MeterUnavailableError: No NVML, or no such device.
     """
 
-    name = "nvml"
-
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int) -> None:
+        super().__init__("nvml", self._look)
         try:
             import pynvml
 
@@ -110,20 +114,16 @@ class NvmlMeter(MemoryMeter):
         while not self._done.wait(POLL_S):
             self._look()
 
-    def _look(self) -> MemoryUse:
+    def _look(self) -> tuple[int, int]:
         info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         with self._lock:
             self._peak = max(self._peak, int(info.used))
-            return MemoryUse(self._peak, int(info.total))
+            return self._peak, int(info.total)
 
     def reset(self) -> None:
         """Forget the highest use."""
         with self._lock:
             self._peak = 0
-
-    def read(self) -> MemoryUse:
-        """The highest use since `reset`."""
-        return self._look()
 
     def close(self) -> None:
         """Stop reading the device's memory."""
@@ -131,24 +131,7 @@ class NvmlMeter(MemoryMeter):
         self._thread.join()
 
 
-class ReportMeter(MemoryMeter):
-    """A program or a server that accounts for its device, emulated or not, by itself.
-
-    Args:
-        name: For the profile.
-        tell: Returns the highest use of late, and all memory, in bytes.
-    """
-
-    def __init__(self, name: str, tell: Callable[[], tuple[int, int]]) -> None:
-        self.name = name
-        self._tell = tell
-
-    def read(self) -> MemoryUse:
-        """The highest use since `reset`."""
-        return MemoryUse(*self._tell())
-
-
-def url_meter(url: str) -> ReportMeter:
+def url_meter(url: str) -> MemoryMeter:
     """Asks a server that answers JSON with `used_bytes` and `total_bytes`."""
 
     def tell() -> tuple[int, int]:
@@ -161,7 +144,7 @@ def url_meter(url: str) -> ReportMeter:
                 remedy="Answer JSON with used_bytes and total_bytes.",
             ) from error
 
-    return ReportMeter("url", tell)
+    return MemoryMeter("url", tell)
 
 
 def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as above
@@ -171,7 +154,7 @@ def meter_for(program: Any, device: int) -> MemoryMeter:  # noqa: ANN401 - as ab
         MeterUnavailableError: None works here.
     """
     if hasattr(program, "used_bytes") and hasattr(program, "total_bytes"):
-        return ReportMeter("emulated", lambda: (int(program.used_bytes), int(program.total_bytes)))
+        return MemoryMeter("emulated", lambda: (int(program.used_bytes), int(program.total_bytes)))
     if not getattr(program, "is_remote", False):
         try:
             return TorchMeter(device)

@@ -39,7 +39,6 @@ class Backlog:
 
     Attributes:
         starts: First tokens after its beginning.
-        seconds: How long it lasted.
         dispersion: Variance over mean of the counts of first tokens in short windows, about as long
             as a queue lasts; None if it was short.
         spread: The same in the long run: what the mean's own error follows from. Smaller where
@@ -59,20 +58,15 @@ class TrialSummary:
     Attributes:
         rate_per_s: Asked for; of a ramp, reached in the end.
         ramp: It was a ramp: its quantiles say nothing about a steady state.
-        stop: Why it ended.
-        sent: Requests sent.
         finished: Requests answered to the end.
-        shed: Requests turned away.
         seconds: From the start to the last send.
         window: Requests of the steady part, from which all that follows is taken.
         ttft_s: The objective's quantile of TTFT.
         ttft_p99_s: For people.
         over_share: Share of requests beyond the limit of TTFT.
         tbt_s: The objective's quantile of TBT, None without two tokens anywhere.
-        gaps: Gaps between tokens.
         residence_s: Mean time from first to last token.
         running: Requests between first and last token, on average.
-        backlogs: Stretches in which requests queued.
         lateness_p99_s: Between scheduled and actual sends: the generator's own fault.
         tokens_peak: Most tokens of context that requests in the system would hold together.
         kv_usage: Highest share of the KV cache in use that the engine reported, if it did.

@@ -36,7 +36,6 @@ class Findings:
         verdict: How the search ended; None if it did not.
         lone_requests: Sent one at a time.
         failed_sends: Sent in a trial that failed.
-        notes: For people.
     """
 
     engine: str = ""

@@ -141,7 +141,6 @@ class SearchResult:
     """The end of a search.
 
     Attributes:
-        estimate: What is known.
         complete: The objective was seen met near the rate, and a limit above it; else the profile
             is partial.
         reason: Why it ended, for people.

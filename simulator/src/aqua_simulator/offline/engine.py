@@ -29,7 +29,6 @@ class OfflineResult:
 
     Attributes:
         end: Where the engine stood when the last request had ended, and its sums over the run.
-        total_tokens: Prompt and output tokens of the workload.
         finish_s: When each request ended, shape (num_requests,).
         usage: Sums over some steps each, rows with the fields of `state.Usage`.
         policy_s: Real seconds of each call of the policy; empty unless it was measured.

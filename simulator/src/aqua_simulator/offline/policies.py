@@ -70,12 +70,10 @@ class PlanSettings:
     """What a planner knows and may use.
 
     Attributes:
-        capacity_tokens: KV tokens that fit in memory.
         sample_probability: Share of requests whose output length is found out beforehand.
         media_known: Whether media requests state their length (section 3.2); False samples them
             like all others.
         all_known: Whether every length is known: the oracle.
-        max_step_tokens: Most tokens of a step.
         dense_tokens: Fewest tokens to which the published policy paces a step; see `DENSE_TOKENS`.
         seed: Of the sample and of random orders.
     """
@@ -87,16 +85,6 @@ class PlanSettings:
     max_step_tokens: int = 8192
     dense_tokens: int = DENSE_TOKENS
     seed: int = 0
-
-
-def resource_cost(cost: StepCost) -> ResourceCost:
-    """The coefficients that a policy knows; the interference it does not."""
-    return ResourceCost(
-        cost.linear_s_per_token,
-        cost.prefill_s_per_square_token,
-        cost.decode_s_per_kv_token,
-        linear_floor_s=cost.linear_floor_s,
-    )
 
 
 def pool_of(workload: OfflineWorkload, settings: PlanSettings) -> RequestPool:
@@ -119,7 +107,9 @@ def policy_for(
     name: OfflinePolicy, workload: OfflineWorkload, cost: StepCost, settings: PlanSettings
 ) -> AdmissionPolicy:
     """The named policy over the workload's pool."""
-    pool, costs = pool_of(workload, settings), resource_cost(cost)
+    pool = pool_of(workload, settings)
+    # What a policy knows of the cost; the interference it does not.
+    costs = ResourceCost(*cost[:3], linear_floor_s=cost.linear_floor_s)
     if name in {OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT}:
         return _blended(name, pool, costs, settings)
     lengths, tree = pool.estimate(), pool.tree

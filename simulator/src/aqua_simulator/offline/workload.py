@@ -21,14 +21,11 @@ class OfflineWorkload:
     """Requests over a prefix tree.
 
     Attributes:
-        node_parent: Parent of each tree node, shape (num_nodes,); -1 for a root. A parent's index
-            is below its children's.
-        node_tokens: Tokens that the node adds to its parent's path, shape (num_nodes,).
-        leaf: Node at which each request's prompt ends, shape (num_requests,). Two requests may
-            end at one node: equal prompts.
-        output_tokens: Tokens that each request will generate, shape (num_requests,), at least 1.
-        known_output: Whether the length is known in advance (generation media), shape
-            (num_requests,).
+        node_parent: Parent of each node; -1 for a root. A parent's index is below its children's.
+        node_tokens: Tokens that the node adds to its parent's path.
+        leaf: Node at which each request's prompt ends; equal prompts end at one node.
+        output_tokens: Tokens that each request will generate, at least 1.
+        known_output: Whether the length is known in advance (generation media).
     """
 
     node_parent: Int64[np.ndarray, " nodes"]

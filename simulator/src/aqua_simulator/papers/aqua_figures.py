@@ -114,9 +114,7 @@ def _burst_figure(
             panels[1].plot([row.tpot_s * 1e3 for row in run], label=name, linewidth=1)
         labels = ("time to first token, s", "time per output token, ms")
         for axes, label in zip(panels, labels, strict=True):
-            axes.set_xlabel("request, by arrival")
-            axes.set_ylabel(label)
-            axes.set_yscale("log")
+            axes.set(xlabel="request, by arrival", ylabel=label, yscale="log")
         panels[0].legend(fontsize=7)
 
     facts = {
@@ -227,9 +225,7 @@ def figure9(experiments: Experiments) -> FigureMeasurement:
         axes = figure.add_subplot()
         for name, (ttft_s, _) in lines.items():
             axes.plot(ttft_s, marker=".", label=name, linewidth=1)
-        axes.set_xlabel("request, by arrival")
-        axes.set_ylabel("time to first token, s")
-        axes.set_yscale("log")
+        axes.set(xlabel="request, by arrival", ylabel="time to first token, s", yscale="log")
         axes.legend(fontsize=7)
 
     return FigureMeasurement(values, sensitivity, draw=draw)

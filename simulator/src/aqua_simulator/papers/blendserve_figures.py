@@ -76,8 +76,7 @@ def figure3(_experiments: Experiments) -> FigureMeasurement:
         names = [str(length) for length in _FIGURE3_LENGTHS]
         axes.set_xticks(range(len(names)), names)
         axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel("output tokens")
-        axes.set_ylabel("prompt tokens")
+        axes.set(xlabel="output tokens", ylabel="prompt tokens")
         figure.colorbar(image, label="log10 of compute density")
 
     values = {
@@ -227,8 +226,7 @@ def gain_grid(experiments: Experiments, *, source: Source, every: int = 3) -> Fi
         for sharing in sorted({trace.sharing for trace in gains}):
             line = [(each.density, gains[each]) for each in gains if each.sharing == sharing]
             axes.plot(*zip(*line, strict=True), marker="o", label=f"sharing {sharing:.2f}")
-        axes.set_xlabel("compute density")
-        axes.set_ylabel("gain of blendserve over DFS, %")
+        axes.set(xlabel="compute density", ylabel="gain of blendserve over DFS, %")
         axes.legend(fontsize=7)
 
     facts = {"grid_request_count": count}

@@ -14,6 +14,8 @@ from aqua_protocol.errors import ConfigError
 if TYPE_CHECKING:
     from aqua_simulator.papers.report import Reproduction
 
+Interference = Annotated[float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)]
+
 
 def paper(
     names: Annotated[
@@ -27,9 +29,7 @@ def paper(
         int, typer.Option("--requests", help="Requests per trace.", min=1000)
     ] = 400_000,
     seed: Annotated[int, typer.Option(help="Of workloads and samples.")] = 1,
-    interference: Annotated[
-        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
-    ] = 0.4,
+    interference: Interference = 0.4,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the sections as Markdown here.")
     ] = None,
@@ -95,9 +95,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
     media_known: Annotated[
         bool, typer.Option("--media-known/--media-unknown", help="Media state their length.")
     ] = True,
-    interference: Annotated[
-        float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)
-    ] = 0.4,
+    interference: Interference = 0.4,
     seed: Annotated[int, typer.Option(help="Of workload and sample.")] = 1,
     as_json: Json = False,
     plot: Plot = None,
@@ -108,13 +106,15 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
 
     from aqua_simulator.offline.policies import OfflinePolicy
     from aqua_simulator.papers.blendserve import Experiments, Trace
-    from aqua_simulator.workloads.sources import source_named
+    from aqua_simulator.workloads.sources import SOURCES
 
     known = [name.value for name in OfflinePolicy]
     if policy not in known:
         raise ConfigError(f"no policy named {policy!r}", remedy=f"Known: {', '.join(known)}.")
+    if source not in SOURCES:
+        raise ConfigError(f"no source named {source!r}", remedy=f"Known: {', '.join(SOURCES)}.")
     experiments = Experiments(request_count=request_count, seed=seed, interference=interference)
-    trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, source_named(source))
+    trace = Trace(f"{source} ({density:g}, {sharing:g})", density, sharing, SOURCES[source])
     settings = replace(experiments.plan, sample_probability=sample, media_known=media_known)
     started = time.perf_counter()
     with progress(f"Running {request_count:,} requests", quiet=as_json):

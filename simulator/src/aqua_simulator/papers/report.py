@@ -104,7 +104,6 @@ class Reproduction(BaseModel, frozen=True):
 
     Attributes:
         key: Its name on the command line, for example `figure6`.
-        rows: The numbers.
         surrogates: Inputs that are not the paper's.
         sensitivity: What changes when a constant that the paper does not give changes.
         remarks: Where and why we differ.
@@ -159,11 +158,7 @@ far outside). "not printed" marks numbers that the paper shows only as a picture
 
 
 def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
-    """The whole page as Markdown.
-
-    Args:
-        images: Path of the picture of a figure, relative to the page, by key.
-    """
+    """The whole page as Markdown; `images` are paths of pictures, relative to it, by figure."""
     sections = [each.to_markdown(image=images.get(each.key)) for each in made]
     return "\n".join([HEADER, *sections])
 

@@ -48,7 +48,6 @@ class EngineSettings:
 
     Attributes:
         max_num_batched_tokens: Token budget of a step.
-        max_num_seqs: Requests that run at once.
         steps_in_flight: 2 with asynchronous scheduling, 1 without.
         kv_bytes_per_token: For copies over a link.
         may_recompute: A victim is computed again where that is cheaper than its copies; False
@@ -75,13 +74,10 @@ class Engine:
     """A serving engine; `submit` requests in order of arrival, then `advance`.
 
     Attributes:
-        time_of: Seconds of a step.
-        memory: The KV cache.
         store: Where preempted contexts go; None computes them again.
         policy: Decides which requests hold memory; this engine's own object.
         finished: Served requests, in order of their last token.
         busy_s: Time in which a step was running.
-        step_count: Steps planned.
         copy_s: Time that steps took longer because of copies.
     """
 

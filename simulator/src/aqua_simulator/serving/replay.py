@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -151,23 +151,18 @@ def calibrate(recording: Recording, time_of: IterationTime, *, first: float) -> 
         served, _ = simulate(recording, replace(time_of, overhead_s=overhead_s))
         return _tpot([row for row in served if row.request_id in chosen])
 
-    overhead_s = _bisect(tpot, target, high=HIGHEST_OVERHEAD_S)
-    return replace(time_of, overhead_s=overhead_s)
+    low, high = 0.0, HIGHEST_OVERHEAD_S
+    if tpot(low) >= target:
+        return replace(time_of, overhead_s=low)
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tpot(middle) < target else (low, middle)
+    return replace(time_of, overhead_s=(low + high) / 2)
 
 
 HIGHEST_OVERHEAD_S: Final = 0.02
 """Seconds of host time per step, far above any seen (2.6 ms on an H100 host). Doubled, the search
 for it takes one step more for the same precision."""
-
-
-def _bisect(function: Callable[[float], float], target: float, *, high: float) -> float:
-    low = 0.0
-    if function(low) >= target:
-        return low
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < target else (low, middle)
-    return (low + high) / 2
 
 
 def _tpot(rows: Sequence[Served]) -> float:

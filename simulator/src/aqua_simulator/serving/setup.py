@@ -63,13 +63,9 @@ class EngineSpec:
 
     Attributes:
         memory_share: Share of HBM that the engine may use, as vLLM's `gpu_memory_utilization`.
-        overhead_s: Host time per step.
         page_to: `none`, `dram` or `peer`: where preempted contexts go, at the GPU's link rate.
         page_bytes: Size of that store.
         copies_overlap: Copies hide behind computation; False puts them on top.
-        policy: Decides which requests hold memory.
-        fair: The policy's settings.
-        max_num_batched_tokens, max_num_seqs: As vLLM names them.
     """
 
     model: str

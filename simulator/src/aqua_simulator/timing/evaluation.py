@@ -48,7 +48,6 @@ class Score:
 
     Attributes:
         level: `operator`, `linear` or `composite`.
-        mape_percent: Mean absolute percentage error.
         row_count: Unseen rows it was measured on.
     """
 

@@ -73,12 +73,7 @@ class Curve:
 def non_negative_fit(
     work: Float64[np.ndarray, "rows terms"], seconds: Float64[np.ndarray, " points"]
 ) -> Float64[np.ndarray, " terms"]:
-    """Coefficients >= 0 that minimise the squared relative error of `work @ c`.
-
-    Args:
-        work: Shape (num_rows, num_terms).
-        seconds: Shape (num_rows,), positive.
-    """
+    """Coefficients >= 0 that minimise the squared relative error of `work @ c`, times positive."""
     scaled = work / seconds[:, None]
     # Columns span ten decades; scaled to unit norm, or the small ones drown in rounding.
     norms = np.linalg.norm(scaled, axis=0)

@@ -55,7 +55,6 @@ class ScheduledBatch:
     """What a step computes.
 
     Attributes:
-        chunks: Prompt pieces.
         decoding_count: Requests that generate one token each.
         decode_context_tokens: Their contexts together.
         sampled_count: Requests that get a token in this step (decoding ones, finished prompts).

@@ -30,10 +30,6 @@ from aqua_protocol.errors import ConfigError
 
 Row = dict[str, str]
 
-# Fixed by the units: seconds in a millisecond, and in a microsecond.
-MS: Final = 1e-3
-US: Final = 1e-6
-
 
 @dataclass(frozen=True, eq=False)
 class Samples:
@@ -44,7 +40,6 @@ class Samples:
         kind: What it is a function of; a key of `VARIABLES`.
         variables: Shape (num_rows, num_variables), columns as `VARIABLES[kind]`.
         seconds: Shape (num_rows,).
-        file: Name of the file.
     """
 
     key: str
@@ -75,11 +70,7 @@ CURVES: Final = frozenset({"tokens", "bytes", "sequences"})
 def work(
     kind: str, variables: Float64[np.ndarray, "rows variables"]
 ) -> Float64[np.ndarray, "rows terms"]:
-    """Work terms of a surface's baseline: a call, then what scales with floats and with bytes.
-
-    Returns:
-        Shape (num_rows, num_terms).
-    """
+    """Work terms of a surface's baseline: a call, then what scales with floats and with bytes."""
     v, one = variables.T, np.ones(len(variables))
     terms: dict[str, Callable[[], tuple[Float64[np.ndarray, " rows"], ...]]] = {
         "gemm": lambda: (one, v[0] * v[1] * v[2], v[0] * v[1], v[0] * v[2], v[1] * v[2]),
@@ -156,7 +147,7 @@ class _Table:
         if not columns:
             raise KeyError(self.seconds)
         for column in columns:
-            unit_s = US if column.endswith("_us") else MS
+            unit_s = 1e-6 if column.endswith("_us") else 1e-3
             facts = {**match.groupdict(), "operator": column.removesuffix("_ms")}
             for row in rows:
                 point = tuple(

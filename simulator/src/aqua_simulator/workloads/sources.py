@@ -18,8 +18,6 @@ from typing import Final, Literal
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from aqua_protocol.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
@@ -191,14 +189,3 @@ MMLU: Final = Source(
 SOURCES: Final[dict[str, Source]] = {
     source.name: source for source in (SHAREGPT, WILDCHAT, AZURE, OPENVID, BURSTGPT, MMLU)
 }
-
-
-def source_named(name: str) -> Source:
-    """A source of the blends.
-
-    Raises:
-        ConfigError: Unknown name.
-    """
-    if name not in SOURCES:
-        raise ConfigError(f"no source named {name!r}", remedy=f"Known: {', '.join(SOURCES)}.")
-    return SOURCES[name]
