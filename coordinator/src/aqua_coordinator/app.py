@@ -118,7 +118,7 @@ class Service:
         self._pipeline.start()
         try:
             await self._open_books()
-            loops = (self._sweep_forever(), services.event_watcher.run())
+            loops = (self._sweep_forever(), self._refresh_forever(), services.event_watcher.run())
             tasks = [asyncio.create_task(loop) for loop in loops]
             try:
                 yield self
@@ -140,7 +140,6 @@ class Service:
         services = self.services
         absent = False
         while True:
-            services.authenticator.refresh()
             try:
                 ended = await services.ledger.sweep(silent_s=services.settings.silent_member_s)
             except UnavailableError as error:
@@ -152,6 +151,13 @@ class Service:
                 if absent:
                     log.info("store is back")
                 absent = False
+            await asyncio.sleep(SWEEP_PERIOD_S)
+
+    async def _refresh_forever(self) -> None:
+        """Notice changed tokens, also while the store is absent, and let streams look at theirs."""
+        while True:
+            if self.services.authenticator.refresh():
+                self.services.event_watcher.wake()
             await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _open_books(self) -> None:

@@ -9,8 +9,9 @@ file every caller is the operator, which is why such a coordinator listens on lo
 from __future__ import annotations
 
 import hmac
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -30,10 +31,17 @@ class Caller:
     Attributes:
         roles: What it may do.
         member: The only member it may speak for; None when it is not bound to one.
+        token: As it was in the tokens file when the caller called; None when there are no tokens.
     """
 
     roles: frozenset[Role]
     member: str | None = None
+    token: TokenEntry | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def token_id(self) -> str:
+        """The id of its token, or nothing where there are no tokens."""
+        return "" if self.token is None else self.token.token_id
 
     def require(self, role: Role, *, member: str | None = None) -> None:
         """Refuse unless the caller has `role` (or is an operator) and may speak for `member`.
@@ -71,8 +79,8 @@ class Authenticator:
 
     def __init__(self, tokens_file: Path | None) -> None:
         self._path = tokens_file
-        self._entries: dict[str, TokenEntry] = {}
-        self._version: tuple[int, int] | None = None
+        self._callers: dict[str, Caller] = {}
+        self._version: tuple[int, ...] | None = None
         if tokens_file is not None:
             self._read(tokens_file)
 
@@ -95,7 +103,8 @@ class Authenticator:
         parts = token.split("_", 2)
         if scheme.lower() != "bearer" or len(parts) != 3 or parts[0] != PREFIX:  # noqa: PLR2004 - `aqua_<id>_<secret>`
             raise UnauthenticatedError("the Authorization header carries no token of Aqua's")
-        entry = self._entries.get(parts[1])
+        caller = self._callers.get(parts[1], _NOBODY)
+        entry = caller.token
         # An unknown id is compared as well, so that time does not tell known ids from unknown.
         expected = _NO_DIGEST if entry is None else entry.sha256
         matches = hmac.compare_digest(digest(token[:MAX_TOKEN_LENGTH]), expected)
@@ -103,28 +112,47 @@ class Authenticator:
             raise UnauthenticatedError("the token is unknown or has been revoked")
         if entry.expires_s is not None and entry.expires_s <= time.time():
             raise UnauthenticatedError("the token has expired", token_id=entry.token_id)
-        return Caller(frozenset(entry.roles), entry.member)
+        return caller
 
-    def refresh(self) -> None:
-        """Read the tokens file again if it has changed; a bad one leaves the tokens as they are."""
+    def remaining_s(self, caller: Caller) -> float:
+        """How long the caller's token is still good, unless it is revoked; 0 when it is not."""
+        entry = caller.token
+        if entry is None:
+            return math.inf
+        if self._callers.get(entry.token_id, _NOBODY).token != entry:
+            return 0.0
+        return math.inf if entry.expires_s is None else max(0.0, entry.expires_s - time.time())
+
+    def refresh(self) -> bool:
+        """Read the tokens file again if it has changed, and tell whether there are other tokens.
+
+        A bad one leaves them as they are.
+        """
         if self._path is None:
-            return
+            return False
+        before = self._callers
         try:
             if _version_of(self._path) != self._version:
                 self._read(self._path)
-                log.info("tokens read again", tokens=len(self._entries))
+                log.info("tokens read again", tokens=len(self._callers))
         except (ConfigError, OSError) as error:
             log.warning("tokens file not usable, keeping the old tokens", error=str(error))
+        return self._callers is not before
 
     def _read(self, path: Path) -> None:
-        entries = read_tokens(path).tokens
-        self._version = _version_of(path)
-        self._entries = {entry.token_id: entry for entry in entries}
+        # Before reading: a change that falls in between shows as another version the next time.
+        version = _version_of(path) if path.exists() else None
+        self._callers = {
+            entry.token_id: Caller(frozenset(entry.roles), entry.member, entry)
+            for entry in read_tokens(path).tokens
+        }
+        self._version = version
 
 
 _NO_DIGEST: Final = "0" * 64
+_NOBODY: Final = Caller(frozenset())
 
 
-def _version_of(path: Path) -> tuple[int, int]:
+def _version_of(path: Path) -> tuple[int, ...]:
     status = path.stat()
-    return status.st_mtime_ns, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

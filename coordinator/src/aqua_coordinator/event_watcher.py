@@ -54,7 +54,7 @@ class EventWatcher:
     def close(self) -> None:
         """Wake all for the last time."""
         self.closed = True
-        self._wake()
+        self.wake()
 
     async def run(self) -> None:
         """Listen for ever; a Redis that is lost is tried again, and counts as a change."""
@@ -65,7 +65,7 @@ class EventWatcher:
             except (RedisError, OSError) as error:
                 log.debug("event stream lost", error=str(error))
                 await asyncio.sleep(RETRY_S)
-            self._wake()
+            self.wake()
 
     async def _listen(self) -> None:
         """Wake for every change until no stream is left."""
@@ -75,13 +75,14 @@ class EventWatcher:
             latest = last[0][0] if last else b"0-0"
             if latest != known:
                 known = latest
-                self._wake()
+                self.wake()
             # Answers at once if something was written since.
             async with asyncio.timeout(2 * BLOCK_MS / 1e3):
                 await self._redis.xread({KEYS["events"]: known}, count=1, block=BLOCK_MS)
             await asyncio.sleep(REST_S)
         self._wanted.clear()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let all who wait look again."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)

@@ -74,6 +74,11 @@ class Metrics:
                 ("route", "method"),
             ).labels
         )
+        self.connections_closed = counter(
+            "aqua_coordinator_connections_closed",
+            "Connections closed: late, unread, overlong, or crowded out.",
+            ("reason",),
+        )
         self._redis_seconds = cache(
             histogram(
                 "aqua_redis_command_duration_seconds",

@@ -5,17 +5,26 @@ body is read, measured (route, method, code, duration), and answered by an `Erro
 wrong. Hot routes are called from here; FastAPI stands behind it for everything else.
 
 A request under `/v1/` carries its caller in `scope["user"]`; the others are for probes and
-browsers, and need no token here. A body reaches the application whole, in one message.
+browsers, need no token here, and their bodies are never read. A body reaches the application whole.
+
+Requests are counted from the head on for their token and their peer, but take a place in the
+coordinator's own limit only with their body: one that stalls (`connections` ends it) stands in the
+way of its own token alone. Reports are counted apart and find a part of the limit kept for them;
+requests without a token have a small limit of their own. Event streams are limited by their route.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from typing import Final
+from typing import Final, TypeAlias
+from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
+from aqua_coordinator.connections import Connection
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, UnavailableError
@@ -38,6 +47,25 @@ BODY_BYTES: Final = {
 """Resources with larger bodies, by the second segment of their path."""
 API: Final = "/v1/"
 EVENTS_PATH: Final = "/v1/events"
+STREAM: Final = shape_of("GET", EVENTS_PATH)
+REPORTS: Final = {
+    shape_of("PUT", "/v1/producers/{producer_id}"),
+    shape_of("PUT", "/v1/consumers/{consumer_id}"),
+    shape_of("POST", "/v1/heartbeats"),
+    shape_of("POST", "/v1/leases/{lease_id}/renew"),
+}
+"""Without them members and leases age, so room is kept for them."""
+REPORTS_SHARE: Final = 0.25
+"""Of the requests served at once, kept for reports, chosen by hand. Doubled, other requests are
+refused at half of the limit."""
+MAX_OPEN: Final = 64
+"""Requests without a token served at once, chosen by hand: scrapes and probes. Doubled, a flood of
+them keeps Redis busy for twice as long."""
+MAX_OPEN_OF_PEER: Final = 16
+"""Of these, from one address: a flood leaves room to others. Doubled, two floods fill it."""
+LIVENESS_PATH: Final = "/healthz"
+"""Waits for nothing, so it has no limit: a supervisor whose probe is refused restarts a coordinator
+for being flooded."""
 UNMATCHED: Final = "unmatched"
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
@@ -50,21 +78,24 @@ class RequestLimits:
         self._hot_routes = hot_routes
         self._authenticator = services.authenticator
         self._metrics = services.metrics
-        self._limit = services.settings.max_concurrent_requests
-        self._in_flight = 0
-        self._metrics.requests_in_flight.set_function(lambda: self._in_flight)
+        limit = services.settings.max_concurrent_requests
+        self._of_token = services.settings.max_requests_per_token
+        self._of_peer = services.settings.max_requests_per_peer
+        self._served = _Count(limit)
+        self._others = _Count(limit - min(math.ceil(limit * REPORTS_SHARE), limit - 1))
+        self._open = _Count(min(MAX_OPEN, limit))
+        self._counts = WeakValueDictionary[tuple[str, str | None], _Count]()
+        self._metrics.requests_in_flight.set_function(self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         started_s = time.perf_counter()
-        # A stream is served for hours; it has a limit of its own, and no duration to speak of.
-        counted = scope["path"] != EVENTS_PATH
-        self._in_flight += counted
+        held: list[_Count] = []
         watched = _WatchedSend(send)
         answer: Answer | None
         try:
             try:
-                answer = await self._serve(scope, receive, watched)
+                answer = await self._serve(scope, receive, watched, held)
             except Exception as error:
                 if watched.status:
                     raise
@@ -77,33 +108,44 @@ class RequestLimits:
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
         finally:
-            self._in_flight -= counted
-        if counted:
+            for counted in held:
+                counted.count -= 1
+        # A stream is served for hours: no duration to speak of.
+        if scope["path"] != EVENTS_PATH:
             route = getattr(scope.get("route"), "path", UNMATCHED)
             seconds = time.perf_counter() - started_s
             self._metrics.answered(route, scope["method"], status, seconds)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> Answer | None:
-        """The answer of a hot route; None when FastAPI has sent one."""
-        if self._in_flight > self._limit:
-            raise UnavailableError(
-                f"{self._in_flight - 1} requests are being served already",
-                remedy="Retry later, or run more coordinators.",
-                retry_after_s=1.0,
-            )
-        method, path = scope["method"], scope["path"]
-        headers = dict(scope["headers"])
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, held: list[_Count]
+    ) -> Answer | None:
+        """The answer of a hot route; None when FastAPI sends one. `held` gets what counts it."""
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        shape = shape_of(method, path)
+        # Called without a server, as tests do, there is none to watch.
+        connection = scope.get("state", {}).get("connection") or Connection(asyncio.Transport())
+        connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
+        body = b""
         if path.startswith(API):
             authorization = headers.get(b"authorization")
-            scope["user"] = self._authenticator.authenticate(
+            caller = scope["user"] = self._authenticator.authenticate(
                 None if authorization is None else authorization.decode("latin-1")
             )
-        body = b""
-        if method in _BODY_METHODS:
-            resource = path.removeprefix(API).partition("/")[0]
-            body = await _read_body(headers, receive, BODY_BYTES.get(resource, SMALL_BODY_BYTES))
-            _require_json(headers, body)
-        route = self._hot_routes.get(shape_of(method, path))
+            if connection.caller is not caller:
+                connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
+            before, whole = ((), ()) if shape == STREAM else connection.counts[shape in REPORTS]
+            _count(before, held)
+            if method in _BODY_METHODS:
+                limit = BODY_BYTES.get(shape[3], SMALL_BODY_BYTES)
+                connection.ahead_bytes -= limit
+                body = await _read_body(headers, receive, limit)
+                _require_json(headers, body)
+            _count(whole, held)
+        elif path != LIVENESS_PATH:
+            _count((self._open, self._count_of(("open", _peer_of(scope)), MAX_OPEN_OF_PEER)), held)
+        if path.startswith(API) or method not in _BODY_METHODS:
+            connection.owing_since_s = None
+        route = self._hot_routes.get(shape)
         if route is not None:
             scope["route"] = route
             content = await route(scope["user"], path, headers, body)
@@ -111,6 +153,60 @@ class RequestLimits:
                 return route.status, [JSON_HEADER], content
         await self._app(scope, _replay(body, receive), send)
         return None
+
+    def _in_flight(self) -> int:
+        """Requests that are arriving or being served; each counts once for a token or as open."""
+        of_tokens = (
+            n.count for (kind, _), n in self._counts.items() if kind in ("reports", "token")
+        )
+        return self._open.count + sum(of_tokens)
+
+    def _counts_of(self, token_id: str, peer: str | None) -> Counts:
+        """What counts reports (True) and other requests: before their body is read, and after."""
+        of_reports = self._count_of(("reports", token_id), self._of_token)
+        of_token = self._count_of(("token", token_id), self._of_token)
+        of_peer = self._count_of(("peer", peer), self._of_peer)
+        return {
+            True: ((of_reports,), (self._served,)),
+            False: ((of_token, of_peer), (self._others, self._served)),
+        }
+
+    def _count_of(self, key: tuple[str, str | None], limit: int) -> _Count:
+        """The count of some token or peer; there is one as long as a connection of theirs is."""
+        return self._counts.setdefault(key, _Count(limit))
+
+
+def _peer_of(scope: Scope) -> str | None:
+    return scope["client"][0] if scope["client"] else None
+
+
+class _Count:
+    """How many requests of a kind there are, and may be."""
+
+    __slots__ = ("__weakref__", "count", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.count, self.limit = 0, limit
+
+
+Counts: TypeAlias = dict[bool, tuple[tuple[_Count, ...], tuple[_Count, ...]]]
+
+
+def _count(counts: tuple[_Count, ...], held: list[_Count]) -> None:
+    """Count a request in.
+
+    Raises:
+        UnavailableError: A limit has been reached.
+    """
+    for one in counts:
+        if one.count >= one.limit:
+            raise UnavailableError(
+                f"{one.count} requests of this kind are under way already",
+                remedy="Retry later, or run more coordinators.",
+                retry_after_s=1.0,
+            )
+        one.count += 1
+        held.append(one)
 
 
 class _WatchedSend:
@@ -133,15 +229,18 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) 
 
     Raises:
         RequestTooLargeError: Announced or actual size above `limit`.
+        UnavailableError: The connection has ended.
     """
     announced = headers.get(b"content-length", b"0")
     size = int(announced) if announced.isdigit() else limit + 1
     parts: list[bytes] = []
-    more = size <= limit
+    more, received = size <= limit, 0
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise UnavailableError("the connection ended before the body did")
         parts.append(message.get("body", b""))
-        size = sum(map(len, parts))
+        size = received = received + len(parts[-1])
         more = message.get("more_body", False) and size <= limit
     if size > limit:
         raise RequestTooLargeError(

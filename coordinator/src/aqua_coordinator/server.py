@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ import uvloop
 
 from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
+from aqua_coordinator.connections import ConnectionLimits
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol import ConfigError
@@ -56,45 +58,6 @@ SERVER_OPTIONS: Final[dict[str, Any]] = {
 """For uvicorn; benchmarks give the same to what they compare with."""
 
 
-class _TurnTransport:
-    """A transport that writes at once what it is given in one turn of the loop.
-
-    uvicorn writes the head of an answer and its body one after the other, and each write is a
-    system call and a packet of its own. Everything else is the real transport's.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._call_soon = asyncio.get_running_loop().call_soon
-        self._parts: list[bytes] = []
-        self.is_closing = transport.is_closing
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a transport has
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._transport.write(b"".join(self._parts))
-            self._parts.clear()
-
-
-def _protocol_that_writes_once(make: Callable[..., Any], **arguments: Any) -> Any:  # noqa: ANN401 - uvicorn's
-    """Uvicorn's protocol over such a transport, which it is given by asyncio's own interface."""
-    protocol = make(**arguments)
-    connection_made = protocol.connection_made
-    protocol.connection_made = lambda transport: connection_made(_TurnTransport(transport))
-    return protocol
-
-
 class Server(uvicorn.Server):
     """uvicorn as a part of a larger life.
 
@@ -106,9 +69,12 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(service.asgi, **SERVER_OPTIONS)
         config.load()
-        make = partial(_protocol_that_writes_once, config.http_protocol_class)
+        services = service.services
+        limits = ConnectionLimits(services.settings.transfer_timeout_s, services.metrics)
+        make = partial(limits.protocol, config.http_protocol_class)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
+        self._connections = limits
         self._event_watcher = service.services.event_watcher
 
     @contextlib.contextmanager
@@ -128,6 +94,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None, "the server is given its socket"
         log.info("listening", url=_url(sockets[0]), version=__version__)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        if counter % 10 == 0:
+            self._connections.close_late()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End event streams, then everything."""
@@ -174,6 +146,8 @@ def serve(settings: CoordinatorSettings) -> None:
         UnavailableError: Redis does not answer at the start.
     """
     settings.require_safe_address()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(_listen(settings)))
         embedded: EmbeddedValkey | None = None

@@ -6,6 +6,7 @@ the three below they need, so that a hot route can call the same functions witho
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Services:
     event_watcher: EventWatcher
     metrics: Metrics
     started_s: float = field(default_factory=time.monotonic)
+    scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 _bearer = HTTPBearer(auto_error=False, description="A token made by `aqua-coordinator token`.")

@@ -95,7 +95,28 @@ class CoordinatorSettings(BaseSettings):
         10.0, ge=0.2, le=300, description="Time to attach to a granted lease before it expires."
     )
     max_concurrent_requests: int = Field(
-        2048, ge=1, le=65_536, description="Requests served at once; more are told to retry."
+        2048,
+        ge=1,
+        le=65_536,
+        description="Requests served at once, a quarter kept for reports; more are told to retry.",
+    )
+    max_requests_per_token: int = Field(
+        512,
+        ge=1,
+        le=65_536,
+        description="Requests under way at once of one token; its reports are counted apart.",
+    )
+    max_requests_per_peer: int = Field(
+        1024,
+        ge=1,
+        le=65_536,
+        description="Requests under way at once from one address; reports are not counted.",
+    )
+    transfer_timeout_s: float = Field(
+        10.0,
+        ge=0.1,
+        le=300,
+        description="Time for a head, a body or an answer to get through, or it is cut off.",
     )
     max_event_streams: int = Field(
         128, ge=1, le=4096, description="Event streams served at once; more are told to retry."

@@ -15,6 +15,7 @@ from aqua_coordinator.auth import ANONYMOUS, Authenticator, Caller
 from aqua_coordinator.cli import app
 from aqua_coordinator.tokens import (
     Role,
+    TokensFile,
     create_token,
     parse_duration,
     read_tokens,
@@ -178,3 +179,25 @@ def test_a_member_that_is_no_name_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="member"):
         create_token(path, roles=[Role.READER], member="a b")
     assert not path.exists()
+
+
+def test_a_change_while_the_file_is_being_read_is_noticed_at_the_next_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, entry = create_token(path, roles=[Role.READER])
+    parse = TokensFile.model_validate_json
+    revocations = [entry.token_id]
+
+    def parse_and_revoke(text: str) -> TokensFile:
+        """The file as it was read; in the meantime a token has been revoked."""
+        content = parse(text)
+        if revocations:
+            revoke_token(path, revocations.pop())
+        return content
+
+    monkeypatch.setattr(TokensFile, "model_validate_json", parse_and_revoke)
+    authenticator = Authenticator(path)
+    authenticator.authenticate(f"Bearer {token}")
+    authenticator.refresh()
+    with pytest.raises(UnauthenticatedError):
+        authenticator.authenticate(f"Bearer {token}")

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
+from aqua_coordinator.auth import Caller
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_protocol import AquaError, UnavailableError
 
@@ -34,7 +35,7 @@ class EventStream(StreamingResponse):
 
 @router.get("", response_class=EventStream)
 async def stream_events(
-    _: CallerDep,
+    caller: CallerDep,
     services: ServicesDep,
     last_event_id: Annotated[
         str | None,
@@ -43,21 +44,24 @@ async def stream_events(
         ),
     ] = None,
 ) -> EventStream:
-    """Changes of the books as they happen."""
+    """Changes of the books as they happen, for as long as the caller's token is good."""
     limit = services.settings.max_event_streams
     if services.event_watcher.listeners >= limit:
         raise UnavailableError(
             f"{limit} event streams are being served already", retry_after_s=RETRY_MS / 1e3
         )
     position = last_event_id or await services.ledger.last_event_id()
-    return EventStream(_stream(services, position), headers={"Cache-Control": "no-store"})
+    return EventStream(_stream(services, caller, position), headers={"Cache-Control": "no-store"})
 
 
-async def _stream(services: Services, position: str) -> AsyncIterator[str]:
+async def _stream(services: Services, caller: Caller, position: str) -> AsyncIterator[str]:
     services.event_watcher.listeners += 1
     try:
         yield f"retry: {RETRY_MS}\n\n"
         while not services.event_watcher.closed:
+            left_s = services.authenticator.remaining_s(caller)
+            if not left_s:
+                break
             change = services.event_watcher.next_change()
             events = await services.ledger.events(after=position)
             for event in events:
@@ -67,7 +71,7 @@ async def _stream(services: Services, position: str) -> AsyncIterator[str]:
             if events:
                 continue
             try:
-                await asyncio.wait_for(asyncio.shield(change), KEEP_ALIVE_S)
+                await asyncio.wait_for(asyncio.shield(change), min(KEEP_ALIVE_S, left_s))
             except TimeoutError:
                 yield ": still here\n\n"
     except AquaError as error:

@@ -50,11 +50,13 @@ async def metrics(services: ServicesDep, request: Request) -> Response:
     """Show metrics to Prometheus."""
     if services.settings.metrics_need_token:
         services.authenticator.authenticate(request.headers.get("authorization"))
-    try:
-        snapshot = await _snapshot(services)
-    except UnavailableError:
-        snapshot = None
-    return Response(services.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
+    # One after the other: each keeps the loop and Redis busy, and anybody may ask.
+    async with services.scraping:
+        try:
+            snapshot = await _snapshot(services)
+        except UnavailableError:
+            snapshot = None
+        return Response(services.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _snapshot(services: Services) -> BooksSnapshot:
