@@ -23,9 +23,9 @@ WORDS_OF_A_PROBE = 20
 async def load(url: str, model: str, lengths: Path, rate: float, seconds: float, seed: int) -> None:
     """Print what the requests met."""
     async with Endpoint(url, model) as endpoint:
-        probe = await endpoint.ask(WORDS_OF_A_PROBE, 2, 0, lambda: None, lambda: None)
-        if probe.prompt_tokens:
-            endpoint.words_per_token = WORDS_OF_A_PROBE / probe.prompt_tokens
+        tokens = await endpoint.ask(WORDS_OF_A_PROBE, 2, 0, lambda: None, lambda: None)
+        if tokens:
+            endpoint.words_per_token = WORDS_OF_A_PROBE / tokens
         trial = Trial(rate, seed=seed, most_s=seconds, to_the_end=True)
         requests = read_lengths(lengths).drawn(seed)
         running = OpenLoopTrial(

@@ -41,7 +41,7 @@ class CoordinatorProcess:
             [*command, "--port", str(port), "--data-dir", str(data_dir)],
             env=inherited | environment,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,
         )
         self.data_dir: Final = data_dir
         self.url: Final[str] = self._announcement("listening")["url"]
@@ -88,10 +88,11 @@ class CoordinatorProcess:
         """Read the log up to the line of this event."""
         assert self.process.stderr is not None
         give_up_at_s = time.monotonic() + START_WITHIN_S
-        seen: list[str] = []
+        seen: list[bytes] = []
+        # Not a buffered reader: for what it holds already, `select` would wait in vain.
         while (left_s := give_up_at_s - time.monotonic()) > 0:
             ready, _, _ = select.select([self.process.stderr], [], [], left_s)
-            line = self.process.stderr.readline() if ready else ""
+            line = self.process.stderr.readline() if ready else b""
             if not line:
                 break
             seen.append(line)
@@ -102,7 +103,7 @@ class CoordinatorProcess:
         self.process.kill()
         self.process.wait(STOP_WITHIN_S)
         self.process.stderr.close()
-        raise TimeoutError("the coordinator did not start:\n" + "".join(seen))
+        raise TimeoutError("the coordinator did not start:\n" + b"".join(seen).decode())
 
 
 @contextlib.contextmanager
