@@ -14,7 +14,7 @@ State = TypeVar("State")
 Steps = Callable[[State], Iterable[tuple[str, State]]]
 
 MAX_STATES: Final = 2_000_000
-"""About 4 GB; doubled, a search holds as much more before it gives up."""
+"""Of the lease protocol 1.3 GB, by 180 MB for 286,000; doubled, a search holds as much more."""
 
 
 @dataclass(frozen=True)

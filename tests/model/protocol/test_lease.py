@@ -87,22 +87,31 @@ def test_search_meets_the_situations_that_the_protocol_is_made_for(
     assert any(SITUATIONS[situation](state) for state in searched.came_from)
 
 
-@pytest.mark.parametrize(
-    ("bug", "violated"),
-    [
-        (Bug.PREDICTABLE_LEASE_IDS, "no_step_fails_for_ever"),
-        (Bug.FLOOD_SHUTS_MEMBERS_OUT, "who_is_heard_keeps_its_right"),
-        (Bug.MEMORY_PASSES_BETWEEN_TENANTS, "no_tenant_reads_another"),
-        (Bug.ADOPTION_WITHOUT_PROOF, "only_true_grants_name_a_consumer"),
-        (Bug.NEWER_VERSION_WRITES_AHEAD, "no_step_fails_for_ever"),
-        (Bug.REUSE_AT_THE_DEADLINE, "no_reuse_before_acknowledgement"),
-        (Bug.STALE_REPORTS_ARE_BOOKED, "who_is_heard_keeps_its_right"),
-    ],
-)
+VIOLATIONS: Final = [
+    (Bug.PREDICTABLE_LEASE_IDS, "no_step_fails_for_ever"),
+    (Bug.FLOOD_SHUTS_MEMBERS_OUT, "who_is_heard_keeps_its_right"),
+    (Bug.MEMORY_PASSES_BETWEEN_TENANTS, "no_tenant_reads_another"),
+    (Bug.MEMORY_PASSES_BETWEEN_TENANTS, "no_slab_has_two_owners"),
+    (Bug.ADOPTION_WITHOUT_PROOF, "only_true_grants_name_a_consumer"),
+    (Bug.NEWER_VERSION_WRITES_AHEAD, "no_step_fails_for_ever"),
+    (Bug.REUSE_AT_THE_DEADLINE, "no_reuse_before_acknowledgement"),
+    (Bug.GRANTS_OUTLIVE_THEIR_ROOM, "books_never_grant_what_is_not_there"),
+    (Bug.STALE_REPORTS_ARE_BOOKED, "who_is_heard_keeps_its_right"),
+]
+
+
+@pytest.mark.parametrize(("bug", "violated"), VIOLATIONS)
 def test_planted_bug_is_found(bug: Bug, violated: str) -> None:
     protocol = LeaseProtocol(bug=bug, faults=1)
-    search = explore(protocol.initial(), protocol.steps, INVARIANTS, stop_at_violation=True)
+    invariant = {violated: INVARIANTS[violated]}
+    search = explore(protocol.initial(), protocol.steps, invariant, stop_at_violation=True)
     assert violated in search.violated
+
+
+def test_every_invariant_fails_for_some_bug_and_every_bug_is_planted() -> None:
+    assert {invariant for _, invariant in VIOLATIONS} == set(INVARIANTS)
+    # One keeps the books from reality without violating anything, and has a test of its own.
+    assert {bug for bug, _ in VIOLATIONS} == {*Bug} - {Bug.NONE, Bug.FLOOD_STOPS_THE_CLOCK}
 
 
 def test_clock_that_stands_still_for_strangers_keeps_the_books_from_reality() -> None:
