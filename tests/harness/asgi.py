@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aqua_coordinator.app import Service
+from aqua_coordinator.connections import Connection
 from aqua_protocol import ErrorBody
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.leases import LeaseGrant
@@ -15,10 +18,20 @@ from aqua_protocol.members import ProducerAck
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
 
+def without_network(app: ASGIApp) -> httpx.ASGITransport:
+    """Call an application in this process; each request comes by a connection of its own."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = Connection(asyncio.Transport(), strangers={})
+        await app(scope | {"state": {"connection": connection}}, receive, send)
+
+    return httpx.ASGITransport(app=call)
+
+
 def client_of(service: Service, token: str | None = None) -> httpx.AsyncClient:
-    """A client of the coordinator's gate; close it, or use it as a context manager."""
+    """A client of the whole coordinator; close it, or use it as a context manager."""
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=service.asgi),
+        transport=without_network(service.asgi),
         base_url="http://coordinator",
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
     )

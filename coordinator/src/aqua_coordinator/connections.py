@@ -39,11 +39,9 @@ class Connection:
         ahead_bytes: Received since the last head, less what its body may have.
     """
 
-    def __init__(
-        self, transport: asyncio.Transport, strangers: dict[Connection, None] | None = None
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, strangers: dict[Connection, None]) -> None:
         self._transport = transport
-        self._strangers = {} if strangers is None else strangers
+        self._strangers = strangers
         self._strangers[self] = None
         self.caller: object = None
         self.counts: Any = None

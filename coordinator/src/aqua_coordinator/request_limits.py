@@ -15,7 +15,6 @@ requests without a token have a small limit of their own. Event streams are limi
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from typing import Final, TypeAlias
@@ -122,8 +121,7 @@ class RequestLimits:
         """The answer of a hot route; None when FastAPI sends one. `held` gets what counts it."""
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         shape = shape_of(method, path)
-        # Called without a server, as tests do, there is none to watch.
-        connection = scope.get("state", {}).get("connection") or Connection(asyncio.Transport())
+        connection: Connection = scope["state"]["connection"]
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
         body = b""
         if path.startswith(API):

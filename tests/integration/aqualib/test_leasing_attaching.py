@@ -94,16 +94,16 @@ class TestAttaching:
         assert "Install" in caught.value.remedy
 
     def test_a_socket_path_that_is_too_long_is_named(self, aqua: Aqua, issuer: TokenIssuer) -> None:
-        endpoint = Path("/tmp") / ("x" * 200)
+        endpoint = Path("/run/aqua") / ("x" * 200)
         with pytest.raises(SocketPathTooLongError) as caught:
-            aqua.attach(_with_endpoint(grant(issuer, Path("/tmp/x"), 1), endpoint))
+            aqua.attach(_with_endpoint(grant(issuer, Path("/run/aqua/producer.sock"), 1), endpoint))
         assert caught.value.details["path"] == str(endpoint)
 
     def test_a_producer_that_is_not_there_is_a_transport_error(
         self, aqua: Aqua, issuer: TokenIssuer, tmp_path: Path
     ) -> None:
         with pytest.raises(ChannelClosedError, match="no producer answers"):
-            aqua.attach(grant(issuer, Path("/tmp/aqua-nobody.sock"), 1))
+            aqua.attach(grant(issuer, Path("/nonexistent/aqua.sock"), 1))
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -115,7 +115,7 @@ class TestAttaching:
     def test_what_does_not_fit_this_store_is_refused_before_connecting(
         self, aqua: Aqua, issuer: TokenIssuer, change: dict[str, Any], message: str
     ) -> None:
-        unfit = grant(issuer, Path("/tmp/aqua-nobody.sock"), 1).model_copy(update=change)
+        unfit = grant(issuer, Path("/nonexistent/aqua.sock"), 1).model_copy(update=change)
         with pytest.raises(ConfigError, match=message):
             aqua.attach(unfit)
 

@@ -8,7 +8,7 @@ import httpx
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.request_limits import RequestLimits
-from harness.asgi import client_of
+from harness.asgi import client_of, without_network
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
 HOT_PATHS = {
@@ -75,7 +75,7 @@ def _plain(content: object) -> object:
 async def test_hot_routes_and_the_framework_give_the_same_answers(service: Service) -> None:
     answers = []
     slow = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=RequestLimits(service.api, {}, service.services)),
+        transport=without_network(RequestLimits(service.api, {}, service.services)),
         base_url="http://coordinator",
     )
     async with client_of(service) as fast, slow:

@@ -301,7 +301,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--redis-url", "redis://127.0.0.1:1"], {}, 3, "Redis does not answer"),
         (["--tokens-file", "/nonexistent/tokens.json"], {}, 2, "cannot read the tokens file"),
         (["--data-dir", "/dev/null/d"], {}, 2, "data directory"),
-        (["--data-dir", "/tmp/" + "d" * 120], {}, 2, "AQUA_DATA_DIR"),
+        (["--data-dir", "/nonexistent/" + "d" * 120], {}, 2, "AQUA_DATA_DIR"),
         (["--nonsense"], {}, 2, "No such option"),
     ],
 )
