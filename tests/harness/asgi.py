@@ -23,7 +23,7 @@ def without_network(app: ASGIApp) -> httpx.ASGITransport:
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         connection = Connection(asyncio.Transport(), strangers={})
-        await app(scope | {"state": {"connection": connection}}, receive, send)
+        await app({**scope, "state": {"connection": connection}}, receive, send)
 
     return httpx.ASGITransport(app=call)
 
