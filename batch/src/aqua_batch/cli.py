@@ -107,6 +107,9 @@ def order(  # noqa: PLR0917 - Typer's options
     max_step_tokens: Annotated[
         int, typer.Option(min=1, help="The engine's max_num_batched_tokens.")
     ] = 2048,
+    report: Annotated[
+        Path | None, typer.Option(help="Plan report; OUT with .plan.json and .plan.png otherwise.")
+    ] = None,
     errors: ErrorsOption = None,
     as_json: Json = False,
 ) -> None:
@@ -118,7 +121,7 @@ def order(  # noqa: PLR0917 - Typer's options
     from aqua_batch.tokenization import plan, read_lengths
     from aqua_batch.tokens import load_tokenizer
 
-    report_path = _beside(output, ".plan.json")
+    report_path = report or _beside(output, ".plan.json")
     errors_path = errors or _beside(output, ".errors.jsonl")
     _refuse_same(source, output, report_path, report_path.with_suffix(".png"), errors_path)
     target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)

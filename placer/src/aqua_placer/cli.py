@@ -70,6 +70,10 @@ def solve(  # noqa: PLR0917 - a command has as many arguments as options
         Literal["highs", "gurobi", "cbc"], typer.Option(help="Who takes that program.")
     ] = "highs",
     matching: MatchingOption = "stable",
+    threads: Annotated[int, typer.Option(min=1, max=1, help="Solvers run on one thread.")] = 1,
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="Profiles to add as models, one replica each.")
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -79,10 +83,11 @@ def solve(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_placer.solve.placement import place
     from aqua_protocol.plan import MatchingMode, Objective
 
+    del threads  # One is the promise: the same seed gives the same plan.
     request = Request(
         Objective(objective), Solver(solver), Backend(backend), MatchingMode(matching), seed
     )
-    instance = read_problem(file)
+    instance = read_problem(file, profile or ())
     with _budget(time_limit, quiet=as_json) as budget:
         plan = place(instance, request, budget)
     _deliver(plan, output, as_json=as_json)

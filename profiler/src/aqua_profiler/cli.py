@@ -9,7 +9,7 @@ be resumed. Imports numpy, aiohttp and the rest inside commands, so that `--help
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -42,6 +42,7 @@ app = typer.Typer(
 run = typer.Typer(no_args_is_help=True, help="Measure a deployment.")
 app.add_typer(run, name="run")
 
+OPERATION_PATHS: Final = {"completions": "/completions", "chat": "/chat/completions"}
 
 Budget = Annotated[float, typer.Option("--budget-s", min=1, max=86_400, help="Seconds in all.")]
 Threshold = Annotated[
@@ -72,8 +73,9 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         float, typer.Option(min=0.01, max=0.999, help="Share of requests that must keep --ttft-s.")
     ] = 0.5,
     budget_s: Budget = 600.0,
+    min_rate: Annotated[float, typer.Option(min=0.001, help="Requests/s; no search below.")] = 0.02,
     max_rate: Annotated[
-        float, typer.Option(min=0.02, help="Requests/s; no search above.")
+        float, typer.Option(min=0.001, help="Requests/s; no search above.")
     ] = 1000.0,
     step: Annotated[float, typer.Option(min=0.01, help="Of the linear search, requests/s.")] = 0.5,
     precision: Annotated[
@@ -94,9 +96,15 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     burst_s: Annotated[float, typer.Option(min=1, help="Length of a burst.")] = 60.0,
     long_prompt_tokens: Annotated[int, typer.Option(min=0, help="A prompt to have room for.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Prefixes to keep cached.")] = 0,
+    api: Annotated[
+        Literal["auto", "completions", "chat"], typer.Option(help="Operation to load.")
+    ] = "auto",
     token: Token = None,
     stall_s: Annotated[float, typer.Option(min=1, help="Silence that counts as a stall.")] = 30.0,
     seed: Annotated[int, typer.Option(min=0, max=10**6, help="Of arrivals and lengths.")] = 0,
+    journal: Annotated[
+        Path | None, typer.Option(help="To resume from; default: beside --output.")
+    ] = None,
     hardware: Hardware = "",
     output: Output = None,
     plot: Plot = None,
@@ -108,13 +116,18 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_profiler.load.lengths import read_lengths
     from aqua_profiler.report.files import provenance
     from aqua_profiler.spec import LatencyObjective, ProfileSpec
-    from aqua_protocol import parse_bytes
+    from aqua_protocol import ConfigError, parse_bytes
 
+    if min_rate > max_rate:
+        message = f"--min-rate {min_rate:g} is above --max-rate {max_rate:g}"
+        raise ConfigError(message, remedy="Swap them.")
+    if journal is None and output is not None:
+        journal = output.with_name(output.name + ".journal")
     workload = read_lengths(lengths)
     if not model or len(model) > 256:  # noqa: PLR2004 - the schema's bound
         raise ProfileInvalidError(f"{model!r} cannot be a model's name", remedy="Give --model.")
     spec = ProfileSpec(
-        url=endpoint,
+        url=endpoint if api == "auto" else endpoint.rstrip("/") + OPERATION_PATHS[api],
         model=model,
         lengths=workload,
         objective=LatencyObjective(
@@ -123,6 +136,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
             ttft_quantile=ttft_quantile,
             precision=precision,
             step_per_s=step,
+            min_rate_per_s=min_rate,
             max_rate_per_s=max_rate,
         ),
         budget_s=budget_s,
@@ -138,7 +152,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         long_prompt_tokens=long_prompt_tokens,
         prefix_tokens=prefix_tokens,
         stall_s=stall_s,
-        journal=None if output is None else output.with_name(output.name + ".journal"),
+        journal=journal,
         provenance=provenance(workload.digest, hardware=hardware),
     )
     # The search usually ends before its budget does.

@@ -46,7 +46,7 @@ def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
     batch: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
-    done = aqua_batch("order", batch, "-o", out, "--json")
+    done = aqua_batch("order", batch, "-o", out, "--report", tmp_path / "plan.json", "--json")
     assert done.returncode == 0, done.stderr
     before, after = batch.read_text().splitlines(), out.read_text().splitlines()
     bad = {before[7], before[9]}
@@ -55,12 +55,12 @@ def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
     assert "planning by bytes" in done.stderr
     assert "line 8" in done.stderr
     report = json.loads(done.stdout)
-    assert report == json.loads((tmp_path / "out.plan.json").read_text())
+    assert report == json.loads((tmp_path / "plan.json").read_text())
     assert report["requests"] == 45
     assert report["tokenizer"] == {"name": "bytes", "exact": False}
     assert report["sharing"]["of_optimal"] > 0.97
     assert 0 < report["time"]["share_of_optimal"] <= 1
-    assert (tmp_path / "out.plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     errors = [json.loads(x) for x in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
     assert [each["error"]["line"] for each in errors] == [8, 10]
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from aqua_profiler.cli import app
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.report.files import read_profile
+from aqua_protocol import ConfigError
 from aqua_protocol.profile import ProfileLabel
 from harness.openai_server import Fault, Manners, OpenAIServer, on_virtual_clock
 from harness.scripted_server import Answer, Request, ScriptedServer
@@ -207,7 +208,8 @@ def test_over_tcp_and_in_real_time_every_request_that_is_counted_has_arrived(
 def test_a_journal_of_another_workload_or_version_is_refused(
     tmp_path: Path, content: str, said: str
 ) -> None:
-    (tmp_path / "profile.json.journal").write_text(content)
+    journal = tmp_path / "journal"
+    journal.write_text(content)
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(LENGTHS)
     with pytest.raises(Exception, match=said) as caught:
@@ -215,11 +217,38 @@ def test_a_journal_of_another_workload_or_version_is_refused(
             app,
             [
                 *("run", "llm", "--endpoint", "http://127.0.0.1:9", "--model", "m"),
-                *("--lengths", str(lengths), "--output", str(tmp_path / "profile.json")),
+                *("--lengths", str(lengths), "--journal", str(journal)),
             ],
             catch_exceptions=False,
         )
     assert not isinstance(caught.value, EndpointError)
+
+
+def test_a_search_between_two_rates_wants_the_lower_one_first(tmp_path: Path) -> None:
+    command = ["run", "llm", "--endpoint", "http://127.0.0.1:9", "--model", "m"]
+    command += ["--lengths", str(tmp_path / "absent.csv"), "--min-rate", "2", "--max-rate", "1"]
+    with pytest.raises(ConfigError, match="--min-rate 2 is above --max-rate 1"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("api", "path"), [("chat", "/v1/chat/completions"), ("completions", "/v1/completions")]
+)
+def test_an_operation_that_is_named_is_the_only_one_loaded(
+    tmp_path: Path, api: str, path: str
+) -> None:
+    asked = []
+
+    def refuse(request: Request) -> Answer:
+        asked.append((request.method, request.path))
+        return Answer(404, {"error": {"message": "no such operation"}})
+
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    with ScriptedServer(refuse) as server:
+        command = ["run", "llm", "--endpoint", server.url, "--model", "m", "--api", api]
+        CliRunner().invoke(app, [*command, "--lengths", str(lengths), "--budget-s", "5"])
+    assert {at for method, at in asked if method == "POST"} == {path}
 
 
 def test_a_batch_server_is_profiled_by_what_it_tells_of_its_memory(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_profiles_are_accepted_as_they_are(tmp_path: Path) -> None:
         "a_later_field": {"x": 1},
     }
     (tmp_path / "sd.json").write_text(json.dumps(profile))
-    document = {
+    document: dict[str, Any] = {
         "servers": [
             {"name": "small", "count": 1, "gpus": 1, "hbm_gb": 80},
             {"name": "large", "count": 1, "gpus": 1, "hbm_gb": 141},
@@ -157,6 +157,18 @@ def test_profiles_are_accepted_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(document))
     instance = read_problem(tmp_path / "p.yaml")
     assert instance.r_gb.tolist() == [[30.0, 91.0], [30.0, 91.0]]
+    document["servers"][0]["count"] = 3
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(document))
+    more = read_problem(tmp_path / "p.yaml", [tmp_path / "sd.json"] * 2)
+    assert more.r_gb.tolist() == [[30.0, 91.0]] * 4
+    assert sum(name.startswith("sd-3") for name in more.names) == 2
+
+
+def test_a_profile_given_beside_a_problem_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(MODELS))
+    (tmp_path / "no.json").write_text('{"version": 1}')
+    with pytest.raises(ProblemInvalidError, match="model"):
+        read_problem(tmp_path / "p.yaml", [tmp_path / "no.json"])
 
 
 def test_a_partial_profile_is_not_placed_by() -> None:

@@ -34,7 +34,7 @@ from aqua_protocol.problem import (
     PlacementProblem,
     ServerClass,
 )
-from aqua_protocol.profile import ProfileLabel
+from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 MAX_NAME: Final = 256
 """Characters of a group's name, fixed by the length of a label in the schema."""
@@ -54,13 +54,24 @@ SCHEMAS: Final[dict[int | str, type[BaseModel]]] = {
 """Of the parts of a problem."""
 
 
-def read_problem(path: Path) -> Instance:
+def read_problem(path: Path, profiles: Sequence[Path] = ()) -> Instance:
     """The instance in a problem file; profiles named by path are read beside it.
 
+    Args:
+        profiles: Of more models, named as the profiles say; repeats become replicas.
+
     Raises:
-        ProblemInvalidError: Anything wrong with the file or the problem.
+        ProblemInvalidError: Anything wrong with the file, the problem or a profile.
     """
     document = read_document(path)
+    if profiles and isinstance(document, dict):
+        added: dict[str, dict[str, Any]] = {}
+        for file in profiles:
+            profile = read_document(file)
+            name = _parsed(ModelProfile, profile).model
+            added.setdefault(name, {"name": name, "replicas": 0, "profile": profile})
+            added[name]["replicas"] += 1
+        document["models"] = [*(document.get("models") or []), *added.values()]
     if isinstance(document, dict) and isinstance(document.get("models"), list):
         for model in document["models"]:
             if isinstance(model, dict) and isinstance(model.get("profile"), str):
