@@ -62,7 +62,9 @@ class Settings(BaseSettings):
     )
 
     coordinator_url: str = Field(
-        default="http://127.0.0.1:7700", max_length=2048, description="Where the coordinator is."
+        default="http://127.0.0.1:7700",
+        max_length=2048,
+        description="Where the coordinator is; several, by commas, if they share one Redis.",
     )
     token: SecretStr | None = Field(None, description="Bearer token for the coordinator.")
     ca_file: Path | None = Field(

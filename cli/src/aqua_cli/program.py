@@ -38,7 +38,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result here.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it here: .png or .svg.")]
 CoordinatorUrl = Annotated[
-    str, typer.Option("--url", envvar="AQUA_COORDINATOR_URL", help="The coordinator.")
+    str,
+    typer.Option(
+        "--url", envvar="AQUA_COORDINATOR_URL", help="The coordinator, or several by commas."
+    ),
 ]
 CoordinatorToken = Annotated[
     str | None,

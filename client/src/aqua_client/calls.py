@@ -7,7 +7,8 @@ sends. Whether a call may be repeated is part of it:
 - Reads, and writes of a full state (`put_placements`, `put_profile`), may.
 - `grant_lease` and `open_reclaim` carry an idempotency key: repeated, they are done once.
 - `renew_lease` and `release_lease` are harmless when repeated.
-- Reports and updates of offers are not: the next one, with a higher revision, says more.
+- Reports, updates of offers and farewells may be sent `elsewhere`, to another coordinator at once,
+  since repeated word for word they do no harm. Not later: the next report says more.
 - `revoke_lease` is not: its second answer would say that the lease has ended already.
 """
 
@@ -43,7 +44,8 @@ class Call(Generic[AnswerT]):
     Attributes:
         read: Reads the body of the answer; raises `ValidationError` if it is another schema.
         idempotency_key: Under which the coordinator does it once only.
-        repeatable: Whether sending it twice does no harm.
+        repeatable: Whether sending it twice, then or later, does no harm.
+        elsewhere: Whether sending it to another coordinator at once does no harm.
         absent_is_done: Whether an unknown resource is what was wanted: leaving twice.
     """
 
@@ -54,6 +56,7 @@ class Call(Generic[AnswerT]):
     params: Mapping[str, str] = field(default_factory=dict)
     idempotency_key: str | None = None
     repeatable: bool = False
+    elsewhere: bool = False
     absent_is_done: bool = False
 
 
@@ -73,17 +76,19 @@ class Listing(Generic[PageT, EntryT]):
 
 def report_producer(report: members.ProducerReport) -> Call[members.ProducerAck]:
     """Tell the books a producer's full state; sent once."""
-    return _call("PUT", f"/v1/producers/{report.producer_id}", members.ProducerAck, report)
+    path = f"/v1/producers/{report.producer_id}"
+    return _call("PUT", path, members.ProducerAck, report, elsewhere=True)
 
 
 def report_consumer(report: members.ConsumerReport) -> Call[members.ConsumerAck]:
     """Tell the books a consumer's full state, which renews its leases; sent once."""
-    return _call("PUT", f"/v1/consumers/{report.consumer_id}", members.ConsumerAck, report)
+    path = f"/v1/consumers/{report.consumer_id}"
+    return _call("PUT", path, members.ConsumerAck, report, elsewhere=True)
 
 
 def heartbeat(reports: members.Heartbeat) -> Call[members.HeartbeatAck]:
     """Tell the books the full state of many members; sent once."""
-    return _call("POST", "/v1/heartbeats", members.HeartbeatAck, reports)
+    return _call("POST", "/v1/heartbeats", members.HeartbeatAck, reports, elsewhere=True)
 
 
 def remove_producer(producer_id: str, incarnation: str) -> Call[None]:
@@ -123,7 +128,8 @@ def list_offers() -> Listing[members.OfferPage, members.OfferView]:
 
 def update_offer(producer_id: str, update: members.OfferUpdate) -> Call[members.OfferView]:
     """Change an offer between two reports; sent once."""
-    return _call("PUT", f"/v1/offers/{producer_id}", members.OfferView, update)
+    path = f"/v1/offers/{producer_id}"
+    return _call("PUT", path, members.OfferView, update, elsewhere=True)
 
 
 def grant_lease(
@@ -246,6 +252,7 @@ def _call(
     body: BaseModel,
     *,
     repeatable: bool = False,
+    elsewhere: bool = False,
     idempotency_key: str | None = None,
 ) -> Call[ModelT]:
     return Call(
@@ -254,6 +261,7 @@ def _call(
         body=body.model_dump_json().encode(),
         read=answer.model_validate_json,
         repeatable=repeatable,
+        elsewhere=elsewhere,
         idempotency_key=idempotency_key,
     )
 
@@ -276,4 +284,11 @@ def _pages(
 
 def _remove(path: str, incarnation: str) -> Call[None]:
     params = {"incarnation": incarnation}
-    return Call(method="DELETE", path=path, read=lambda _: None, params=params, absent_is_done=True)
+    return Call(
+        method="DELETE",
+        path=path,
+        read=lambda _: None,
+        params=params,
+        elsewhere=True,
+        absent_is_done=True,
+    )

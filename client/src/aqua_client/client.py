@@ -4,9 +4,11 @@ Each operation is declared once, as a function of `aqua_client.calls`; a descrip
 method that sends the call, and the type checker sees the answer (or the awaitable) of each. A
 client keeps its connections, is bounded in time on every call, and repeats by one rule: only calls
 that may be repeated are, and only where that can help: no answer, or one that says "not now"
-(`UnavailableError` and its children, HTTP 429 and 503). The pause grows fourfold each time, is
-jittered so that a cluster of clients does not come back in step, and is at least what the answer
-asks for (`retry_after_s`, `Retry-After`), within the bound.
+(`UnavailableError` and its children, HTTP 429 and 503). Of several coordinators over one Redis each
+is tried once without a pause, so that one which is replaced costs nothing; what could not even be
+sent moves on whatever it is. Between rounds the pause grows fourfold each time, is jittered so that
+a cluster of clients does not come back in step, and is at least what the answer asks for
+(`retry_after_s`, `Retry-After`), within the bound.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import httpx
 
 from aqua_client import calls
 from aqua_client.calls import EntryT, PageT
-from aqua_client.http import address_of, answer_of, as_no_answer, options_of, request_of
+from aqua_client.http import addresses_of, answer_of, as_no_answer, options_of, request_of, was_sent
 from aqua_protocol.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class RetryRule:
     """Bounds of repetition.
 
     Attributes:
-        max_attempts: Sendings of one call, the first included; 1 repeats nothing.
+        max_attempts: Rounds of one call over all coordinators, the first included; 1 repeats
+            nothing after a pause.
         first_pause_s: Before the second sending, before jitter.
         max_pause_s: Of any pause, also of one that the coordinator asks for.
     """
@@ -50,7 +53,7 @@ class RetryRule:
     max_pause_s: float = 1.0
 
     def pause_s(self, error: UnavailableError, *, attempt: int, random: Random) -> float | None:
-        """Return the seconds to wait after failed sending `attempt`, from 1; None to give up."""
+        """Return the seconds to wait after failed round `attempt`, from 1; None to give up."""
         if attempt >= self.max_attempts:
             return None
         grown_s: float = self.first_pause_s * GROWTH ** (attempt - 1)
@@ -141,29 +144,49 @@ class Operations:
 
 
 class _Client(Operations):
-    """What both clients have: the address, and the rule of repetition with its randomness."""
+    """What both clients have: the addresses, and the rule of repetition with its randomness.
 
-    def __init__(self, url: str, retry: RetryRule) -> None:
-        self.url: Final = address_of(url)
+    Attributes:
+        url: The coordinator to ask next; at first any, so that clients spread over all.
+    """
+
+    def __init__(self, urls: str, retry: RetryRule) -> None:
+        self._addresses: Final = addresses_of(urls)
         self._retry = retry
         self._random = Random()
+        self.url = self._random.choice(self._addresses)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url})"
+        return f"{type(self).__name__}({','.join(self._addresses)})"
 
-    def _pause_s(self, call: Call[AnswerT], error: UnavailableError, attempt: int) -> float:
-        """Seconds until the next sending; raises the error if there is to be none."""
-        pause_s = self._retry.pause_s(error, attempt=attempt, random=self._random)
-        if pause_s is None or not call.repeatable:
+    def _next(
+        self, call: Call[AnswerT], address: str, error: UnavailableError, sent: int
+    ) -> tuple[str, float]:
+        """Where to send the call after sending `sent`, from 1, and after how many seconds.
+
+        Raises:
+            UnavailableError: Nowhere: the error.
+        """
+        rounds, others_asked = divmod(sent, len(self._addresses))
+        pause_s: float | None = 0.0
+        if not others_asked:
+            pause_s = self._retry.pause_s(error, attempt=rounds, random=self._random)
+            goes_on = call.repeatable
+        else:
+            goes_on = call.repeatable or call.elsewhere or not was_sent(error)
+        if pause_s is None or not goes_on:
             raise error
-        return pause_s
+        index = self._addresses.index(address) + 1
+        self.url = self._addresses[index % len(self._addresses)]
+        return self.url, pause_s
 
 
 class CoordinatorClient(_Client):
-    """Calls to one coordinator (or a service of several); safe to share between threads.
+    """Calls to a coordinator, or to several as if they were one; safe to share between threads.
 
     Args:
-        url: `http://host:port` or `https://...`, without a path.
+        url: `http://host:port` or `https://...`, without a path; several, separated by commas, of
+            coordinators over one Redis.
         token: Bearer token; None where the coordinator runs without authentication.
         ca_file: Certificates to trust instead of the system's, for https.
         timeout_s: Bound of a single sending.
@@ -189,7 +212,7 @@ class CoordinatorClient(_Client):
         super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.Client(
-            **options_of(self.url, token, ca_file, timeout_s), transport=transport
+            **options_of(self._addresses, token, ca_file, timeout_s), transport=transport
         )
 
     def __enter__(self) -> Self:
@@ -209,15 +232,17 @@ class CoordinatorClient(_Client):
             AquaError: What the coordinator refused with.
             UnavailableError: No answer, or not the answer of a coordinator.
         """
-        attempt = 1
+        address, sent = self.url, 1
         while True:
             try:
-                with as_no_answer(self.url):
-                    return answer_of(call, self._http.request(**request_of(call)))
+                with as_no_answer(address):
+                    answer = self._http.request(**request_of(call, address))
+                    return answer_of(call, answer)
             except UnavailableError as error:
-                pause_s = self._pause_s(call, error, attempt)
-            self._sleep(pause_s)
-            attempt += 1
+                address, pause_s = self._next(call, address, error, sent)
+            if pause_s:
+                self._sleep(pause_s)
+            sent += 1
 
     def entries(self, listing: Listing[PageT, EntryT]) -> Iterator[EntryT]:
         """Iterate over a listing; the next page is asked for when the one before is used up."""
@@ -245,7 +270,7 @@ class AsyncCoordinatorClient(_Client):
         super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.AsyncClient(
-            **options_of(self.url, token, ca_file, timeout_s), transport=transport
+            **options_of(self._addresses, token, ca_file, timeout_s), transport=transport
         )
 
     async def __aenter__(self) -> Self:
@@ -260,15 +285,17 @@ class AsyncCoordinatorClient(_Client):
 
     async def send(self, call: Call[AnswerT]) -> AnswerT:
         """Work as `CoordinatorClient.send` does."""
-        attempt = 1
+        address, sent = self.url, 1
         while True:
             try:
-                with as_no_answer(self.url):
-                    return answer_of(call, await self._http.request(**request_of(call)))
+                with as_no_answer(address):
+                    answer = await self._http.request(**request_of(call, address))
+                    return answer_of(call, answer)
             except UnavailableError as error:
-                pause_s = self._pause_s(call, error, attempt)
-            await self._sleep(pause_s)
-            attempt += 1
+                address, pause_s = self._next(call, address, error, sent)
+            if pause_s:
+                await self._sleep(pause_s)
+            sent += 1
 
     async def entries(self, listing: Listing[PageT, EntryT]) -> AsyncIterator[EntryT]:
         """Work as `CoordinatorClient.entries` does."""

@@ -46,7 +46,7 @@ def probe_coordinator() -> Iterator[Finding]:
             )
             return
         ours = version("aqua-protocol")
-        there = f"{health.version} at {url}, {health.status}"
+        there = f"{health.version} at {client.url}, {health.status}"
         if health.version == ours:
             yield _finding("coordinator", OK, there)
         else:

@@ -10,7 +10,7 @@ variable set for downloads must not carry its tokens elsewhere.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -38,32 +38,35 @@ that is room for a listing beside them. Doubled, the others lie idle at the coor
 
 
 def options_of(
-    address: str, token: str | None, ca_file: Path | None, timeout_s: float
+    addresses: Sequence[str], token: str | None, ca_file: Path | None, timeout_s: float
 ) -> dict[str, Any]:
-    """Arguments of `httpx.Client` and `httpx.AsyncClient` for a coordinator at `address`.
+    """Arguments of `httpx.Client` and `httpx.AsyncClient` for coordinators at these addresses.
 
     Raises:
         ConfigError: The certificate file is no good.
     """
     return {
-        "base_url": address,
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
         "timeout": timeout_s,
         "limits": httpx.Limits(
             max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
         ),
         # Made only for https: loading the system's certificates takes tens of milliseconds.
-        "verify": _trust(ca_file) if address.startswith("https") else False,
+        "verify": any(one.startswith("https") for one in addresses) and _trust(ca_file),
         "trust_env": False,
     }
 
 
-def address_of(url: str) -> str:
-    """The address without a slash at its end.
+def addresses_of(urls: str) -> tuple[str, ...]:
+    """The addresses in a text that separates them by commas, without a slash at their end.
 
     Raises:
-        ConfigError: It is none, or more than an address.
+        ConfigError: One is none, or more than an address.
     """
+    return tuple(dict.fromkeys(_address_of(url.strip()) for url in urls.split(",")))
+
+
+def _address_of(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -72,7 +75,8 @@ def address_of(url: str) -> str:
     if parsed.scheme not in {"http", "https"} or not parsed.host or extra:
         raise ConfigError(
             f"{url!r} is not a coordinator's address",
-            remedy="Write AQUA_COORDINATOR_URL (or --url) as http://host:port, without a path.",
+            remedy="Write AQUA_COORDINATOR_URL (or --url) as http://host:port, without a path; "
+            "several by commas.",
         )
     return str(parsed).rstrip("/")
 
@@ -87,14 +91,14 @@ def _trust(ca_file: Path | None) -> ssl.SSLContext:
         ) from error
 
 
-def request_of(call: Call[AnswerT]) -> dict[str, Any]:
+def request_of(call: Call[AnswerT], address: str) -> dict[str, Any]:
     """Arguments of `request` of either httpx client."""
     headers = {} if call.body is None else {"Content-Type": "application/json"}
     if call.idempotency_key is not None:
         headers["Idempotency-Key"] = call.idempotency_key
     return {
         "method": call.method,
-        "url": call.path,
+        "url": address + call.path,
         "content": call.body,
         "params": call.params or None,
         "headers": headers,
@@ -138,3 +142,8 @@ def as_no_answer(url: str) -> Iterator[None]:
             remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
             url=url,
         ) from error
+
+
+def was_sent(error: UnavailableError) -> bool:
+    """Whether a coordinator may have got the request that failed with this error."""
+    return not isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)

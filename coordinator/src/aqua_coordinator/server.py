@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
@@ -62,8 +64,9 @@ class Server(uvicorn.Server):
     """uvicorn as a part of a larger life.
 
     Signals are ours, since uvicorn raises them again when it is done, which would end the process
-    before the store has been stopped. And event streams end first, instead of holding a shutdown
-    up for the whole grace.
+    before the store has been stopped. The first makes `/readyz` fail, and `drain_s` later nothing
+    more is accepted and what is under way is finished; a second Ctrl-C does not wait. Event streams
+    end first, instead of holding a shutdown up for the whole grace.
     """
 
     def __init__(self, service: Service) -> None:
@@ -75,7 +78,8 @@ class Server(uvicorn.Server):
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
         self._connections = limits
-        self._event_watcher = service.services.event_watcher
+        self._services = services
+        self._drained_s = math.inf
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,12 +103,17 @@ class Server(uvicorn.Server):
         """Called by uvicorn ten times a second."""
         if counter % 10 == 0:
             self._connections.close_late()
-        return await super().on_tick(counter)
+        if not await super().on_tick(counter):
+            return False
+        if not self._services.stopping.is_set():
+            self._services.stopping.set()
+            self._drained_s = time.monotonic() + self._services.settings.drain_s
+            log.info("stopping", drain_s=self._services.settings.drain_s)
+        return self.force_exit or time.monotonic() >= self._drained_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End event streams, then everything."""
-        log.info("stopping")
-        self._event_watcher.close()
+        self._services.event_watcher.close()
         await super().shutdown(sockets)
 
 

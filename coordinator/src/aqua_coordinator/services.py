@@ -77,6 +77,7 @@ class Services:
     metrics: Metrics
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 _bearer = HTTPBearer(auto_error=False, description="A token made by `aqua-coordinator token`.")

@@ -118,6 +118,15 @@ class CoordinatorSettings(BaseSettings):
         le=300,
         description="Time for a head, a body or an answer to get through, or it is cut off.",
     )
+    drain_s: float = Field(
+        0.0,
+        ge=0,
+        le=300,
+        description=(
+            "How long it goes on serving, not ready, after SIGTERM: longer than probes take to "
+            "notice, where a load balancer is in front."
+        ),
+    )
     max_event_streams: int = Field(
         128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
     )

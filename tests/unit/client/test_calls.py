@@ -192,6 +192,18 @@ def test_only_calls_that_do_no_harm_are_repeatable() -> None:
     }
 
 
+def test_what_the_next_report_says_better_goes_elsewhere_at_once_only() -> None:
+    moved = {name for name in EXAMPLES if call_of(name).elsewhere}
+    assert moved == {
+        "report_producer",
+        "report_consumer",
+        "heartbeat",
+        "remove_producer",
+        "remove_consumer",
+        "update_offer",
+    }
+
+
 def test_a_pushed_profile_leaves_the_measurements_behind() -> None:
     body = calls.put_profile(PROFILE).body
     assert body is not None

@@ -35,7 +35,12 @@ async def healthz(services: ServicesDep) -> Health:
 
 @router.get("/readyz")
 async def readyz(services: ServicesDep) -> Health:
-    """Whether Redis answers and takes writes. A probe that fails should send traffic elsewhere."""
+    """Whether Redis answers and takes writes. A probe that fails should send traffic elsewhere.
+
+    A coordinator that has been told to stop is not ready from that moment on.
+    """
+    if services.stopping.is_set():
+        raise UnavailableError("this coordinator is stopping", retry_after_s=1.0)
     opened = await services.ledger.probe()
     return Health(
         status="ready",
