@@ -36,6 +36,7 @@ BUSY ?= 0
 # `make chaos` and `make property` take the whole tier; with WHOLE=0 a slice of it, by seed.
 WHOLE ?= 1
 SLICE_SEED ?= 0
+KILLS ?= 1000
 # A whole tier in one test takes minutes, and several times that beside busy neighbours.
 TIER = AQUA_TESTS_WHOLE=$(WHOLE) AQUA_TESTS_SEED=$(SLICE_SEED) $(PY) -m pytest --timeout 1800
 
@@ -105,8 +106,8 @@ test: $(READY) ## Run every tier but gpu and engine, the same slice of slow ones
 	$(PY) -m pytest -m e2e $(PYTEST_ARGS)
 
 .PHONY: chaos
-chaos: $(READY) ## Kill every process at every step: all of the chaos tier, of which test has a slice
-	$(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
+chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
+	AQUA_CHAOS_KILLS=$(KILLS) $(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
 
 .PHONY: property
 property: $(READY) ## Draw every example of the property tier, of which test has a slice

@@ -69,6 +69,10 @@ class Doom:
                     yield cls(side, step, number, victim)
 
 
+KILL: Final = "kill"
+"""Recorded among the steps right before a SIGKILL."""
+
+
 class Ledger:
     """Counts the steps of this process and carries out its doom.
 
@@ -102,6 +106,7 @@ class Ledger:
         doom = self._doom
         if doom is None or (doom.side, doom.step, doom.number) != (side, name, number):
             return
+        os.write(self._fd, f"{KILL}\n".encode())
         if doom.victim is Victim.SELF:
             os.kill(os.getpid(), signal.SIGKILL)
         pid = self.store_pid()

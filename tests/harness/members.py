@@ -117,6 +117,12 @@ class ConsumerMember:
             assert torch.equal(tensor.load(), _content(number)), f"{tensor!r} holds wrong bytes"
         return len(self._tensors)
 
+    def corrupt(self) -> None:
+        """Change one bit of what is stored, as no part of Aqua ever should."""
+        tensor, _ = self._tensors[0]
+        with tensor.pinned() as values:
+            values[len(values) // 2] ^= 1
+
     def on_peer(self) -> bool:
         """Whether every tensor is in a peer's memory."""
         return all(tensor.location is Location.PEER for tensor, _ in self._tensors)

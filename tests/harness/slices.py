@@ -24,14 +24,6 @@ def examples(count: int, *, whole: int) -> int:
     return whole if IS_WHOLE else count
 
 
-def sliced(items: Sequence[Item], count: int, *, key: str = "") -> list[Item]:
-    """Up to `count` of the items in their order, drawn by the seed and `key`; or all."""
-    if IS_WHOLE or count >= len(items):
-        return list(items)
-    chosen = random.Random(f"{SEED} {key}").sample(range(len(items)), count)
-    return [items[index] for index in sorted(chosen)]
-
-
 def shuffled(items: Sequence[Item], *, key: str = "") -> list[Item]:
     """All items in an order drawn by the seed and `key`, for a slice of unknown length."""
     return random.Random(f"{SEED} {key}").sample(list(items), len(items))

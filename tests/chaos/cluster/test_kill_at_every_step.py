@@ -5,6 +5,9 @@ deaths says which steps each process takes. Then, for every process and every re
 scenario runs again and the process dies right before or right after that step. Whoever died is
 started again under its old name, and the scenario goes on. A second consumer lives through it all
 with data of its own, so that a slab handed out twice would be seen.
+
+`make test` draws some of these deaths. `make chaos` takes each step of each process, and then later
+repetitions of steps until `KILLS` processes were killed.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Final
 
 import httpx
 import pytest
 
 from harness.cluster import WITHIN_S, Cluster, DiedError, new_cluster, wait_until
-from harness.doom import Doom, Victim
-from harness.slices import IS_WHOLE, shuffled, sliced
+from harness.doom import KILL, Doom, Victim
+from harness.slices import IS_WHOLE, shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +32,22 @@ OFFERED: Final = 12
 TENSORS: Final = 8
 BYSTANDER: Final = "consumer-bystander"
 CONSUMER: Final = "consumer"
-DEEPEST: Final = int(os.environ.get("AQUA_CHAOS_DEPTH", "1"))
-"""Repetitions of a step that are died at. Later ones are much the same situation again."""
+VICTIMS: Final = [
+    ("producer", Victim.SELF),
+    (CONSUMER, Victim.SELF),
+    ("coordinator", Victim.SELF),
+    ("coordinator", Victim.STORE),
+    ("coordinator", Victim.STORE_AND_DATA),
+]
+"""Process by whose steps the deaths are named, and who dies. The coordinator starts its store."""
 
+DEEPEST: Final = 16
+"""Repetitions of a step that are died at, once each step was. Doubled, most of what is added are
+copies of the consumer, much the same situation again."""
+
+KILLS: Final = int(os.environ.get("AQUA_CHAOS_KILLS", "1000"))
 SLICE: Final = 8
-"""Deaths of each kind that `make test` takes; `make chaos` takes all."""
+"""Kills of each victim that `make test` takes; `make chaos` takes its share of `KILLS`."""
 
 AT_ONCE: Final = 4
 """Clusters at the same time."""
@@ -229,45 +243,47 @@ def test_the_scenario_takes_every_step_of_the_lease_channel(steps: dict[str, Cou
 
 
 def play_all(name: str, dooms: list[Doom]) -> int:
-    """Play the scenario once for every doom; returns how many deaths really happened."""
+    """Play the scenario once for every doom; returns how many kills there were."""
 
     def play(doom: Doom) -> tuple[int, str]:
         with new_cluster(name, doom) as cluster:
             try:
                 Scenario(cluster).play()
             except (AssertionError, DiedError) as error:
-                return cluster.deaths[name], f"{name} dies {doom}: {error!r}"
-            return cluster.deaths[name], ""
+                return 0, f"{name} dies {doom}: {error!r}"
+            kills = cluster.steps(name)[KILL]
+            if cluster.deaths[name] != (kills if doom.victim is Victim.SELF else 0):
+                return 0, f"{name} dies {doom}: {kills} kills, but {cluster.deaths} died"
+            return kills, ""
 
     # Clusters share nothing, and a scenario mostly waits.
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(play, dooms))
     failures = [failure for _, failure in results if failure]
     assert not failures, "\n".join(failures)
-    return sum(deaths for deaths, _ in results)
+    return sum(kills for kills, _ in results)
 
 
-@pytest.mark.parametrize("name", ["producer", CONSUMER, "coordinator"])
+@pytest.mark.parametrize(("name", "victim"), VICTIMS)
 def test_nothing_is_lost_whoever_dies_at_whatever_step(
-    steps: dict[str, Counter[str]], name: str
+    steps: dict[str, Counter[str]], name: str, victim: Victim
 ) -> None:
-    dooms = list(Doom.walk(steps[name], deepest=DEEPEST))
-    if IS_WHOLE:
-        # Reports and copies are not the same number in every run, but most steps are.
-        assert play_all(name, dooms) >= 0.8 * len(dooms)
-        return
-    # A step that did not come in this run is replaced by the next of the draw.
-    drawn = iter(shuffled(dooms, key=name))
-    deaths = 0
-    while deaths < SLICE and (batch := list(islice(drawn, SLICE - deaths))):
-        deaths += play_all(name, batch)
-    assert deaths == SLICE
+    first = list(Doom.walk(steps[name], deepest=1, victim=victim))
+    later = [
+        doom for doom in Doom.walk(steps[name], deepest=DEEPEST, victim=victim) if doom.number > 1
+    ]
+    # Reports and copies are not the same number in every run: a step that did not come is replaced
+    # by the next of the draw, and when all were drawn, they come again.
+    key = f"{name} {victim}"
+    drawn = chain(shuffled(first, key=key), cycle(shuffled(later, key=key)))
+    kills, wanted = 0, KILLS // len(VICTIMS) if IS_WHOLE else SLICE
+    while kills < wanted:
+        kills += play_all(name, list(islice(drawn, wanted - kills)))
 
 
-@pytest.mark.parametrize("victim", [Victim.STORE, Victim.STORE_AND_DATA])
-def test_nothing_is_lost_when_the_store_dies_around_any_script(
-    steps: dict[str, Counter[str]], victim: Victim
-) -> None:
-    dooms = list(Doom.walk(steps["coordinator"], deepest=DEEPEST, victim=victim))
-    # The coordinator starts the store again, so nobody else dies.
-    assert play_all("coordinator", sliced(dooms, SLICE, key=victim)) == 0
+def test_one_bit_that_changes_is_seen() -> None:
+    with new_cluster() as cluster:
+        scenario = Scenario(cluster)
+        scenario.stages[-1:] = [lambda: cluster.processes[CONSUMER].call("corrupt")]
+        with pytest.raises(AssertionError, match="holds wrong bytes"):
+            scenario.play()
