@@ -5,7 +5,8 @@
 
 Generated: the lease and slab pages under `docs/protocol/` (diagram, states, events, transitions,
 all from the tables), the error table; from `docs/arrows.toml` the import contracts that
-`make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`.
+`make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`; from the
+settings of coordinator and members the reference of their variables.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.lease import LEASE
 from aqua_protocol.machine import EventT, StateMachine, StateT
 from aqua_protocol.slab import SLAB
+from aqualib.settings import Settings
 
 DOCS: Final = Path(__file__).resolve().parent
 PROTOCOL_DOCS: Final = DOCS / "protocol"
@@ -88,6 +94,43 @@ def error_page() -> str:
             "",
         ]
     )
+
+
+SIGNS: Final = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def configuration_page() -> str:
+    """Every variable that configures a coordinator or a member."""
+    sections: list[str] = []
+    for title, kind in (("A coordinator", CoordinatorSettings), ("A member", Settings)):
+        prefix = kind.model_config.get("env_prefix", "")
+        rows = [
+            f"| `{prefix}{name.upper()}` | {_default(field)} | {_bounds(field)} | "
+            f"{field.description} |"
+            for name, field in kind.model_fields.items()
+        ]
+        head = [f"## {title}", "", "| variable | default | bounds | meaning |", "|---|---|---|---|"]
+        sections += [*head, *rows, ""]
+    words = [
+        "Set by environment variables; an empty one counts as unset. A value that does not fit is",
+        "refused at the start, by its name. Lists are separated by commas.",
+    ]
+    return "\n".join([NOTICE, "# Configuration", "", *words, "", *sections])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "see meaning"
+    return "unset" if field.default in (None, frozenset()) else f"`{field.default}`"
+
+
+def _bounds(field: FieldInfo) -> str:
+    limits = [
+        f"{SIGNS[type(limit).__name__.lower()]} {getattr(limit, type(limit).__name__.lower())}"
+        for limit in field.metadata
+        if isinstance(limit, Ge | Gt | Le | Lt)
+    ]
+    return ", ".join(limits) or "–"
 
 
 def read_arrows(path: Path = DOCS / "arrows.toml") -> dict[str, dict[str, Any]]:
@@ -163,6 +206,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield PROTOCOL_DOCS / "lease.md", machine_page(LEASE, f"{source}/lease.py")
     yield PROTOCOL_DOCS / "slab.md", machine_page(SLAB, f"{source}/slab.py")
     yield PROTOCOL_DOCS / "errors.md", error_page()
+    yield DOCS / "operations" / "configuration.md", configuration_page()
 
 
 def main() -> int:

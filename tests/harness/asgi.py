@@ -32,7 +32,7 @@ def client_of(service: Service, token: str | None = None) -> httpx.AsyncClient:
     """A client of the whole coordinator; close it, or use it as a context manager."""
     return httpx.AsyncClient(
         transport=without_network(service.asgi),
-        base_url="http://coordinator",
+        base_url="http://127.0.0.1",
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
     )
 

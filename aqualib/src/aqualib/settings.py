@@ -58,7 +58,11 @@ class Settings(BaseSettings):
     """What a member needs to know; immutable. Read it with `load_settings`."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid"
+        env_prefix=PREFIX,
+        env_ignore_empty=True,
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
     )
 
     coordinator_url: str = Field(

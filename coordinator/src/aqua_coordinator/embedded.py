@@ -16,7 +16,9 @@ well as by the counter, and members repeat what they hold: books that are a seco
 themselves. And because a server under `always` exits when the disk is full, where one under
 `everysec` refuses writes, by name, and recovers.
 
-Reached by a Unix socket in the directory only: no port, no password, one user.
+Reached by a Unix socket in the directory only: no port, no password, one user. The log of writes
+holds the secret of the books, so the directory and what the store keeps there are closed to other
+users, also where an older version left them open.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import fcntl
 import os
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -43,6 +46,10 @@ from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
 SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
 LOCK_NAME: Final = "aqua.lock"
+PRIVATE_DIR: Final = 0o700
+"""Fixed by Unix: for this user only."""
+PRIVATE_FILE: Final = 0o600
+"""Fixed by Unix: for this user only."""
 MIN_BACKOFF_S: Final = 0.1
 """Before the first restart of a server that dies; doubled, members wait 0.1 s longer for it."""
 MAX_BACKOFF_S: Final = 5.0
@@ -135,6 +142,7 @@ class EmbeddedValkey:
         deadline_s = time.monotonic() + self._start_timeout_s
         self._lock(deadline_s)
         try:
+            self._make_private()
             self._launch()
             while not self._answers():
                 self._require_progress(deadline_s)
@@ -211,9 +219,9 @@ class EmbeddedValkey:
 
     def _lock(self, deadline_s: float) -> None:
         try:
-            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.data_dir.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
             path = self.data_dir / LOCK_NAME
-            self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
         except OSError as error:
             raise ConfigError(
                 f"the data directory {self.data_dir} is not writable: {error}",
@@ -235,12 +243,25 @@ class EmbeddedValkey:
             else:
                 return
 
+    def _make_private(self) -> None:
+        """Take from other users what they may do in the directory; no server runs there now."""
+        status = self.data_dir.stat()
+        # A mount may be root's, and a directory like /tmp is shared on purpose.
+        if status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:
+            self.data_dir.chmod(PRIVATE_DIR)
+        else:
+            log.warning("the data directory is shared, its files are not", path=str(self.data_dir))
+        for pattern in (LOCK_NAME, f"{LOG_NAME}*", "appendonlydir", "appendonlydir/*"):
+            for path in self.data_dir.glob(pattern):
+                path.chmod(PRIVATE_DIR if path.is_dir() else PRIVATE_FILE)
+
     def _launch(self) -> None:
         assert self._binary is not None, "launched before start"
         log_path = self.data_dir / LOG_NAME
         try:
             if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
                 log_path.replace(log_path.with_suffix(".log.1"))
+            log_path.touch(PRIVATE_FILE)
             with log_path.open("ab") as output:
                 self._process = subprocess.Popen(  # noqa: S603 - our own program, no shell
                     [str(self._binary), *self._options()],
@@ -250,6 +271,7 @@ class EmbeddedValkey:
                     cwd=self.data_dir,
                     env={"GLIBC_TUNABLES": _ALLOCATOR} | os.environ,
                     pass_fds=(self._lock_fd,),
+                    umask=0o077,
                     # Ctrl-C goes to the whole foreground group; the store outlives our shutdown.
                     start_new_session=True,
                     preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prepared system call

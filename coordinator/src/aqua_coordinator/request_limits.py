@@ -1,8 +1,9 @@
 """The outermost layer of the service: what is true of every HTTP request.
 
-Bounded (how many at once, how large), authenticated as soon as its head has come and before its
-body is read, measured (route, method, code, duration), and answered by an `ErrorBody` whatever goes
-wrong. Hot routes are called from here; FastAPI stands behind it for everything else.
+Meant for us (`hosts`), bounded (how many at once, how large), authenticated as soon as its head has
+come and before its body is read, measured (route, method, code, duration), and answered by an
+`ErrorBody` whatever goes wrong. Hot routes are called from here; FastAPI stands behind it for the
+rest.
 
 A request under `/v1/` carries its caller in `scope["user"]`; the others are for probes and
 browsers, need no token here, and their bodies are never read. A body reaches the application whole.
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
 from aqua_coordinator.connections import Connection
+from aqua_coordinator.hosts import AllowedHosts
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, UnavailableError
@@ -76,6 +78,7 @@ class RequestLimits:
         self._app = app
         self._hot_routes = hot_routes
         self._authenticator = services.authenticator
+        self._hosts = AllowedHosts(services.settings)
         self._metrics = services.metrics
         limit = services.settings.max_concurrent_requests
         self._of_token = services.settings.max_requests_per_token
@@ -123,6 +126,7 @@ class RequestLimits:
         shape = shape_of(method, path)
         connection: Connection = scope["state"]["connection"]
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
+        self._hosts.require(headers.get(b"host"))
         body = b""
         if path.startswith(API):
             authorization = headers.get(b"authorization")

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_coordinator.embedded import Fsync
 from aqua_coordinator.store.scripts import MAX_GAP_S
@@ -35,7 +35,11 @@ class CoordinatorSettings(BaseSettings):
     """What a coordinator needs to know before it starts."""
 
     model_config = SettingsConfigDict(
-        env_prefix="AQUA_", extra="ignore", frozen=True, env_ignore_empty=True
+        env_prefix="AQUA_",
+        extra="ignore",
+        frozen=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,
     )
 
     listen_host: str = Field(
@@ -46,6 +50,15 @@ class CoordinatorSettings(BaseSettings):
     )
     listen_port: int = Field(
         DEFAULT_PORT, ge=0, le=65_535, description="Port to listen on; 0 takes a free one."
+    )
+    allowed_hosts: Annotated[
+        frozenset[Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,253}$")]],
+        NoDecode,
+        BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
+    ] = Field(
+        frozenset(),
+        description="Further names that requests may call it by, beside loopback and the address: "
+        "aqua.internal,localhost.",
     )
     redis_url: SecretStr | None = Field(
         None,
@@ -72,8 +85,9 @@ class CoordinatorSettings(BaseSettings):
         None,
         description="Bearer tokens, made by `aqua-coordinator token`. Unset: no authentication.",
     )
-    metrics_need_token: bool = Field(
-        default=False, description="Whether /metrics wants a token, as everything under /v1 does."
+    metrics_need_token: bool | None = Field(
+        None,
+        description="Whether /metrics wants a token. Unset: unless the address is loopback.",
     )
     capability_secret: SecretStr | None = Field(
         None,
@@ -144,6 +158,12 @@ class CoordinatorSettings(BaseSettings):
             message = f"capability_secret must have at least {MIN_SECRET_LENGTH} characters"
             raise ValueError(message)
         return self
+
+    @property
+    def metrics_are_open(self) -> bool:
+        """Whether /metrics, which names members and models, is for everybody who gets here."""
+        open_by_default = is_loopback(self.listen_host)
+        return open_by_default if self.metrics_need_token is None else not self.metrics_need_token
 
     def require_safe_address(self) -> None:
         """Refuse to be reachable from elsewhere without authentication.

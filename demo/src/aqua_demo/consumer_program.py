@@ -20,6 +20,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 import torch
+from pydantic import Field
 from transformers import Cache, DynamicCache, LogitsProcessor
 
 import aqualib
@@ -47,7 +48,7 @@ class ConsumerSettings(ProgramSettings):
 
     answer_lengths: list[int] | None = None
     coordinator_url: str | None = None
-    token: str | None = None
+    token: str | None = Field(None, repr=False)
     checksum: bool = False
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -229,9 +229,9 @@ class DemoCoordinator:
     """A running coordinator, and the tokens that it accepts."""
 
     url: str
-    producer_token: str
-    consumer_token: str
-    operator_token: str
+    producer_token: str = field(repr=False)
+    consumer_token: str = field(repr=False)
+    operator_token: str = field(repr=False)
 
     @classmethod
     def start(cls, group: ProcessGroup, scratch: Path) -> Self:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from pydantic import Field
 
 from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent, run_program
@@ -58,7 +59,7 @@ class ProducerSettings(ProgramSettings):
     """What the producer program needs to know."""
 
     coordinator_url: str
-    token: str
+    token: str = Field(repr=False)
     socket: Path
 
 

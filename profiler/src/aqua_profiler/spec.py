@@ -76,7 +76,7 @@ class ProfileSpec:
     lengths: LengthDistribution
     objective: LatencyObjective
     budget_s: float
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     seed: int = 0
     threshold_bytes: int = PRODUCER_THRESHOLD_BYTES
     tensor_parallel: int = 1

@@ -65,7 +65,7 @@ class Hello(Wire):
     protocol_version: VersionNumber
     aqualib_version: Annotated[str, Field(max_length=64)]
     consumer_id: Name
-    token: Annotated[str, Field(max_length=4096)]
+    token: Annotated[str, Field(max_length=4096, repr=False)]
 
 
 class Welcome(Wire):

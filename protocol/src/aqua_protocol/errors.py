@@ -112,6 +112,16 @@ class RequestTooLargeError(RequestInvalidError):
     default_remedy = "Send less at once, for example fewer members in one heartbeat."
 
 
+class MisdirectedRequestError(RequestInvalidError):
+    """The request names a host that this service does not go by."""
+
+    code = "misdirected_request"
+    http_status = 421
+    default_remedy = (
+        "Call it by an address that it listens on, or add the name: AQUA_ALLOWED_HOSTS."
+    )
+
+
 class MethodNotAllowedError(RequestInvalidError):
     """The path exists, the HTTP method does not apply to it."""
 

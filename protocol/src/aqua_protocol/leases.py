@@ -58,7 +58,9 @@ class LeaseGrant(Wire):
     """A fresh lease and everything needed to attach to its producer."""
 
     lease: LeaseView
-    token: str = Field(description="Capability for the producer's lease channel; a secret.")
+    token: str = Field(
+        description="Capability for the producer's lease channel; a secret.", repr=False
+    )
     endpoint: str = Field(description="Unix socket of the producer's lease channel.")
     transport: TransportKind
     slab_bytes: int

@@ -187,7 +187,9 @@ class ProducerAck(MemberAck):
     """
 
     min_epoch: EpochField = Field(description="Refuse tokens of older epochs.")
-    capability_key: str = Field(description="Base64 key that checks tokens for this producer.")
+    capability_key: str = Field(
+        description="Base64 key that checks tokens for this producer.", repr=False
+    )
     grantable: bool
     reclaims: list[ReclaimOrder] = Field(default_factory=list)
 

@@ -47,7 +47,9 @@ class TransportKind(StrEnum):
 class Wire(BaseModel):
     """A message that crosses a process boundary."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES, strict=True)]

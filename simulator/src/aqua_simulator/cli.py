@@ -29,6 +29,7 @@ app = typer.Typer(
     help="Simulate engines and clusters under Aqua's own policies.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 

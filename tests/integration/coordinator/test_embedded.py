@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,6 +113,29 @@ async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
                 await until(lambda dead=dead: store.pid != dead)  # type: ignore[misc] # bound now
         finally:
             await store.stop_supervising()
+
+
+def test_other_users_see_nothing_of_the_books_even_if_they_could_before() -> None:
+    with short_directory() as directory:
+        for _ in range(2):
+            store = EmbeddedValkey(directory)
+            store.start()
+            store.stop()
+            found = {path: stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*")}
+            assert any(path.suffix == ".aof" for path in found)
+            for path, mode in (found | {directory: stat.S_IMODE(directory.stat().st_mode)}).items():
+                assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
+                path.chmod(mode | 0o055 if path.is_dir() else mode | 0o044)
+
+
+def test_a_directory_that_is_shared_on_purpose_stays_so() -> None:
+    with short_directory() as directory:
+        directory.chmod(0o1777)
+        store = EmbeddedValkey(directory)
+        store.start()
+        store.stop()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o1777
+        assert stat.S_IMODE((directory / "appendonlydir").stat().st_mode) == 0o700
 
 
 def test_two_coordinators_cannot_share_a_data_directory() -> None:

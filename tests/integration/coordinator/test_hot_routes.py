@@ -76,7 +76,7 @@ async def test_hot_routes_and_the_framework_give_the_same_answers(service: Servi
     answers = []
     slow = httpx.AsyncClient(
         transport=without_network(RequestLimits(service.api, {}, service.services)),
-        base_url="http://coordinator",
+        base_url="http://127.0.0.1",
     )
     async with client_of(service) as fast, slow:
         for client in (fast, slow):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aqua_coordinator.app import Service
@@ -164,10 +165,13 @@ async def test_metrics_show_the_books_and_the_requests(http: httpx.AsyncClient) 
     assert grant.lease.lease_id not in text
 
 
-async def test_metrics_can_be_guarded(store: EmbeddedValkey, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("host", "needs"), [("127.0.0.1", True), ("10.0.0.5", None)])
+async def test_metrics_want_a_token_when_told_so_and_when_others_may_come(
+    store: EmbeddedValkey, tmp_path: Path, host: str, *, needs: bool | None
+) -> None:
     path = tmp_path / "tokens.json"
     token, _ = create_token(path, roles=[Role.READER])
-    settings = CoordinatorSettings(tokens_file=path, metrics_need_token=True)
+    settings = CoordinatorSettings(tokens_file=path, listen_host=host, metrics_need_token=needs)
     async with ledger_room(store.url), Service(settings, store.url).running() as service:
         async with client_of(service) as http:
             assert error_of(await http.get("/metrics")).code == "unauthenticated"

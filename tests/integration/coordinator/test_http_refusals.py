@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.request_limits import SMALL_BODY_BYTES
 from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import PROTOCOL_VERSION
 from harness.asgi import as_json, client_of, error_of
 from harness.ledger_room import ledger_room
@@ -96,6 +98,58 @@ async def test_a_body_that_a_browser_may_send_unasked_is_refused(
 ) -> None:
     headers = {"Content-Type": "text/plain", "Idempotency-Key": "key"}
     assert error_of(await http.post(path, content=b"{}", headers=headers)).code == "request_invalid"
+
+
+FOREIGN_HOSTS = [
+    *("rebound.example", "rebound.example:7700", "127.0.0.1.rebound.example", "", "10.0.0.5"),
+    *(
+        "localhost@rebound.example",
+        "localhost/rebound.example",
+        "[::1",
+        "local host",
+        "localhost:x",
+    ),
+]
+CALLS = [
+    *(("PUT", "/v1/producers/p"), ("POST", "/v1/heartbeats"), ("POST", "/v1/leases")),
+    *(("GET", "/v1/leases"), ("GET", "/metrics"), ("GET", "/healthz"), ("GET", "/docs")),
+]
+
+
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+async def test_a_page_whose_name_was_rebound_to_this_machine_gets_no_answer(
+    http: httpx.AsyncClient, host: str
+) -> None:
+    for method, path in CALLS:
+        headers = {"Host": host, "Content-Type": "application/json", "Idempotency-Key": "key"}
+        content = None if method == "GET" else b"{}"
+        answer = await http.request(method, path, content=content, headers=headers)
+        assert error_of(answer).code == "misdirected_request", (method, path)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:7700", "127.0.0.1:80", "127.8.8.8", "[::1]:7700", "[::1]"]
+)
+async def test_loopback_is_answered_by_every_name(http: httpx.AsyncClient, host: str) -> None:
+    for method, path in CALLS:
+        headers = {"Host": host, "Content-Type": "application/json", "Idempotency-Key": "key"}
+        content = None if method == "GET" else b"{}"
+        answer = await http.request(method, path, content=content, headers=headers)
+        assert answer.status_code in {200, 422}, (method, path)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+async def test_names_are_those_that_were_configured(
+    store: EmbeddedValkey, tmp_path: Path, *, tokens: bool
+) -> None:
+    path = tmp_path / "tokens.json"
+    create_token(path, roles=[Role.READER])
+    settings = CoordinatorSettings.model_validate(
+        {"tokens_file": path if tokens else None, "allowed_hosts": "Aqua.internal,aqua"}
+    )
+    async with client_of(Service(settings, store.url)) as http:
+        for host, status in (("aqua.internal:7700", 200), ("aqua", 200), ("other.internal", 421)):
+            assert (await http.get("/healthz", headers={"Host": host})).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ async def wire(address: tuple[str, int]) -> AsyncIterator[Wire]:
 
 def request(path: str = RELEASE, body: bytes = BODY, *lines: str, version: str = "1.1") -> bytes:
     """A POST as bytes; a line may replace the length."""
-    head = [f"POST {path} HTTP/{version}", "Host: here", "Content-Type: application/json"]
+    head = [f"POST {path} HTTP/{version}", "Host: localhost", "Content-Type: application/json"]
     if not any(line.lower().startswith(("content-length", "transfer")) for line in lines):
         head.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*head, *lines, "", ""]).encode() + body
@@ -122,7 +122,7 @@ async def test_one_connection_carries_one_request_after_another(wire: Wire) -> N
 
 
 async def test_requests_sent_at_once_are_answered_in_their_order(wire: Wire) -> None:
-    cold = b"GET /v1/leases/some HTTP/1.1\r\nHost: here\r\n\r\n"
+    cold = b"GET /v1/leases/some HTTP/1.1\r\nHost: localhost\r\n\r\n"
     hot = [request(f"/v1/leases/number-{n}/release") for n in range(4)]
     await wire.send(b"".join([hot[0], hot[1], cold, hot[2], cold, hot[3]]))
     names = [(await wire.answer())[2]["message"].rpartition(" ")[2] for _ in range(6)]

@@ -53,7 +53,7 @@ async def readyz(services: ServicesDep) -> Health:
 @router.get("/metrics", response_class=Response)
 async def metrics(services: ServicesDep, request: Request) -> Response:
     """Show metrics to Prometheus."""
-    if services.settings.metrics_need_token:
+    if not services.settings.metrics_are_open:
         services.authenticator.authenticate(request.headers.get("authorization"))
     # One after the other: each keeps the loop and Redis busy, and anybody may ask.
     async with services.scraping:

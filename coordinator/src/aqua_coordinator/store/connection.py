@@ -53,11 +53,11 @@ def open_pool(url: str, *, connect_timeout_s: float, max_connections: int) -> Co
         if scheme.endswith("+sentinel"):
             return _sentinel_pool(url, options)
         return ConnectionPool.from_url(url, **options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
         raise ConfigError(
-            f"AQUA_REDIS_URL is not a Redis URL: {error}",
+            "AQUA_REDIS_URL is not a Redis URL",
             remedy="For example redis://user:password@host:6379/0, percent-encoding the password.",
-        ) from error
+        ) from None  # Its message may hold a piece of the password.
 
 
 async def close_pool(pool: ConnectionPool) -> None:

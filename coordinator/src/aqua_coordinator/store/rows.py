@@ -7,7 +7,7 @@ Redis speaks bytes and integers; everything above this module speaks the models 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from aqua_protocol import TransportKind
@@ -47,7 +47,7 @@ class CurrentBooks:
     """The books that are open now."""
 
     books_id: str
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
