@@ -25,6 +25,7 @@ from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.auth import Authenticator
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
+from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import CapabilitySigner, Services
@@ -100,6 +101,7 @@ class Service:
             authenticator=Authenticator(settings.tokens_file),
             event_watcher=EventWatcher(pool),
             metrics=metrics,
+            member_totals=MemberTotals(ledger),
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
@@ -142,6 +144,7 @@ class Service:
         while True:
             try:
                 ended = await services.ledger.sweep(silent_s=services.settings.silent_member_s)
+                await services.member_totals.read_part()
             except UnavailableError as error:
                 if not absent:
                     log.warning("store absent, nothing expires meanwhile", error=str(error))

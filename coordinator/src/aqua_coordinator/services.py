@@ -19,6 +19,7 @@ from pydantic import Field
 
 from aqua_coordinator.auth import Authenticator, Caller
 from aqua_coordinator.event_watcher import EventWatcher
+from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
@@ -75,6 +76,7 @@ class Services:
     authenticator: Authenticator
     event_watcher: EventWatcher
     metrics: Metrics
+    member_totals: MemberTotals
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

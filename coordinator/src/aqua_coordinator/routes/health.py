@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from aqua_coordinator import __version__
-from aqua_coordinator.metrics import BooksSnapshot
+from aqua_coordinator.metrics import MAX_LABELLED_MEMBERS, BooksSnapshot
 from aqua_coordinator.services import Services, ServicesDep
 from aqua_protocol import UnavailableError
 from aqua_protocol.leases import Health
 
 router = APIRouter(tags=["health"])
-
-RowT = TypeVar("RowT")
-
-SNAPSHOT_PAGE: Final = 500
-"""Members read in one script, chosen by hand; doubled, Redis keeps other callers waiting for twice
-as long at each scrape."""
-MAX_SNAPSHOT_MEMBERS: Final = 10_000
-"""Members with gauges of their own, chosen by hand. Doubled, a scrape may take longer than the
-interval between scrapes."""
 
 
 @router.get("/healthz")
@@ -65,21 +54,13 @@ async def metrics(services: ServicesDep, request: Request) -> Response:
 
 
 async def _snapshot(services: Services) -> BooksSnapshot:
-    ledger = services.ledger
+    ledger, sums = services.ledger, services.member_totals
+    summary = await sums.read()
+    few = {role: n <= MAX_LABELLED_MEMBERS for role, n in summary.member_counts.items()}
     return BooksSnapshot(
-        await ledger.summary(),
-        await _all_pages(ledger.producers, lambda row: row.producer_id),
-        await _all_pages(ledger.consumers, lambda view: view.consumer_id),
+        summary,
+        sums.sums,
+        sums.at_s,
+        await ledger.producers(limit=MAX_LABELLED_MEMBERS) if few["producer"] else [],
+        await ledger.consumers(limit=MAX_LABELLED_MEMBERS) if few["consumer"] else [],
     )
-
-
-async def _all_pages(
-    read: Callable[..., Awaitable[list[RowT]]], name_of: Callable[[RowT], str]
-) -> list[RowT]:
-    rows: list[RowT] = []
-    while len(rows) < MAX_SNAPSHOT_MEMBERS:
-        page = await read(cursor=name_of(rows[-1]) if rows else "", limit=SNAPSHOT_PAGE)
-        rows += page
-        if len(page) < SNAPSHOT_PAGE:
-            break
-    return rows

@@ -174,8 +174,10 @@ class Ledger:
     # --- Reading ---------------------------------------------------------------------
 
     @lua_step("read_books.lua", rows.summary)
-    async def summary(self) -> rows.BooksSummary:
-        """Counts and names of the books as a whole."""
+    async def summary(
+        self, producers_after: str = "", consumers_after: str = "", limit: int = 100
+    ) -> rows.BooksSummary:
+        """Counts of the books as a whole, and sums over a part of the members."""
 
     @lua_step("read_producers.lua", rows.rows(rows.producer))
     async def producers(

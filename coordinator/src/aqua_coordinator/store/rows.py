@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from aqua_coordinator.store.scripts import RIGHTFUL_STATES
 from aqua_protocol import TransportKind
 from aqua_protocol.errors import ERRORS_BY_CODE, AquaError, BooksRebuildingError
 from aqua_protocol.lease import LEASE, LeaseState
@@ -18,6 +19,7 @@ from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, Producer
 
 RowT = TypeVar("RowT")
 
+ROLES: Final = ("producer", "consumer")
 MICROSECONDS: Final = 1e6
 """In a second; fixed by the unit in which scripts count time."""
 REBUILDING_RETRY_S: Final = 1.0
@@ -107,11 +109,22 @@ class ProducerRow(ProducerView):
 
 @dataclass(frozen=True, slots=True)
 class BooksSummary:
-    """The books as a whole."""
+    """The books as a whole, and sums over a part of their members.
+
+    Attributes:
+        member_counts, longest_silence_s: By role; the latter is that of the member which has not
+            reported for longest.
+        sums: Over the part, by field.
+        after: Where the next part begins, by role; as given when there was nothing left.
+    """
 
     books_id: str
     leases_by_state: dict[LeaseState, int]
     open_reclaim_count: int
+    member_counts: dict[str, int]
+    longest_silence_s: dict[str, float]
+    sums: dict[str, int]
+    after: tuple[str, str]
 
 
 def refusal(answer: Sequence[Any]) -> AquaError:
@@ -263,12 +276,22 @@ def placements(answer: Sequence[Any]) -> PlacementPlan:
 
 def summary(answer: Sequence[Any]) -> BooksSummary:
     """Read the answer of `read_books`."""
-    _, books_id, booked, counts, open_reclaims = answer
-    by_state = dict.fromkeys(LeaseState, 0)
-    for state, count in zip(counts[::2], counts[1::2], strict=True):
-        by_state[LeaseState(text(state))] = int(count)
-    by_state[LEASE.initial] = booked - sum(by_state.values())
-    return BooksSummary(text(books_id), by_state, open_reclaims)
+    _, books_id, *flat, producers_after, consumers_after = answer
+    counts, sums = (
+        {text(what): int(number) for what, number in zip(row[::2], row[1::2], strict=True)}
+        for row in flat
+    )
+    by_state = {state: counts.get(state, 0) for state in LeaseState}
+    by_state[LEASE.initial] = counts["rightful"] - sum(by_state[one] for one in RIGHTFUL_STATES)
+    return BooksSummary(
+        books_id=text(books_id),
+        leases_by_state=by_state,
+        open_reclaim_count=counts["reclaims"],
+        member_counts={role: counts[role] for role in ROLES},
+        longest_silence_s={role: counts[f"{role}_silence_us"] / MICROSECONDS for role in ROLES},
+        sums=sums,
+        after=(text(producers_after), text(consumers_after)),
+    )
 
 
 def event(event_id: bytes, facts: bytes) -> Event:

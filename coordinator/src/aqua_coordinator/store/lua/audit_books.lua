@@ -84,6 +84,17 @@ for domain in pairs(offered_by) do
     end
   end
 end
+for _, consumer_id in ipairs(redis.call('ZRANGE', KEY.consumers, 0, -1)) do
+  local held, leased = redis.call('ZRANGE', KEY.consumer_leases .. consumer_id, 0, -1,
+    'WITHSCORES'), 0
+  for index = 2, #held, 2 do
+    leased = leased + tonumber(held[index])
+  end
+  local kept = tonumber(redis.call('HGET', KEY.consumer .. consumer_id, 'leased_bytes') or 0)
+  if kept ~= leased then
+    fault(consumer_id, 'has', leased, 'leased, but its record says', kept)
+  end
+end
 local recorded = redis.call('HGETALL', KEY.lease_counts)
 for index = 1, #recorded, 2 do
   local state = recorded[index]

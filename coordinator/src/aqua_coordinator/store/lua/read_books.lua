@@ -1,12 +1,55 @@
--- Counts and names of the books as a whole.
+-- The books as a whole: counts, and sums over a part of the members, the parts one after the other.
 --
--- Result   {'ok', books_id, booked leases, {state, count, ...}, open reclaims}; leases that no
---           state counts are in the initial one
+-- ARGV[1]  producers_after: go on after this name; '' from the start
+-- ARGV[2]  consumers_after: the same
+-- ARGV[3]  limit: how many of each role at most
+-- Result   {'ok', books_id, {what, count, ...}, {what, sum, ...}, producers_after,
+--           consumers_after}: where to go on, the last names again at the end
+--            counts: all members, silence_us of the one heard longest ago, open reclaims, and leases:
+--                    all that are rightful, and by state, those in the initial one left out
+--            sums: what the part's members offer, have on lease, and want
 -- @flags no-writes
 
-local open = redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims)
-local booked = 0
-for _, producer_id in ipairs(redis.call('ZRANGE', KEY.producers, 0, -1)) do
-  booked = booked + redis.call('ZCARD', KEY.producer_leases .. producer_id)
+local sums = {}
+local function sum(what, value)
+  sums[what] = (sums[what] or 0) + (tonumber(value) or 0)
 end
-return {'ok', books_id, booked, redis.call('HGETALL', KEY.lease_counts), open}
+
+-- Where to go on after adding up these fields of a page of members.
+local function add_up(after, index, prefix, ...)
+  local names = redis.call('ZRANGEBYLEX', index, after == '' and '-' or '(' .. after, '+',
+    'LIMIT', 0, tonumber(ARGV[3]))
+  for _, name in ipairs(names) do
+    local row = redis.call('HMGET', prefix .. name, ...)
+    for position, field in ipairs({...}) do
+      sum(field, row[position])
+    end
+  end
+  return names[#names] or after
+end
+
+local counts = redis.call('HGETALL', KEY.lease_counts)
+local function count(what, number)
+  counts[#counts + 1] = what
+  counts[#counts + 1] = number
+end
+
+count('rightful', redis.call('ZCARD', KEY.deadlines))
+count('reclaims', redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims))
+for role, keys in pairs({
+  producer = {KEY.producers, KEY.producers_seen}, consumer = {KEY.consumers, KEY.consumers_seen},
+}) do
+  local oldest = redis.call('ZRANGE', keys[2], 0, 0, 'WITHSCORES')
+  count(role, redis.call('ZCARD', keys[1]))
+  count(role .. '_silence_us', oldest[2] and clock_us - tonumber(oldest[2]) or 0)
+end
+local producers_after = add_up(ARGV[1], KEY.producers, KEY.producer,
+  'offered_bytes', 'leased_bytes', 'queue_length')
+local consumers_after = add_up(ARGV[2], KEY.consumers, KEY.consumer,
+  'wanted_bytes', 'spilled_bytes')
+local flat = {}
+for what, total in pairs(sums) do
+  flat[#flat + 1] = what
+  flat[#flat + 1] = total
+end
+return {'ok', books_id, counts, flat, producers_after, consumers_after}

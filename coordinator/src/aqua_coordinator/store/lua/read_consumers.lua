@@ -9,14 +9,5 @@
 --                 spilled_bytes, leased_bytes}
 -- @flags no-writes
 
-local rows = member_rows(ARGV, KEY.consumers, KEY.consumers_seen, KEY.consumer,
-  'node', 'domain', 'gpu_uuid', 'model', 'wanted_bytes', 'spilled_bytes')
-for _, row in ipairs(rows) do
-  local held = redis.call('ZRANGE', KEY.consumer_leases .. row[1], 0, -1, 'WITHSCORES')
-  local leased = 0
-  for index = 2, #held, 2 do
-    leased = leased + tonumber(held[index])
-  end
-  row[#row + 1] = leased
-end
-return {'ok', rows}
+return {'ok', member_rows(ARGV, KEY.consumers, KEY.consumers_seen, KEY.consumer,
+  'node', 'domain', 'gpu_uuid', 'model', 'wanted_bytes', 'spilled_bytes', 'leased_bytes')}

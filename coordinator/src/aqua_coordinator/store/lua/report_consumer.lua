@@ -29,6 +29,11 @@ for _, used in ipairs(report.leases) do
   end
 end
 
+local leased = 0
+for index, bytes in ipairs(redis.call('ZRANGE', KEY.consumer_leases .. consumer_id, 0, -1,
+    'WITHSCORES')) do
+  leased = leased + (index % 2 == 0 and tonumber(bytes) or 0)
+end
 local reborn = known.incarnation and known.incarnation ~= report.incarnation
 redis.call('HSET', key,
   'incarnation', report.incarnation, 'revision', integer(report.revision),
@@ -36,7 +41,7 @@ redis.call('HSET', key,
   'retired', reborn and retire(known) or known.retired,
   'node', report.node, 'domain', report.domain, 'gpu_uuid', report.gpu_uuid,
   'model', report.model or '', 'wanted_bytes', integer(report.wanted_bytes),
-  'spilled_bytes', integer(report.spilled_bytes))
+  'spilled_bytes', integer(report.spilled_bytes), 'leased_bytes', integer(leased))
 redis.call('ZADD', KEY.consumers_seen, integer(clock_us), consumer_id)
 if not known.incarnation then
   redis.call('ZADD', KEY.consumers, 0, consumer_id)

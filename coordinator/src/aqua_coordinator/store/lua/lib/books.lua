@@ -9,7 +9,7 @@
 
 local now_us, clock_us, paused_us, stood_still
 local books_id, min_epoch, epoch, issued, planned
-local offers, leases, unwritten, growths
+local offers, leases, unwritten, growths, of_consumers
 
 local function redis_time_us()
   local time = redis.call('TIME')
@@ -26,7 +26,7 @@ local function begin()
   now_us = redis_time_us()
   books_id, min_epoch, epoch = books[1], tonumber(books[2]), tonumber(books[3])
   issued, planned = false, books[6] == '1'
-  offers, leases, unwritten, growths = {}, {}, {}, {}
+  offers, leases, unwritten, growths, of_consumers = {}, {}, {}, {}, {}
   paused_us = tonumber(books[4])
   local unswept_us = now_us - tonumber(books[5])
   stood_still = unswept_us > CONST.max_gap_us or unswept_us < 0

@@ -42,6 +42,13 @@ local function settle()
       offer.changed = false
     end
   end
+  -- A consumer that has no record yet, or no more, finds its sum when it reports.
+  for consumer_id, change in pairs(of_consumers) do
+    if change ~= 0 and redis.call('HEXISTS', KEY.consumer .. consumer_id, 'leased_bytes') == 1 then
+      redis.call('HINCRBY', KEY.consumer .. consumer_id, 'leased_bytes', integer(change))
+    end
+  end
+  of_consumers = {}
   write_lists()
   write_epoch()
 end
@@ -99,6 +106,7 @@ local function book(lease, bytes)
   local offer = offer_of(lease.producer_id)
   offer.leased = offer.leased + bytes - lease.bytes
   offer.changed = true
+  of_consumers[lease.consumer_id] = (of_consumers[lease.consumer_id] or 0) + bytes - lease.bytes
   lease.bytes = bytes
   lease.touched = true
   if bytes > 0 then
