@@ -2,8 +2,9 @@
 
 schemathesis reads the document of a real coordinator and sends what it can think of: good requests,
 requests that break one rule each, unknown methods, missing headers. Every answer must be one that
-the document describes, none may be a 5xx, and nonsense must not be accepted. A second pass repeats
-requests on purpose: unknown ids, stale epochs, replays.
+the document describes, none may be a 5xx, and nonsense must not be accepted. Callers of every role
+do so, and none may change what is not theirs. A second pass repeats requests on purpose: unknown
+ids, stale epochs, replays.
 """
 
 from __future__ import annotations
@@ -47,12 +48,36 @@ CHECKS = [
 ]
 
 
+MEMBER = "member"
+"""Whom a bound token may speak for."""
+
+CALLERS = {
+    "operator": (Role.OPERATOR, None),
+    "producer": (Role.PRODUCER, MEMBER),
+    "consumer": (Role.CONSUMER, MEMBER),
+    "reader": (Role.READER, None),
+}
+"""Role of each token, and to whom it is bound."""
+
+CHANGES = {
+    Role.PRODUCER: ("/v1/producers/", "/v1/offers/"),
+    Role.CONSUMER: ("/v1/consumers/", "/v1/leases"),
+    Role.READER: (),
+}
+"""Where callers without the operator's role may change something, beside heartbeats."""
+
+
 @dataclass(frozen=True)
 class Guarded:
-    """A coordinator that wants tokens, and one that may do everything."""
+    """A coordinator that wants tokens, and a token of each caller."""
 
     url: str
-    token: str
+    tokens: dict[str, str]
+
+    @property
+    def token(self) -> str:
+        """The one that may do everything."""
+        return self.tokens["operator"]
 
     def client(self) -> httpx.Client:
         """A client with the token."""
@@ -65,10 +90,13 @@ def coordinator() -> Iterator[Guarded]:
     """A coordinator with one producer and one consumer in its books."""
     with short_directory() as directory:
         tokens = directory / "tokens.json"
-        token, _ = create_token(tokens, roles=[Role.OPERATOR])
+        made = {
+            caller: create_token(tokens, roles=[role], member=member)[0]
+            for caller, (role, member) in CALLERS.items()
+        }
         settings: dict[str, Any] = {"AQUA_SILENT_MEMBER_S": "3600", "AQUA_TOKENS_FILE": str(tokens)}
         with CoordinatorProcess(directory / "d", **settings) as running:
-            guarded = Guarded(running.url, token)
+            guarded = Guarded(running.url, made)
             with guarded.client() as client:
                 for path, body in (
                     ("producers/producer", PaperProducer().report()),
@@ -132,15 +160,45 @@ async def test_the_document_asks_for_tokens_if_the_coordinator_does(
     suppress_health_check=list(HealthCheck),
 )
 def test_no_request_breaks_the_document(case: schemathesis.Case[Any], coordinator: Guarded) -> None:
-    # It makes up a token, and leaves it out to see what happens.
+    call_as(coordinator.token, case, coordinator)
+
+
+@pytest.mark.parametrize("caller", sorted(CALLERS.keys() - {"operator"}))
+@document.parametrize()
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_caller_breaks_the_document_or_changes_what_is_not_theirs(
+    case: schemathesis.Case[Any], caller: str, coordinator: Guarded
+) -> None:
+    response = call_as(coordinator.tokens[caller], case, coordinator)
+    if case.method == "GET" or response.status_code >= httpx.codes.BAD_REQUEST:
+        return
+    role, member = CALLERS[caller]
+    if case.path == "/v1/heartbeats":
+        for kind in (Role.PRODUCER, Role.CONSUMER):
+            sent, answers = case.body.get(f"{kind}s", []), response.json()[f"{kind}s"]
+            for report, answer in zip(sent, answers, strict=True):
+                mine = (role, member) == (kind, report[f"{kind}_id"])
+                assert mine or answer["code"] == "forbidden", f"{caller} reported {report}"
+        return
+    assert case.path.startswith(CHANGES[role]), f"{caller} changed {case.method} {case.path}"
+    if case.path.endswith(("/{producer_id}", "/{consumer_id}")):
+        assert case.formatted_path.endswith(f"/{member}")
+
+
+def call_as(
+    token: str, case: schemathesis.Case[Any], coordinator: Guarded
+) -> schemathesis.Response:
+    """Send the request under this token, and check the answer."""
+    # schemathesis makes up a token, and leaves it out to see what happens.
     if "Authorization" in (case.headers or {}):
-        case.headers["Authorization"] = f"Bearer {coordinator.token}"
+        case.headers["Authorization"] = f"Bearer {token}"
     response = case.call(base_url=coordinator.url)
     checks = list(CHECKS)
     if response.status_code == VersionMismatchError.http_status:
         # A refusal too: a body that is wrong because it is of another version is told so.
         checks.remove(negative_data_rejection)
     case.validate_response(response, checks=checks)
+    return response
 
 
 def test_the_coordinator_is_still_sane_after_all_that(coordinator: Guarded) -> None:
