@@ -120,7 +120,10 @@ def _serve(endpoint: Path, slab_bytes: int, key: str) -> None:
         )
         for line in sys.stdin:
             verb, nbytes = json.loads(line)
-            answer: dict[str, Any] = {"offered_bytes": producer.offered_bytes}
+            answer: dict[str, Any] = {
+                "offered_bytes": producer.offered_bytes,
+                "free_bytes": producer.free_bytes,
+            }
             if verb == "offer":
                 answer["offered_bytes"] = producer.offer(nbytes)
             else:

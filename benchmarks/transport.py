@@ -7,6 +7,9 @@ each phase the bytes are compared with what was stored: a benchmark that moves g
 
 The reclaim times are the producer's own: from its decision until physical memory is back. Its bar
 is `1.2 x bytes / memcpy rate + 20 ms`, with the memcpy rate of the same minute.
+
+A hand-over is an attach to slabs that another lease had before. Its ratio says how much longer it
+takes when that was another tenant, and the slabs are made anew; there is no bar.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ SCATTERED_BYTES: Final = 64 * KIB
 SCATTERED_COUNT: Final = 256
 RECLAIM_BYTES: Final = GIB
 LEASE_BYTES: Final = RECLAIM_BYTES + 2 * SLAB_BYTES
+HANDOVER_BYTES: Final = 256 * MIB
+HANDOVER_SLABS_MIB: Final = (2, 16, 64)
 
 MIN_PAGE_RATIO: Final = 0.9
 MIN_SCATTERED_RATIO: Final = 0.7
@@ -91,10 +96,21 @@ class Results:
             "roundtrip_p50_us": self.median("roundtrip_us"),
             "reclaim_1gib_ms": self.median("reclaim_1gib"),
             "reclaim_first_slab_ms": self.median("reclaim_first_slab"),
+            **{
+                f"handover_{size}mib_{which}": value
+                for size in HANDOVER_SLABS_MIB
+                for which, value in self._handover(size)
+            },
             "memcpy_gb_per_s": memcpy_bytes_per_ms / 1e6,
             "reclaim_bar_ms": RECLAIM_FACTOR * RECLAIM_BYTES / memcpy_bytes_per_ms
             + RECLAIM_ALLOWANCE_MS,
         }
+
+    def _handover(self, size: int) -> list[tuple[str, float]]:
+        within, between = (
+            self.median(f"handover_{size}mib_{which}") for which in ("within", "between")
+        )
+        return [("within_ms", within), ("between_ms", between), ("ratio", between / within)]
 
 
 def main(
@@ -103,6 +119,7 @@ def main(
     raw: Annotated[bool, typer.Option(help="With --json: each time as well.")] = False,
     rounds: Annotated[int, typer.Option(help="Repetitions of each pair.", min=3)] = 60,
     reclaims: Annotated[int, typer.Option(help="Reclaims of 1 GiB.", min=1)] = 7,
+    handovers: Annotated[int, typer.Option(help="Hand-overs of each kind.", min=1)] = 15,
 ) -> None:
     """Measure paging, reclaiming and the lease channel between two processes."""
     # Threads that torch parks after a comparison spin for a while, on the cores being measured.
@@ -119,6 +136,7 @@ def main(
             ("pages of 16 MiB", lambda: measure_pages(lender, results, rounds)),
             ("scattered blocks", lambda: measure_scattered(lender, results, rounds)),
             ("reclaims of 1 GiB", lambda: measure_reclaims(lender, results, reclaims)),
+            ("hand-overs", lambda: measure_handovers(Path(directory), results, handovers)),
         ]
         task = progress.add_task("", total=len(phases))
         for name, phase in phases:
@@ -277,6 +295,38 @@ def measure_reclaims(lender: Lender, results: Results, count: int) -> None:
             store.free(slots)
 
 
+def measure_handovers(directory: Path, results: Results, count: int) -> None:
+    """Attach to 256 MiB that the same tenant had before, and then to what another had, by turns."""
+    for size in HANDOVER_SLABS_MIB:
+        with Lender(directory / f"h{size}.sock", size * MIB) as lender:
+            lender.call("offer", HANDOVER_BYTES)
+            hand_over(lender, size, "tenant-0", Results(), "first")
+            for turn in range(count):
+                for name, which in ((turn % 2, "within"), ((turn + 1) % 2, "between")):
+                    key = f"handover_{size}mib_{which}"
+                    hand_over(lender, size, f"tenant-{name}", results, key)
+
+
+def hand_over(lender: Lender, size: int, name: str, results: Results, key: str) -> None:
+    """Time an attach to all that is lent, write to every byte of it, and give it back."""
+    grant = lender.grant(name, HANDOVER_BYTES)
+    started_s = time.perf_counter()
+    attachment = attach(
+        grant, consumer_id=name, transport=select(TransportKind.MEMFD), slab_bytes=size * MIB
+    )
+    results.add(key, (time.perf_counter() - started_s) * 1e3)
+    assert attachment.mapped_bytes == HANDOVER_BYTES, attachment
+    for slab in attachment.slabs:
+        slab.memory.tensor.fill_(0xAB)
+        slab.memory.close()
+        attachment.take_back(slab)
+    attachment.disconnect()
+    give_up_at_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while lender.call("offer", 0)["free_bytes"] < HANDOVER_BYTES:
+        assert time.monotonic() < give_up_at_s, "the lender has not got its slabs back"
+        time.sleep(1e-3)
+
+
 # --- Parts ----------------------------------------------------------------------------------
 
 
@@ -359,6 +409,10 @@ def show(results: Results) -> None:
         good = value >= bar if relation == ">=" else value <= bar
         verdict = "[green]ok[/green]" if good else "[red]misses[/red]"
         table.add_row(text, f"{value:.4g} {unit}", f"{relation} {bar:.4g} {unit}", verdict)
+    for size in HANDOVER_SLABS_MIB:
+        value = summary[f"handover_{size}mib_ratio"]
+        text = f"attach to slabs of {size} MiB, between tenants / within one"
+        table.add_row(text, f"{value:.4g} ", "no bar ", "")
     table.caption = (
         f"memcpy {summary['memcpy_gb_per_s']:.1f} GB/s; reclaim bar "
         f"{RECLAIM_FACTOR} x bytes / memcpy + {RECLAIM_ALLOWANCE_MS:.0f} ms"

@@ -1,10 +1,12 @@
-"""Slab memory for tests of decisions: counts what is open, and holds no bytes."""
+"""Slab memory for tests: some that holds no bytes, some whose making is counted and may fail."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aqua_protocol import TransportError
 from aqualib.transports.base import Handle, OwnedSlab
+from aqualib.transports.memfd import MemfdTransport
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +23,17 @@ class PaperSlab(OwnedSlab):
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.closed = False
+        self._is_closed = False
 
     @property
     def tensor(self) -> torch.Tensor:
         """There is none."""
         raise NotImplementedError
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._is_closed
 
     def export(self) -> Handle:
         """A handle that leads nowhere."""
@@ -34,8 +41,25 @@ class PaperSlab(OwnedSlab):
 
     def close(self) -> None:
         """Note that it was closed; closing twice is a mistake of whoever owns it."""
-        assert not self.closed, "closed twice"
-        self.closed = True
+        assert not self._is_closed, "closed twice"
+        self._is_closed = True
+
+
+class CountedMemory(MemfdTransport):
+    """Host memory that counts the slabs it made, and can run short."""
+
+    def __init__(self) -> None:
+        self.made_count = 0
+        self.refusals_left = 0
+
+    def create(self, nbytes: int) -> OwnedSlab:
+        """A slab, unless refusals are left."""
+        if self.refusals_left:
+            self.refusals_left -= 1
+            raise TransportError("out of memory")
+        slab = super().create(nbytes)
+        self.made_count += 1
+        return slab
 
 
 class PaperLender:

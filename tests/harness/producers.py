@@ -37,17 +37,16 @@ def socket_dir() -> Iterator[Path]:
 def lending(issuer: TokenIssuer | None, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
     """A producer that offers `slab_count` slabs and trusts `issuer`; audited, then closed."""
     with socket_dir() as directory:
-        settings = {"transport": select(TransportKind.MEMFD), **options}
+        settings = {"transport": select(TransportKind.MEMFD), "slab_bytes": SLAB, **options}
         producer = Producer(
             "producer",
             link=None,
             endpoint=directory / "p.sock",
             identity=IDENTITY,
-            slab_bytes=SLAB,
             **settings,
         )
         try:
-            producer.offer(slab_count * SLAB)
+            producer.offer(slab_count * producer.slab_bytes)
             if issuer is not None:
                 producer.acknowledge(issuer.ack())
             yield producer

@@ -13,6 +13,7 @@ symbolic link points to does not count, since its maker may point it elsewhere a
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
@@ -37,6 +38,32 @@ class PeerCredentials(NamedTuple):
     pid: int
     uid: int
     gid: int
+
+
+class ProcessIdentity(NamedTuple):
+    """One life of a process of a user, vouched for by the kernel; never equal to another."""
+
+    uid: int
+    pid: int
+    started_ticks: int
+
+
+def process_behind(credentials: PeerCredentials, pidfd: int) -> ProcessIdentity | None:
+    """Tell one life of a process from all others; None if it has ended, or cannot be seen.
+
+    Numbers of processes come back, with another start time. `pidfd` is that of the connection.
+    """
+    try:
+        stat = Path(f"/proc/{credentials.pid}/stat").read_bytes()
+    except OSError:
+        return None  # In another PID namespace, for one.
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if poll.poll(0):
+        return None  # What was read may be of a successor.
+    # The program's name, in parentheses, may hold anything; the start is the 20th field after it.
+    started_ticks = int(stat.rpartition(b")")[2].split()[19])
+    return ProcessIdentity(credentials.uid, credentials.pid, started_ticks)
 
 
 def credentials_of(sock: socket.socket) -> PeerCredentials:

@@ -2,12 +2,14 @@
 
 The producer process owns its slabs; no other can hand them out. There is no way to take a
 mapping away from another process (a CUDA import pins the memory until the importer unmaps or
-dies), hence the two rules that the table encodes:
+dies), hence three rules, of which the table encodes the first two:
 
 1. Only `RETURN`, the holder's own answer for the right generation, makes a slab `FREE` again.
 2. A slab whose holder fell silent or overran its deadline is `QUARANTINED` and never lent again:
    even when the holder answers late or is proven dead, the physical slab is `RETIRED` and a new
    one is made in its place, so that the driver's reference count is the fence.
+3. `RETURN` is the holder's word. A `FREE` slab goes as it is only to the tenant that had it; for
+   any other it is withdrawn, and a new one is made.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ SLAB: Final[StateMachine[SlabState, SlabEvent]] = StateMachine(
         _E.DEADLINE: "The reclaim deadline passed without an answer.",
         _E.HOLDER_SILENT: "The lease channel closed while the holder's process may still live.",
         _E.HOLDER_DEAD: "The kernel reports the holder's process gone.",
-        _E.WITHDRAW: "The owner takes the memory for itself.",
+        _E.WITHDRAW: "The owner takes the memory, for itself or to make it anew for a new tenant.",
     },
 )
 

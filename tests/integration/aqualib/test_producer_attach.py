@@ -263,29 +263,3 @@ def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_sile
     assert producer.free_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
         assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
-
-
-# --- Another consumer's bytes ------------------------------------------------------------------
-
-
-def test_a_slab_is_zeroed_before_another_consumer_gets_it(issuer: TokenIssuer) -> None:
-    with lending(issuer, 2) as producer:
-        with RawConsumer(producer.endpoint) as first:
-            for slab in first.attach(issuer.token(2 * SLAB, consumer_id="first"), "first"):
-                first.fill(slab, 0xAB)
-                first.give_back(slab)
-            first.await_end()
-        with RawConsumer(producer.endpoint) as second:
-            slabs = second.attach(issuer.token(2 * SLAB, consumer_id="second"), "second")
-            assert [second.values(slab) for slab in slabs] == [[0], [0]]
-
-
-def test_a_slab_keeps_its_bytes_for_the_consumer_that_had_it(issuer: TokenIssuer) -> None:
-    with lending(issuer, 1) as producer:
-        for expected in ([0], [0xAB]):
-            with RawConsumer(producer.endpoint) as consumer:
-                (slab,) = consumer.attach(issuer.token(SLAB))
-                assert consumer.values(slab) == expected
-                consumer.fill(slab, 0xAB)
-                consumer.give_back(slab)
-                consumer.await_end()

@@ -19,6 +19,7 @@ from aqua_protocol.capability import Claims
 from aqua_protocol.ids import LeaseId, ReclaimId, Revision
 from aqua_protocol.members import ProducerReport
 from aqua_protocol.slab import SlabState
+from aqualib.peers import ProcessIdentity
 from aqualib.producer.escalation import Escalation
 from aqualib.producer.lending_state import Effects, LendingState, RetiredSlab
 from aqualib.producer.reclaims import ReclaimTicket
@@ -26,6 +27,7 @@ from harness.memory import PaperSlab
 from harness.producers import IDENTITY
 
 SLAB = 64 * 1024
+LIVES = (None, ProcessIdentity(1000, 7, 70), ProcessIdentity(1000, 7, 71))
 GRACE_S = 3.0
 
 
@@ -101,13 +103,16 @@ class DeskHistory(RuleBasedStateMachine):
         )
         free = self.lending.pool.count(SlabState.FREE)
         try:
-            loans = self.lending.lend(claims)
+            loans = self.lending.lend(claims, LIVES[epoch % 3])
         except CapacityError:
             assert free == 0
             return
         assert len(loans) == min(count, free)
         process = Process(lease_id, epoch)
         for loan in loans:
+            if loan.is_foreign:
+                loan.slab.memory.close()
+                loan.slab.memory = PaperSlab(SLAB)
             assert not self.mapped_by_anyone(loan.slab.slab_id), "lent while mapped"
             assert loan.slab.slab_id not in self.closed
             process.mapped[loan.slab.slab_id] = loan.generation

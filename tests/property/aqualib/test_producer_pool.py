@@ -18,11 +18,17 @@ from hypothesis.stateful import (
 
 from aqua_protocol.ids import ConsumerId, LeaseId
 from aqua_protocol.slab import HELD_STATES, SlabEvent, SlabState
-from aqualib.producer.pool import LentSlab, SlabPool
+from aqualib.peers import ProcessIdentity
+from aqualib.producer.pool import LentSlab, Slab, SlabPool, SlabTenant
+from aqualib.transports.base import OwnedSlab
 from harness.memory import PaperSlab
 
 SLAB = 64 * 1024
-consumers = st.sampled_from([ConsumerId("a"), ConsumerId("b")])
+tenants = st.builds(
+    SlabTenant,
+    st.builds(ProcessIdentity, uid=st.just(1000), pid=st.just(7), started_ticks=st.integers(0, 1)),
+    st.sampled_from([ConsumerId("a"), ConsumerId("b")]),
+)
 
 
 class PoolHistory(RuleBasedStateMachine):
@@ -34,10 +40,12 @@ class PoolHistory(RuleBasedStateMachine):
         super().__init__()
         self.pool = SlabPool(SLAB)
         self.made = 0
-        self.gone: list[PaperSlab] = []
+        self.gone: list[OwnedSlab] = []
         self.seen_ids: set[int] = set()
-        # What is really in each slab: the last consumer that could write, None for zeros.
-        self.contents: dict[int, str | None] = {}
+        # Who ever could write to memory, and so may still: a holder may keep its mapping.
+        self.writers: dict[int, set[SlabTenant]] = {}
+        # Keeps what is numbered above from being collected.
+        self.memory: list[object] = []
         self.mapped: dict[int, LeaseId] = {}
         self.lease_count = 0
 
@@ -51,27 +59,41 @@ class PoolHistory(RuleBasedStateMachine):
             slab = self.pool.add(PaperSlab(SLAB))
             assert slab.slab_id not in self.seen_ids
             self.seen_ids.add(slab.slab_id)
-            self.contents[slab.slab_id] = None
+            self.make(slab)
             self.made += 1
 
-    @rule(target=loans, consumer=consumers, count=st.integers(0, 6))
-    def lend(self, consumer: ConsumerId, count: int) -> Any:  # noqa: ANN401 - hypothesis' own type
+    @rule(target=loans, tenant=tenants, count=st.integers(0, 6), fails=st.booleans())
+    def lend(self, tenant: SlabTenant, count: int, *, fails: bool) -> Any:  # noqa: ANN401 - hypothesis' own type
         self.lease_count += 1
         lease_id = LeaseId(f"lease-{self.lease_count}")
         free = self.pool.count(SlabState.FREE)
-        loans = self.pool.lend(lease_id, consumer, count)
+        loans = self.pool.lend(lease_id, tenant, count)
         assert len(loans) == min(count, free)
         for loan in loans:
             number = loan.slab.slab_id
             assert number not in self.mapped, "lent while somebody has it mapped"
-            # What the next consumer can read is zeros or its own bytes.
-            assert loan.scrub or self.contents[number] in {None, consumer}
-            self.contents[number] = consumer
             self.mapped[number] = lease_id
         assert [slab.slab_id for slab in self.pool.held_by(lease_id)] == [
             loan.slab.slab_id for loan in loans
         ]
-        return multiple(*loans)
+        return multiple(*[loan for loan in loans if self.hand_out(loan, tenant, fails=fails)])
+
+    def hand_out(self, loan: LentSlab, tenant: SlabTenant, *, fails: bool) -> bool:
+        if loan.is_foreign:
+            assert loan.slab.slab_id not in self.seen_ids, "a new slab has a new number"
+            self.seen_ids.add(loan.slab.slab_id)
+            loan.slab.memory.close()
+            if fails:
+                del self.mapped[loan.slab.slab_id]
+                assert not self.pool.hand_back(loan)
+                self.gone.append(loan.slab.memory)
+                return False
+            loan.slab.memory = PaperSlab(SLAB)
+            self.make(loan.slab)
+        writers = self.writers[id(loan.slab.memory)]
+        assert writers <= {tenant}, "another tenant may have it mapped"
+        writers.add(tenant)
+        return True
 
     @rule(loan=loans)
     def ask(self, loan: LentSlab) -> None:
@@ -103,8 +125,8 @@ class PoolHistory(RuleBasedStateMachine):
     def undo(self, loan: LentSlab) -> None:
         if not self._current(loan):
             return
-        # The handle never left, so the holder wrote nothing; it may or may not be zeroed.
-        self.contents[loan.slab.slab_id] = loan.bytes_of
+        # The handle never left, so the holder wrote nothing.
+        self.writers[id(loan.slab.memory)] = {loan.tenant} if loan.tenant else set()
         del self.mapped[loan.slab.slab_id]
         if not self.pool.hand_back(loan):
             self.retire(loan.slab.memory)
@@ -145,6 +167,10 @@ class PoolHistory(RuleBasedStateMachine):
         self.pool.audit()
         left = self.pool.drain()
         assert len(left) == self.made - len(self.gone)
+
+    def make(self, slab: Slab) -> None:
+        self.memory.append(slab.memory)
+        self.writers[id(slab.memory)] = set()
 
     def retire(self, memory: Any) -> None:  # noqa: ANN401 - a PaperSlab behind its protocol
         memory.close()

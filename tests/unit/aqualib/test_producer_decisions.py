@@ -20,19 +20,24 @@ from aqua_protocol.ids import (
 )
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ProducerReport
 from aqua_protocol.slab import SlabState
+from aqualib.peers import ProcessIdentity
 from aqualib.producer import admission, lending_state
 from aqualib.producer.admission import Admission
 from aqualib.producer.escalation import (
     Escalation,
 )
 from aqualib.producer.lending_state import LendingState
-from aqualib.producer.pool import Slab, SlabPool
+from aqualib.producer.pool import Slab, SlabPool, SlabTenant
 from aqualib.producer.reclaims import ReclaimTicket, choose
 from harness.memory import PaperSlab
 from harness.producers import IDENTITY
 from harness.raw_consumer import TokenIssuer
 
 SLAB = 64 * 1024
+
+
+LIFE = ProcessIdentity(uid=1000, pid=7, started_ticks=70)
+A, B = SlabTenant(LIFE, ConsumerId("a")), SlabTenant(LIFE, ConsumerId("b"))
 
 
 def slab(number: int) -> Slab:
@@ -132,7 +137,7 @@ def test_a_free_slab_cannot_be_quarantined_and_a_lent_one_not_withdrawn() -> Non
     free = pool.add(PaperSlab(SLAB))
     with pytest.raises(InvalidTransitionError):
         pool.ask(free)
-    pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+    pool.lend(LeaseId("lease"), A, 1)
     assert pool.withdraw(1) == []
 
 
@@ -140,36 +145,70 @@ def test_a_lease_cannot_be_lent_to_twice() -> None:
     pool = SlabPool(SLAB)
     for _ in range(2):
         pool.add(PaperSlab(SLAB))
-    pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+    pool.lend(LeaseId("lease"), A, 1)
     with pytest.raises(AssertionError, match="already holds"):
-        pool.lend(LeaseId("lease"), ConsumerId("a"), 1)
+        pool.lend(LeaseId("lease"), A, 1)
 
 
-def test_slabs_that_need_no_zeroing_are_lent_first_and_withdrawn_last() -> None:
+def test_slabs_that_need_not_be_made_anew_are_lent_first_and_withdrawn_last() -> None:
     pool = SlabPool(SLAB)
     for _ in range(2):
         pool.add(PaperSlab(SLAB))
-    (loan,) = pool.lend(LeaseId("first"), ConsumerId("a"), 1)
+    (loan,) = pool.lend(LeaseId("first"), A, 1)
     pool.take_back(loan.slab)
-    (other,) = pool.lend(LeaseId("second"), ConsumerId("b"), 1)
+    (other,) = pool.lend(LeaseId("second"), B, 1)
     assert other.slab is not loan.slab
-    (again,) = pool.lend(LeaseId("third"), ConsumerId("a"), 1)
+    (again,) = pool.lend(LeaseId("third"), A, 1)
     assert again.slab is loan.slab
-    assert not again.scrub
+    assert not again.is_foreign
     pool.take_back(again.slab)
     pool.add(PaperSlab(SLAB))
     assert pool.withdraw(1) == [loan.slab]
 
 
-def test_a_loan_that_never_left_is_zeroed_for_the_same_consumer_next_time() -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        B,
+        A._replace(process=LIFE._replace(uid=1001)),
+        A._replace(process=LIFE._replace(pid=8)),
+        A._replace(process=LIFE._replace(started_ticks=71)),
+        A._replace(process=LeaseId("unknown")),
+    ],
+    ids=["name", "user", "process", "life", "unknown"],
+)
+def test_a_slab_of_another_tenant_is_retired_and_a_new_one_lent(other: SlabTenant) -> None:
     pool = SlabPool(SLAB)
     pool.add(PaperSlab(SLAB))
-    (first,) = pool.lend(LeaseId("first"), ConsumerId("a"), 1)
+    (first,) = pool.lend(LeaseId("first"), A, 1)
     pool.take_back(first.slab)
-    (second,) = pool.lend(LeaseId("second"), ConsumerId("b"), 1)
+    (second,) = pool.lend(LeaseId("second"), other, 1)
+    assert second.is_foreign
+    assert (first.slab.state, second.slab.state) == (SlabState.RETIRED, SlabState.LEASED)
+    assert second.slab.slab_id != first.slab.slab_id
+    pool.audit()
+
+
+def test_a_loan_that_never_left_is_made_anew_for_the_same_consumer_next_time() -> None:
+    pool = SlabPool(SLAB)
+    pool.add(PaperSlab(SLAB))
+    (first,) = pool.lend(LeaseId("first"), A, 1)
+    pool.take_back(first.slab)
+    (second,) = pool.lend(LeaseId("second"), B, 1)
     assert pool.hand_back(second)
-    (third,) = pool.lend(LeaseId("third"), ConsumerId("b"), 1)
-    assert third.scrub
+    (third,) = pool.lend(LeaseId("third"), B, 1)
+    assert third.is_foreign
+
+
+def test_a_slab_that_could_not_be_made_anew_is_owed() -> None:
+    made = lending_of(1)
+    (first,) = made.lend(claims(1), LIFE)
+    made.released(LeaseId("lease"), first.slab.slab_id, first.generation)
+    (second,) = made.lend(claims(1, lease_id="other"), LIFE._replace(pid=8))
+    second.slab.memory.close()
+    effects = made.hand_back(LeaseId("other"), [second])
+    assert [retired.slab for retired in effects.retired] == [second.slab]
+    assert (effects.finished, made.pool.offered_count, made.owed_count) == (["other"], 0, 1)
 
 
 # --- The lending ----------------------------------------------------------------------------------

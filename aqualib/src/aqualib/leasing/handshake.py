@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from aqualib.transports.base import Transport
 
 HANDSHAKE_TIMEOUT_S: Final = 30.0
-"""Seconds for all of it. The producer zeroes slabs of other consumers, 64 a packet, before it hands
-them out, which can take a second a packet. Doubled, a producer that hangs keeps the leasing thread
-for a minute."""
+"""Seconds for all of it. The producer makes slabs of other tenants anew before it hands them out,
+which can take a second for 4 GiB. Doubled, a producer that hangs keeps the leasing thread for a
+minute."""
 
 
 def attach(

@@ -1,6 +1,6 @@
 """Handing slabs out: the slow part of an attach, on a thread of its own.
 
-Zeroing a slab that another consumer had takes milliseconds, and so does a peer that reads slowly;
+Making a slab anew that another tenant had takes milliseconds, and so does a peer that reads slowly;
 neither may delay the answers of other consumers. Meanwhile what the new consumer sends is not
 read: an answer for a slab could otherwise arrive before the slab has been sent, free it for
 somebody else, and the handle would still go out. For the same reason whatever the kernel says
@@ -16,9 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from aqua_protocol import MIB, AquaError, CapacityError, TransportError
+from aqua_protocol import AquaError, CapacityError, TransportError
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET, ConsumerMessage, SlabHandle, Slabs, Welcome
 
 if TYPE_CHECKING:
@@ -27,13 +25,10 @@ if TYPE_CHECKING:
     from aqualib.channel import Channel
     from aqualib.producer.pool import LentSlab
     from aqualib.producer.server import Peer
-    from aqualib.transports.base import Copier, Handle, Transport
+    from aqualib.producer.slab_memory import SlabMemory
+    from aqualib.transports.base import Handle
 
 logger: Final = logging.getLogger("aqualib")
-
-ZEROS_BYTES: Final = MIB
-"""Bytes of zeros to copy from: small enough to stay in a cache, large enough to copy at full speed.
-Doubled, a small cache may drop them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +36,13 @@ class Handout:
     """The slabs of one lease on their way to its consumer.
 
     Attributes:
-        welcome: What is sent first; the loans follow in order.
+        memory: Makes slabs anew.
+        welcome: What is sent first, with the count of the loans that follow, in order.
+        loans: Those that could not be made anew are last, once `run` has tried.
         sent_count: Loans whose handle may have reached the peer.
     """
 
-    transport: Transport
+    memory: SlabMemory
     welcome: Welcome
     loans: Sequence[LentSlab]
     sent_count: int = 0
@@ -55,27 +52,41 @@ class Handout:
         return self.loans[self.sent_count :]
 
     def run(self, channel: Channel[ConsumerMessage]) -> None:
-        """Send the welcome and every slab.
+        """Send the welcome and every slab; fewer than were lent if memory is short.
 
         Raises:
             ChannelClosedError: The peer is gone, or does not read.
-            TransportError: A slab could not be zeroed or exported.
+            CapacityError: Not even one slab could be made anew.
+            TransportError: A slab could not be exported.
         """
-        channel.send(self.welcome)
-        scrubber: Scrubber | None = None
-        for start in range(0, len(self.loans), MAX_SLABS_PER_PACKET):
-            batch = self.loans[start : start + MAX_SLABS_PER_PACKET]
-            for loan in batch:
-                if loan.scrub:
-                    scrubber = scrubber or Scrubber(self.transport)
-                    scrubber.scrub(loan.slab.memory.tensor)
-            last = start + len(batch) == len(self.loans)
+        loans = self._make_foreign_anew()
+        channel.send(self.welcome.model_copy(update={"slab_count": len(loans)}))
+        for start in range(0, len(loans), MAX_SLABS_PER_PACKET):
+            batch = loans[start : start + MAX_SLABS_PER_PACKET]
+            last = start + len(batch) == len(loans)
             with ExitStack() as exports:
                 handles = [exports.enter_context(loan.slab.memory.export()) for loan in batch]
                 self.sent_count = start + len(batch)
                 slabs = [_announced(*pair) for pair in zip(batch, handles, strict=True)]
                 fds = [handle.fd for handle in handles if handle.fd is not None]
                 channel.send(Slabs(slabs=slabs, last=last), fds)
+
+    def _make_foreign_anew(self) -> Sequence[LentSlab]:
+        """Returns the loans that have memory now."""
+        for loan in self.loans:
+            if loan.is_foreign:
+                try:
+                    loan.slab.memory = self.memory.make_anew(loan.slab.memory)
+                except TransportError as error:
+                    # A holder that keeps its mapping keeps the memory behind it from everybody.
+                    logger.warning("slab %d cannot be made anew: %s", loan.slab.slab_id, error)
+        self.loans = sorted(self.loans, key=lambda loan: loan.slab.memory.is_closed)
+        ready = [loan for loan in self.loans if not loan.slab.memory.is_closed]
+        if not ready:
+            raise CapacityError(
+                "the device has no memory for slabs that another tenant had", retry_after_s=1.0
+            )
+        return ready
 
 
 class Handouts:
@@ -85,14 +96,14 @@ class Handouts:
 
     Args:
         lock: The producer's.
-        broke_off: Called under the lock when a handout failed, with the reason.
+        ended: Called under the lock when a handout is over or has failed, with the reason.
     """
 
     def __init__(
-        self, lock: threading.Lock, broke_off: Callable[[Peer, Handout, AquaError], None]
+        self, lock: threading.Lock, ended: Callable[[Peer, Handout, AquaError | None], None]
     ) -> None:
         self._lock = lock
-        self._broke_off = broke_off
+        self._ended = ended
         self._threads: dict[Peer, threading.Thread] = {}
 
     def start(self, peer: Peer, handout: Handout) -> None:
@@ -136,23 +147,7 @@ class Handouts:
     def _end(self, peer: Peer, handout: Handout, failure: AquaError | None) -> None:
         del self._threads[peer]
         peer.handed_out()
-        if failure is not None:
-            self._broke_off(peer, handout, failure)
-
-
-class Scrubber:
-    """Zeroes slabs, with a copier of the calling thread."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._copier: Copier = transport.copier()
-        self._zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8, device=transport.device)
-
-    def scrub(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, uint8 of shape (nbytes,), with zeros; done on return."""
-        for start in range(0, len(tensor), ZEROS_BYTES):
-            piece = tensor[start : start + ZEROS_BYTES]
-            self._copier.copy(piece, self._zeros[: len(piece)])
-        self._copier.fence()
+        self._ended(peer, handout, failure)
 
 
 def _announced(loan: LentSlab, handle: Handle) -> SlabHandle:

@@ -23,7 +23,7 @@ from aqua_protocol.ids import ConsumerId, Epoch, LeaseId, ReclaimId
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT, HeldLease
 from aqua_protocol.slab import SlabEvent, SlabState
 from aqualib.producer.escalation import Escalation, PendingReturn
-from aqualib.producer.pool import SlabPool
+from aqualib.producer.pool import SlabPool, SlabTenant
 from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals, choose
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aqua_protocol.capability import Claims
     from aqua_protocol.ids import Generation, SlabId
     from aqua_protocol.members import ProducerReport, ReclaimOrder, ReclaimReport
+    from aqualib.peers import ProcessIdentity
     from aqualib.producer.pool import LentSlab, Slab
     from aqualib.transports.base import OwnedSlab
 
@@ -204,8 +205,11 @@ class LendingState:
 
     # --- Holders --------------------------------------------------------------------------
 
-    def lend(self, claims: Claims) -> list[LentSlab]:
+    def lend(self, claims: Claims, process: ProcessIdentity | None = None) -> list[LentSlab]:
         """Lend what the claims grant, or what is free if that is less.
+
+        Args:
+            process: The consumer's; one that is unknown shares its slabs' memory with no other.
 
         Raises:
             CapacityError: Nothing is free, or too many leases are held.
@@ -213,7 +217,8 @@ class LendingState:
         lease_id, consumer_id = LeaseId(claims.lease_id), ConsumerId(claims.consumer_id)
         if len(self._holders) >= MAX_LEASES_PER_MEMBER:
             raise CapacityError(f"{MAX_LEASES_PER_MEMBER} leases hold slabs here already")
-        loans = self.pool.lend(lease_id, consumer_id, claims.bytes // self.pool.slab_bytes)
+        tenant = SlabTenant(process or lease_id, consumer_id)
+        loans = self.pool.lend(lease_id, tenant, claims.bytes // self.pool.slab_bytes)
         if not loans:
             raise CapacityError(
                 "the producer took its memory back before the lease was attached", lease_id=lease_id

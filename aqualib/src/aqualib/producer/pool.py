@@ -10,34 +10,48 @@ What it promises, and `audit()` checks:
 - free + leased + reclaiming + quarantined == offered: a slab that exists is in exactly one place.
 - Slab ids are never used twice, generations only go up, and an answer for an older generation
   changes nothing. A slab that was quarantined never becomes free again; it leaves.
-- A slab whose bytes belong to another consumer is handed out only together with the order to
-  zero it first (`LentSlab.scrub`). The order is given when the slab is lent, not when it comes
-  back: the usual borrower is the one that had it before, and zeroing costs as much as a page-out.
+- No memory passes from one tenant to another: that of a free slab which another tenant had is
+  retired with its slab, and a new slab takes its place, to be made anew before it is handed out
+  (`LentSlab.is_foreign`). `Released` is the holder's word; a holder that keeps a mapping or a
+  descriptor has the retired memory, alone. It happens when the slab is lent, not when it comes
+  back: the usual borrower is the one that had it before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aqua_protocol.ids import ConsumerId, Generation, LeaseId, SlabId
 from aqua_protocol.slab import HELD_STATES, SLAB, SlabEvent, SlabState
 
 if TYPE_CHECKING:
+    from aqualib.peers import ProcessIdentity
     from aqualib.transports.base import OwnedSlab
+
+
+class SlabTenant(NamedTuple):
+    """A consumer as the memory of slabs knows it: by more than its name, which others may use.
+
+    Attributes:
+        process: User and life of its process; where the kernel tells neither, its lease alone.
+    """
+
+    process: ProcessIdentity | LeaseId
+    consumer_id: ConsumerId
 
 
 @dataclass(slots=True)
 class Slab:
-    """One physical slab; mutable, and only the pool mutates it.
+    """One physical slab; mutable, and only the pool mutates it, but for what a handout makes anew.
 
     Attributes:
         slab_id: Its number within this producer process.
         memory: What the transport made.
         generation: How often it was lent; 0 for a fresh slab.
         lease_id: Lease that holds it, while it is held.
-        bytes_of: Consumer whose bytes it may still contain; None means that it reads as zeros.
+        tenant: Who could write to its memory; None means that it reads as zeros.
     """
 
     slab_id: SlabId
@@ -45,7 +59,7 @@ class Slab:
     generation: Generation
     state: SlabState = SLAB.initial
     lease_id: LeaseId | None = None
-    bytes_of: ConsumerId | None = None
+    tenant: SlabTenant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +67,14 @@ class LentSlab:
     """A slab as lent now.
 
     Attributes:
-        bytes_of: Whose bytes it held when it was lent; None means that it read as zeros.
-        scrub: Those are another consumer's; zero it before the new one can map it.
+        tenant: Who could write to its memory when it was lent; None if it read as zeros.
+        is_foreign: That is another tenant: its memory is made anew before it is handed out.
     """
 
     slab: Slab
     generation: Generation
-    bytes_of: ConsumerId | None
-    scrub: bool
+    tenant: SlabTenant | None
+    is_foreign: bool
 
 
 class SlabPool:
@@ -111,15 +125,15 @@ class SlabPool:
         self._counts[slab.state] += 1
         return slab
 
-    def lend(self, lease_id: LeaseId, consumer_id: ConsumerId, count: int) -> list[LentSlab]:
+    def lend(self, lease_id: LeaseId, tenant: SlabTenant, count: int) -> list[LentSlab]:
         """Lend up to `count` free slabs; fewer, or none, when fewer are free.
 
-        Slabs that need no zeroing go first: those the consumer had before, then fresh ones.
+        Those the tenant had before go first, then fresh ones; others are retired and made anew.
         """
         assert lease_id not in self._held, f"{lease_id} already holds slabs"
-        order = {consumer_id: 0, None: 1}
-        ranked = sorted(self._free.values(), key=lambda slab: order.get(slab.bytes_of, 2))
-        loans = [self._lend_one(slab, lease_id, consumer_id) for slab in ranked[:count]]
+        order = {tenant: 0, None: 1}
+        ranked = sorted(self._free.values(), key=lambda slab: order.get(slab.tenant, 2))
+        loans = [self._lend_one(slab, lease_id, tenant) for slab in ranked[:count]]
         if loans:
             self._held[lease_id] = {loan.slab.slab_id: loan.slab for loan in loans}
         return loans
@@ -141,10 +155,17 @@ class SlabPool:
         return self._move(slab, SlabEvent.RETURN) is SlabState.FREE
 
     def hand_back(self, loan: LentSlab) -> bool:
-        """Undo a loan whose handle never left this process; True when the slab is free again."""
-        # Whether it was zeroed is not known any more, so the next borrower's check decides.
-        loan.slab.bytes_of = loan.bytes_of
-        return self.take_back(loan.slab)
+        """Undo a loan whose handle never left this process; True when the slab is free again.
+
+        False means that it is retired: it was quarantined, or could not be made anew.
+        """
+        # Whether it was made anew is not known any more, so the next borrower's check decides.
+        loan.slab.tenant = loan.tenant
+        is_free = self.take_back(loan.slab)
+        if is_free and loan.slab.memory.is_closed:
+            self._move(loan.slab, SlabEvent.WITHDRAW)
+            return False
+        return is_free
 
     def quarantine(self, slab: Slab, event: SlabEvent) -> None:
         """Lock a held slab away after `DEADLINE` or `HOLDER_SILENT`; harmless when repeated."""
@@ -160,8 +181,8 @@ class SlabPool:
 
     def withdraw(self, count: int) -> list[Slab]:
         """Take up to `count` free slabs out of the offer; the caller closes their memory."""
-        # Those that would have to be zeroed for the next borrower are the first to go.
-        ranked = sorted(self._free.values(), key=lambda slab: slab.bytes_of is None)
+        # Those that would have to be made anew for the next borrower are the first to go.
+        ranked = sorted(self._free.values(), key=lambda slab: slab.tenant is None)
         taken = ranked[:count]
         for slab in taken:
             self._move(slab, SlabEvent.WITHDRAW)
@@ -189,18 +210,17 @@ class SlabPool:
             assert slab.lease_id == held.get(slab_id), slab
             assert slab_id == slab.slab_id < self._next_id, slab
 
-    def _lend_one(self, slab: Slab, lease_id: LeaseId, consumer_id: ConsumerId) -> LentSlab:
-        before = slab.bytes_of
+    def _lend_one(self, slab: Slab, lease_id: LeaseId, tenant: SlabTenant) -> LentSlab:
+        before = slab.tenant
+        is_foreign = before not in {None, tenant}
+        if is_foreign:
+            self._move(slab, SlabEvent.WITHDRAW)
+            slab = self.add(slab.memory)
         self._move(slab, SlabEvent.LEASE)
         slab.generation = Generation(slab.generation + 1)
         slab.lease_id = lease_id
-        slab.bytes_of = consumer_id
-        return LentSlab(
-            slab=slab,
-            generation=slab.generation,
-            bytes_of=before,
-            scrub=before not in {None, consumer_id},
-        )
+        slab.tenant = tenant
+        return LentSlab(slab, slab.generation, before, is_foreign)
 
     def _move(self, slab: Slab, event: SlabEvent) -> SlabState:
         before, after = slab.state, SLAB.next(slab.state, event)

@@ -126,7 +126,7 @@ class Producer:
         self._lending = LendingState(slab_bytes, policy, grace_s)
         self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
-        self._handouts = Handouts(self._lock, self._broke_off)
+        self._handouts = Handouts(self._lock, self._handed_out)
         require_short_path(self.endpoint)
         self._server = LeaseServer(
             self.endpoint,
@@ -396,7 +396,7 @@ class Producer:
             raise UnavailableError(f"producer {self.producer_id} is leaving")
         require_protocol_version(hello.protocol_version, who=f"consumer {hello.consumer_id}")
         claims = self._admission.admit(hello.token, hello.consumer_id, time.time())
-        loans = self._lending.lend(claims)
+        loans = self._lending.lend(claims, peer.process)
         peer.lease_id = LeaseId(claims.lease_id)
         peer.stage = Stage.HANDING
         self._peers[peer.lease_id] = peer
@@ -409,17 +409,20 @@ class Producer:
             slab_bytes=self.slab_bytes,
             slab_count=len(loans),
         )
-        self._handouts.start(peer, Handout(self._transport, welcome, loans))
+        self._handouts.start(peer, Handout(self._memory, welcome, loans))
         self._reporter.changed()
 
-    def _broke_off(self, peer: Peer, handout: Handout, failure: AquaError) -> None:
+    def _handed_out(self, peer: Peer, handout: Handout, failure: AquaError | None) -> None:
+        if failure is None and not handout.unsent():
+            return
         lease_id = LeaseId(handout.welcome.lease_id)
-        logger.warning("handing out lease %s failed: %s", lease_id, failure)
         effects = self._lending.hand_back(lease_id, handout.unsent())
-        if isinstance(failure, ChannelClosedError):
-            peer.drop()
-        else:
-            self._server.refuse(peer, failure)
+        if failure is not None:
+            logger.warning("handing out lease %s failed: %s", lease_id, failure)
+            if isinstance(failure, ChannelClosedError):
+                peer.drop()
+            else:
+                self._server.refuse(peer, failure)
         self._carry_out(effects)
 
     def _released(self, peer: Peer, message: channel.Released) -> None:

@@ -49,7 +49,7 @@ from aqua_protocol.channel import (
 )
 from aqua_protocol.errors import CapabilityError
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, listen
-from aqualib.peers import require_trusted, trusted_uids
+from aqualib.peers import process_behind, require_trusted, trusted_uids
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Peer:
         self.channel = channel
         self.credentials: Final = channel.credentials
         self.pidfd = channel.peer_pidfd()
+        self.process: Final = process_behind(self.credentials, self.pidfd)
         self.stage = Stage.GREETING
         self.lease_id: LeaseId | None = None
         self.deadline_at_s = time.monotonic() + HELLO_TIMEOUT_S

@@ -83,8 +83,17 @@ class SlabMemory:
             self._count += 1
         return memory
 
+    def make_anew(self, memory: OwnedSlab) -> OwnedSlab:
+        """Give one slab's memory back and make it anew, under the same account.
+
+        Raises:
+            TransportError: There is no memory for it. What was given counts until it is destroyed.
+        """
+        memory.close()
+        return self._transport.create(self._slab_bytes)
+
     def destroy(self, memory: OwnedSlab) -> None:
-        """Give one slab back."""
+        """Give one slab back; its memory may be closed already."""
         memory.close()
         with self._lock:
             self._count -= 1

@@ -112,6 +112,11 @@ class MappedSlab:
                 raise ValueError("the slab is closed")
             return self._tensor
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the memory is given back."""
+        return self._tensor is None
+
     def close(self) -> None:
         """Unmap; copies must have been fenced. Harmless when repeated.
 

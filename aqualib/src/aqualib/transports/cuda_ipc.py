@@ -10,6 +10,8 @@ How it falls short of `cuda_vmm`, and what is done about it:
   freed when the last importer has let go, if need be after `close`.
 - An exporter that dies takes the promise with it: what the importer then reads is undefined by
   CUDA. Importers that cannot recompute should use checksums, or `cuda_vmm`.
+- An importer that closes its release pipe and keeps its mapping is believed; what it sees once the
+  memory is freed is undefined by CUDA, too. Tenants that do not trust each other need `cuda_vmm`.
 - A process cannot open its own handle, and cannot open one of a process that has the same pid in
   another pid namespace. Both are refused by name.
 
