@@ -88,7 +88,10 @@ class Service:
             max_connections=MAX_REDIS_CONNECTIONS,
         )
         self._pipeline = Pipeline(
-            pool, timeout_s=settings.store_timeout_s, observe=metrics.redis_answered
+            pool,
+            timeout_s=settings.store_timeout_s,
+            observe=metrics.redis_answered,
+            min_replicas=settings.min_replicas or 0,
         )
         ledger = Ledger(self._pipeline)
         secret = settings.capability_secret
@@ -113,7 +116,7 @@ class Service:
         """Be open for business within the block.
 
         Raises:
-            ConfigError: Redis is too old.
+            ConfigError: Redis does not fit; see `server_checks`.
             UnavailableError: Redis does not answer, or takes no writes.
         """
         services = self.services
@@ -165,10 +168,11 @@ class Service:
 
     async def _open_books(self) -> None:
         """Open the books; a store that is just being restarted gets the time it may take."""
-        give_up_s = time.monotonic() + self.services.settings.store_timeout_s
+        settings = self.services.settings
+        give_up_s = time.monotonic() + settings.store_timeout_s
         while True:
             try:
-                await self.services.ledger.open()
+                await self.services.ledger.open(settings)
             except StoreUnavailableError:
                 if time.monotonic() > give_up_s:
                     raise

@@ -8,13 +8,14 @@ its data, after a backoff.
 
 Durable means: an answered write has been handed to the kernel (append-only file), so killing the
 server or the coordinator loses nothing. The server's own `appendfsync everysec` does not promise
-that: while a sync is slow, it answers writes that it has not handed over, for up to two seconds.
-So the server is told to leave syncing alone, and is synced from here. `fsync` says what a power
-cut may take: with `everysec` up to two seconds, with `always` nothing. The default is `everysec`,
-because after a power cut every slab of this machine is gone as well, epochs grow by the clock as
-well as by the counter, and members repeat what they hold: books that are a second old repair
-themselves. And because a server under `always` exits when the disk is full, where one under
-`everysec` refuses writes, by name, and recovers.
+that: while a sync is slow, it answers writes that it has not handed over, for up to two seconds. So
+the server is told to leave syncing alone, and is synced from here. `fsync` says what a power cut
+may take: with `everysec` up to two seconds, with `always` nothing, with `no` what the kernel still
+keeps to itself. The default is `everysec` (but `always` in production, ADR 0022), because after a
+power cut every slab of this machine is gone as well, epochs grow by the clock as well as by the
+counter, and members repeat what they hold: books that are a second old repair themselves. And
+because a server under `always` exits when the disk is full, where one under `everysec` refuses
+writes, by name, and recovers.
 
 Reached by a Unix socket in the directory only: no port, no password, one user. The log of writes
 holds the secret of the books, so the directory and what the store keeps there are closed to other
@@ -80,6 +81,7 @@ log = structlog.get_logger(__name__)
 class Fsync(StrEnum):
     """When writes are forced to the disk."""
 
+    NO = "no"
     EVERYSEC = "everysec"
     ALWAYS = "always"
 

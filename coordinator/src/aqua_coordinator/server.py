@@ -163,7 +163,7 @@ def serve(settings: CoordinatorSettings) -> None:
         embedded: EmbeddedValkey | None = None
         if settings.redis_url is None:
             embedded = EmbeddedValkey(
-                settings.data_dir, fsync=settings.fsync, binary=settings.store_binary
+                settings.data_dir, fsync=settings.required_fsync, binary=settings.store_binary
             )
             embedded.start()
             stack.callback(embedded.stop)

@@ -71,9 +71,17 @@ class CoordinatorSettings(BaseSettings):
         default_factory=default_data_dir,
         description="Directory of the embedded Valkey: its data, socket and log.",
     )
-    fsync: Fsync = Field(
-        Fsync.EVERYSEC,
-        description="When the embedded Valkey forces writes to the disk: everysec or always.",
+    fsync: Fsync | None = Field(
+        None,
+        description="When writes are forced to the disk by the embedded Valkey, or at the least by "
+        "another Redis: always, everysec, no. Unset: everysec, in production always.",
+    )
+    min_replicas: int | None = Field(
+        None, ge=0, le=16, description="Replicas that have a write before it is acknowledged."
+    )
+    production: bool = Field(
+        default=False,
+        description="Refuse to start without tokens, or on a Redis that may lose what it answered.",
     )
     store_binary: Path | None = Field(
         None, description="Server program to embed instead of the bundled Valkey."
@@ -136,10 +144,7 @@ class CoordinatorSettings(BaseSettings):
         0.0,
         ge=0,
         le=300,
-        description=(
-            "How long it goes on serving, not ready, after SIGTERM: longer than probes take to "
-            "notice, where a load balancer is in front."
-        ),
+        description="How long it serves on, not ready, after SIGTERM: until probes have noticed.",
     )
     max_event_streams: int = Field(
         128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
@@ -148,8 +153,16 @@ class CoordinatorSettings(BaseSettings):
         "info", description="debug, info, warning or error."
     )
 
+    @property
+    def required_fsync(self) -> Fsync:
+        """The setting, or what is safe enough."""
+        return self.fsync or (Fsync.ALWAYS if self.production else Fsync.EVERYSEC)
+
     @model_validator(mode="after")
-    def _heartbeats_fit_into_silence(self) -> Self:
+    def _values_fit_together(self) -> Self:
+        if self.min_replicas and self.redis_url is None:
+            message = "min_replicas needs a redis_url: an embedded Valkey has none"
+            raise ValueError(message)
         if self.silent_member_s < 3 * self.heartbeat_s:
             message = "silent_member_s must be at least three heartbeats"
             raise ValueError(message)
@@ -166,12 +179,12 @@ class CoordinatorSettings(BaseSettings):
         return open_by_default if self.metrics_need_token is None else not self.metrics_need_token
 
     def require_safe_address(self) -> None:
-        """Refuse to be reachable from elsewhere without authentication.
+        """Refuse to be reachable from elsewhere, or in production, without authentication.
 
         Raises:
-            ConfigError: No tokens file, and `listen_host` is not loopback.
+            ConfigError: No tokens file, in production or where `listen_host` is not loopback.
         """
-        if self.tokens_file is None and not is_loopback(self.listen_host):
+        if self.tokens_file is None and (self.production or not is_loopback(self.listen_host)):
             raise ConfigError(
                 f"refusing to listen on {self.listen_host} without authentication",
                 remedy=(

@@ -10,17 +10,22 @@ them nothing of it is granted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import structlog
 
 from aqua_coordinator.store import rows
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.lua_step import lua_step
-from aqua_coordinator.store.pipeline import Argument, Pipeline
+from aqua_coordinator.store.pipeline import PROBE_TTL_MS, Argument, Pipeline
+from aqua_coordinator.store.server_checks import CONFIG_READ, find_faults
 from aqua_protocol import ConfigError, LeaseState, UnknownResourceError
 from aqua_protocol.errors import StoreUnavailableError
+from aqua_protocol.findings import FindingLevel
 from aqua_protocol.leases import (
     Event,
     LeaseRequest,
@@ -38,12 +43,13 @@ from aqua_protocol.members import (
 )
 from aqua_protocol.profile import ModelProfile
 
+if TYPE_CHECKING:
+    from aqua_coordinator.settings import CoordinatorSettings
+
+log = structlog.get_logger(__name__)
+
 RowT = TypeVar("RowT")
 
-MIN_REDIS_VERSION: Final = (7, 0)
-"""First with libraries of functions, whose flags make a refused write refuse the whole script."""
-PROBE_TTL_MS: Final = 10_000
-"""Life of the key that a probe writes. Doubled, nothing changes: the next probe overwrites it."""
 SECRET_BYTES: Final = 32
 """As long as the SHA-256 of the signatures; doubled, it adds nothing."""
 MAX_CACHED_SECRETS: Final = 4
@@ -61,20 +67,25 @@ class Ledger:
         self._pipeline = pipeline
         self._secrets: dict[str, bytes] = {}
 
-    async def open(self) -> rows.CurrentBooks:
-        """Check the Redis version and open the books, making them if Redis has none.
+    async def open(self, settings: CoordinatorSettings | None = None) -> rows.CurrentBooks:
+        """Check what Redis this is and open the books, making them if Redis has none.
 
         Raises:
-            ConfigError: Redis is too old.
+            ConfigError: It does not fit; see `server_checks`.
             UnavailableError: Redis does not answer, or takes no writes.
         """
-        info: bytes = await self._pipeline.command("INFO", "server")
-        version = _version_in(info.decode())
-        if version < MIN_REDIS_VERSION:
-            raise ConfigError(
-                f"this Redis is {'.'.join(map(str, version))}, Aqua needs 7.0 or newer",
-                remedy="Upgrade it, use Valkey, or unset AQUA_REDIS_URL to run an embedded one.",
-            )
+        info: bytes = await self._pipeline.command("INFO")
+        said = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+        told: list[bytes] = []
+        # Managed services refuse it, each by an error of its own.
+        with contextlib.suppress(AssertionError, StoreUnavailableError):
+            told = await self._pipeline.command("CONFIG", "GET", *CONFIG_READ)
+        words = [word.decode() for word in told]
+        config = dict(zip(words[::2], words[1::2], strict=True))
+        for fault in find_faults(said, config, settings):
+            if fault.level is FindingLevel.FAIL:
+                raise ConfigError(fault.message, remedy=fault.remedy)
+            log.warning(fault.message, remedy=fault.remedy)
         await self._pipeline.forget_other_libraries()
         return await self._create()
 
@@ -305,11 +316,3 @@ def _only(found: Sequence[RowT], noun: str, name: str) -> RowT:
     if not found:
         raise UnknownResourceError(f"there is no {noun} {name}", noun=noun, name=name)
     return found[0]
-
-
-def _version_in(info: str) -> tuple[int, ...]:
-    for line in info.splitlines():
-        name, _, value = line.partition(":")
-        if name == "redis_version":
-            return tuple(int(part) for part in value.split(".")[:2])
-    raise ConfigError("the server at AQUA_REDIS_URL does not say its version")

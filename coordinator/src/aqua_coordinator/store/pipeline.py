@@ -14,9 +14,16 @@ Promises: every submitted command is answered or fails within twice `timeout_s`,
 `MAX_WAITING` wait, and an answer never goes to the wrong command (a connection that failed or was
 late is dropped, never reused).
 
+With `min_replicas`, answers of scripts that may write are held back until so many replicas have
+all that was written: one `WAIT` for a batch, behind a write of our own, because it speaks of its
+connection's writes, and a repeated grant is answered with another's. Where replicas fall short, who
+waits is refused and the connection given up: a master without replicas may be one that was demoted
+in its sleep, and Sentinel knows its successor.
+
 Not promised: that a command that failed was not carried out. After a lost connection a batch is
 sent once more, which is sound because every script may be repeated: reports by their revision,
-grants and reclaims by their idempotency key, the rest by nature.
+grants and reclaims by their idempotency key, the rest by nature. So callers that were refused for
+want of replicas ask again; a grant that is not asked for again expires unattached.
 
 redis-py provides connections (TLS, Sentinel, authentication) and the parser; its own pipelines cost
 too much CPU here (ADR 0011).
@@ -40,7 +47,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from aqua_coordinator.store.connection import close_pool
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.scripts import LIBRARY_PREFIX, SCRIPTS, load_library
+from aqua_coordinator.store.scripts import LIBRARY_PREFIX, SCRIPTS, WRITING_SCRIPTS, load_library
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreFullError, StoreUnavailableError
 
@@ -61,6 +68,11 @@ callers falls by a quarter; twice as many means smaller batches, and more writes
 FREE_BATCH: Final = 12
 """Batches up to this size need not share: smaller ones cost more writes than they win overlap, at 8
 a fourteenth of the CPU with 32 callers. Doubled, throughput there falls by a tenth."""
+REPLICAS_SHARE: Final = 0.2
+"""Of `timeout_s`, for replicas: 1 s by default, within what members wait for an answer. Doubled,
+members see a timeout instead of a refusal."""
+PROBE_TTL_MS: Final = 10_000
+"""Life of the key that a probe writes. Doubled, nothing changes: the next probe overwrites it."""
 RETRY_AFTER_S: Final = 1.0
 """What callers are told while Redis is away; about the time an embedded one takes to restart.
 Doubled, they come back a second later."""
@@ -86,14 +98,24 @@ class Pipeline:
         pool: Where to take connections from; closed with the pipeline.
         timeout_s: How long Redis may take over one batch, connecting included.
         observe: Told of every answer, for metrics.
+        min_replicas: How many have a write before it is answered.
     """
 
     def __init__(
-        self, pool: ConnectionPool, *, timeout_s: float = 5.0, observe: Observer | None = None
+        self,
+        pool: ConnectionPool,
+        *,
+        timeout_s: float = 5.0,
+        observe: Observer | None = None,
+        min_replicas: int = 0,
     ) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
         self._observe = observe
+        self._min_replicas = min_replicas
+        write = ("SET", KEYS["probe"], "1", "PX", PROBE_TTL_MS)
+        wait = ("WAIT", min_replicas, round(1000 * timeout_s * REPLICAS_SHARE))
+        self._wait = _packed(write) + _packed(wait)
         self._library = load_library()
         self._calls = {
             name: ("FCALL", self._library.function(name).encode(), b"1", _BOOKS_KEY)
@@ -218,27 +240,46 @@ class Pipeline:
         # Neighbours with the same key travel in one call.
         neighbours = groupby(batch, key=lambda command: command.shares or command)
         calls = [list(call) for _, call in neighbours]
-        packed = b"".join([self._pack(call) for call in calls])
+        waits = self._min_replicas > 0 and any(command.waits for command in batch)
+        packed = b"".join([*map(self._pack, calls), self._wait if waits else b""])
         await connection.send_packed_command(packed, check_health=False)
-        unknown = 0
-        for call in calls:
-            try:
-                answer = await connection.read_response()
-            except ReadOnlyError as error:
-                # A master that became a replica: the next connection finds the new one.
-                raise RedisConnectionError(str(error)) from error
-            except ResponseError as error:
-                if str(error) == _NO_FUNCTION and not reloaded:
-                    # To the end of the batch, behind those whose answers are still to come.
-                    batch.rotate(-len(call))
-                    unknown += len(call)
-                    continue
-                answer = error
-            self._hand_out(answer, [batch.popleft() for _ in call])
+        unknown, held = 0, list[tuple[Answer, list[_Command]]]()
+        try:
+            for call in calls:
+                try:
+                    answer = await connection.read_response()
+                except ReadOnlyError as error:
+                    # A master that became a replica: the next connection finds the new one.
+                    raise RedisConnectionError(str(error)) from error
+                except ResponseError as error:
+                    if str(error) == _NO_FUNCTION and not reloaded:
+                        # To the end of the batch, behind those whose answers are still to come.
+                        batch.rotate(-len(call))
+                        unknown += len(call)
+                        continue
+                    answer = error
+                commands = [batch.popleft() for _ in call]
+                if waits and call[0].waits:
+                    held.append((answer, commands))
+                else:
+                    self._hand_out(answer, commands)
+            if waits:
+                await self._read_wait(connection)
+        except BaseException:
+            batch.extend(chain.from_iterable(commands for _, commands in held))
+            raise
+        for answer, commands in held:
+            self._hand_out(answer, commands)
         if unknown:
             assert len(batch) == unknown, f"{len(batch)} commands left, {unknown} unknown"
             await self._load(connection)
             await self._exchange(connection, batch, reloaded=True)
+
+    async def _read_wait(self, connection: AbstractConnection) -> None:
+        await connection.read_response()
+        count = await connection.read_response()
+        if count < self._min_replicas:
+            raise TimeoutError(f"{count} replicas have what was written, not {self._min_replicas}")
 
     def _hand_out(self, answer: Answer, call: list[_Command]) -> None:
         """Give each command its part; that there are no books, or an error, is told to all."""
@@ -257,8 +298,7 @@ class Pipeline:
         words = call[0].words
         if call[0].shares:
             words = (*self._several, *chain.from_iterable(command.words for command in call))
-        packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub takes a tuple of one
-        return packed
+        return _packed(words)
 
     async def _load(self, connection: AbstractConnection) -> None:
         """Give Redis the library: it is a new one, was flushed, or a replica that is behind."""
@@ -274,18 +314,24 @@ class Pipeline:
 class _Command:
     """One command on its way; one that shares its call has the words of its script only."""
 
-    __slots__ = ("future", "name", "shares", "submitted_s", "words")
+    __slots__ = ("future", "name", "shares", "submitted_s", "waits", "words")
 
     def __init__(self, name: str, words: tuple[Argument, ...], *, shares: bool = False) -> None:
         self.name = name
         self.words = words
         self.shares = shares
+        self.waits = name in WRITING_SCRIPTS
         self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.submitted_s = time.perf_counter()
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
+
+
+def _packed(words: tuple[Argument, ...]) -> bytes:
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub takes a tuple of one
+    return packed
 
 
 def _fail(commands: deque[_Command], error: Exception) -> None:

@@ -87,6 +87,9 @@ SCRIPTS: Final = tuple(
     sorted(file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name.endswith(".lua"))
 )
 """The scripts, by the name of their file."""
+WRITING_SCRIPTS: Final = frozenset(
+    name for name in SCRIPTS if "@flags no-writes" not in (LUA / f"{name}.lua").read_text("utf-8")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,216 @@
+"""Redis servers that copy each other, and the Sentinels that watch them: Debian's redis-server.
+
+Each node keeps a log of writes, can be killed or stopped at any moment and comes back on its data.
+Ports lie below those that the kernel hands out by itself, so that a node finds its own again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, Self
+
+import pytest
+import redis
+
+from harness.bounds import HANG_S
+
+SERVICE: Final = "aqua"
+LOWEST_PORT: Final = 20_000
+PORTS: Final = 12_000
+"""Below 32768, where Linux begins to hand them out."""
+DOWN_AFTER_MS: Final = 300
+"""Silence after which a Sentinel thinks that a node is down: short, so that failovers are many."""
+PERIOD_MS: Final = 100
+"""Of what Sentinels do every one, two or ten seconds otherwise."""
+
+
+def redis_program() -> str:
+    """Debian's server; skips the test where it is not installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    return program
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, in bounded time."""
+    give_up_s = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on and that the kernel gives to no connection by itself."""
+    found: list[int] = []
+    draw = random.Random(os.getpid() * 1000 + time.monotonic_ns() % 1000)
+    while len(found) < count:
+        port = LOWEST_PORT + draw.randrange(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
+
+
+class RedisNode:
+    """One server; its data and its configuration, which Sentinels rewrite, survive it.
+
+    Args:
+        directory: Its own; made if missing.
+        port: To listen on.
+        environment: Of the process, beside ours.
+    """
+
+    def __init__(self, directory: Path, port: int, **environment: str) -> None:
+        directory.mkdir(exist_ok=True)
+        self.port: Final = port
+        self._config: Final = directory / "node.conf"
+        self._environment = os.environ | environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = redis.Redis(port=port, decode_responses=True, socket_timeout=HANG_S)
+
+    def __repr__(self) -> str:
+        return f"RedisNode({self.port})"
+
+    def configure(self, *lines: str) -> Self:
+        """Write its configuration."""
+        self._config.write_text("\n".join([f"port {self.port}", "bind 127.0.0.1", *lines, ""]))
+        return self
+
+    def start(self, *options: str) -> None:
+        """Start it, and wait until it answers."""
+        self._process = subprocess.Popen(
+            [redis_program(), str(self._config), *options],
+            cwd=self._config.parent,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until(self.answers, f"{self} does not start")
+
+    def answers(self) -> bool:
+        """Whether it is there and has loaded its data."""
+        try:
+            return bool(self._client.ping())
+        except (redis.ConnectionError, redis.BusyLoadingError):
+            return False
+
+    def command(self, *words: str | int) -> Any:  # noqa: ANN401 - whatever it says
+        """Say something to it."""
+        return self._client.execute_command(*words)  # type: ignore[no-untyped-call] # redis-py types it in part
+
+    def info(self) -> dict[str, Any]:
+        """Its side of the replication."""
+        said: dict[str, Any] = self._client.info("replication")
+        return said
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP or SIGCONT."""
+        assert self._process is not None, "not started"
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone. Harmless when repeated."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(HANG_S)
+            self._process = None
+        self._client.close()
+
+
+@contextlib.contextmanager
+def replicated(
+    directory: Path, *, replicas: int = 2, environments: dict[int, dict[str, str]] | None = None
+) -> Iterator[list[RedisNode]]:
+    """A master, first, and its replicas, each in step with it."""
+    ports = free_ports(1 + replicas)
+    nodes: list[RedisNode] = []
+    try:
+        for index, port in enumerate(ports):
+            environment = (environments or {}).get(index, {})
+            node = RedisNode(directory / f"node-{index}", port, **environment)
+            nodes.append(node)
+            lines = ["save ''", "appendonly yes", "appendfsync no", "repl-diskless-sync-delay 0"]
+            if index:
+                lines.append(f"replicaof 127.0.0.1 {ports[0]}")
+            node.configure(*lines).start()
+        for node in nodes[1:]:
+            until(lambda: node.info()["master_link_status"] == "up", f"{node} is not in step")  # noqa: B023 - at once
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+class Sentinels:
+    """Three Sentinels that agree by two on which node is the master."""
+
+    def __init__(self, directory: Path, master: RedisNode) -> None:
+        self.nodes: Final = [
+            RedisNode(directory / f"sentinel-{port}", port).configure(
+                f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 2",
+                f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}",
+                f"sentinel failover-timeout {SERVICE} 3000",
+                f"sentinel parallel-syncs {SERVICE} 2",
+            )
+            for port in free_ports(3)
+        ]
+
+    def __enter__(self) -> Self:
+        periods = [("info", 1), ("ask", 1), ("publish", 1), ("tilt", 1), ("election", 10)]
+        words = [
+            word
+            for name, times in periods
+            for word in (
+                f"{name}-{'timeout' if name == 'election' else 'period'}",
+                PERIOD_MS * times,
+            )
+        ]
+        try:
+            for node in self.nodes:
+                node.start("--sentinel")
+                node.command("SENTINEL", "DEBUG", *words)
+            until(lambda: all(self._knows_all(node) for node in self.nodes), "Sentinels are alone")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    @property
+    def url(self) -> str:
+        """What AQUA_REDIS_URL is set to."""
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis+sentinel://{hosts}/{SERVICE}/0"
+
+    @property
+    def master_ports(self) -> set[int]:
+        """The master's port, one for each opinion."""
+        words = "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE
+        return {int(node.command(*words)[1]) for node in self.nodes}
+
+    def _knows_all(self, node: RedisNode) -> bool:
+        said = node.command("SENTINEL", "MASTER", SERVICE)
+        state = dict(zip(said[::2], said[1::2], strict=True)) if isinstance(said, list) else said
+        return int(state["num-other-sentinels"]) == 2 and int(state["num-slaves"]) == 2
+
+
+def stop(node: RedisNode) -> None:
+    """Let it stand still, as a machine does that swaps, or a virtual one that moves."""
+    node.signal(signal.SIGSTOP)
+
+
+def resume(node: RedisNode) -> None:
+    """Let it go on where it was."""
+    node.signal(signal.SIGCONT)

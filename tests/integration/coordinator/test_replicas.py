@@ -1,0 +1,195 @@
+"""What is acknowledged is on every replica that was asked for; what happens when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aqua_coordinator.store import Ledger, Pipeline, open_pool
+from aqua_protocol import LeaseState
+from aqua_protocol.errors import CapacityError, StoreUnavailableError
+from harness.bounds import HANG_S
+from harness.ledger_room import LedgerRoom
+from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.redis_nodes import RedisNode, replicated, resume, stop, until
+from harness.store_servers import short_directory
+
+IMPATIENT_S = 1.5
+"""Of a pipeline whose replicas do not come: a fifth of it passes."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[RedisNode]]:
+    """A master and two replicas; tests leave them as they were."""
+    with short_directory() as directory, replicated(directory) as running:
+        yield running
+
+
+@asynccontextmanager
+async def books(
+    node: RedisNode, min_replicas: int, *, timeout_s: float = HANG_S
+) -> AsyncIterator[LedgerRoom]:
+    """The books at a node, by a coordinator that waits for so many replicas."""
+    url = f"redis://127.0.0.1:{node.port}/0"
+    pool = open_pool(url, connect_timeout_s=timeout_s, max_connections=4)
+    pipeline = Pipeline(pool, timeout_s=timeout_s, min_replicas=min_replicas)
+    pipeline.start()
+    try:
+        yield LedgerRoom(url, pipeline)
+    finally:
+        await pipeline.close()
+
+
+@pytest.fixture
+async def room(nodes: list[RedisNode]) -> AsyncIterator[LedgerRoom]:
+    """Fresh books whose writes wait for both replicas; a producer and a consumer are in them."""
+    async with books(nodes[0], 2) as fresh:
+        await fresh.lose_books()
+        await fresh.join(PaperProducer())
+        await fresh.hear(PaperConsumer())
+        yield fresh
+        await fresh.check()
+
+
+async def copies(nodes: list[RedisNode], lease_id: str) -> int:
+    """On how many nodes a lease is, without any time passing."""
+    return sum(int(node.command("EXISTS", f"{{aqua}}:lease:{lease_id}")) for node in nodes)
+
+
+async def test_what_is_acknowledged_is_on_every_replica(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    for _ in range(16):
+        lease = (await room.grant(PaperConsumer())).lease
+        assert await copies(nodes, lease.lease_id) == 3
+    for view in (await room.ledger.leases())[0]:
+        await room.ledger.release_lease(view.lease_id, epoch=view.epoch, as_consumer=None)
+        for node in nodes:
+            assert "released" in node.command("GET", f"{{aqua}}:lease:{view.lease_id}")
+
+
+async def test_without_a_replica_a_grant_is_refused_under_its_key_and_then_the_same_for_all(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    consumer = PaperConsumer()
+    async with (
+        books(nodes[0], 2, timeout_s=IMPATIENT_S) as one,
+        books(nodes[0], 2, timeout_s=IMPATIENT_S) as other,
+    ):
+        stop(nodes[2])
+        try:
+            with pytest.raises(StoreUnavailableError, match="1 replicas have") as refused:
+                await one.grant(consumer, key="the-same")
+            assert refused.value.retry_after_s
+            # It is in the books, and yet nobody is told so: not by another connection either,
+            # whose own first write comes after it.
+            assert len((await one.ledger.leases())[0]) == 1
+            for coordinator in (other, one, other):
+                with pytest.raises(StoreUnavailableError):
+                    await coordinator.grant(consumer, key="the-same")
+            assert len((await one.ledger.leases())[0]) == 1
+        finally:
+            resume(nodes[2])
+        until(lambda: nodes[0].info()["connected_slaves"] == 2, "the replica stays away")
+        lease = (await room.grant(consumer, key="the-same")).lease
+        assert (await other.grant(consumer, key="the-same")).lease.lease_id == lease.lease_id
+        assert [view.lease_id for view in (await one.ledger.leases())[0]] == [lease.lease_id]
+
+
+async def test_a_grant_that_is_not_asked_for_again_expires(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    async with books(nodes[0], 2, timeout_s=IMPATIENT_S) as impatient:
+        stop(nodes[1])
+        try:
+            with pytest.raises(StoreUnavailableError):
+                await impatient.grant(PaperConsumer(), 16, key="all")
+        finally:
+            resume(nodes[1])
+    with pytest.raises(CapacityError):
+        await room.grant(PaperConsumer(), key="one")
+    await room.pass_time(15)
+    assert await room.sweep() == 1
+    assert (await room.grant(PaperConsumer(), 16, key="again")).lease.state is LeaseState.GRANTED
+
+
+async def test_reading_goes_on_without_replicas_and_everything_else_is_refused(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    producer = PaperProducer(revision=9)
+    async with books(nodes[0], 2, timeout_s=IMPATIENT_S) as coordinator:
+        ledger = coordinator.ledger
+        for node in nodes[1:]:
+            stop(node)
+        try:
+            assert [row.producer_id for row in await ledger.producers()] == ["producer"]
+            assert await ledger.audit() == []
+            for mutation in (
+                ledger.probe(),
+                ledger.report_producer(producer.report()),
+                ledger.report_consumer(PaperConsumer(revision=9).report()),
+                ledger.sweep(silent_s=60),
+                ledger.remove_consumer("consumer", "life-1"),
+            ):
+                with pytest.raises(StoreUnavailableError, match="0 replicas have"):
+                    await mutation
+        finally:
+            for node in nodes[1:]:
+                resume(node)
+    await room.hear(PaperConsumer(revision=20))
+
+
+async def test_those_who_wait_are_refused_together_and_not_batch_by_batch(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    async with books(nodes[0], 2, timeout_s=IMPATIENT_S) as coordinator:
+        await coordinator.ledger.probe()
+        stop(nodes[1])
+        try:
+            # One after the other, their batches would wait for longer than a test may take.
+            calls = [coordinator.ledger.probe() for _ in range(8000)]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            resume(nodes[1])
+    assert {type(outcome) for outcome in outcomes} == {StoreUnavailableError}
+
+
+async def test_a_master_that_was_replaced_acknowledges_nothing(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    """Split brain: another node is the master, and this one has not been told so."""
+    old, new, other = nodes
+    before = (await room.grant(PaperConsumer(), key="before")).lease
+    async with (
+        books(old, 2, timeout_s=IMPATIENT_S) as stale,
+        books(old, 0) as careless,
+        books(new, 1) as current,
+    ):
+        new.command("REPLICAOF", "NO", "ONE")
+        other.command("REPLICAOF", "127.0.0.1", new.port)
+        try:
+            until(lambda: other.info()["master_link_status"] == "up", "no replica of the new one")
+            with pytest.raises(StoreUnavailableError):
+                await stale.grant(PaperConsumer(), key="stale")
+            # The control: one that does not wait is told of a grant that the new master lacks.
+            lost = (await careless.grant(PaperConsumer(), key="careless")).lease
+            found, _ = await current.ledger.leases(limit=100)
+            assert [view.lease_id for view in found] == [before.lease_id]
+            assert lost.lease_id not in {view.lease_id for view in found}
+            after = (await current.grant(PaperConsumer(), key="after")).lease
+            assert after.epoch > before.epoch
+        finally:
+            new.command("REPLICAOF", "127.0.0.1", old.port)
+            other.command("REPLICAOF", "127.0.0.1", old.port)
+            for node in (new, other):
+                until(lambda: node.info()["master_link_status"] == "up", "it does not return")  # noqa: B023 - at once
+    await room.ledger.probe()
+
+
+async def test_more_replicas_than_there_are_cannot_open_the_books(nodes: list[RedisNode]) -> None:
+    async with books(nodes[0], 3, timeout_s=IMPATIENT_S) as room:
+        with pytest.raises(StoreUnavailableError, match="2 replicas have what was written, not 3"):
+            await Ledger(room.pipeline).open()
