@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_client import CoordinatorClient
+from aqua_client.tls import TlsFiles
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
@@ -71,8 +72,14 @@ class Settings(BaseSettings):
         description="Where the coordinator is; several, by commas, if they share one Redis.",
     )
     token: SecretStr | None = Field(None, description="Bearer token for the coordinator.")
-    ca_file: Path | None = Field(
-        None, description="Certificates to trust for an https coordinator."
+    tls_ca: Path | None = Field(
+        None, description="Authorities to trust for an https coordinator; the system's if unset."
+    )
+    tls_client_cert: Path | None = Field(
+        None, description="Certificate to show to a coordinator that wants one."
+    )
+    tls_client_key: Path | None = Field(
+        None, description="Its key, without a password, if it is not in the same file."
     )
     request_timeout_s: float = Field(
         default=2.0, gt=0, le=60, description="Bound of one call to the coordinator."
@@ -135,12 +142,12 @@ class Settings(BaseSettings):
         """A client of the coordinator that these settings describe; the caller closes it.
 
         Raises:
-            ConfigError: The address or the certificate file is no good.
+            ConfigError: The address or a TLS file is no good.
         """
         return CoordinatorClient(
             self.coordinator_url,
             None if self.token is None else self.token.get_secret_value(),
-            ca_file=self.ca_file,
+            tls=TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key),
             timeout_s=self.request_timeout_s,
         )
 

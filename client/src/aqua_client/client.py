@@ -28,9 +28,8 @@ from aqua_client.http import addresses_of, answer_of, as_no_answer, options_of, 
 from aqua_protocol.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from aqua_client.calls import Call, Listing
+    from aqua_client.tls import TlsFiles
 
 GROWTH: Final = 4
 """Factor from one pause to the next: the third attempt of a restart of the coordinator (about a
@@ -188,14 +187,14 @@ class CoordinatorClient(_Client):
         url: `http://host:port` or `https://...`, without a path; several, separated by commas, of
             coordinators over one Redis.
         token: Bearer token; None where the coordinator runs without authentication.
-        ca_file: Certificates to trust instead of the system's, for https.
+        tls: Files for https; those of the environment if None.
         timeout_s: Bound of a single sending.
         retry: When calls are repeated.
         sleep: Waits between sendings; replaced in tests.
         transport: Replaces the network in tests.
 
     Raises:
-        ConfigError: The address or the certificate file is no good.
+        ConfigError: The address or a TLS file is no good.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class CoordinatorClient(_Client):
         url: str,
         token: str | None = None,
         *,
-        ca_file: Path | None = None,
+        tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryRule = DEFAULT_RETRY,
         sleep: Callable[[float], None] = time.sleep,
@@ -212,7 +211,7 @@ class CoordinatorClient(_Client):
         super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.Client(
-            **options_of(self._addresses, token, ca_file, timeout_s), transport=transport
+            **options_of(self._addresses, token, tls, timeout_s), transport=transport
         )
 
     def __enter__(self) -> Self:
@@ -261,7 +260,7 @@ class AsyncCoordinatorClient(_Client):
         url: str,
         token: str | None = None,
         *,
-        ca_file: Path | None = None,
+        tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryRule = DEFAULT_RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -270,7 +269,7 @@ class AsyncCoordinatorClient(_Client):
         super().__init__(url, retry)
         self._sleep = sleep
         self._http = httpx.AsyncClient(
-            **options_of(self._addresses, token, ca_file, timeout_s), transport=transport
+            **options_of(self._addresses, token, tls, timeout_s), transport=transport
         )
 
     async def __aenter__(self) -> Self:

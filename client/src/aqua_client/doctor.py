@@ -1,6 +1,6 @@
 """The coordinator as `aqua doctor` sees it: is it there, of which version, what may our token do?
 
-Reads `AQUA_COORDINATOR_URL`, `AQUA_TOKEN` and `AQUA_CA_FILE` as members do. Changes nothing: roles
+Reads `AQUA_COORDINATOR_URL`, `AQUA_TOKEN` and `AQUA_TLS_*` as members do. Changes nothing: roles
 are learned by asking to revoke a lease that cannot exist, which only an operator may, and whose
 refusal lists the roles that the token has.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Final
 
 from aqua_client.client import CoordinatorClient, RetryRule
@@ -26,9 +25,8 @@ def probe_coordinator() -> Iterator[Finding]:
     """Findings on the coordinator and on the token, if one answers."""
     url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
     token = os.environ.get("AQUA_TOKEN") or None
-    ca_file = Path(name) if (name := os.environ.get("AQUA_CA_FILE")) else None
     try:
-        client = CoordinatorClient(url, token, ca_file=ca_file, retry=RetryRule(max_attempts=1))
+        client = CoordinatorClient(url, token, retry=RetryRule(max_attempts=1))
     except AquaError as error:
         yield _finding("coordinator", FAIL, error.message, error.remedy)
         return

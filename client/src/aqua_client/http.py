@@ -9,7 +9,6 @@ variable set for downloads must not carry its tokens elsewhere.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from aqua_client.tls import TlsFiles, current_context
 from aqua_protocol.errors import (
     ConfigError,
     ErrorBody,
@@ -26,11 +26,19 @@ from aqua_protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from aqua_client.calls import Call
 
 AnswerT = TypeVar("AnswerT")
+
+TLS_REMEDIES: Final = {
+    "CERTIFICATE_VERIFY_FAILED": "Point AQUA_TLS_CA at the authority of the coordinator's "
+    "certificate, and call it by a name that is in there; look at its dates.",
+    "ALERT": "The coordinator refuses our certificate: point AQUA_TLS_CLIENT_CERT and "
+    "AQUA_TLS_CLIENT_KEY at one of the authority that it trusts, and look at its dates.",
+    "SSL": "Write http:// for a coordinator without TLS.",
+    "": "Start the coordinator or correct AQUA_COORDINATOR_URL (or --url); https:// for TLS.",
+}
+"""What helps, by the first of these words that a failure of the network contains."""
 
 MAX_CONNECTIONS: Final = 4
 """Connections kept open: a member reports from one thread and allocates from another, and twice
@@ -38,13 +46,14 @@ that is room for a listing beside them. Doubled, the others lie idle at the coor
 
 
 def options_of(
-    addresses: Sequence[str], token: str | None, ca_file: Path | None, timeout_s: float
+    addresses: Sequence[str], token: str | None, tls: TlsFiles | None, timeout_s: float
 ) -> dict[str, Any]:
     """Arguments of `httpx.Client` and `httpx.AsyncClient` for coordinators at these addresses.
 
     Raises:
-        ConfigError: The certificate file is no good.
+        ConfigError: A TLS file is no good.
     """
+    wants_tls = any(one.startswith("https") for one in addresses)
     return {
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
         "timeout": timeout_s,
@@ -52,7 +61,7 @@ def options_of(
             max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
         ),
         # Made only for https: loading the system's certificates takes tens of milliseconds.
-        "verify": any(one.startswith("https") for one in addresses) and _trust(ca_file),
+        "verify": wants_tls and current_context(tls or TlsFiles.from_environment()),
         "trust_env": False,
     }
 
@@ -79,16 +88,6 @@ def _address_of(url: str) -> str:
             "several by commas.",
         )
     return str(parsed).rstrip("/")
-
-
-def _trust(ca_file: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read certificates from {ca_file}: {error}",
-            remedy="Point AQUA_CA_FILE at a PEM file with the coordinator's authority.",
-        ) from error
 
 
 def request_of(call: Call[AnswerT], address: str) -> dict[str, Any]:
@@ -137,9 +136,10 @@ def as_no_answer(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
+        what = str(error) or type(error).__name__
         raise UnavailableError(
-            f"no answer from the coordinator at {url}: {str(error) or type(error).__name__}",
-            remedy="Start the coordinator or correct AQUA_COORDINATOR_URL (or --url).",
+            f"no answer from the coordinator at {url}: {what}",
+            remedy=next(remedy for word, remedy in TLS_REMEDIES.items() if word in what),
             url=url,
         ) from error
 

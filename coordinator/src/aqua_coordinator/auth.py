@@ -17,6 +17,7 @@ from typing import Final
 
 import structlog
 
+from aqua_client.tls import file_version
 from aqua_coordinator.tokens import MAX_TOKEN_LENGTH, PREFIX, Role, TokenEntry, digest, read_tokens
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
@@ -132,7 +133,7 @@ class Authenticator:
             return False
         before = self._callers
         try:
-            if _version_of(self._path) != self._version:
+            if file_version(self._path) != self._version:
                 self._read(self._path)
                 log.info("tokens read again", tokens=len(self._callers))
         except (ConfigError, OSError) as error:
@@ -141,7 +142,7 @@ class Authenticator:
 
     def _read(self, path: Path) -> None:
         # Before reading: a change that falls in between shows as another version the next time.
-        version = _version_of(path) if path.exists() else None
+        version = file_version(path)
         self._callers = {
             entry.token_id: Caller(frozenset(entry.roles), entry.member, entry)
             for entry in read_tokens(path).tokens
@@ -151,8 +152,3 @@ class Authenticator:
 
 _NO_DIGEST: Final = "0" * 64
 _NOBODY: Final = Caller(frozenset())
-
-
-def _version_of(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -6,17 +6,29 @@ of a request, then its body; and an answer is taken within that time. Connection
 good token yet are few: one too many ends the oldest of them. So a flood ends itself, and a member
 gets in beside it, because it shows its token with its first packet.
 
+TLS is spoken here, too: handshakes are watched as all else is, a refused one is told why, and each
+takes the certificates as they are now. A connection that was made with other ones, or whose client
+certificate has expired, ends with its next answer.
+
 What is promised of requests is `RequestLimits`'s. Idle connections are uvicorn's to close.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import structlog
+
+from aqua_client.tls import TlsFiles
 from aqua_coordinator.metrics import Metrics
+
+log = structlog.get_logger(__name__)
 
 MAX_STRANGERS: Final = 512
 """Connections without a good token yet, chosen by hand: probes, scrapers, and members that have
@@ -24,6 +36,8 @@ just connected. Doubled, a turn of the loop under a flood of them takes 100 ms i
 MAX_AHEAD_BYTES: Final = 1 << 20
 """What may arrive before a head is complete, or of a body that is not read: four times what the
 loop reads at once. Doubled, strangers can make the coordinator hold 1 GiB instead of half."""
+RECORD_BYTES: Final = 16 << 10
+"""Fixed by TLS: the most that one record holds."""
 
 
 class Connection:
@@ -37,6 +51,8 @@ class Connection:
         unread_since_s: Since when what was written has not all been taken; None when it has.
         caller, counts: Of the last good token, and what counts its requests; `RequestLimits`'s.
         ahead_bytes: Received since the last head, less what its body may have.
+        certified: Whether the peer has shown a certificate that we trust.
+        ends: Whether the connection ends with the next answer.
     """
 
     def __init__(self, transport: asyncio.Transport, strangers: dict[Connection, None]) -> None:
@@ -51,6 +67,7 @@ class Connection:
         self.owing_since_s: float | None = time.perf_counter()
         self.unread_since_s: float | None = None
         self.ahead_bytes = 0
+        self.certified = self.ends = False
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a transport has
         return getattr(self._transport, name)
@@ -77,16 +94,94 @@ class Connection:
             self._parts.clear()
 
 
+class TlsConnection(Connection):
+    """A connection whose bytes are TLS's, by `ssl`'s objects in memory.
+
+    The loop's own TLS would not do: there a handshake is no connection yet, so it cannot be counted
+    or ended, and a peer that is refused does not learn why.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        strangers: dict[Connection, None],
+        context: ssl.SSLContext,
+    ) -> None:
+        super().__init__(transport, strangers)
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._context = context
+        self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
+        self._good_until_s: float | None = None
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - asyncio's
+        """Give what any transport gives; by the context uvicorn knows that this is https."""
+        found = self._context if name == "sslcontext" else None
+        return found or self._transport.get_extra_info(name, default)
+
+    def decrypt(self, data: bytes) -> bytes:
+        """What came; nothing as long as there is less than a record, or no end of the handshake.
+
+        Raises:
+            ssl.SSLError: It is not TLS, or the peer's certificate is no good; the peer is told.
+        """
+        self._received.write(data)
+        parts = []
+        try:
+            if self._good_until_s is None:
+                self._tls.do_handshake()
+                certificate = self._tls.getpeercert() or {}
+                self.certified = bool(certificate)
+                until = str(certificate.get("notAfter", ""))
+                self._good_until_s = ssl.cert_time_to_seconds(until) if until else math.inf
+            while part := self._tls.read(RECORD_BYTES):
+                parts.append(part)
+            self.close()  # The peer has said that it will send no more.
+        except ssl.SSLWantReadError:
+            pass
+        finally:
+            self._send()
+        return b"".join(parts)
+
+    def ages(self, context: ssl.SSLContext | None, now_s: float) -> None:
+        """Look whether certificates have changed since the handshake, or have expired."""
+        self.ends = self._context is not context or (self._good_until_s or math.inf) <= now_s
+
+    def close(self) -> None:
+        """Say that this is all, and close."""
+        self._flush()
+        with contextlib.suppress(ssl.SSLError):  # It would wait for the peer to say so as well.
+            self._tls.unwrap()
+        self._send()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts and not self._transport.is_closing():
+            left = memoryview(b"".join(self._parts))
+            while left:
+                left = left[self._tls.write(left) :]
+            self._send()
+        self._parts.clear()
+
+    def _send(self) -> None:
+        if self._to_send.pending:
+            self._transport.write(self._to_send.read())
+
+
 class ConnectionLimits:
     """All connections of one server.
 
     Args:
         transfer_timeout_s: Time for a head, a body or an answer to get through.
         metrics: Where connections are counted that were closed.
+        tls: Of the server; None where connections are plain.
     """
 
-    def __init__(self, transfer_timeout_s: float, metrics: Metrics) -> None:
+    def __init__(
+        self, transfer_timeout_s: float, metrics: Metrics, tls: TlsFiles | None = None
+    ) -> None:
         self._timeout_s = transfer_timeout_s
+        self._tls = tls
+        self._refused: list[str] = []
         self._closed = metrics.connections_closed
         self._all: set[Connection] = set()
         self._strangers: dict[Connection, None] = {}
@@ -106,13 +201,15 @@ class ConnectionLimits:
 
         def connection_made(transport: asyncio.Transport) -> None:
             nonlocal connection
-            state["connection"] = connection = Connection(transport, self._strangers)
+            state["connection"] = connection = self._connection(transport)
             self._all.add(connection)
             made(connection)
             if len(self._strangers) > MAX_STRANGERS:
                 self._close(next(iter(self._strangers)), "crowded")
 
         def data_received(data: bytes) -> None:
+            if self._tls is not None and not (data := self._decrypted(connection, data)):
+                return
             if connection.owing_since_s is None:
                 connection.owing_since_s = time.perf_counter()
             connection.ahead_bytes += len(data)
@@ -129,10 +226,30 @@ class ConnectionLimits:
         protocol.connection_lost = connection_lost
         return protocol
 
+    def _connection(self, transport: asyncio.Transport) -> Connection:
+        if self._tls is None:
+            return Connection(transport, self._strangers)
+        return TlsConnection(transport, self._strangers, self._tls.context())
+
+    def _decrypted(self, connection: Connection, data: bytes) -> bytes:
+        assert isinstance(connection, TlsConnection), connection
+        try:
+            return connection.decrypt(data)
+        except ssl.SSLError as error:
+            self._refused.append(str(error))
+            self._close(connection, "refused")
+            return b""
+
     def close_late(self) -> None:
         """Close those whose time is over; to be called once a second."""
         now_s = time.perf_counter()
+        if self._refused:
+            log.warning("TLS refused", connections=len(self._refused), last=self._refused[-1])
+            self._refused.clear()
+        context = None if self._tls is None else self._tls.context()
         for connection in [*self._all]:
+            if isinstance(connection, TlsConnection):
+                connection.ages(context, time.time())
             if not connection.get_write_buffer_size():
                 connection.unread_since_s = None
             elif connection.unread_since_s is None:
@@ -149,5 +266,7 @@ class ConnectionLimits:
     def _close(self, connection: Connection, reason: str) -> None:
         self._closed.labels(reason).inc()
         self._forget(connection)
-        # Not `close`, which would wait until the peer has taken what was written.
-        connection.abort()
+        if reason == "refused":  # An alert is short, and has been written.
+            connection.close()
+        else:  # Not `close`, which would wait until the peer has taken what was written.
+            connection.abort()

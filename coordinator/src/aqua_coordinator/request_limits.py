@@ -29,7 +29,7 @@ from aqua_coordinator.hosts import AllowedHosts
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
 from aqua_protocol import RequestInvalidError, UnavailableError
-from aqua_protocol.errors import RequestTooLargeError
+from aqua_protocol.errors import RequestTooLargeError, UnauthenticatedError
 
 SMALL_BODY_BYTES: Final = 64 << 10
 """What any body may have. No request but those below needs more than a few hundred bytes; twice as
@@ -64,9 +64,12 @@ MAX_OPEN: Final = 64
 them keeps Redis busy for twice as long."""
 MAX_OPEN_OF_PEER: Final = 16
 """Of these, from one address: a flood leaves room to others. Doubled, two floods fill it."""
+CLOSE_HEADER: Final = (b"connection", b"close")
 LIVENESS_PATH: Final = "/healthz"
 """Waits for nothing, so it has no limit: a supervisor whose probe is refused restarts a coordinator
 for being flooded."""
+PROBES: Final = {LIVENESS_PATH, "/readyz"}
+"""Answered without a client certificate, which a supervisor's probe does not have."""
 UNMATCHED: Final = "unmatched"
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
@@ -79,6 +82,7 @@ class RequestLimits:
         self._hot_routes = hot_routes
         self._authenticator = services.authenticator
         self._hosts = AllowedHosts(services.settings)
+        self._wants_certificates = services.settings.tls_client_ca is not None
         self._metrics = services.metrics
         limit = services.settings.max_concurrent_requests
         self._of_token = services.settings.max_requests_per_token
@@ -107,6 +111,8 @@ class RequestLimits:
             else:
                 status, headers, body = answer
                 headers.append((b"content-length", b"%d" % len(body)))
+                if watched.ends:
+                    headers.append(CLOSE_HEADER)
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
         finally:
@@ -119,14 +125,20 @@ class RequestLimits:
             self._metrics.answered(route, scope["method"], status, seconds)
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, held: list[_Count]
+        self, scope: Scope, receive: Receive, send: _WatchedSend, held: list[_Count]
     ) -> Answer | None:
         """The answer of a hot route; None when FastAPI sends one. `held` gets what counts it."""
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         shape = shape_of(method, path)
         connection: Connection = scope["state"]["connection"]
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
+        send.ends = connection.ends
         self._hosts.require(headers.get(b"host"))
+        if self._wants_certificates and not connection.certified and path not in PROBES:
+            raise UnauthenticatedError(
+                "this needs a client certificate",
+                remedy="Point AQUA_TLS_CLIENT_CERT and AQUA_TLS_CLIENT_KEY at one.",
+            )
         body = b""
         if path.startswith(API):
             authorization = headers.get(b"authorization")
@@ -212,17 +224,20 @@ def _count(counts: tuple[_Count, ...], held: list[_Count]) -> None:
 
 
 class _WatchedSend:
-    """Sends on, and remembers the status."""
+    """Sends on, remembers the status, and says where the connection `ends` with this answer."""
 
-    __slots__ = ("_send", "status")
+    __slots__ = ("_send", "ends", "status")
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
+        self.ends = False
 
     async def __call__(self, message: Message) -> None:
         if not self.status:
             self.status = message["status"]
+            if self.ends:
+                message["headers"] = [*message["headers"], CLOSE_HEADER]
         await self._send(message)
 
 

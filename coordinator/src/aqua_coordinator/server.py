@@ -73,7 +73,10 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(service.asgi, **SERVER_OPTIONS)
         config.load()
         services = service.services
-        limits = ConnectionLimits(services.settings.transfer_timeout_s, services.metrics)
+        settings, tls = services.settings, services.settings.tls_files()
+        if tls is not None:
+            tls.context()
+        limits = ConnectionLimits(settings.transfer_timeout_s, services.metrics, tls)
         make = partial(limits.protocol, config.http_protocol_class)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
@@ -97,7 +100,8 @@ class Server(uvicorn.Server):
         """Begin to serve, and say so."""
         await super().startup(sockets)
         assert sockets is not None, "the server is given its socket"
-        log.info("listening", url=_url(sockets[0]), version=__version__)
+        scheme = "http" if self._services.settings.tls_cert is None else "https"
+        log.info("listening", url=f"{scheme}://{_address(sockets[0])}", version=__version__)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
@@ -206,6 +210,6 @@ def _listen(settings: CoordinatorSettings) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from aqua_client.tls import TlsFiles
 from aqua_coordinator.embedded import Fsync
 from aqua_coordinator.store.scripts import MAX_GAP_S
 from aqua_protocol import ConfigError
@@ -93,6 +94,17 @@ class CoordinatorSettings(BaseSettings):
         None,
         description="Bearer tokens, made by `aqua-coordinator token`. Unset: no authentication.",
     )
+    tls_cert: Path | None = Field(
+        None, description="Certificate of this coordinator, with its chain; https from then on."
+    )
+    tls_key: Path | None = Field(
+        None, description="Its key, without a password, if it is not in the same file."
+    )
+    tls_client_ca: Path | None = Field(
+        None,
+        description="Authorities whose certificates clients have to show, but to /healthz and "
+        "/readyz. TLS files may be replaced at any time.",
+    )
     metrics_need_token: bool | None = Field(
         None,
         description="Whether /metrics wants a token. Unset: unless the address is loopback.",
@@ -166,11 +178,20 @@ class CoordinatorSettings(BaseSettings):
         if self.silent_member_s < 3 * self.heartbeat_s:
             message = "silent_member_s must be at least three heartbeats"
             raise ValueError(message)
+        if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
+            message = "tls_key and tls_client_ca need tls_cert"
+            raise ValueError(message)
         secret = self.capability_secret
         if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
             message = f"capability_secret must have at least {MIN_SECRET_LENGTH} characters"
             raise ValueError(message)
         return self
+
+    def tls_files(self) -> TlsFiles | None:
+        """What to serve https with; None for http."""
+        if self.tls_cert is None:
+            return None
+        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key, server=True)
 
     @property
     def metrics_are_open(self) -> bool:

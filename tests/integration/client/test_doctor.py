@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AQUA_COORDINATOR_URL", "AQUA_TOKEN", "AQUA_CA_FILE"):
+    for name in ("AQUA_COORDINATOR_URL", "AQUA_TOKEN", "AQUA_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
 
 

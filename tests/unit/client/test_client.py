@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from aqua_client import CoordinatorClient, RetryRule
+from aqua_client.tls import TlsFiles
 from aqua_protocol import CapacityError, ConfigError, LeaseLostError, UnavailableError
 from aqua_protocol.errors import BooksRebuildingError, UnauthenticatedError, VersionMismatchError
 from aqua_protocol.leases import LeaseRenewal, LeaseRequest
@@ -236,9 +237,9 @@ def test_an_address_that_is_none_is_refused_by_name(url: str) -> None:
 
 
 def test_certificates_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read certificates") as raised:
-        CoordinatorClient("https://host", ca_file=tmp_path / "missing.pem")
-    assert "AQUA_CA_FILE" in raised.value.remedy
+    with pytest.raises(ConfigError, match=r"missing\.pem") as raised:
+        CoordinatorClient("https://host", tls=TlsFiles(tmp_path / "missing.pem"))
+    assert "AQUA_TLS_" in raised.value.remedy
 
 
 def test_proxy_variables_do_not_divert_calls(monkeypatch: pytest.MonkeyPatch) -> None:
