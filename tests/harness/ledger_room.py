@@ -15,7 +15,7 @@ from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS, PERMANENT, TAG
 from aqua_coordinator.store.pipeline import Answer
 from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
-from aqua_coordinator.store.scripts import MAX_GAP_S
+from aqua_coordinator.store.scripts import MAX_GAP_S, SWEEP_PERIOD_S
 from aqua_protocol.leases import LeaseView
 from harness.bounds import HANG_S
 from harness.members_on_paper import PaperConsumer, PaperProducer
@@ -23,6 +23,9 @@ from harness.members_on_paper import PaperConsumer, PaperProducer
 ATTACH_WINDOW_S: Final = 10.0
 SILENT_S: Final = 20.0
 """Below the default time to live, so that tests can tell the two apart."""
+MAX_STOP_S: Final = 60.0
+REPORT_EVERY: Final = 4
+"""Sweeps between two reports of a member that is there."""
 
 
 class LedgerRoom:
@@ -32,12 +35,14 @@ class LedgerRoom:
         ledger: What is tested.
         pipeline: Below it, for plain commands.
         url: The server's.
+        spread_s, silent_s: Time between reports and silence allowed, as the last sweep found them.
     """
 
     def __init__(self, url: str, pipeline: Pipeline) -> None:
         self.url = url
         self.pipeline = pipeline
         self.ledger = Ledger(pipeline)
+        self.spread_s, self.silent_s = 0.0, SILENT_S
         self._keys = itertools.count()
 
     async def command(self, *words: str) -> Answer:
@@ -84,9 +89,15 @@ class LedgerRoom:
 
     # --- Time ----------------------------------------------------------------------
 
-    async def sweep(self) -> int:
+    async def sweep(self, *, is_refusing: bool = False, is_present: bool = False) -> int:
         """One sweep of one coordinator."""
-        return await self.ledger.sweep(silent_s=SILENT_S)
+        self.spread_s, self.silent_s = await self.ledger.advance_clock(
+            silent_s=SILENT_S,
+            max_stop_s=MAX_STOP_S,
+            is_refusing=int(is_refusing),
+            is_present=int(is_present),
+        )
+        return await self.ledger.sweep(silent_s=self.silent_s)
 
     async def pass_time(self, seconds: float) -> None:
         """Let the books' clock advance, as if coordinators had been sweeping meanwhile."""
@@ -97,9 +108,33 @@ class LedgerRoom:
         """Set the books' clock, and count this as a sweep: real time plays no part any more."""
         await self.command("EVAL", _HOLD_CLOCK, "1", KEYS["books"], str(clock_us))
 
+    async def live(
+        self, seconds: float, *members: PaperProducer | PaperConsumer, is_refusing: bool = False
+    ) -> int:
+        """Let real time pass while a coordinator sweeps and these report; counts what ended."""
+        ended = 0
+        for number in range(round(seconds / SWEEP_PERIOD_S)):
+            await self.let_pass(SWEEP_PERIOD_S)
+            ended += await self.sweep(is_refusing=is_refusing, is_present=True)
+            for member in members if number % REPORT_EVERY == 0 else ():
+                if isinstance(member, PaperProducer):
+                    await self.tell(member)
+                else:
+                    await self.hear(member)
+        return ended
+
+    async def clock_us(self) -> int:
+        """The books' clock as the last sweep left it."""
+        paused, swept = await self.command("HMGET", KEYS["books"], "paused_us", "swept_us")
+        return int(swept) - int(paused)
+
     async def stand_still(self, seconds: float) -> None:
         """Let real time pass without any coordinator: what `pass_time` does, and no sweep."""
         assert seconds > MAX_GAP_S, "shorter absences do not count"
+        await self.let_pass(seconds)
+
+    async def let_pass(self, seconds: float) -> None:
+        """Let real time pass since the last sweep."""
         for field in ("paused_us", "swept_us"):
             await self.pipeline.command("HINCRBY", KEYS["books"], field, -round(seconds * 1e6))
 

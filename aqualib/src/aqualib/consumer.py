@@ -31,6 +31,7 @@ from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migrator import Migrator
 from aqualib.memory.transfers import Transfers
 from aqualib.metrics import ConsumerMetrics, Direction, Stats
+from aqualib.reporter import MAX_HEARTBEAT_S
 from aqualib.tensor import AquaTensor, TensorAllocator
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Aqua:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         is_checking: bool = False,
         registry: CollectorRegistry | None = None,
-        heartbeat_s: float = 1.0,
+        heartbeat_s: float = MAX_HEARTBEAT_S,
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
     ) -> None:

@@ -41,6 +41,10 @@ MIN_INTERVAL_S: Final = 0.05
 thousand. The first change after a pause is reported at once. Doubled, half the reports of a
 reclaim."""
 
+MAX_HEARTBEAT_S: Final = 60.0
+"""Seconds between reports at most: as far as a coordinator of many members stretches them. Doubled,
+nothing changes."""
+
 FIRST_PAUSE_S: Final = 0.1
 """Seconds of the first pause while no coordinator answers. Doubled, one that restarts is found 0.1
 s later."""
@@ -81,7 +85,7 @@ class Reporter(Generic[ReportT, AckT]):
             there is no coordinator.
         on_ack: Handles the answer to a report; called on the reporter's thread. An `AquaError`
             counts as if no answer had come.
-        heartbeat_s: Longest silence; a coordinator may ask for a shorter one.
+        heartbeat_s: Longest silence; a coordinator asks for a shorter one.
         name: Of the thread, and in the log.
     """
 
@@ -91,7 +95,7 @@ class Reporter(Generic[ReportT, AckT]):
         deliver: Callable[[ReportT], AckT] | None,
         on_ack: Callable[[ReportT, AckT], None],
         *,
-        heartbeat_s: float = 1.0,
+        heartbeat_s: float = MAX_HEARTBEAT_S,
         name: str = "member",
     ) -> None:
         self._build = build
@@ -209,7 +213,7 @@ class Reporter(Generic[ReportT, AckT]):
         if self._error is None or self._error.code != error.code:
             logger.warning("%s cannot report: %s", self._name, error)
         self._error = error
-        pause_s = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S, self._longest_silence_s)
+        pause_s = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S, self._heartbeat_s)
         # Capped so that the power stays small however long the absence lasts.
         self._failures = min(self._failures + 1, 16)
         self._not_before_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)

@@ -85,7 +85,10 @@ class Settings(BaseSettings):
         default=2.0, gt=0, le=60, description="Bound of one call to the coordinator."
     )
     heartbeat_s: float = Field(
-        default=1.0, ge=0.05, le=60, description="Longest silence towards the coordinator."
+        default=60.0,
+        ge=0.05,
+        le=60,
+        description="Longest silence towards the coordinator, which asks for shorter ones.",
     )
     lease_ttl_s: float = Field(
         default=30.0, ge=1, le=3600, description="Life of a lease without renewal."

@@ -44,6 +44,10 @@ MAX_CONNECTIONS: Final = 4
 """Connections kept open: a member reports from one thread and allocates from another, and twice
 that is room for a listing beside them. Doubled, the others lie idle at the coordinator."""
 
+KEEP_ALIVE_S: Final = 70.0
+"""Seconds that an idle one is kept: longer than the longest heartbeat (60 s), shorter than the
+coordinator keeps it (75 s). Doubled, reports of many members meet closed connections."""
+
 
 def options_of(
     addresses: Sequence[str], token: str | None, tls: TlsFiles | None, timeout_s: float
@@ -58,7 +62,9 @@ def options_of(
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
         "timeout": timeout_s,
         "limits": httpx.Limits(
-            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=MAX_CONNECTIONS,
+            keepalive_expiry=KEEP_ALIVE_S,
         ),
         # Made only for https: loading the system's certificates takes tens of milliseconds.
         "verify": wants_tls and current_context(tls or TlsFiles.from_environment()),

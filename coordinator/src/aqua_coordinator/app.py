@@ -28,7 +28,7 @@ from aqua_coordinator.hot_routes import find_hot_routes
 from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.request_limits import RequestLimits
-from aqua_coordinator.services import CapabilitySigner, Services
+from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
@@ -105,6 +105,7 @@ class Service:
             event_watcher=EventWatcher(pool),
             metrics=metrics,
             member_totals=MemberTotals(ledger),
+            heartbeats=HeartbeatRate(settings.heartbeat_s),
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
@@ -140,23 +141,31 @@ class Service:
 
         Every coordinator sweeps, and any number may at once: each step is one script that looks at
         the books as they are. A sweep is also what makes the books' clock go on
-        (`lua/lib/books.lua`), so while no coordinator or no Redis is there, nothing gets older.
+        (`lua/advance_clock.lua`), so while no coordinator or no Redis is there, nothing gets older.
         """
-        services = self.services
-        absent = False
+        services, settings = self.services, self.services.settings
+        heartbeats = services.heartbeats
+        absent, is_present = False, False
         while True:
+            is_refusing, heartbeats.is_refusing = heartbeats.is_refusing, False
             try:
-                ended = await services.ledger.sweep(silent_s=services.settings.silent_member_s)
+                heartbeats.spread_s, silent_s = await services.ledger.advance_clock(
+                    silent_s=settings.silent_member_s,
+                    max_stop_s=settings.max_clock_stop_s,
+                    is_refusing=int(is_refusing),
+                    is_present=int(is_present),
+                )
+                ended = await services.ledger.sweep(silent_s=silent_s)
                 await services.member_totals.read_part()
             except UnavailableError as error:
                 if not absent:
                     log.warning("store absent, nothing expires meanwhile", error=str(error))
-                absent = True
+                absent, is_present = True, False
             else:
                 services.metrics.endings.inc(ended)
                 if absent:
                     log.info("store is back")
-                absent = False
+                absent, is_present = False, True
             await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _refresh_forever(self) -> None:

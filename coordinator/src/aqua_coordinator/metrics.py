@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from aqua_coordinator import __version__
 from aqua_coordinator.store.rows import BooksSummary, ProducerRow
@@ -174,6 +174,15 @@ class _BooksCollector:
         yield _gauge("aqua_leases", "Leases in the books.", ("state",), leases)
         pending = [((), books.summary.open_reclaim_count)]
         yield _gauge("aqua_reclaim_pending", "Reclaims under way or not taken up.", (), pending)
+        stood = CounterMetricFamily(
+            "aqua_books_clock_stopped_seconds",
+            "Time in which nothing aged: no coordinator was there, or none for long; reports were "
+            "refused for want of room; most members were silent at once.",
+            labels=("reason",),
+        )
+        for reason, seconds in books.summary.stood_s.items():
+            stood.add_metric((reason,), seconds)
+        yield stood
         counts = [((role,), number) for role, number in books.summary.member_counts.items()]
         yield _gauge("aqua_members", "Members in the books.", ("role",), counts)
         now_s = time.time()

@@ -84,6 +84,7 @@ class RequestLimits:
         self._hosts = AllowedHosts(services.settings)
         self._wants_certificates = services.settings.tls_client_ca is not None
         self._metrics = services.metrics
+        self._heartbeats = services.heartbeats
         limit = services.settings.max_concurrent_requests
         self._of_token = services.settings.max_requests_per_token
         self._of_peer = services.settings.max_requests_per_peer
@@ -134,12 +135,9 @@ class RequestLimits:
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
         send.ends = connection.ends
         self._hosts.require(headers.get(b"host"))
-        if self._wants_certificates and not connection.certified and path not in PROBES:
-            raise UnauthenticatedError(
-                "this needs a client certificate",
-                remedy="Point AQUA_TLS_CLIENT_CERT and AQUA_TLS_CLIENT_KEY at one.",
-            )
+        self._require_certificate(connection, path)
         body = b""
+        whole: tuple[_Count, ...] = ()
         if path.startswith(API):
             authorization = headers.get(b"authorization")
             caller = scope["user"] = self._authenticator.authenticate(
@@ -154,19 +152,32 @@ class RequestLimits:
                 connection.ahead_bytes -= limit
                 body = await _read_body(headers, receive, limit)
                 _require_json(headers, body)
-            _count(whole, held)
         elif path != LIVENESS_PATH:
             _count((self._open, self._count_of(("open", _peer_of(scope)), MAX_OPEN_OF_PEER)), held)
         if path.startswith(API) or method not in _BODY_METHODS:
             connection.owing_since_s = None
-        route = self._hot_routes.get(shape)
-        if route is not None:
-            scope["route"] = route
-            content = await route(scope["user"], path, headers, body)
-            if content is not None:
-                return route.status, [JSON_HEADER], content
+        try:
+            _count(whole, held)
+            route = self._hot_routes.get(shape)
+            if route is not None:
+                scope["route"] = route
+                content = await route(scope["user"], path, headers, body)
+                if content is not None:
+                    return route.status, [JSON_HEADER], content
+        except UnavailableError as error:
+            # Its kinds say what else is wrong: this is want of room, and not of the token's share.
+            if shape in REPORTS and type(error) is UnavailableError:
+                self._heartbeats.is_refusing = True
+            raise
         await self._app(scope, _replay(body, receive), send)
         return None
+
+    def _require_certificate(self, connection: Connection, path: str) -> None:
+        if self._wants_certificates and not connection.certified and path not in PROBES:
+            raise UnauthenticatedError(
+                "this needs a client certificate",
+                remedy="Point AQUA_TLS_CLIENT_CERT and AQUA_TLS_CLIENT_KEY at one.",
+            )
 
     def _in_flight(self) -> int:
         """Requests that are arriving or being served; each counts once for a token or as open."""

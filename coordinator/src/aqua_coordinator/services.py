@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final
@@ -66,6 +67,31 @@ class CapabilitySigner:
         return base64.b64encode(self._key(secret, producer_id, incarnation)).decode()
 
 
+HEARTBEAT_JITTER: Final = 0.2
+"""Part of a heartbeat by which a member's own is shorter at most, so that none keep step. Doubled,
+there are an eighth more reports."""
+
+
+@dataclass(slots=True)
+class HeartbeatRate:
+    """How far apart reports are, and whether there is room for them: between requests and sweep.
+
+    Attributes:
+        shortest_s: Seconds between two reports of a member, as configured.
+        spread_s: Seconds that the number of members asks for.
+        is_refusing: Whether there was no room for a report since the last sweep.
+    """
+
+    shortest_s: float
+    spread_s: float = 0.0
+    is_refusing: bool = False
+
+    def next_s(self, member: str) -> float:
+        """Within how many seconds a member should report again; its own, so that none keep step."""
+        part = zlib.crc32(member.encode()) / 2**32
+        return max(self.shortest_s, self.spread_s) * (1 - HEARTBEAT_JITTER * part)
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """Everything behind the operations; lives as long as the process."""
@@ -77,6 +103,7 @@ class Services:
     event_watcher: EventWatcher
     metrics: Metrics
     member_totals: MemberTotals
+    heartbeats: HeartbeatRate
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

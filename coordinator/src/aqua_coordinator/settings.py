@@ -117,13 +117,22 @@ class CoordinatorSettings(BaseSettings):
         ),
     )
     heartbeat_s: float = Field(
-        1.0, ge=0.05, le=60, description="How often members are told to report."
+        1.0, ge=0.05, le=60, description="How often members report; many members less often."
     )
     silent_member_s: float = Field(
         10.0,
         ge=MAX_GAP_S + 1,
         le=3600,
         description="A member that has not reported for this long leaves the books.",
+    )
+    max_clock_stop_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description=(
+            "How long leases and members do not age while their reports are refused for want of "
+            "room, or most members are silent at once; 0: never."
+        ),
     )
     attach_window_s: float = Field(
         10.0, ge=0.2, le=300, description="Time to attach to a granted lease before it expires."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
 import socket
@@ -100,6 +101,23 @@ class Cluster:
         answer = self.call("GET", f"leases/{lease.lease_id}").raise_for_status()
         return LeaseView.model_validate_json(answer.content)
 
+    def samples(self, name: str) -> dict[str, float]:
+        """A metric by its one label; waits until it may be read."""
+        give_up_s = time.monotonic() + HANG_S
+        url = f"{self.process.url}/metrics"
+        while (answer := httpx.get(url, trust_env=False, timeout=HANG_S)).is_error:
+            assert time.monotonic() < give_up_s, answer.text
+        found = re.findall(rf'^{name}{{\w+="(\w+)"}} (.+)$', answer.text, re.MULTILINE)
+        return {label: float(value) for label, value in found}
+
+    def stopped_s(self) -> dict[str, float]:
+        """How long the clock of the books has stood, by reason."""
+        return self.samples("aqua_books_clock_stopped_seconds_total")
+
+    def sweeps(self) -> float:
+        """How often the clock has been advanced."""
+        return self.samples("aqua_redis_command_duration_seconds_count")["advance_clock"]
+
 
 _keys = itertools.count()
 
@@ -115,8 +133,7 @@ class Flood:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self.sockets:
-            one.close()
+        self.end()
 
     def send(self, head: str) -> socket.socket:
         """One socket more; beyond twice the flood the oldest goes."""
@@ -126,6 +143,11 @@ class Flood:
         self.sockets.append(one)
         one.sendall(head.encode())
         return one
+
+    def end(self) -> None:
+        """Close them all."""
+        while self.sockets:
+            self.sockets.pop().close()
 
     def first_answer(self) -> bytes:
         """Wait until one of them is told something."""
@@ -184,6 +206,9 @@ def test_a_flood_without_tokens_neither_ends_the_lease_of_a_member_nor_stops_the
         assert cluster.view(renewed).state is LeaseState.ACTIVE
         assert cluster.view(renewed).expires_in_s > cluster.view(left).expires_in_s
         assert len(flood.sockets) >= FLOOD > PLACES
+        flood.end()
+        stopped_s = cluster.stopped_s()
+        assert (stopped_s["refusal"], stopped_s["silence"]) == (0, 0)
 
 
 @pytest.mark.parametrize("path", ["consumers/{}", "leases"])
@@ -234,6 +259,39 @@ def test_a_report_finds_room_beside_whatever_else_is_being_served(tmp_path: Path
         finally:
             os.kill(store, signal.SIGCONT)
         assert b" 200 " in report.recv(65_536)
+
+
+@pytest.mark.parametrize(("own", "stops"), [("100", True), ("4", False)])
+def test_the_clock_stops_for_refused_reports_unless_their_token_has_had_its_share(
+    tmp_path: Path, own: str, *, stops: bool
+) -> None:
+    with (
+        running_cluster(
+            tmp_path,
+            AQUA_MAX_CONCURRENT_REQUESTS="8",
+            AQUA_MAX_REQUESTS_PER_TOKEN=own,
+            AQUA_STORE_TIMEOUT_S="60",
+        ) as cluster,
+        Flood(cluster.process.port) as flood,
+    ):
+        cluster.report()
+        (store,) = cluster.process.children()
+        body = cluster.consumer.report().model_dump_json()
+        os.kill(store, signal.SIGSTOP)
+        try:
+            for _ in range(9):
+                flood.send(
+                    "PUT /v1/consumers/consumer HTTP/1.1\r\nHost: x\r\n"
+                    f"Authorization: Bearer {cluster.member}\r\n"
+                    f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+                )
+            assert b" 503 " in flood.first_answer()
+        finally:
+            os.kill(store, signal.SIGCONT)
+        before = cluster.sweeps()
+        while cluster.sweeps() < before + 3:
+            pass
+        assert (cluster.stopped_s()["refusal"] > 0) is stops
 
 
 def test_what_stalls_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:

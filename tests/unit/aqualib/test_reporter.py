@@ -203,13 +203,16 @@ def test_an_absence_is_logged_once_and_a_new_reason_again(
     assert sum("reports again" in line for line in told) == 1
 
 
-def pauses_of_an_absence(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float) -> list[float]:
+def pauses(
+    monkeypatch: pytest.MonkeyPatch,
+    books: Books,
+    **options: Any,  # noqa: ANN401 - a Reporter's
+) -> list[float]:
     """Seconds between each of fifty attempts and the next."""
     time, tried_at_s = SkippedTime(), list[float]()
     monkeypatch.setattr(reporter_module, "time", time)
     threads = SimpleNamespace(Condition=time.condition, Thread=threading.Thread)
     monkeypatch.setattr(reporter_module, "threading", threads)
-    books = Books(error=UnavailableError("nobody there"))
 
     def deliver(report: tuple[int, str | None, str]) -> MemberAck:
         tried_at_s.append(time.now_s)
@@ -217,10 +220,24 @@ def pauses_of_an_absence(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float) ->
             books.open_gate.clear()
         return books.deliver(report)
 
-    with reporting(books, deliver=deliver, heartbeat_s=heartbeat_s) as reporter:
+    reporter: Tested = Reporter(books.build, deliver, books.take, **options)
+    try:
         reporter.start()
         until(lambda: not books.open_gate.is_set(), "fifty pauses")
         return [later_s - s for s, later_s in pairwise(tried_at_s)]
+    finally:
+        books.open_gate.set()
+        reporter.close()
+
+
+@pytest.mark.parametrize(("options", "kept_s"), [({}, 20.0), ({"heartbeat_s": 2.0}, 2.0)])
+def test_reports_are_as_rare_as_the_coordinator_asks_unless_a_member_is_configured(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, float], kept_s: float
+) -> None:
+    # The first two are to join and to confirm the books.
+    assert pauses(monkeypatch, Books(heartbeat_s=20.0), **options)[2:] == pytest.approx(
+        [kept_s] * 48
+    )
 
 
 @pytest.mark.parametrize("heartbeat_s", [NEVER_S, 0.5])
@@ -228,7 +245,8 @@ def test_pauses_grow_up_to_a_bound_and_none_exceeds_the_heartbeat(
     monkeypatch: pytest.MonkeyPatch, heartbeat_s: float
 ) -> None:
     bound_s = min(reporter_module.MAX_PAUSE_S, heartbeat_s)
-    for number, pause_s in enumerate(pauses_of_an_absence(monkeypatch, heartbeat_s)):
+    books = Books(error=UnavailableError("nobody there"))
+    for number, pause_s in enumerate(pauses(monkeypatch, books, heartbeat_s=heartbeat_s)):
         longest_s = min(reporter_module.FIRST_PAUSE_S * 2**number, bound_s)
         assert longest_s * 0.499 < pause_s < longest_s * 1.001
 

@@ -25,7 +25,7 @@ from aqua_protocol.members import ConsumerAck, ConsumerReport, UsedLease
 from aqualib.leasing.demand import LeaseBackoff, Need, RequestLease, ReturnSurplus
 from aqualib.leasing.events import EventThread
 from aqualib.leasing.handshake import attach
-from aqualib.reporter import Reporter
+from aqualib.reporter import MAX_HEARTBEAT_S, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -66,7 +66,7 @@ class LeaseClient:
         link: CoordinatorClient | None,
         identity: Identity,
         wished_bytes: int = 0,
-        heartbeat_s: float = 1.0,
+        heartbeat_s: float = MAX_HEARTBEAT_S,
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,

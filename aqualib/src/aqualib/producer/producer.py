@@ -44,7 +44,7 @@ from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory
-from aqualib.reporter import Reporter
+from aqualib.reporter import MAX_HEARTBEAT_S, Reporter
 from aqualib.settings import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, require_name
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Producer:
         grace_s: float = DEFAULT_GRACE_S,
         device: EmulatedMemory | None = None,
         allowed_uids: Iterable[int] | None = None,
-        heartbeat_s: float = 1.0,
+        heartbeat_s: float = MAX_HEARTBEAT_S,
     ) -> None:
         if slab_bytes < MIN_SLAB_BYTES:
             raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")

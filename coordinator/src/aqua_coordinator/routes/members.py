@@ -71,7 +71,7 @@ async def _book_producer(report: ProducerReport, caller: Caller, services: Servi
     )
     return ProducerAck(
         books_id=booked.books_id,
-        heartbeat_s=services.settings.heartbeat_s,
+        heartbeat_s=services.heartbeats.next_s(report.producer_id),
         ended=booked.ended,
         min_epoch=booked.min_epoch,
         capability_key=key,
@@ -123,7 +123,7 @@ async def _book_consumer(report: ConsumerReport, caller: Caller, services: Servi
     booked = await services.ledger.report_consumer(report)
     return ConsumerAck(
         books_id=booked.books_id,
-        heartbeat_s=services.settings.heartbeat_s,
+        heartbeat_s=services.heartbeats.next_s(report.consumer_id),
         ended=booked.ended,
         available_bytes=booked.available_bytes,
     )

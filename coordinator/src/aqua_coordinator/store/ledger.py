@@ -255,6 +255,16 @@ class Ledger:
 
     # --- Keeping ---------------------------------------------------------------------
 
+    @lua_step("advance_clock.lua", rows.durations)
+    async def advance_clock(
+        self, *, silent_s: float, max_stop_s: float, is_refusing: int, is_present: int
+    ) -> list[float]:
+        """Let the clock go on since the last call, or stand.
+
+        Gives the seconds between two reports of a member that the number of members asks for, and
+        the seconds of silence after which one is lost.
+        """
+
     async def sweep(self, *, silent_s: float) -> int:
         """One round of expiry, for any number of coordinators at once; counts what it ended."""
         ended = await _until_done(self._expire_leases)

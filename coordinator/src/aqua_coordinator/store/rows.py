@@ -20,6 +20,7 @@ from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, Producer
 RowT = TypeVar("RowT")
 
 ROLES: Final = ("producer", "consumer")
+STOPS: Final = ("absence", "refusal", "silence")
 MICROSECONDS: Final = 1e6
 """In a second; fixed by the unit in which scripts count time."""
 REBUILDING_RETRY_S: Final = 1.0
@@ -114,6 +115,7 @@ class BooksSummary:
     Attributes:
         member_counts, longest_silence_s: By role; the latter is that of the member which has not
             reported for longest.
+        stood_s: How long the clock stood, by reason.
         sums: Over the part, by field.
         after: Where the next part begins, by role; as given when there was nothing left.
     """
@@ -123,6 +125,7 @@ class BooksSummary:
     open_reclaim_count: int
     member_counts: dict[str, int]
     longest_silence_s: dict[str, float]
+    stood_s: dict[str, float]
     sums: dict[str, int]
     after: tuple[str, str]
 
@@ -230,6 +233,11 @@ def consumer_booked(answer: Sequence[Any]) -> ConsumerBooked:
     return ConsumerBooked(text(books_id), available, [_notice(row) for row in ended])
 
 
+def durations(answer: Sequence[Any]) -> list[float]:
+    """Read an answer that is times in microseconds, as seconds."""
+    return [duration / MICROSECONDS for duration in answer[1:]]
+
+
 def producer(row: Sequence[Any]) -> ProducerRow:
     """Read a row of `read_producers`."""
     fields = _fields(_PRODUCER, row)
@@ -289,6 +297,7 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
         open_reclaim_count=counts["reclaims"],
         member_counts={role: counts[role] for role in ROLES},
         longest_silence_s={role: counts[f"{role}_silence_us"] / MICROSECONDS for role in ROLES},
+        stood_s={reason: counts[f"stood_{reason}_us"] / MICROSECONDS for reason in STOPS},
         sums=sums,
         after=(text(producers_after), text(consumers_after)),
     )

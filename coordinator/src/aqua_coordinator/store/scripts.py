@@ -41,10 +41,30 @@ expiry is up to a second late, and the sweep costs half."""
 MAX_GAP_S: Final = 6 * SWEEP_PERIOD_S
 """Without a sweep for this long, no coordinator was there to take reports, and the books' clock
 stops. Doubled, members may age for 6 s without one."""
+REPORT_SPACING_S: Final = 0.002
+"""Of two reports to the books: 500 a second take some 8% of a core. Doubled, heartbeats of many
+members are twice as far apart, and their loss is noticed that much later."""
+HEARTBEATS_MISSED: Final = 3
+"""Heartbeats that a silent member may miss, and a lease of it. Doubled, both stay twice as long in
+a cluster so large that heartbeats are stretched."""
 
-CONSTANTS: Final[Mapping[str, int | str]] = {
+CONSTANTS: Final[Mapping[str, float | str]] = {
     "initial_state": f"'{LEASE.initial}'",
     "max_gap_us": int(MAX_GAP_S * 1e6),
+    "sweep_period_us": int(SWEEP_PERIOD_S * 1e6),
+    "report_spacing_us": int(REPORT_SPACING_S * 1e6),
+    "heartbeats_missed": HEARTBEATS_MISSED,
+    # 30,000 members; the longest heartbeat that settings allow. Connections outlive it.
+    "max_spread_us": 60_000_000,
+    # Who was told of long heartbeats before others left has 27 of 30 parts of the silence allowed.
+    "spread_decay": 30,
+    # Kubernetes' threshold for a zone whose nodes are gone together; with two nodes or more it is
+    # never reached by one of them.
+    "silent_share": 0.55,
+    # Below, most of them may be one process group, or one node.
+    "few_members": 10,
+    # Two sweeps: every coordinator has been heard.
+    "reason_lasts_us": int(2 * SWEEP_PERIOD_S * 1e6),
     # A minute of one change a millisecond; an SSE client that fell further behind starts anew.
     "max_events": 65_536,
     # How long an ended lease still answers a late release, renewal or `GET`, and a report that

@@ -1,10 +1,9 @@
--- One step of the sweep: the clock goes on, and leases past their deadline expire.
+-- One step of the sweep: leases past their deadline expire.
 --
 -- ARGV[1]  limit: how many leases at most
 -- Calls    integer, lease_of, step, save
 -- Result   {'ok', expired}: how many
 
-redis.call('HSET', KEYS[1], 'swept_us', integer(now_us))
 local overdue = redis.call('ZRANGEBYSCORE', KEY.deadlines, '-inf', integer(clock_us),
   'LIMIT', 0, tonumber(ARGV[1]))
 for _, lease_id in ipairs(overdue) do

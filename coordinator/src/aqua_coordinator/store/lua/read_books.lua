@@ -5,8 +5,9 @@
 -- ARGV[3]  limit: how many of each role at most
 -- Result   {'ok', books_id, {what, count, ...}, {what, sum, ...}, producers_after,
 --           consumers_after}: where to go on, the last names again at the end
---            counts: all members, silence_us of the one heard longest ago, open reclaims, and leases:
---                    all that are rightful, and by state, those in the initial one left out
+--            counts: all members, silence_us of the one heard longest ago, open reclaims, leases: all
+--                    that are rightful, and by state, those in the initial one left out; and how
+--                    long the clock stood, stood_{reason}_us
 --            sums: what the part's members offer, have on lease, and want
 -- @flags no-writes
 
@@ -34,6 +35,10 @@ local function count(what, number)
   counts[#counts + 1] = number
 end
 
+for _, reason in ipairs({'absence', 'refusal', 'silence'}) do
+  count('stood_' .. reason .. '_us',
+    tonumber(redis.call('HGET', KEYS[1], 'stood_' .. reason .. '_us') or 0))
+end
 count('rightful', redis.call('ZCARD', KEY.deadlines))
 count('reclaims', redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims))
 for role, keys in pairs({

@@ -4,7 +4,7 @@
 -- ARGV[2]  epoch
 -- ARGV[3]  ttl_s, in microseconds
 -- ARGV[4]  as_consumer: whom the caller's token is bound to, or ''
--- Calls    lease_of, why_not_act, refuse, step, write_lease, set_deadline, lease_row
+-- Calls    lease_of, why_not_act, refuse, step, write_lease, prolong, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch, lease_lost, invalid_transition
 
@@ -29,6 +29,6 @@ end
 lease.ttl_us = tonumber(ARGV[3])
 write_lease(lease)
 if lease.state ~= STATE.granted then
-  set_deadline(lease, clock_us + lease.ttl_us)
+  prolong(lease)
 end
 return {'ok', lease_row(lease)}

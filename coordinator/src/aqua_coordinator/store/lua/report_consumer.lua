@@ -1,7 +1,7 @@
 -- Book a consumer's full state; every lease it names is renewed.
 --
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
--- Calls    member_of, why_stale, lease_of, refuse, integer, retire, emit, step, set_deadline,
+-- Calls    member_of, why_stale, lease_of, refuse, integer, retire, emit, step, prolong,
 --          largest, pairing_of
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
@@ -49,14 +49,15 @@ if not known.incarnation then
 end
 
 local ended = {}
+local patience_us = math.max(CONST.claim_patience_us, CONST.heartbeats_missed * spread_us)
 for _, used in ipairs(report.leases) do
   local lease = lease_of(used.lease_id)
   if not lease then
     local claim_key = KEY.claim .. used.lease_id
     local since_us = redis.call('GET', claim_key)
     if not since_us then
-      redis.call('SET', claim_key, integer(clock_us), 'PX', 2 * CONST.claim_patience_us / 1000)
-    elseif clock_us - tonumber(since_us) > CONST.claim_patience_us then
+      redis.call('SET', claim_key, integer(clock_us), 'PX', integer(patience_us / 500))
+    elseif clock_us - tonumber(since_us) > patience_us then
       ended[#ended + 1] = {used.lease_id, used.epoch, 'unknown'}
     end
   elseif not RIGHTFUL[lease.state] or used.epoch ~= lease.epoch then
@@ -66,7 +67,7 @@ for _, used in ipairs(report.leases) do
     local renewed = step(lease, EVENT.renew)
     assert(renewed, 'a rightful lease that cannot be renewed: ' .. lease.state)
     if lease.state ~= STATE.granted then
-      set_deadline(lease, clock_us + lease.ttl_us)
+      prolong(lease)
     end
   end
 end

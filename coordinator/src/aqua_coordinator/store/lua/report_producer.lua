@@ -2,7 +2,7 @@
 --
 -- ARGV[1]  report: a ProducerReport as JSON, without nulls
 -- Calls    member_of, why_stale, refuse, lease_of, integer, step, save, offer_of, retire, emit,
---          open_lease, set_deadline, book, write_list, next_epoch, close_reclaim
+--          open_lease, prolong, book, write_list, next_epoch, close_reclaim
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' orders, not yet taken up
@@ -113,7 +113,7 @@ for _, held in ipairs(report.leases) do
     step(lease, EVENT.adopt)
   elseif lease.state == STATE.granted then
     step(lease, EVENT.attach)
-    set_deadline(lease, clock_us + lease.ttl_us)
+    prolong(lease)
     attached_us[#attached_us + 1] = clock_us - lease.granted_us
   end
   if held.held_bytes < lease.bytes then

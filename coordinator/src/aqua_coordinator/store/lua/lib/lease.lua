@@ -130,6 +130,11 @@ local function set_deadline(lease, deadline_us)
   enlist(KEY.deadlines, lease.lease_id, deadline_us)
 end
 
+-- For its time to live from now on; in a large cluster, for as long as its holder may be silent.
+local function prolong(lease)
+  set_deadline(lease, clock_us + math.max(lease.ttl_us, CONST.heartbeats_missed * spread_us))
+end
+
 -- Take `event`; false when the table refuses it. `reason` is told to members that still name the
 -- lease, and matters only where its right ends.
 local function step(lease, event, reason)
@@ -156,7 +161,7 @@ local function step(lease, event, reason)
     end
   elseif RIGHTFUL[after] and not RIGHTFUL[before] then
     lease.reason = ''
-    set_deadline(lease, clock_us + lease.ttl_us)
+    prolong(lease)
   end
   if BOOKED[before] and not BOOKED[after] then
     book(lease, 0)

@@ -1,7 +1,6 @@
 -- Makes functions of Redis of the scripts.
 --
--- Every script but the one that opens the books finds them open, and one that may write finds their
--- clock going on. `run_several` runs scripts one after the other in one call, each over what those
+-- Every script but the one that opens the books finds them open. `run_several` runs scripts one after the other in one call, each over what those
 -- before it have left: they share the reading of books and producers, and the writing of lists. A
 -- script that fails there fails alone, which is sound for those that check before they write.
 
@@ -18,9 +17,6 @@ local function writing(script)
   return function(keys, args)
     if not begin() then
       return {'no_books'}
-    end
-    if stood_still then
-      go_on()
     end
     local answer = script(keys, args)
     settle()

@@ -1,8 +1,4 @@
--- What scripts that change the books need: a clock that goes on, fresh epochs, events.
-
-local function go_on()
-  redis.call('HSET', KEY.books, 'paused_us', integer(paused_us), 'swept_us', integer(now_us))
-end
+-- What scripts that change the books need: fresh epochs, events.
 
 -- Fencing tokens grow by counter and by Redis time, whichever is further: books that fell back to
 -- an older copy (a failover, a torn log) still issue epochs above all that they issued before.
