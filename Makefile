@@ -26,6 +26,12 @@ TEST_PROCESSES ?= 2
 FUZZ_MINUTES ?= 10
 FUZZ_SEED ?=
 
+# `make simulate`: a run to repeat, and what of its faults and steps; of a million, if empty.
+SEED ?=
+STEPS ?=
+ONLY ?=
+UNTIL ?=
+
 # `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
 # them, of which a list ("0 2") takes one after the other.
 TESTS ?=
@@ -116,6 +122,12 @@ property: $(READY) ## Draw every example of the property tier, of which test has
 .PHONY: model
 model: $(READY) ## Search the lease protocol on paper to its end with two faults; test allows one
 	$(TIER) -m model tests/model $(PYTEST_ARGS)
+
+.PHONY: simulate
+simulate: $(READY) ## Simulate a cluster for a million steps; SEED=7 STEPS=5000 repeats a run
+	PYTHONPATH=tests $(PY) -m harness.simulate --processes $(TEST_PROCESSES) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(ONLY),--only $(ONLY)) $(if $(UNTIL),--until $(UNTIL))
 
 .PHONY: fuzz
 fuzz: $(READY) ## Search with random examples for FUZZ_MINUTES=10; prints how to repeat a failure

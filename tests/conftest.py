@@ -19,7 +19,8 @@ from typing import Final
 import pytest
 
 TIERS: Final = frozenset(
-    {"unit", "property", "contract", "model", "integration", "engine", "e2e", "chaos", "gpu"}
+    {"unit", "property", "contract", "model", "simulation", "integration"}
+    | {"engine", "e2e", "chaos", "gpu"}
 )
 SEED: Final = 0
 """Of the global generators at the start of each test."""
