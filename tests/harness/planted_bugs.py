@@ -17,8 +17,8 @@ from aqua_coordinator.store import scripts
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import Library
 from aqua_protocol.slab import SlabState
-from aqualib.producer.handout import Scrubber
 from aqualib.producer.pool import SlabPool
+from aqualib.producer.slab_memory import SlabMemory
 from harness.simulated_faults import Kind
 from harness.simulated_store import Coordinator, Network
 
@@ -83,8 +83,9 @@ def _take_back_late_slabs(self: SlabPool, slab: Any, event: object) -> None:  # 
         self.take_back(slab)
 
 
-def _skip(*_: object) -> None:
-    """Do nothing."""
+def _leave(self: SlabMemory, memory: Any) -> Any:  # noqa: ANN401 - the transport's
+    del self
+    return memory
 
 
 PLANTS: Final = {
@@ -95,7 +96,7 @@ PLANTS: Final = {
         (Kind.FLOOD, Kind.CRASH),
         patches=((Coordinator, "sweep", _stand_still_in_a_flood(Coordinator.sweep)),),
     ),
-    "another's bytes stay in a slab": Plant((), patches=((Scrubber, "scrub", _skip),)),
+    "memory passes between tenants": Plant((), patches=((SlabMemory, "make_anew", _leave),)),
     "slabs are taken back at the deadline": Plant(
         (Kind.SLOW_RETURN,), patches=((SlabPool, "quarantine", _take_back_late_slabs),)
     ),
