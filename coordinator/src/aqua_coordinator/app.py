@@ -94,13 +94,10 @@ class Service:
             min_replicas=settings.min_replicas or 0,
         )
         ledger = Ledger(self._pipeline)
-        secret = settings.capability_secret
         self.services = Services(
             settings=settings,
             ledger=ledger,
-            signer=CapabilitySigner(
-                ledger, None if secret is None else secret.get_secret_value().encode()
-            ),
+            signer=CapabilitySigner(ledger, settings),
             authenticator=Authenticator(settings.tokens_file),
             event_watcher=EventWatcher(pool),
             metrics=metrics,

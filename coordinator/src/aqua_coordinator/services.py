@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from aqua_coordinator.auth import Authenticator, Caller
 from aqua_coordinator.event_watcher import EventWatcher
@@ -39,12 +39,14 @@ class CapabilitySigner:
     One secret per life of the books signs everything, so all coordinators of one Redis agree
     without talking; it is in the ledger, unless one is configured. Each producer's key is derived
     from it (`aqua_protocol.capability`), and kept: deriving one costs as much as the rest of an
-    answer.
+    answer. While coordinators replace their secret, one after the other, producers get the keys of
+    both, so it does not matter which of them signs.
     """
 
-    def __init__(self, ledger: Ledger, secret: bytes | None) -> None:
+    def __init__(self, ledger: Ledger, settings: CoordinatorSettings) -> None:
         self._ledger = ledger
-        self._secret = secret
+        self._secret = _bytes_of(settings.capability_secret)
+        self._other = _bytes_of(settings.capability_secret_other)
         self._key = lru_cache(MAX_CACHED_KEYS)(producer_key)
 
     async def capability(self, grant: Grant) -> str:
@@ -62,9 +64,16 @@ class CapabilitySigner:
         return sign(claims, self._key(secret, lease.producer_id, grant.incarnation))
 
     async def checking_key(self, books_id: str, producer_id: str, incarnation: str) -> str:
-        """The key that one life of a producer checks its tokens with, in base64."""
+        """The key that one life of a producer checks its tokens with, or both, in base64."""
         secret = self._secret or await self._ledger.secret_of(books_id)
-        return base64.b64encode(self._key(secret, producer_id, incarnation)).decode()
+        key = self._key(secret, producer_id, incarnation)
+        if self._other is not None:
+            key += self._key(self._other, producer_id, incarnation)
+        return base64.b64encode(key).decode()
+
+
+def _bytes_of(secret: SecretStr | None) -> bytes | None:
+    return None if secret is None else secret.get_secret_value().encode()
 
 
 HEARTBEAT_JITTER: Final = 0.2

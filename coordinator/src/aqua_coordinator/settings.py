@@ -116,6 +116,11 @@ class CoordinatorSettings(BaseSettings):
             "Unset: made with the books and kept in Redis."
         ),
     )
+    capability_secret_other: SecretStr | None = Field(
+        None,
+        description="While the secret is being replaced: the one to come, then the one before. "
+        "Producers take lease tokens of both.",
+    )
     heartbeat_s: float = Field(
         1.0, ge=0.05, le=60, description="How often members report; many members less often."
     )
@@ -190,10 +195,10 @@ class CoordinatorSettings(BaseSettings):
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
             message = "tls_key and tls_client_ca need tls_cert"
             raise ValueError(message)
-        secret = self.capability_secret
-        if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
-            message = f"capability_secret must have at least {MIN_SECRET_LENGTH} characters"
-            raise ValueError(message)
+        for secret in (self.capability_secret, self.capability_secret_other):
+            if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
+                message = f"a capability_secret must have at least {MIN_SECRET_LENGTH} characters"
+                raise ValueError(message)
         return self
 
     def tls_files(self) -> TlsFiles | None:

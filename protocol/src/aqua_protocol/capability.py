@@ -35,6 +35,8 @@ from aqua_protocol.wire import Wire
 # Characters. Claims and signature take about 600; the rest is room for later claims. Doubled, an
 # attach packet still holds the token.
 MAX_TOKEN_LENGTH: Final = 4096
+# Fixed: what HMAC-SHA-256 gives.
+KEY_BYTES: Final = 32
 
 
 class Claims(Wire):
@@ -66,6 +68,7 @@ def verify(token: str, key: bytes, *, producer_id: str, now_s: float, min_epoch:
     """Check a token offline and return what it grants.
 
     Args:
+        key: Of `producer_key`; or several, one after the other, while the secret is being replaced.
         producer_id: This producer; a token for another one is refused.
         now_s: Unix time in seconds, by this producer's clock.
         min_epoch: Tokens of older epochs were granted by books that are lost, and are refused.
@@ -77,7 +80,9 @@ def verify(token: str, key: bytes, *, producer_id: str, now_s: float, min_epoch:
     if len(token) > MAX_TOKEN_LENGTH or not signature:
         raise CapabilityError("the lease token is malformed")
     # The signature is checked before the payload is parsed: unsigned input reaches no parser.
-    if not hmac.compare_digest(_decode(signature), _sign(payload, key)):
+    sent = _decode(signature)
+    keys = [key[at : at + KEY_BYTES] for at in range(0, len(key), KEY_BYTES)]
+    if not any(hmac.compare_digest(sent, _sign(payload, each)) for each in keys):
         raise CapabilityError("the lease token is not signed for this producer")
     try:
         claims = Claims.model_validate_json(_decode(payload))

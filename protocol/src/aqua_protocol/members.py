@@ -188,7 +188,9 @@ class ProducerAck(MemberAck):
 
     min_epoch: EpochField = Field(description="Refuse tokens of older epochs.")
     capability_key: str = Field(
-        description="Base64 key that checks tokens for this producer.", repr=False
+        description="Base64 of the key that checks tokens for this producer, or of two, one after "
+        "the other, while the coordinator's secret is being replaced.",
+        repr=False,
     )
     grantable: bool
     reclaims: list[ReclaimOrder] = Field(default_factory=list)
