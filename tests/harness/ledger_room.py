@@ -147,7 +147,8 @@ class LedgerRoom:
     async def check(self) -> None:
         """The books agree with themselves, and no key would stay for ever."""
         if await self.pipeline.command("EXISTS", KEYS["books"]):
-            assert await self.ledger.audit() == []
+            faults = await self.ledger.audit()
+            assert not faults, faults
         assert await self.leaks() == []
 
     async def leaks(self) -> list[str]:

@@ -109,7 +109,12 @@ PLANTS: Final = {
     ),
     "a version writes records that the other cannot read": Plant(
         (),
-        lua=(("    lease.reason,\n  }, '\\n')", "    lease.reason, 'more',\n  }, '\\n')"),),
+        lua=(
+            (
+                "lease.producer_id,\n    lease.consumer_id, integer(lease.bytes)",
+                "lease.consumer_id,\n    lease.producer_id, integer(lease.bytes)",
+            ),
+        ),
         is_mixed=True,
     ),
 }

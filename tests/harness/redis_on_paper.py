@@ -279,8 +279,10 @@ class RedisOnPaper:
     def _do_sismember(self, key: bytes, member: bytes) -> int:
         return int(member in (self._get(key) or ()))
 
-    def _do_srandmember(self, key: bytes) -> bytes | None:
-        return next(iter(self._get(key) or ()), None)
+    def _do_srandmember(self, key: bytes, count: bytes | None = None) -> Reply:
+        """The first ones, which are as random as any."""
+        members = list(self._get(key) or ())
+        return members[: int(count)] if count is not None else next(iter(members), None)
 
     def _do_smembers(self, key: bytes) -> list[bytes]:
         return list(self._get(key) or ())

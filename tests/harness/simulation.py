@@ -421,7 +421,7 @@ class Cluster:
         self.check()
 
 
-_FOR_EVER: Final = ("books", "events", "lease_counts")
+_FOR_EVER: Final = ("books", "events", "quarantine")
 
 
 @contextlib.contextmanager

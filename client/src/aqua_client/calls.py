@@ -204,6 +204,11 @@ def list_reclaims() -> Listing[leases.ReclaimPage, leases.ReclaimView]:
     return _pages("/v1/reclaims", leases.ReclaimPage, lambda page: page.reclaims)
 
 
+def list_quarantine() -> Listing[leases.QuarantinePage, leases.QuarantinedRecord]:
+    """List records of the books that were set aside, oldest first, as an operator."""
+    return _pages("/v1/quarantine", leases.QuarantinePage, lambda page: page.records)
+
+
 def put_placements(plan: leases.PlacementPlan) -> Call[leases.PlacementPlan]:
     """Replace the plan that new leases follow, as an operator."""
     return _call("PUT", "/v1/placements", leases.PlacementPlan, plan, repeatable=True)

@@ -168,10 +168,14 @@ class _BooksCollector:
         yield _gauge("aqua_redis_up", "Whether Redis answered this scrape.", (), answered)
         if books is None:
             return
-        leases = [
-            ((state,), books.summary.leases_by_state[state]) for state in sorted(BOOKED_STATES)
-        ]
+        by_state = books.summary.leases_by_state(books.sums)
+        leases = [((state,), by_state[state]) for state in sorted(BOOKED_STATES)]
         yield _gauge("aqua_leases", "Leases in the books.", ("state",), leases)
+        quarantined = CounterMetricFamily(
+            "aqua_books_quarantined", "Records set aside since the books were made."
+        )
+        quarantined.add_metric((), books.summary.quarantined_count)
+        yield quarantined
         pending = [((), books.summary.open_reclaim_count)]
         yield _gauge("aqua_reclaim_pending", "Reclaims under way or not taken up.", (), pending)
         stood = CounterMetricFamily(

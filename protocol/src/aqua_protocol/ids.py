@@ -1,8 +1,8 @@
 """Names of things: distinct types, one grammar, fixed lengths.
 
 A producer and a consumer name themselves (`llm-0.node-3`), so that books rebuild under the same
-names after a loss. Leases are named by the coordinator from the epoch they were granted at, so a
-lease id never comes back, not even after the books are gone.
+names after a loss. Leases are named by the coordinator, at random: no member can name one before it
+is granted.
 """
 
 from __future__ import annotations

@@ -192,3 +192,19 @@ class ReclaimPage(Page):
     """A page of reclaims."""
 
     reclaims: list[ReclaimView]
+
+
+class QuarantinedRecord(Wire):
+    """What was in the books and could not be right, or disagreed with the rest."""
+
+    position: str = Field(description="In the quarantine.")
+    at_s: Annotated[float, Field(ge=0)] = Field(description="Unix time by Redis, in seconds.")
+    key: str = Field(description="Where in Redis it was.")
+    reason: str
+    record: str = Field(description="The beginning of what was there, if it was text.")
+
+
+class QuarantinePage(Page):
+    """A page of the quarantine."""
+
+    records: list[QuarantinedRecord]

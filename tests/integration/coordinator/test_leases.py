@@ -306,8 +306,8 @@ async def test_leases_can_be_filtered(room: LedgerRoom, consumer: PaperConsumer)
     assert [lease.lease_id for lease in by_producer] == [second.lease_id]
     assert [lease.lease_id for lease in by_consumer] == [second.lease_id]
     summary = await room.ledger.summary()
-    assert summary.leases_by_state[LeaseState.ACTIVE] == 1
-    assert summary.leases_by_state[LeaseState.GRANTED] == 1
+    assert summary.leases_by_state(summary.sums)[LeaseState.ACTIVE] == 1
+    assert summary.leases_by_state(summary.sums)[LeaseState.GRANTED] == 1
 
 
 async def test_members_are_listed_by_name_page_by_page(room: LedgerRoom) -> None:

@@ -71,6 +71,7 @@ EXAMPLES: Final[dict[str, Call[Any] | Listing[Any, Any]]] = {
     "open_reclaim": calls.open_reclaim(ReclaimRequest(producer_id="p", bytes=1)),
     "get_reclaim": calls.get_reclaim("r"),
     "list_reclaims": calls.list_reclaims(),
+    "list_quarantine": calls.list_quarantine(),
     "put_placements": calls.put_placements(
         PlacementPlan(pairings=[Pairing(consumer_id="c", producers=["p"])])
     ),

@@ -102,7 +102,7 @@ def test_a_library_of_another_text_has_another_name() -> None:
 
 def test_scripts_that_only_read_say_so_to_redis() -> None:
     for name in SCRIPTS:
-        reads = name.startswith(("read_", "audit_"))
+        reads = name.startswith("read_")
         assert ("-- @flags no-writes\n" in (LUA / f"{name}.lua").read_text()) == reads
 
 

@@ -1,6 +1,7 @@
 """What operators put in the books: the placer's plan, profiles of models, and reclaims.
 
-A reclaim is memory on its way back to its producer; producers open most of them themselves.
+And what they find there: records that were set aside, because they could not be right. A reclaim
+is memory on its way back to its producer; producers open most of them themselves.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from fastapi import APIRouter, Query
 from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, PositionCursor, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import PlacementPlan, ReclaimPage, ReclaimRequest, ReclaimView
+from aqua_protocol.leases import (
+    PlacementPlan,
+    QuarantinePage,
+    ReclaimPage,
+    ReclaimRequest,
+    ReclaimView,
+)
 from aqua_protocol.profile import ModelProfile, Profiles
 
 placements = APIRouter(prefix="/v1/placements", tags=["placements"])
 profiles = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 reclaims = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
+quarantine = APIRouter(prefix="/v1/quarantine", tags=["quarantine"])
 
 
 @placements.put("")
@@ -78,3 +86,18 @@ async def list_reclaims(
 async def get_reclaim(reclaim_id: Name, _: CallerDep, services: ServicesDep) -> ReclaimView:
     """Read one reclaim."""
     return await services.ledger.reclaim(reclaim_id)
+
+
+@quarantine.get("")
+async def list_quarantine(
+    caller: CallerDep,
+    services: ServicesDep,
+    cursor: Annotated[
+        str | None, Query(pattern=r"^\d{1,16}-\d{1,16}$", description="`next_cursor` before.")
+    ] = None,
+    limit: Limit = 100,
+) -> QuarantinePage:
+    """Records that were set aside, with the reason; oldest first, a bounded number."""
+    caller.require(Role.OPERATOR)
+    records, position = await services.ledger.quarantined(cursor=cursor, limit=limit)
+    return QuarantinePage(records=records, next_cursor=position)

@@ -23,7 +23,7 @@ _IN_FULL: Final = {
     "producers_seen": "as `producers`, ordered by the last report",
     "consumers": "an index; a consumer leaves it when it is removed or silent for too long",
     "consumers_seen": "as `consumers`, ordered by the last report",
-    "lease_counts": "one hash with a field for each state",
+    "quarantine": "one stream, trimmed to a length by every entry",
     "deadlines": "leases whose right a clock can end; they leave it when it has ended",
     "reclaims": "an index; the sweep takes closed reclaims out once their records have expired",
     "ended_reclaims": "reclaims whose records are about to expire; the sweep empties it",

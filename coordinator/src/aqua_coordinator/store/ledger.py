@@ -31,6 +31,7 @@ from aqua_protocol.leases import (
     LeaseRequest,
     LeaseView,
     PlacementPlan,
+    QuarantinedRecord,
     ReclaimRequest,
     ReclaimView,
 )
@@ -55,6 +56,10 @@ SECRET_BYTES: Final = 32
 MAX_CACHED_SECRETS: Final = 4
 """Books whose secret is remembered. One is in use; a few, while a loss is being noticed.
 Doubled, it keeps more of what no call asks for."""
+SEED_BYTES: Final = 16
+"""Of randomness that ids are drawn from, as many as a UUID has; doubled, it adds nothing."""
+MAX_LOGGED_FAULTS: Final = 10
+"""Of one sweep's audit; the quarantine has them all. Doubled, a line of the log is longer."""
 SWEEP_BATCH: Final = 256
 """Leases handled in one script of the sweep, about 5 ms of Redis time; doubled, a sweep of many
 keeps other callers waiting for 10 ms."""
@@ -66,6 +71,7 @@ class Ledger:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._secrets: dict[str, bytes] = {}
+        self._audited_until: str | None = None
 
     async def open(self, settings: CoordinatorSettings | None = None) -> rows.CurrentBooks:
         """Check what Redis this is and open the books, making them if Redis has none.
@@ -138,11 +144,18 @@ class Ledger:
 
     # --- Leases ----------------------------------------------------------------------
 
-    @lua_step("grant_lease.lua", rows.grant)
     async def grant_lease(
         self, request: LeaseRequest, *, idempotency_key: str, attach_window_s: float
     ) -> rows.Grant:
         """Book bytes of one producer under a new lease."""
+        return await self._grant_lease(
+            request, idempotency_key, attach_window_s, secrets.token_hex(SEED_BYTES)
+        )
+
+    @lua_step("grant_lease.lua", rows.grant)
+    async def _grant_lease(
+        self, request: LeaseRequest, idempotency_key: str, attach_window_s: float, seed: str
+    ) -> rows.Grant: ...
 
     @lua_step("renew_lease.lua", rows.one(rows.lease))
     async def renew_lease(
@@ -162,9 +175,14 @@ class Ledger:
 
     # --- Operators -------------------------------------------------------------------
 
-    @lua_step("open_reclaim.lua", rows.one(rows.reclaim))
     async def open_reclaim(self, request: ReclaimRequest, *, idempotency_key: str) -> ReclaimView:
         """Ask a producer to take memory back."""
+        return await self._open_reclaim(request, idempotency_key, secrets.token_hex(SEED_BYTES))
+
+    @lua_step("open_reclaim.lua", rows.one(rows.reclaim))
+    async def _open_reclaim(
+        self, request: ReclaimRequest, idempotency_key: str, seed: str
+    ) -> ReclaimView: ...
 
     @lua_step("put_placements.lua", rows.nothing)
     async def put_placements(self, plan: PlacementPlan) -> None:
@@ -246,12 +264,28 @@ class Ledger:
         entries = await self._pipeline.command(
             "XRANGE", KEYS["events"], f"({after}", "+", "COUNT", limit
         )
-        return [rows.event(event_id, fields[1]) for event_id, fields in entries]
+        events = []
+        for event_id, fields in entries:
+            # What is no event is passed over: a stream goes on behind it.
+            with contextlib.suppress(ValueError):
+                events.append(rows.event(event_id, fields[1]))
+        return events
 
     async def last_event_id(self) -> str:
         """Position of the latest event, `0-0` when there is none."""
         entries = await self._pipeline.command("XREVRANGE", KEYS["events"], "+", "-", "COUNT", 1)
         return str(entries[0][0].decode()) if entries else "0-0"
+
+    async def quarantined(
+        self, *, cursor: str | None = None, limit: int = 100
+    ) -> tuple[list[QuarantinedRecord], str | None]:
+        """Records that were set aside, oldest first, and the cursor to go on from."""
+        start = f"({cursor}" if cursor else "-"
+        entries = await self._pipeline.command(
+            "XRANGE", KEYS["quarantine"], start, "+", "COUNT", limit
+        )
+        records = [rows.quarantined(*entry) for entry in entries]
+        return records, records[-1].position if len(records) == limit else None
 
     # --- Keeping ---------------------------------------------------------------------
 
@@ -266,11 +300,26 @@ class Ledger:
         """
 
     async def sweep(self, *, silent_s: float) -> int:
-        """One round of expiry, for any number of coordinators at once; counts what it ended."""
+        """One round of expiry and a page of the audit, for any number of coordinators at once.
+
+        Returns:
+            How many leases and members it ended.
+        """
         ended = await _until_done(self._expire_leases)
         ended += await _until_done(partial(self._lose_silent_members, silent_s))
         await _until_done(self._forget_reclaims)
+        faults, self._audited_until = await self._audit_books(self._audited_until, SWEEP_BATCH)
+        if faults:
+            log.warning("books put right", count=len(faults), faults=faults[:MAX_LOGGED_FAULTS])
         return ended
+
+    async def audit(self) -> list[str]:
+        """Look at all of the books at once; returns what was wrong until now, as sentences."""
+        faults, cursor = await self._audit_books("", SWEEP_BATCH)
+        while cursor:
+            more, cursor = await self._audit_books(cursor, SWEEP_BATCH)
+            faults += more
+        return faults
 
     @lua_step("expire_leases.lua", rows.one(int))
     async def _expire_leases(self, limit: int) -> int: ...
@@ -281,9 +330,10 @@ class Ledger:
     @lua_step("forget_reclaims.lua", rows.one(int))
     async def _forget_reclaims(self, limit: int) -> int: ...
 
-    @lua_step("audit_books.lua", rows.rows(rows.text))
-    async def audit(self) -> list[str]:
-        """Rules that the books break, as sentences; empty when all is well."""
+    @lua_step("audit_books.lua", rows.page(rows.text))
+    async def _audit_books(
+        self, cursor: str | None, limit: int
+    ) -> tuple[list[str], str | None]: ...
 
     async def run(self, script: str, *arguments: Argument) -> Sequence[Any]:
         """Run a script over the books, which are opened anew if they are gone.

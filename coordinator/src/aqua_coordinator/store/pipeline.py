@@ -83,9 +83,10 @@ SHARING: Final = frozenset({"grant_lease", "renew_lease", "release_lease"})
 _BOOKS_KEY: Final = KEYS["books"].encode()
 _NOT_NOW: Final = (
     *("BUSY", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"),
-    *("NOAUTH", "NOPERM", "WRONGPASS", "READONLY", "UNBLOCKED"),
+    *("NOAUTH", "NOPERM", "WRONGPASS", "READONLY", "UNBLOCKED", "WRONGTYPE"),
 )
-"""First words of Redis errors that speak of its state or of our rights, not of the command."""
+"""First words of Redis errors that speak of its state or of our rights, not of the command. A key
+of the wrong type stops scripts that only read, until the next one that writes sets it aside."""
 _LIBRARY: Final = b"library_name"
 _NO_FUNCTION: Final = "Function not found"
 _BROKEN: Final = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)

@@ -6,16 +6,28 @@ Redis speaks bytes and integers; everything above this module speaks the models 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
+
+import structlog
 
 from aqua_coordinator.store.scripts import RIGHTFUL_STATES
 from aqua_protocol import TransportKind
 from aqua_protocol.errors import ERRORS_BY_CODE, AquaError, BooksRebuildingError
 from aqua_protocol.lease import LEASE, LeaseState
-from aqua_protocol.leases import Event, EventKind, LeaseView, Pairing, PlacementPlan, ReclaimView
+from aqua_protocol.leases import (
+    Event,
+    EventKind,
+    LeaseView,
+    Pairing,
+    PlacementPlan,
+    QuarantinedRecord,
+    ReclaimView,
+)
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
+
+log = structlog.get_logger(__name__)
 
 RowT = TypeVar("RowT")
 
@@ -116,18 +128,27 @@ class BooksSummary:
         member_counts, longest_silence_s: By role; the latter is that of the member which has not
             reported for longest.
         stood_s: How long the clock stood, by reason.
-        sums: Over the part, by field.
+        rightful_count: Leases that a clock can end.
+        sums: Over the part, by field; leases by state, too, but for the initial one.
         after: Where the next part begins, by role; as given when there was nothing left.
     """
 
     books_id: str
-    leases_by_state: dict[LeaseState, int]
     open_reclaim_count: int
+    rightful_count: int
+    quarantined_count: int
     member_counts: dict[str, int]
     longest_silence_s: dict[str, float]
     stood_s: dict[str, float]
     sums: dict[str, int]
     after: tuple[str, str]
+
+    def leases_by_state(self, sums: Mapping[str, int]) -> dict[LeaseState, int]:
+        """Leases by state; where all members are not one part, by sums over all."""
+        by_state = {state: sums.get(state, 0) for state in LeaseState}
+        attached = sum(by_state[state] for state in RIGHTFUL_STATES)
+        by_state[LEASE.initial] = max(0, self.rightful_count - attached)
+        return by_state
 
 
 def refusal(answer: Sequence[Any]) -> AquaError:
@@ -150,12 +171,23 @@ def one(read: Callable[[Any], RowT]) -> Callable[[Sequence[Any]], RowT]:
 
 def rows(read: Callable[[Any], RowT]) -> Callable[[Sequence[Any]], list[RowT]]:
     """Read an answer that is a list of rows."""
-    return lambda answer: [read(row) for row in answer[1]]
+    return lambda answer: _readable(read, answer[1])
 
 
 def page(read: Callable[[Any], RowT]) -> Callable[[Sequence[Any]], tuple[list[RowT], str | None]]:
     """Read an answer that is a list of rows, and the cursor to go on from (None at the end)."""
-    return lambda answer: ([read(row) for row in answer[1]], text(answer[2]) or None)
+    return lambda answer: (_readable(read, answer[1]), text(answer[2]) or None)
+
+
+def _readable(read: Callable[[Any], RowT], answer: Sequence[Any]) -> list[RowT]:
+    """All rows but those that are not what they should be: one of these hides no other."""
+    found = []
+    for row in answer:
+        try:
+            found.append(read(row))
+        except ValueError as error:
+            log.warning("an unreadable row of the books is left out", error=str(error))
+    return found
 
 
 def nothing(_: Sequence[Any]) -> None:
@@ -164,7 +196,7 @@ def nothing(_: Sequence[Any]) -> None:
 
 def text(raw: bytes | None) -> str:
     """Read text; none is empty."""
-    return raw.decode() if raw else ""
+    return raw.decode(errors="replace") if raw else ""
 
 
 def opened(answer: Sequence[Any]) -> CurrentBooks:
@@ -269,17 +301,13 @@ def placements(answer: Sequence[Any]) -> PlacementPlan:
     """Read the answer of `read_placements`."""
     _, plan_hash, pairings, reasons = answer
     reason_of = dict(zip(reasons[::2], reasons[1::2], strict=True))
-    return PlacementPlan(
-        plan_hash=text(plan_hash),
-        pairings=[
-            Pairing(
-                consumer_id=text(name),
-                producers=text(producers).split(),
-                reason=text(reason_of.get(name)),
-            )
-            for name, producers in sorted(zip(pairings[::2], pairings[1::2], strict=True))
-        ],
-    )
+
+    def pairing(row: tuple[bytes, bytes]) -> Pairing:
+        reason = text(reason_of.get(row[0]))
+        return Pairing(consumer_id=text(row[0]), producers=text(row[1]).split(), reason=reason)
+
+    found = sorted(zip(pairings[::2], pairings[1::2], strict=True))
+    return PlacementPlan(plan_hash=text(plan_hash)[:128], pairings=_readable(pairing, found))
 
 
 def summary(answer: Sequence[Any]) -> BooksSummary:
@@ -289,11 +317,10 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
         {text(what): int(number) for what, number in zip(row[::2], row[1::2], strict=True)}
         for row in flat
     )
-    by_state = {state: counts.get(state, 0) for state in LeaseState}
-    by_state[LEASE.initial] = counts["rightful"] - sum(by_state[one] for one in RIGHTFUL_STATES)
     return BooksSummary(
         books_id=text(books_id),
-        leases_by_state=by_state,
+        rightful_count=counts["rightful"],
+        quarantined_count=counts["quarantined"],
         open_reclaim_count=counts["reclaims"],
         member_counts={role: counts[role] for role in ROLES},
         longest_silence_s={role: counts[f"{role}_silence_us"] / MICROSECONDS for role in ROLES},
@@ -304,7 +331,11 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
 
 
 def event(event_id: bytes, facts: bytes) -> Event:
-    """Read an entry of the event stream, see `emit` in `writes.lua`."""
+    """Read an entry of the event stream, see `emit` in `writes.lua`.
+
+    Raises:
+        ValueError: It is no event.
+    """
     kind, producer_id, consumer_id, lease_id, state, size = facts.decode().split(" ")
     return Event(
         event_id=event_id.decode(),
@@ -315,6 +346,18 @@ def event(event_id: bytes, facts: bytes) -> Event:
         lease_id=lease_id or None,
         state=LeaseState(state) if state else None,
         bytes=int(size) if size else None,
+    )
+
+
+def quarantined(entry_id: bytes, fields: Sequence[bytes]) -> QuarantinedRecord:
+    """Read an entry of the quarantine, see `set_aside` in `quarantine.lua`."""
+    found = dict(zip(map(text, fields[::2]), map(text, fields[1::2]), strict=True))
+    return QuarantinedRecord(
+        position=entry_id.decode(),
+        at_s=int(entry_id.partition(b"-")[0]) / 1e3,
+        key=found.get("key", ""),
+        reason=found.get("reason", ""),
+        record=found.get("record", ""),
     )
 
 

@@ -31,9 +31,12 @@ from importlib import resources
 from typing import Final
 
 from aqua_coordinator.store.keys import KEYS
+from aqua_protocol import TransportKind
+from aqua_protocol.ids import MAX_NAME_LENGTH
 from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
 from aqua_protocol.leases import EventKind
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT
+from aqua_protocol.units import MAX_BYTES
 
 SWEEP_PERIOD_S: Final = 0.5
 """How often a coordinator sweeps: far below any time to live, so expiry is late by little. Doubled,
@@ -82,6 +85,14 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "max_retired_incarnations": 8,
     # Kilobytes each, and read all at once by a listing.
     "max_profiles": 1000,
+    "max_name_length": MAX_NAME_LENGTH,
+    "max_bytes": MAX_BYTES,
+    # Records set aside that can be listed; a day of one a minute.
+    "max_quarantined": 1440,
+    # Of such a record: a lease has 300 bytes at most.
+    "max_quarantined_bytes": 512,
+    # Producers that a grant tries when the list of free bytes is wrong; the audit mends the rest.
+    "max_wrong_listings": 8,
     # Records that one listing call looks at, so that a narrow filter does not stall Redis.
     "max_scan": 1000,
 }
@@ -90,8 +101,8 @@ RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, Leas
 """States in which a lease's holder has a right that a clock can end."""
 
 PARTS: Final = (
-    *("answer", "books", "writes", "lists", "lease", "member", "reclaim", "matching", "fencing"),
-    *("idempotency", "removal", "register"),
+    *("quarantine", "answer", "books", "writes", "lists", "lease", "member", "reclaim"),
+    *("matching", "fencing", "idempotency", "removal", "register"),
 )
 """What scripts share, in an order in which each part finds what it uses."""
 
@@ -142,6 +153,7 @@ def assemble(scripts: Mapping[str, str]) -> Library:
     text = text.replace("LEASE_TRANSITIONS", lua_transitions())
     text = text.replace("LEASE_BOOKED_STATES", _lua_set(BOOKED_STATES))
     text = text.replace("LEASE_RIGHTFUL_STATES", _lua_set(RIGHTFUL_STATES))
+    text = text.replace("KNOWN_TRANSPORTS", _lua_set(list(TransportKind)))
     text = _NAME.sub(_fill_in, text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
     name = f"{LIBRARY_PREFIX}{digest}"

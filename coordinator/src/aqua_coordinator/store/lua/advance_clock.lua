@@ -5,7 +5,7 @@
 -- ARGV[2]  max_stop_s: how long the clock may stand for a reason, in microseconds
 -- ARGV[3]  is_refusing: 1 if the caller had no room for reports of members since its last sweep
 -- ARGV[4]  is_present: 1 if the caller has been there, and Redis for it, since its last sweep
--- Calls    integer
+-- Calls    whole, integer
 -- Result   {'ok', spread_us, silent_us}: time between reports that the number of members asks for,
 --           and the silence allowed to members that keep to it
 --
@@ -18,7 +18,7 @@
 -- only. All reasons share one limit, which starts anew when there was none for as long as that.
 
 local state = redis.call('HMGET', KEYS[1], 'stopped_us', 'calm_us')
-local stopped_us, calm_us = tonumber(state[1] or 0), tonumber(state[2] or 0)
+local stopped_us, calm_us = whole(state[1]) or 0, whole(state[2]) or 0
 local max_stop_us, elapsed_us = tonumber(ARGV[2]), now_us - swept_us
 local absent = elapsed_us > CONST.max_gap_us and ARGV[4] ~= '1'
 
@@ -37,7 +37,9 @@ elseif standing ~= '' then
   stopped_us = stopped_us + elapsed_us
 end
 if elapsed_us > passed_us then
-  redis.call('HINCRBY', KEYS[1], 'stood_' .. stood_for .. '_us', integer(elapsed_us - passed_us))
+  local field = 'stood_' .. stood_for .. '_us'
+  local stood_us = whole(redis.call('HGET', KEYS[1], field)) or 0
+  redis.call('HSET', KEYS[1], field, integer(stood_us + elapsed_us - passed_us))
 end
 
 -- The time until the next.

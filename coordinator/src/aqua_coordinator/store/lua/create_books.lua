@@ -2,14 +2,14 @@
 --
 -- ARGV[1]  books_id: name of the new books
 -- ARGV[2]  secret: for capability tokens, hexadecimal
--- Calls    integer, redis_time_us
+-- Calls    read_books, integer, redis_time_us
 -- Result   {'ok', books_id, secret, created (1 or 0)}
 --
 -- The first epoch is the Redis time in microseconds, so epochs grow across a loss of the books.
 
-local present = redis.call('HMGET', KEYS[1], 'books_id', 'secret')
-if present[1] then
-  return {'ok', present[1], present[2], 0}
+local books_id, _, _, _, _, _, _, _, secret = read_books()
+if books_id then
+  return {'ok', books_id, secret, 0}
 end
 local now = integer(redis_time_us())
 redis.call('HSET', KEYS[1], 'books_id', ARGV[1], 'secret', ARGV[2], 'min_epoch', now, 'epoch', now,

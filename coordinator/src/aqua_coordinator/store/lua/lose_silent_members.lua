@@ -2,7 +2,7 @@
 --
 -- ARGV[1]  silent_s: silence allowed, in microseconds of the books' clock
 -- ARGV[2]  limit: how many leases and members at most
--- Calls    integer, lease_of, step, save, settle, forget_producer, offer_of, forget_consumer
+-- Calls    integer, leases_on, step, save, settle, forget_producer, offer_of, forget_consumer
 -- Result   {'ok', steps}: leases and members handled; as many as allowed means there may be more
 --
 -- A lost producer's leases are LOST with it. A lost consumer's leases live on until they expire:
@@ -12,12 +12,8 @@ local horizon = integer(clock_us - tonumber(ARGV[1]))
 local allowed, steps, gone = tonumber(ARGV[2]), 0, {}
 for _, producer_id in ipairs(redis.call('ZRANGEBYSCORE', KEY.producers_seen, '-inf', horizon,
     'LIMIT', 0, allowed)) do
-  local held = redis.call('ZRANGE', KEY.producer_leases .. producer_id, 0, -1)
-  for _, lease_id in ipairs(held) do
-    if steps >= allowed then
-      break
-    end
-    local lease = lease_of(lease_id)
+  for _, lease in ipairs(leases_on(KEY.producer_leases, 'producer_id', producer_id, false,
+      allowed - steps)) do
     step(lease, EVENT.producer_lost, 'producer_lost')
     save(lease)
     steps = steps + 1

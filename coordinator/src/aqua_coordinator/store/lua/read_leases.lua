@@ -37,7 +37,7 @@ while producer_id do
     'WITHSCORES', 'LIMIT', 0, CONST.max_scan - scanned)
   for index = 1, #names, 2 do
     local lease = lease_of(names[index])
-    if wanted(lease) then
+    if lease and wanted(lease) then
       rows[#rows + 1] = lease_row(lease)
     end
     scanned = scanned + 1

@@ -2,7 +2,7 @@
 --
 -- ARGV[1]  consumer_id
 -- ARGV[2]  incarnation
--- Calls    member_of, refuse, lease_of, step, save, forget_consumer
+-- Calls    member_of, refuse, leases_on, step, save, forget_consumer
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision
 
@@ -16,8 +16,7 @@ if known.incarnation ~= incarnation then
   return refuse('stale_revision', 'another life of this consumer is in the books',
     'consumer_id', consumer_id, 'incarnation', incarnation)
 end
-for _, lease_id in ipairs(redis.call('ZRANGE', KEY.consumer_leases .. consumer_id, 0, -1)) do
-  local lease = lease_of(lease_id)
+for _, lease in ipairs(leases_on(KEY.consumer_leases, 'consumer_id', consumer_id)) do
   step(lease, EVENT.release, 'released')
   save(lease)
 end

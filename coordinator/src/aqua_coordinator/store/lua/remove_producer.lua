@@ -2,7 +2,7 @@
 --
 -- ARGV[1]  producer_id
 -- ARGV[2]  incarnation
--- Calls    member_of, refuse, lease_of, step, save, settle, forget_producer
+-- Calls    member_of, refuse, leases_on, step, save, settle, forget_producer
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision, invalid_transition
 
@@ -16,16 +16,14 @@ if known.incarnation ~= incarnation then
   return refuse('stale_revision', 'another life of this producer is in the books',
     'producer_id', producer_id, 'incarnation', incarnation)
 end
-local booked = redis.call('ZRANGE', KEY.producer_leases .. producer_id, 0, -1)
-for _, lease_id in ipairs(booked) do
-  local lease = lease_of(lease_id)
+local booked = leases_on(KEY.producer_leases, 'producer_id', producer_id)
+for _, lease in ipairs(booked) do
   if lease.state ~= STATE.granted then
     return refuse('invalid_transition', 'consumers still hold slabs of this producer',
-      'producer_id', producer_id, 'lease_id', lease_id, 'state', lease.state)
+      'producer_id', producer_id, 'lease_id', lease.lease_id, 'state', lease.state)
   end
 end
-for _, lease_id in ipairs(booked) do
-  local lease = lease_of(lease_id)
+for _, lease in ipairs(booked) do
   step(lease, EVENT.reclaim, 'withdrawn')
   save(lease)
 end

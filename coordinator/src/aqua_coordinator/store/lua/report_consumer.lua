@@ -1,8 +1,8 @@
 -- Book a consumer's full state; every lease it names is renewed.
 --
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
--- Calls    member_of, why_stale, lease_of, refuse, integer, retire, emit, step, prolong,
---          largest, pairing_of
+-- Calls    member_of, why_stale, load_leases, lease_of, is_borne_out, refuse, whole, integer,
+--          retire, emit, step, prolong, largest, pairing_of
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
 -- Refuses  stale_revision, protocol_violation
@@ -21,9 +21,14 @@ local refusal = why_stale(known, consumer_id, report.incarnation, report.revisio
 if refusal then
   return refusal
 end
+local lease_ids = {}
+for index, used in ipairs(report.leases) do
+  lease_ids[index] = used.lease_id
+end
+load_leases(lease_ids)
 for _, used in ipairs(report.leases) do
   local lease = lease_of(used.lease_id)
-  if lease and lease.consumer_id ~= consumer_id then
+  if lease and lease.consumer_id ~= consumer_id and is_borne_out(lease) then
     return refuse('protocol_violation', 'the lease belongs to another consumer',
       'lease_id', used.lease_id)
   end
@@ -32,7 +37,7 @@ end
 local leased = 0
 for index, bytes in ipairs(redis.call('ZRANGE', KEY.consumer_leases .. consumer_id, 0, -1,
     'WITHSCORES')) do
-  leased = leased + (index % 2 == 0 and tonumber(bytes) or 0)
+  leased = leased + (index % 2 == 0 and whole(bytes) or 0)
 end
 local reborn = known.incarnation and known.incarnation ~= report.incarnation
 redis.call('HSET', key,
@@ -43,8 +48,8 @@ redis.call('HSET', key,
   'model', report.model or '', 'wanted_bytes', integer(report.wanted_bytes),
   'spilled_bytes', integer(report.spilled_bytes), 'leased_bytes', integer(leased))
 redis.call('ZADD', KEY.consumers_seen, integer(clock_us), consumer_id)
+redis.call('ZADD', KEY.consumers, 0, consumer_id)
 if not known.incarnation then
-  redis.call('ZADD', KEY.consumers, 0, consumer_id)
   emit(KIND.consumer_joined, nil, consumer_id)
 end
 
@@ -64,8 +69,7 @@ for _, used in ipairs(report.leases) do
     local reason = RIGHTFUL[lease.state] and 'stale_epoch' or lease.reason
     ended[#ended + 1] = {used.lease_id, lease.epoch, reason}
   else
-    local renewed = step(lease, EVENT.renew)
-    assert(renewed, 'a rightful lease that cannot be renewed: ' .. lease.state)
+    step(lease, EVENT.renew)
     if lease.state ~= STATE.granted then
       prolong(lease)
     end

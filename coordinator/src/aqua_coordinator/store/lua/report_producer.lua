@@ -1,8 +1,9 @@
 -- Book a producer's full state: registration, heartbeat and every change of its leases.
 --
 -- ARGV[1]  report: a ProducerReport as JSON, without nulls
--- Calls    member_of, why_stale, refuse, lease_of, integer, step, save, offer_of, retire, emit,
---          open_lease, prolong, book, write_list, next_epoch, close_reclaim
+-- Calls    offer_of, member_of, why_stale, refuse, leases_on, load_leases, lease_of, is_borne_out,
+--          integer, is_name, drop_reclaim, list_lease, count, step, save, retire, emit, open_lease,
+--          prolong, book, next_epoch, close_reclaim, whole, is_decimal
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' orders, not yet taken up
@@ -13,12 +14,17 @@
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books do
 -- not know, or hold ended, is adopted. If the offer no longer covers everything, grants that
--- no consumer has attached to yet go, newest first; what is held fits by the schema.
+-- no consumer has attached to yet go, newest first; what is held fits by the schema. More bytes
+-- than were granted under a lease are the producer's own: booked, and under no lease.
+--
+-- Of the books' own knowledge of this producer only the records of its leases count. Its sums and
+-- lists are made anew from them, so what was lost or damaged there is whole again after a report.
 
 local report = cjson.decode(ARGV[1])
 local fingerprint = redis.sha1hex(ARGV[1])
 local producer_id = report.producer_id
 local key = KEY.producer .. producer_id
+local offer = offer_of(producer_id)
 local known = member_of(key)
 
 -- Everything is checked before anything is written.
@@ -31,34 +37,63 @@ if known.incarnation and not reborn and known.slab_bytes ~= report.slab_bytes th
   return refuse('protocol_violation', 'slab_bytes is fixed for the life of a producer',
     'producer_id', producer_id)
 end
+local booked = leases_on(KEY.producer_leases, 'producer_id', producer_id, true)
+local named, lease_ids = {}, {}
+for index, held in ipairs(report.leases) do
+  named[held.lease_id], lease_ids[index] = true, held.lease_id
+end
+load_leases(lease_ids)
 for _, held in ipairs(report.leases) do
   local lease = lease_of(held.lease_id)
+  local is_others = lease
+    and (lease.producer_id ~= producer_id or lease.consumer_id ~= held.consumer_id)
+  local is_stale = lease and (held.epoch < lease.granted_epoch or held.epoch > lease.epoch)
+  if (is_others or is_stale) and not is_borne_out(lease) then
+    lease = false
+  elseif is_others then
+    return refuse('protocol_violation', 'the lease belongs to others', 'lease_id', held.lease_id)
+  elseif is_stale then
+    return refuse('stale_epoch', 'the lease never had this epoch', 'lease_id', held.lease_id,
+      'epoch', integer(held.epoch))
+  end
   if not lease and held.epoch > math.max(epoch, now_us) then
     return refuse('stale_epoch', 'no books have issued this epoch yet', 'lease_id', held.lease_id,
       'epoch', integer(held.epoch))
-  end
-  if lease then
-    if lease.producer_id ~= producer_id or lease.consumer_id ~= held.consumer_id then
-      return refuse('protocol_violation', 'the lease belongs to others', 'lease_id', held.lease_id)
-    end
-    if held.epoch < lease.granted_epoch or held.epoch > lease.epoch then
-      return refuse('stale_epoch', 'the lease never had this epoch', 'lease_id', held.lease_id,
-        'epoch', integer(held.epoch))
-    end
   end
 end
 for _, reclaim in ipairs(report.reclaims) do
   local owner = redis.call('HGET', KEY.reclaim .. reclaim.reclaim_id, 'producer_id')
   if owner and owner ~= producer_id then
-    return refuse('protocol_violation', 'the reclaim belongs to another producer',
-      'reclaim_id', reclaim.reclaim_id)
+    if is_name(owner) then
+      return refuse('protocol_violation', 'the reclaim belongs to another producer',
+        'reclaim_id', reclaim.reclaim_id)
+    end
+    drop_reclaim(reclaim.reclaim_id, producer_id)
   end
 end
 
+-- What the books have of it.
+local listed = {}
+for _, lease in ipairs(booked) do
+  listed[lease.lease_id] = true
+end
+for _, lease_id in ipairs(lease_ids) do
+  local lease = lease_of(lease_id)
+  if lease and BOOKED[lease.state] and not listed[lease_id] then
+    list_lease(lease)
+    booked[#booked + 1] = lease
+  end
+end
+offer.leased, offer.counts = 0, {}
+for _, lease in ipairs(booked) do
+  offer.leased = offer.leased + lease.bytes
+  count(offer, lease.state, 1)
+end
+
 -- A new life of the process: nothing of the old one is left to hold.
+local reborn = known.incarnation and known.incarnation ~= report.incarnation
 if reborn then
-  for _, lease_id in ipairs(redis.call('ZRANGE', KEY.producer_leases .. producer_id, 0, -1)) do
-    local lease = lease_of(lease_id)
+  for _, lease in ipairs(booked) do
     step(lease, EVENT.producer_lost, 'producer_restarted')
     save(lease)
   end
@@ -69,8 +104,7 @@ if known.domain and known.domain ~= report.domain then
 end
 
 local grantable = report.books_id == books_id
-local offer = offer_of(producer_id)
-offer.domain, offer.grantable = report.domain, grantable
+offer.exists, offer.domain, offer.grantable = true, report.domain, grantable
 -- What grants read comes first: a small hash is searched from its beginning.
 redis.call('HSET', key,
   'offered_bytes', integer(report.offered_bytes), 'leased_bytes', integer(offer.leased),
@@ -82,6 +116,7 @@ redis.call('HSET', key,
   'node', report.node, 'gpu_uuid', report.gpu_uuid, 'model', report.model or '',
   'queue_length', report.load and integer(report.load.queue_length) or '')
 redis.call('ZADD', KEY.producers_seen, integer(clock_us), producer_id)
+redis.call('ZADD', KEY.producers, 0, producer_id)
 if grantable then
   redis.call('SREM', KEY.unconfirmed .. report.domain, producer_id)
 else
@@ -89,7 +124,6 @@ else
 end
 
 if not known.incarnation then
-  redis.call('ZADD', KEY.producers, 0, producer_id)
   emit(KIND.producer_joined, producer_id, nil, nil, nil, report.offered_bytes)
 elseif offer.offered ~= report.offered_bytes then
   emit(KIND.offer_changed, producer_id, nil, nil, nil, report.offered_bytes)
@@ -98,15 +132,15 @@ offer.offered = report.offered_bytes
 offer.changed = true
 
 -- What is held.
-local named, ended, attached_us = {}, {}, {}
+local own_bytes, ended, attached_us = 0, {}, {}
 for _, held in ipairs(report.leases) do
-  named[held.lease_id] = true
   local lease = lease_of(held.lease_id)
   if not lease then
     -- Granted by books that are lost: the same as a lease of a producer that was lost.
     lease = open_lease({
       lease_id = held.lease_id, state = STATE.lost, epoch = held.epoch, granted_epoch = held.epoch,
       producer_id = producer_id, consumer_id = held.consumer_id, ttl_us = CONST.adopted_ttl_us,
+      granted_bytes = held.held_bytes,
     })
   end
   if not BOOKED[lease.state] then
@@ -116,10 +150,12 @@ for _, held in ipairs(report.leases) do
     prolong(lease)
     attached_us[#attached_us + 1] = clock_us - lease.granted_us
   end
-  if held.held_bytes < lease.bytes then
+  local bytes = math.min(held.held_bytes, lease.granted_bytes)
+  own_bytes = own_bytes + held.held_bytes - bytes
+  if bytes < lease.bytes then
     step(lease, EVENT.return_some)
   end
-  book(lease, held.held_bytes)
+  book(lease, bytes)
   if held.consumer_lost then
     step(lease, EVENT.consumer_lost, 'consumer_lost')
   end
@@ -135,24 +171,22 @@ for _, held in ipairs(report.leases) do
 end
 
 -- What is back.
-write_list(KEY.producer_leases .. producer_id)
-local booked = redis.call('ZREVRANGE', KEY.producer_leases .. producer_id, 0, -1)
-for _, lease_id in ipairs(booked) do
-  if not named[lease_id] then
-    local lease = lease_of(lease_id)
-    if lease.state ~= STATE.granted then
-      step(lease, EVENT.return_all, 'returned')
-      save(lease)
-    end
+for _, lease in ipairs(booked) do
+  if not named[lease.lease_id] and lease.state ~= STATE.granted then
+    step(lease, EVENT.return_all, 'returned')
+    save(lease)
   end
 end
 
 -- What no longer fits; `booked` is newest first.
-for _, lease_id in ipairs(booked) do
+offer.leased = offer.leased + own_bytes
+if own_bytes ~= offer.unproven then
+  redis.call('HSET', key, 'unproven_bytes', integer(own_bytes))
+end
+for _, lease in ipairs(booked) do
   if offer.leased <= offer.offered then
     break
   end
-  local lease = lease_of(lease_id)
   if lease.state == STATE.granted then
     step(lease, EVENT.reclaim, 'withdrawn')
     save(lease)
@@ -200,11 +234,12 @@ for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. produc
     if field[1] == '1' then
       close_reclaim(reclaim_id, producer_id, 'dropped')
       reclaimed[#reclaimed + 1] = {'dropped', ''}
-    else
+    elseif whole(field[2]) and is_decimal(field[3]) then
       orders[#orders + 1] = {reclaim_id, tonumber(field[2]), field[3]}
+    else
+      drop_reclaim(reclaim_id, producer_id)
     end
   end
 end
 
-assert(offer.leased <= offer.offered, 'leased ' .. offer.leased .. ' of ' .. offer.offered)
 return {'ok', books_id, min_epoch, grantable and 1 or 0, ended, orders, attached_us, reclaimed}

@@ -2,13 +2,14 @@
 --
 -- ARGV[1]  producer_id
 -- ARGV[2]  update: an OfferUpdate as JSON
--- Calls    member_of, integer, refuse, why_stale, offer_of, lease_of, emit, step, save
+-- Calls    offer_of, member_of, integer, refuse, why_stale, leases_on, emit, step, save
 -- Result   {'ok', producer_id, domain, offered_bytes, leased_bytes, grantable (1 or 0)}
 -- Refuses  unknown_resource, stale_revision, request_invalid
 
 local producer_id, update = ARGV[1], cjson.decode(ARGV[2])
 local incarnation, revision, offered = update.incarnation, update.revision, update.offered_bytes
 local key = KEY.producer .. producer_id
+local offer = offer_of(producer_id)
 local known = member_of(key)
 local fingerprint = 'offer ' .. integer(offered)
 if not known.incarnation then
@@ -28,10 +29,8 @@ if offered % known.slab_bytes ~= 0 then
     'slab_bytes', integer(known.slab_bytes))
 end
 
-local offer = offer_of(producer_id)
-local granted, held = {}, 0
-for _, lease_id in ipairs(redis.call('ZREVRANGE', KEY.producer_leases .. producer_id, 0, -1)) do
-  local lease = lease_of(lease_id)
+local granted, held = {}, offer.unproven
+for _, lease in ipairs(leases_on(KEY.producer_leases, 'producer_id', producer_id, true)) do
   if lease.state == STATE.granted then
     granted[#granted + 1] = lease
   else

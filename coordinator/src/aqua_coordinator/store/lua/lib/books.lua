@@ -16,19 +16,30 @@ local function redis_time_us()
   return time[1] * 1000000 + time[2]
 end
 
+-- What the books say of themselves; nil when they are gone, or cannot be read, which is the same.
+local function read_books()
+  local field = redis.call('HMGET', KEY.books, 'books_id', 'min_epoch', 'epoch', 'paused_us',
+    'swept_us', 'planned', 'standing', 'spread_us', 'secret')
+  local first, last = whole(field[2]), whole(field[3])
+  local paused, swept = whole(field[4]), whole(field[5])
+  if not (is_name(field[1]) and first and last and paused and swept
+      and field[9] and string.find(field[9], '^%x+$')) then
+    return nil
+  end
+  return field[1], first, last, paused, swept, field[6] == '1', field[7] or '',
+    whole(field[8]) or 0, field[9]
+end
+
 -- False when there are no books.
-local function begin()
-  local books = redis.call('HMGET', KEY.books, 'books_id', 'min_epoch', 'epoch', 'paused_us',
-    'swept_us', 'planned', 'standing', 'spread_us')
-  if not books[1] then
+local function begin(only_reads)
+  reading, faults = only_reads, {}
+  books_id, min_epoch, epoch, paused_us, swept_us, planned, standing, spread_us = read_books()
+  if not books_id then
     return false
   end
   now_us = redis_time_us()
-  books_id, min_epoch, epoch = books[1], tonumber(books[2]), tonumber(books[3])
-  issued, planned = false, books[6] == '1'
+  issued = false
   offers, leases, unwritten, growths, of_consumers = {}, {}, {}, {}, {}
-  paused_us, swept_us = tonumber(books[4]), tonumber(books[5])
-  standing, spread_us = books[7] or '', tonumber(books[8] or 0)
   -- Not swept for long: no coordinator is there. Redis time before the last sweep: it was set back.
   local stands = standing ~= '' or now_us - swept_us > CONST.max_gap_us or now_us < swept_us
   clock_us = (stands and swept_us or now_us) - paused_us

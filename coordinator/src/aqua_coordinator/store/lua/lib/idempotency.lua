@@ -3,10 +3,10 @@
 -- The first answer to this request, or nil; and the refusal, if the key came with another request.
 local function first_answer(key, request)
   local first = redis.call('GET', key)
-  if not first then
+  local cut = first and string.find(first, '\n', 1, true)
+  if not cut then
     return nil
   end
-  local cut = string.find(first, '\n', 1, true)
   if string.sub(first, 1, cut - 1) ~= request then
     return nil, refuse('idempotency_conflict', 'this key came with a different request before')
   end

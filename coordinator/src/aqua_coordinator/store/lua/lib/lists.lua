@@ -23,7 +23,7 @@ local function size_of(key)
   return redis.call('ZCARD', key) + (growths[key] or 0)
 end
 
--- The number that a member is listed under, or nil.
+-- The number that a member is listed under, or false.
 local function score_of(key, member)
   local score = unwritten[key] and unwritten[key][member]
   if score == nil then

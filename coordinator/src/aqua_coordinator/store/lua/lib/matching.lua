@@ -1,5 +1,11 @@
 -- Which producer lends: the placer's pairing if there is one, else best fit inside the domain.
 
+-- The free bytes that a list says, if it can be so.
+local function listed_bytes(score)
+  local bytes = whole(score)
+  return bytes and bytes > 0 and bytes <= CONST.max_bytes and bytes or 0
+end
+
 -- The producers of a pairing, best first; nil when the placer has said nothing.
 local function pairing_of(consumer_id)
   local text = planned and redis.call('HGET', KEY.placements, consumer_id)
@@ -28,11 +34,11 @@ local function largest(domain, pairing)
   refresh_free(domain)
   if not pairing then
     local top = redis.call('ZREVRANGE', KEY.free .. domain, 0, 0, 'WITHSCORES')
-    return top[1], tonumber(top[2] or 0)
+    return top[1], listed_bytes(top[2])
   end
   local best, most = nil, 0
   for _, producer_id in ipairs(pairing) do
-    local free = tonumber(redis.call('ZSCORE', KEY.free .. domain, producer_id) or 0)
+    local free = listed_bytes(redis.call('ZSCORE', KEY.free .. domain, producer_id))
     if free > most then
       best, most = producer_id, free
     end
@@ -48,9 +54,32 @@ local function fitting(domain, pairing, bytes)
       'LIMIT', 0, 1)[1]
   end
   for _, producer_id in ipairs(pairing) do
-    if tonumber(redis.call('ZSCORE', KEY.free .. domain, producer_id) or 0) >= bytes then
+    if listed_bytes(redis.call('ZSCORE', KEY.free .. domain, producer_id)) >= bytes then
       return producer_id
     end
   end
   return nil
+end
+
+-- A producer that lends at least `least` bytes, the first or tightest for `bytes`, and its offer;
+-- else nil and the most that there is. What the list tells wrong is put right.
+local function lender(domain, pairing, bytes, least)
+  for _ = 1, CONST.max_wrong_listings do
+    local producer_id, most = fitting(domain, pairing, bytes), bytes
+    if not producer_id then
+      producer_id, most = largest(domain, pairing)
+    end
+    if not producer_id or most < least then
+      return nil, most
+    end
+    local offer = offer_of(producer_id)
+    if offer.exists and offer.grantable and offer.domain == domain
+        and offer.offered - offer.leased >= least then
+      return producer_id, offer
+    end
+    set_aside(KEY.free .. domain, producer_id .. ' is listed with what it does not lend')
+    strike(KEY.free .. domain, producer_id)
+    offer.changed = offer.exists
+  end
+  return nil, 0
 end

@@ -22,9 +22,15 @@ end
 local function member_of(key)
   local field = redis.call('HMGET', key, 'incarnation', 'revision', 'fingerprint', 'retired',
     'domain', 'slab_bytes')
+  local revision = whole(field[2])
+  if field[1] and not (is_name(field[1]) and revision and is_name(field[5])) then
+    set_aside(key, 'is no member', field[1])
+    redis.call('DEL', key)
+    field = {}
+  end
   return {
-    incarnation = field[1], revision = tonumber(field[2] or 0), fingerprint = field[3],
-    retired = field[4] or '', domain = field[5], slab_bytes = tonumber(field[6] or 0),
+    incarnation = field[1], revision = revision, fingerprint = field[3],
+    retired = field[4] or '', domain = field[5], slab_bytes = whole(field[6]),
   }
 end
 
@@ -39,23 +45,45 @@ local function retire(known)
   return table.concat(names, ' ')
 end
 
--- {name, silent_us, field, ...} of members in the order of their names: a page as ARGV says, which
--- is cursor ('' from the start), limit, and '' or the name of the only one.
-local function member_rows(argv, index, seen, prefix, ...)
-  local names = {argv[3]}
-  if argv[3] == '' then
-    names = redis.call('ZRANGEBYLEX', index, argv[1] == '' and '-' or '(' .. argv[1], '+',
-      'LIMIT', 0, tonumber(argv[2]))
+-- Whether a member's field can be shown under this name.
+local function is_readable(name, text)
+  if string.find(name, '_bytes$') then
+    return whole(text)
+  elseif name == 'model' or name == 'queue_length' then
+    return text == '' or (name == 'model' and is_name or whole)(text)
+  elseif name == 'transport' then
+    return TRANSPORTS[text]
   end
-  local rows = {}
-  for _, name in ipairs(names) do
-    local seen_us = redis.call('ZSCORE', seen, name)
-    if seen_us then
-      local row = redis.call('HMGET', prefix .. name, ...)
-      table.insert(row, 1, clock_us - tonumber(seen_us))
-      table.insert(row, 1, name)
-      rows[#rows + 1] = row
+  return name == 'grantable' or name == 'endpoint' and text or is_name(text)
+end
+
+-- {name, silent_us, field, ...} of a member; nil when it has no record, or a bad one.
+local function member_row(name, seen, prefix, ...)
+  local seen_us = is_name(name) and redis.call('ZSCORE', seen, name)
+  local row = seen_us and redis.call('HMGET', prefix .. name, ...)
+  for index, field in ipairs({...}) do
+    if not row or not is_readable(field, row[index]) then
+      return nil
     end
   end
+  table.insert(row, 1, clock_us - tonumber(seen_us))
+  table.insert(row, 1, name)
+  return row
+end
+
+-- Rows of members in the order of their names: a page as ARGV says, which is cursor ('' from the
+-- start), limit, and '' or the name of the only one. A short page is the last.
+local function member_rows(argv, index, ...)
+  if argv[3] ~= '' then
+    return {member_row(argv[3], ...)}
+  end
+  local rows, cursor, limit = {}, argv[1] == '' and '-' or '(' .. argv[1], tonumber(argv[2])
+  repeat
+    local names = redis.call('ZRANGEBYLEX', index, cursor, '+', 'LIMIT', 0, limit - #rows)
+    for _, name in ipairs(names) do
+      rows[#rows + 1] = member_row(name, ...)
+      cursor = '(' .. name
+    end
+  until #names == 0 or #rows == limit
   return rows
 end

@@ -1,8 +1,9 @@
 -- Makes functions of Redis of the scripts.
 --
--- Every script but the one that opens the books finds them open. `run_several` runs scripts one after the other in one call, each over what those
--- before it have left: they share the reading of books and producers, and the writing of lists. A
--- script that fails there fails alone, which is sound for those that check before they write.
+-- Every script but the one that opens the books finds them open. `run_several` runs scripts one after
+-- the other in one call, each over what those before it have left: they share the reading of books
+-- and producers, and the writing of lists. A script that fails there fails alone, which is sound,
+-- since scripts check before they write.
 
 local scripts = {}
 
@@ -15,7 +16,7 @@ end
 -- Within open books, whose changes are written at the end.
 local function writing(script)
   return function(keys, args)
-    if not begin() then
+    if not begin(false) then
       return {'no_books'}
     end
     local answer = script(keys, args)
@@ -28,10 +29,13 @@ local function register(name, flags, script)
   scripts[name] = script
   local callback = writing(script)
   if name == 'create_books' then
-    callback = script
+    callback = function(keys, args)
+      reading = false
+      return script(keys, args)
+    end
   elseif flags[1] == 'no-writes' then
     callback = function(keys, args)
-      return begin() and script(keys, args) or {'no_books'}
+      return begin(true) and script(keys, args) or {'no_books'}
     end
   end
   register_function(name, flags, callback)
@@ -43,7 +47,8 @@ register_function('run_several', {}, writing(function(keys, args)
   while at < #args do
     local last = at + 1 + tonumber(args[at + 1])
     local sound, answer = pcall(scripts[args[at]], keys, {unpack(args, at + 2, last)})
-    answers[#answers + 1] = sound and answer or redis.error_reply('ERR ' .. tostring(answer))
+    local fault = type(answer) == 'table' and answer.err or 'ERR ' .. tostring(answer)
+    answers[#answers + 1] = sound and answer or redis.error_reply(fault)
     at = last + 1
   end
   return {'ok', answers}

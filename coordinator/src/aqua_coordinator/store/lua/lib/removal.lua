@@ -1,4 +1,5 @@
--- A producer leaves the books. Its leases must have been unbooked before.
+-- A producer leaves the books. Its leases must have been unbooked before; `domain` is false when
+-- its record was lost.
 
 local function forget_producer(producer_id, domain)
   for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. producer_id, 0, -1)) do
@@ -7,8 +8,10 @@ local function forget_producer(producer_id, domain)
   redis.call('DEL', KEY.producer .. producer_id)
   redis.call('ZREM', KEY.producers, producer_id)
   redis.call('ZREM', KEY.producers_seen, producer_id)
-  redis.call('ZREM', KEY.free .. domain, producer_id)
-  redis.call('SREM', KEY.unconfirmed .. domain, producer_id)
+  if domain then
+    redis.call('ZREM', KEY.free .. domain, producer_id)
+    redis.call('SREM', KEY.unconfirmed .. domain, producer_id)
+  end
   emit(KIND.producer_lost, producer_id)
 end
 

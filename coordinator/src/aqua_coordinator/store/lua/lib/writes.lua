@@ -23,3 +23,13 @@ local function emit(kind, producer_id, consumer_id, lease_id, state, bytes)
     table.concat({kind, producer_id or '', consumer_id or '', lease_id or '', state or '',
       bytes and integer(bytes) or ''}, ' '))
 end
+
+-- An id that no record has: nobody can know it before, so nobody can have invented it before.
+local function draw_id(prefix, noun, seed)
+  local id
+  repeat
+    seed = redis.sha1hex(seed)
+    id = noun .. string.sub(seed, 1, 16)
+  until redis.call('EXISTS', prefix .. id) == 0
+  return id
+end
