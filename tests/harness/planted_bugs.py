@@ -28,12 +28,14 @@ class Plant:
     """A bug, and what it takes to meet it.
 
     Attributes:
+        what: Words of the invariant that finds it.
         faults: Kinds that a run may have; the bug must need no others.
         lua: What to replace in the library, by what.
         patches: What to replace in Python: an owner, a name, and the new thing.
         is_mixed: Only one of the two coordinators has the changed library.
     """
 
+    what: str
     faults: tuple[Kind, ...]
     lua: tuple[tuple[str, str], ...] = ()
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
@@ -79,7 +81,10 @@ def _stand_still_in_a_flood(sweep: Callable[[Coordinator], None]) -> Callable[[C
 
 def _take_back_late_slabs(self: SlabPool, slab: Any, event: object) -> None:  # noqa: ANN401 - the pool's
     del event
-    if slab.state in {SlabState.LEASED, SlabState.RECLAIMING}:
+    is_held = slab.state in {SlabState.LEASED, SlabState.RECLAIMING}
+    if (
+        is_held and len(self.held_by(slab.lease_id)) > 1
+    ):  # A lease without slabs would give it away.
         self.take_back(slab)
 
 
@@ -90,24 +95,29 @@ def _leave(self: SlabMemory, memory: Any) -> Any:  # noqa: ANN401 - the transpor
 
 PLANTS: Final = {
     "a flood shuts members out": Plant(
-        (Kind.FLOOD,), patches=((Network, "refuses", _refuse_all_in_a_flood),)
+        "without a fault", (Kind.FLOOD,), patches=((Network, "refuses", _refuse_all_in_a_flood),)
     ),
     "a flood stops the clock": Plant(
+        "keys stay",
         (Kind.FLOOD, Kind.CRASH),
         patches=((Coordinator, "sweep", _stand_still_in_a_flood(Coordinator.sweep)),),
     ),
-    "memory passes between tenants": Plant((), patches=((SlabMemory, "make_anew", _leave),)),
+    "memory passes between tenants": Plant(
+        "maps? it|has left", (), patches=((SlabMemory, "make_anew", _leave),)
+    ),
     "slabs are taken back at the deadline": Plant(
-        (Kind.SLOW_RETURN,), patches=((SlabPool, "quarantine", _take_back_late_slabs),)
+        "lent anew", (Kind.SLOW_RETURN,), patches=((SlabPool, "quarantine", _take_back_late_slabs),)
     ),
     "a deadline outlives the right that it ends": Plant(
-        (Kind.CRASH,), lua=((f"strike('{KEYS['deadlines']}', lease.lease_id)", ""),)
+        "deadline", (Kind.CRASH,), lua=((f"strike('{KEYS['deadlines']}', lease.lease_id)", ""),)
     ),
     "late reports are booked": Plant(
+        "without a fault: returned",
         (Kind.DOUBLING,),
         lua=(("if revision < known.revision", "if false and revision < known.revision"),),
     ),
     "a version writes records that the other cannot read": Plant(
+        "failed|refused a command",
         (),
         lua=(
             (

@@ -64,7 +64,7 @@ class _Slab:
         self.number = memory.count
         self.owner = owner
         self.memory = memory
-        self.tensor = torch.zeros(_WORDS, dtype=torch.uint8)
+        self.tensor = torch.zeros(_WORDS, dtype=torch.int64)
         self.is_owned = True
         self.mappers: list[Process] = []
         self.keepers: list[Process] = []
@@ -94,6 +94,10 @@ class _Owned:
     @property
     def tensor(self) -> torch.Tensor:
         return self._slab.tensor
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._slab.is_owned
 
     def export(self) -> Handle:
         slab = self._slab
@@ -142,10 +146,9 @@ class SimulatedTransport:
     kind = TransportKind.MEMFD
     device = torch.device("cpu")
 
-    def __init__(self, memory: Memory, process: Process, tag: int = 0) -> None:
+    def __init__(self, memory: Memory, process: Process) -> None:
         self._memory = memory
         self._process = process
-        self._tag = tag
 
     def create(self, nbytes: int) -> _Owned:
         """As the contract says."""
@@ -163,9 +166,11 @@ class SimulatedTransport:
         if strangers:
             self._memory.failed(f"slab {slab.number}: {strangers[0].name} and {me.name} map it")
         found = int(slab.tensor.max())
-        if found not in {0, self._tag}:
-            self._memory.failed(f"slab {slab.number}: {me.name} reads what number {found} has left")
-        slab.tensor.fill_(self._tag)
+        if found not in {0, me.pid}:
+            self._memory.failed(
+                f"slab {slab.number}: {me.name} reads what process {found} has left"
+            )
+        slab.tensor.fill_(me.pid)
         return _Mapped(slab, me)
 
     def copier(self) -> Any:  # noqa: ANN401 - as much of a `Copier` as is used
@@ -295,7 +300,7 @@ class SimulatedProducer:
 class SimulatedConsumer:
     """A consumer process: lease client, frames and their workload."""
 
-    def __init__(self, machine: Machine, name: str, tag: int, memory: Memory, link: Link) -> None:
+    def __init__(self, machine: Machine, name: str, memory: Memory, link: Link) -> None:
         self.process = Process(machine, name)
         self.frames = Frames(machine)
         self.client: LeaseClient | None = None
@@ -303,7 +308,6 @@ class SimulatedConsumer:
         self._machine = machine
         self._memory = memory
         self._link = link
-        self._tag = tag
         self.process.start(self._live)
 
     def _live(self) -> None:
@@ -312,7 +316,7 @@ class SimulatedConsumer:
         self.client = LeaseClient(
             name,
             store=cast("FrameStore", self.frames),
-            transport=cast("Transport", SimulatedTransport(self._memory, self.process, self._tag)),
+            transport=cast("Transport", SimulatedTransport(self._memory, self.process)),
             link=cast("CoordinatorClient", self._link),
             identity=Identity(node="node-0", domain=DOMAIN, gpu_uuid=f"GPU-{name}"),
             lease_ttl_s=chance.uniform(5.0, 30.0),

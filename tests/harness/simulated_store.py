@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.routes import leases, members
-from aqua_coordinator.services import CapabilitySigner, Services
+from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline
 from aqua_coordinator.store.keys import KEYS
@@ -140,8 +140,10 @@ class Coordinator:
                 ledger=ledger,
                 signer=CapabilitySigner(ledger, None),
                 metrics=_METRICS,
+                heartbeats=HeartbeatRate(SETTINGS.heartbeat_s),
             ),
         )
+        self._is_present = False
         self.process.start(self._live)
 
     def serve(self, operation: Operation[AnswerT]) -> AnswerT | AquaError:
@@ -160,16 +162,29 @@ class Coordinator:
             self.network.machine.sleep(SWEEP_PERIOD_S)
 
     def sweep(self) -> None:
-        """One round of expiry."""
-        ended = self.serve(_sweep)
+        """One round of what `Service` does for ever: the books' clock, and expiry."""
+        ended = self.serve(self._sweep)
+        self._is_present = not isinstance(ended, AquaError)
         if not isinstance(ended, AquaError):
             self._swept(ended)
         elif not isinstance(ended, UnavailableError):
             self._failed(f"the sweep of {self.process.name} was refused: {ended}")
 
+    async def _sweep(self, services: Services) -> int:
+        heartbeats = services.heartbeats
+        is_refusing, heartbeats.is_refusing = heartbeats.is_refusing, False
+        heartbeats.spread_s, silent_s = await services.ledger.advance_clock(
+            silent_s=SETTINGS.silent_member_s,
+            max_stop_s=SETTINGS.max_clock_stop_s,
+            is_refusing=int(is_refusing),
+            is_present=int(self._is_present),
+        )
+        return await services.ledger.sweep(silent_s=silent_s)
 
-async def _sweep(services: Services) -> int:
-    return await services.ledger.sweep(silent_s=services.settings.silent_member_s)
+    def refuse(self) -> UnavailableError:
+        """There is no room for a request of a member: as `RequestLimits` does it."""
+        self._services.heartbeats.is_refusing = True
+        return UnavailableError("at the limit of requests", retry_after_s=1.0)
 
 
 _METRICS: Final = Metrics()
@@ -214,7 +229,7 @@ class Network:
             elif coordinator.process.is_stopped:
                 coordinator.process.held_up.append(arrive)
             elif self.refuses(member):
-                busy = UnavailableError("at the limit of requests", retry_after_s=1.0)
+                busy = coordinator.refuse()
                 self._carry(member, lambda: hear(busy))
             else:
                 answer = coordinator.serve(operation)

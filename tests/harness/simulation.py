@@ -199,8 +199,7 @@ class Cluster:
                 granted=self._note_grant,
                 told=lambda ack: self._note_ended(name, ack),
             )
-            tag = CONSUMERS.index(name) + 1
-            consumer = SimulatedConsumer(machine, name, tag, self.memory, link)
+            consumer = SimulatedConsumer(machine, name, self.memory, link)
             consumer.is_idle = self._is_resting
             self.consumers[name] = consumer
         elif name == LIAR:

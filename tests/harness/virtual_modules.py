@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from aqualib import channel as channels
 from aqualib.channel import ChannelClosedError
+from aqualib.peers import ProcessIdentity, process_behind
 from aqualib.probe import LinkMeasurement, measure
 from aqualib.thread_slice import run_promptly
 from harness.virtual_machine import (
@@ -137,6 +138,7 @@ def _of_channels(machine: Machine) -> dict[int, object]:
         id(channels.connect): connect,
         id(channels.listen): lambda path, **_: Listener(machine, str(path)),
         id(run_promptly): lambda: None,
+        id(process_behind): lambda who, _: ProcessIdentity(who.uid, who.pid, started_ticks=0),
         id(measure): lambda transport, _: LinkMeasurement(
             transport.kind, LINK_BYTES_PER_S, LINK_BYTES_PER_S
         ),

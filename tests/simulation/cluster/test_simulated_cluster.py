@@ -6,6 +6,7 @@ each bug that is planted must be found.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import pytest
@@ -48,7 +49,9 @@ def test_a_seed_repeats_its_run_to_the_letter() -> None:
 
 @pytest.mark.parametrize("bug", PLANTS)
 def test_planted_bug_is_found(bug: str) -> None:
-    assert _found(bug) is not None
+    failure = _found(bug)
+    assert failure is not None
+    assert re.search(PLANTS[bug].what, failure.what), failure.what
 
 
 def test_what_is_found_is_told_with_the_faults_that_it_takes() -> None:
