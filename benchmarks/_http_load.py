@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
     def _send(self, path: bytes, body: bytes, header: bytes = b"") -> None:
         self._sent_s = time.perf_counter()
         self._transport.write(
-            b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n%s"
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%s"
             b"Content-Length: %d\r\n\r\n%s" % (path, header, len(body), body)
         )
 

@@ -14,6 +14,7 @@ import structlog
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from aqua_coordinator.audit import note
 from aqua_protocol import PROTOCOL_VERSION, AquaError, RequestInvalidError, UnknownResourceError
 from aqua_protocol.errors import (
     MethodNotAllowedError,
@@ -89,6 +90,7 @@ def _other_version(sent: Any) -> AquaError | None:  # noqa: ANN401 - any JSON
 
 def error_answer(error: AquaError) -> Answer:
     """How an error is answered; the length of the body is not among the headers."""
+    note(code=error.code)
     headers = [JSON_HEADER]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 
 from aqua_coordinator import __version__, routes
 from aqua_coordinator.answers import error_answer, typed
+from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
@@ -77,7 +78,7 @@ class Service:
         services: What operations work with.
 
     Raises:
-        ConfigError: The URL or the tokens file is no good.
+        ConfigError: The URL, the tokens file or the audit log is no good.
     """
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
@@ -101,6 +102,9 @@ class Service:
             authenticator=Authenticator(settings.tokens_file),
             event_watcher=EventWatcher(pool),
             metrics=metrics,
+            audit=AuditLog(target, metrics.audit_failures)
+            if (target := settings.audit_log)
+            else None,
             member_totals=MemberTotals(ledger),
             heartbeats=HeartbeatRate(settings.heartbeat_s),
         )
@@ -131,6 +135,8 @@ class Service:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            if services.audit is not None:
+                services.audit.close()
             await services.ledger.close()
 
     async def _sweep_forever(self) -> None:

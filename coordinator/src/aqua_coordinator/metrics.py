@@ -98,6 +98,9 @@ class Metrics:
             "Connections closed: late, unread, overlong, or crowded out.",
             ("reason",),
         )
+        self.audit_failures = counter(
+            "aqua_coordinator_audit_failures", "Lines of the audit log that were not written."
+        )
         self._redis_seconds = cache(
             histogram(
                 "aqua_redis_command_duration_seconds",

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
+from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.connections import Connection
 from aqua_coordinator.hosts import AllowedHosts
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
@@ -71,6 +72,7 @@ for being flooded."""
 PROBES: Final = {LIVENESS_PATH, "/readyz"}
 """Answered without a client certificate, which a supervisor's probe does not have."""
 UNMATCHED: Final = "unmatched"
+READING_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -83,6 +85,7 @@ class RequestLimits:
         self._authenticator = services.authenticator
         self._hosts = AllowedHosts(services.settings)
         self._wants_certificates = services.settings.tls_client_ca is not None
+        self._audit = services.audit
         self._metrics = services.metrics
         self._heartbeats = services.heartbeats
         limit = services.settings.max_concurrent_requests
@@ -98,8 +101,7 @@ class RequestLimits:
         """Serve one request."""
         started_s = time.perf_counter()
         held: list[_Count] = []
-        watched = _WatchedSend(send)
-        answer: Answer | None
+        watched = _WatchedSend(send, scope, self._audit)
         try:
             try:
                 answer = await self._serve(scope, receive, watched, held)
@@ -107,15 +109,11 @@ class RequestLimits:
                 if watched.status:
                     raise
                 answer = error_answer(typed(error))
-            if answer is None:
-                status = watched.status
-            else:
+            if answer is not None:
                 status, headers, body = answer
                 headers.append((b"content-length", b"%d" % len(body)))
-                if watched.ends:
-                    headers.append(CLOSE_HEADER)
-                await send({"type": "http.response.start", "status": status, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
+                await watched({"type": "http.response.start", "status": status, "headers": headers})
+                await watched({"type": "http.response.body", "body": body})
         finally:
             for counted in held:
                 counted.count -= 1
@@ -123,7 +121,7 @@ class RequestLimits:
         if scope["path"] != EVENTS_PATH:
             route = getattr(scope.get("route"), "path", UNMATCHED)
             seconds = time.perf_counter() - started_s
-            self._metrics.answered(route, scope["method"], status, seconds)
+            self._metrics.answered(route, scope["method"], watched.status, seconds)
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: _WatchedSend, held: list[_Count]
@@ -235,20 +233,30 @@ def _count(counts: tuple[_Count, ...], held: list[_Count]) -> None:
 
 
 class _WatchedSend:
-    """Sends on, remembers the status, and says where the connection `ends` with this answer."""
+    """Sends on, remembers the status, and does what belongs to the beginning of an answer.
 
-    __slots__ = ("_send", "ends", "status")
+    Attributes:
+        status: Of the answer; 0 before it has begun.
+        ends: Whether the connection ends with it.
+    """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    __slots__ = ("_audit", "_scope", "_send", "ends", "status")
+
+    def __init__(self, send: Send, scope: Scope, audit: AuditLog | None) -> None:
+        self._send, self._scope = send, scope
         self.status = 0
         self.ends = False
+        self._audit = None if scope["method"] in READING_METHODS else audit
+        if self._audit is not None:
+            self._audit.begin()
 
     async def __call__(self, message: Message) -> None:
         if not self.status:
             self.status = message["status"]
             if self.ends:
                 message["headers"] = [*message["headers"], CLOSE_HEADER]
+            if self._audit is not None and "user" in self._scope:
+                self._audit.write(self._scope, self.status)
         await self._send(message)
 
 

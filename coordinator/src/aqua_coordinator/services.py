@@ -18,6 +18,7 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field, SecretStr
 
+from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator, Caller
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.member_totals import MemberTotals
@@ -111,6 +112,7 @@ class Services:
     authenticator: Authenticator
     event_watcher: EventWatcher
     metrics: Metrics
+    audit: AuditLog | None
     member_totals: MemberTotals
     heartbeats: HeartbeatRate
     started_s: float = field(default_factory=time.monotonic)

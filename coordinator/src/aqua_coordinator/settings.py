@@ -175,6 +175,12 @@ class CoordinatorSettings(BaseSettings):
     max_event_streams: int = Field(
         128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
     )
+    audit_log: str | None = Field(
+        None,
+        max_length=4096,
+        description="File of the audit log, or stderr: a JSON line for each request that may "
+        "change something. Unset: none.",
+    )
     log_level: Annotated[str, Field(pattern=r"^(debug|info|warning|error)$")] = Field(
         "info", description="debug, info, warning or error."
     )

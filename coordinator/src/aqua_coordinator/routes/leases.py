@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from aqua_coordinator.audit import note
 from aqua_coordinator.hot_routes import hot
 from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, ServicesDep
 from aqua_coordinator.tokens import Role
@@ -38,12 +39,15 @@ async def grant_lease(
     body: LeaseRequest, caller: CallerDep, services: ServicesDep, idempotency_key: IdempotencyKey
 ) -> LeaseGrant:
     """Ask for memory of a producer; safe to repeat under the same Idempotency-Key."""
+    note(consumer_id=body.consumer_id)
     caller.require(Role.CONSUMER, member=body.consumer_id)
     grant = await services.ledger.grant_lease(
         body, idempotency_key=idempotency_key, attach_window_s=services.settings.attach_window_s
     )
+    lease = grant.lease
+    note(lease_id=lease.lease_id, producer_id=lease.producer_id, bytes=lease.bytes)
     return LeaseGrant(
-        lease=grant.lease,
+        lease=lease,
         token=await services.signer.capability(grant),
         endpoint=grant.endpoint,
         transport=grant.transport,

@@ -7,11 +7,12 @@ heartbeat. Offers are the bytes that producers volunteer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query
 
+from aqua_coordinator.audit import note
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.hot_routes import hot
 from aqua_coordinator.services import CallerDep, Limit, NameCursor, Services, ServicesDep, next_name
@@ -161,9 +162,19 @@ async def heartbeat(body: Heartbeat, caller: CallerDep, services: ServicesDep) -
     """Take many reports; one that is refused does not spoil the others."""
     lending = [_ack_or_error(_book_producer(one, caller, services)) for one in body.producers]
     paging = [_ack_or_error(_book_consumer(one, caller, services)) for one in body.consumers]
-    return HeartbeatAck(
+    answer = HeartbeatAck(
         producers=await asyncio.gather(*lending), consumers=await asyncio.gather(*paging)
     )
+    note(
+        producers=_outcomes((report.producer_id for report in body.producers), answer.producers),
+        consumers=_outcomes((report.consumer_id for report in body.consumers), answer.consumers),
+    )
+    return answer
+
+
+def _outcomes(names: Iterable[str], acks: Iterable[object]) -> dict[str, str]:
+    """What came of each report, by its member."""
+    return {name: getattr(ack, "code", "ok") for name, ack in zip(names, acks, strict=True)}
 
 
 async def _ack_or_error(booking: Awaitable[AckT]) -> AckT | ErrorBody:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from aqua_coordinator.audit import note
 from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, PositionCursor, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol.ids import Name
@@ -47,6 +48,7 @@ async def get_placements(_: CallerDep, services: ServicesDep) -> PlacementPlan:
 @profiles.put("")
 async def put_profile(body: ModelProfile, caller: CallerDep, services: ServicesDep) -> ModelProfile:
     """Keep a model's profile; it replaces the one before."""
+    note(model=body.model)
     caller.require(Role.OPERATOR)
     # With nulls, which tell what was not measured.
     await services.ledger.put_profile(body.model, body.model_dump_json())
@@ -69,8 +71,11 @@ async def open_reclaim(
     body: ReclaimRequest, caller: CallerDep, services: ServicesDep, idempotency_key: IdempotencyKey
 ) -> ReclaimView:
     """Ask a producer to take memory back; it learns of it in the answer to its next report."""
+    note(producer_id=body.producer_id, bytes=body.bytes)
     caller.require(Role.OPERATOR)
-    return await services.ledger.open_reclaim(body, idempotency_key=idempotency_key)
+    view = await services.ledger.open_reclaim(body, idempotency_key=idempotency_key)
+    note(reclaim_id=view.reclaim_id)
+    return view
 
 
 @reclaims.get("")
