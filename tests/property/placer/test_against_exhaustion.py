@@ -8,12 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 
 from aqua_placer.bounds.blocks import solve_blocks
+from aqua_placer.bounds.flows import least_means
 from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
+from aqua_placer.bounds.thresholds import Thresholds, mean_bounds
 from aqua_placer.budget import Budget
 from aqua_placer.plan.verification import check_plan
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
 from aqua_placer.solve.placement import place
+from aqua_placer.value.balance import BalanceMode
 from aqua_protocol.plan import MatchingMode, Objective, Plan
 from harness.placement import best_by_exhaustion, small_problems
 from harness.slices import examples
@@ -65,6 +68,13 @@ def solved(problem: dict[str, Any], objective: Objective) -> Plan:
     return plan
 
 
+def flow_bound_gb(problem: dict[str, Any], objective: Objective, *, above: float) -> float:
+    """What flows bound the objective by, sought up to a little `above`."""
+    instance, mode = instance_from(problem), BalanceMode(objective.value)
+    start = Thresholds(*mean_bounds(instance.servers, instance.types, mode), mode, instance.hbm_gb)
+    return least_means(instance, start, above + 10.0, 0.0, Budget(30.0)).level_gb
+
+
 @SLOW
 @given(small_problems())
 def test_minmax_bounds_hold_and_values_are_optimal_or_close(problem: dict[str, Any]) -> None:
@@ -77,6 +87,7 @@ def test_minmax_bounds_hold_and_values_are_optimal_or_close(problem: dict[str, A
         assert plan.value <= optimum + TOLERANCE_GB + 0.01 * abs(optimum), (plan.value, optimum)
         if plan.proven:
             assert plan.value == pytest.approx(optimum, abs=TOLERANCE_GB)
+        assert flow_bound_gb(problem, objective, above=optimum) <= optimum + TOLERANCE_GB
 
 
 @SLOW
@@ -121,6 +132,7 @@ def test_servers_of_several_sizes_are_bounded_and_used_well(problem: dict[str, A
     assert solve_blocks(instance, Budget(30.0)).bound_gb >= best.coverage - TOLERANCE_GB
     assert lockstep_bound_gb(instance) >= best.coverage - TOLERANCE_GB
     assert plan.balance_bound <= best.abs + TOLERANCE_GB
+    assert flow_bound_gb(problem, Objective.ABS, above=best.abs) <= best.abs + TOLERANCE_GB
 
 
 @SLOW

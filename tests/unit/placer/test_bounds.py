@@ -1,8 +1,10 @@
-"""Bounds on coverage: they hold at any prices, and are near where something is known of them."""
+"""Bounds: they hold at any prices, and are near where something is known of them."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +12,32 @@ import pytest
 from aqua_placer.bounds.blocks import Market, Prices, Side, bound_at, solve_blocks
 from aqua_placer.bounds.layer_cake import layer_bound_gb, lockstep_bound_gb
 from aqua_placer.budget import Budget
+from aqua_placer.plan.assembly import SolveResult, assign_gpus, plan_of
 from aqua_placer.problem.families import generate
 from aqua_placer.problem.parser import instance_from
 from aqua_placer.problem.request import Request
+from aqua_placer.search.layout import Layout
 from aqua_placer.solve.placement import place
+from aqua_protocol.plan import Objective, Plan
 from harness.changed_problems import on_mixed_servers, weighted
 
 WEIGHT = 2.0
+
+
+def on_two_cards(problem: dict[str, Any]) -> dict[str, Any]:
+    """The problem with half of its servers on cards of 96 GB, where models spare 16 GB more."""
+    groups, (servers,) = problem["groups"], problem["servers"]
+    half = servers["count"] // 2
+    return {
+        "servers": [
+            {**servers, "name": "old", "count": servers["count"] - half},
+            {**servers, "name": "new", "count": half, "hbm_gb": 96},
+        ],
+        "models": [
+            {"name": f"m{index}", "tp": tp, "memory_gb": gb, "profiled_hbm_gb": 80}
+            for index, (tp, gb) in enumerate(zip(groups["tp"], groups["r_gb"], strict=True))
+        ],
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -77,19 +98,41 @@ def test_servers_of_several_sizes_and_cards_are_bounded_by_what_fits_each() -> N
     instance = instance_from(on_mixed_servers(problem))
     plan = place(instance, Request(), Budget(30.0))
     assert plan.coverage_gb <= solve_blocks(instance, Budget(30.0)).bound_gb + 1e-3
-    models = [
-        {"name": f"m{index}", "tp": tp, "memory_gb": gb, "profiled_hbm_gb": 80}
-        for index, (tp, gb) in enumerate(
-            zip(problem["groups"]["tp"], problem["groups"]["r_gb"], strict=True)
-        )
-    ]
-    servers = [
-        {"name": "old", "count": 6, "gpus": 8, "hbm_gb": 80},
-        {"name": "new", "count": 6, "gpus": 8, "hbm_gb": 96},
-    ]
-    cards = instance_from({"servers": servers, "models": models})
+    cards = instance_from(on_two_cards(problem))
     covered = place(cards, Request(), Budget(30.0))
     bound = solve_blocks(cards, Budget(30.0)).bound_gb
     assert covered.coverage_gb <= bound + 1e-3
     assert bound < 0.9 * layer_bound_gb(cards), "many groups need memory on the old cards only"
     assert covered.coverage_gb >= 0.995 * bound
+
+
+@pytest.mark.parametrize(
+    ("family", "gpus", "server_gpus"),
+    [("refmix", 144, 3), ("tpscarce", 120, 5), ("tpmix", 144, 6), ("tpmix", 128, 8)],
+)
+def test_all_distinct_sizes_are_balanced_within_a_percent_of_the_bound(
+    family: str, gpus: int, server_gpus: int
+) -> None:
+    """Also where what fits together decides: on servers of few GPUs, and on two kinds of cards."""
+    problem = generate(f"{family}-cont", gpus, 0, server_gpus=server_gpus)
+    if server_gpus == 8:
+        problem = on_two_cards(problem)
+    plan = place(instance_from(problem), Request(Objective.ABS), Budget(30.0))
+    assert plan.bound <= plan.value <= 1.01 * plan.bound
+
+
+def test_a_bound_of_nothing_is_a_bound() -> None:
+    groups = {"name": ["lends"], "tp": [1], "r_gb": [10.0]}
+    servers = [{"count": 1, "gpus": 8, "hbm_gb": 80}]
+    instance = instance_from({"servers": servers, "groups": groups})
+    placement = np.zeros(1, dtype=np.int64)
+
+    def told(bound: float) -> Plan:
+        found = SolveResult(placement, signed_bound=bound)
+        slots, gpus = Layout(instance, placement).slots, assign_gpus(instance, placement)
+        clocks = time.perf_counter(), time.process_time()
+        return plan_of(instance, Request(Objective.SIGNED), found, slots, gpus, clocks)
+
+    assert told(0.0).bound == 0.0 < told(0.0).value
+    assert not told(0.0).proven
+    assert told(np.inf).bound == told(np.inf).value

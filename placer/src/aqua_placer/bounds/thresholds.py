@@ -105,7 +105,7 @@ def mean_bounds(servers: Servers, types: Types, mode: BalanceMode) -> tuple[int,
     return int(np.ceil(max(low_cnt, -high_cnt, 0.0) - 1e-9)), least_mem
 
 
-def _classes_of(instance: Instance) -> Types:
+def classes_of(instance: Instance) -> Types:
     """The groups' classes, by (shards, sign), as types without sizes.
 
     Whether servers can be filled exactly, and how small |cnt| can be, depends on classes alone.
@@ -122,7 +122,7 @@ def counting_bound(instance: Instance, mode: BalanceMode, budget: Budget) -> tup
         # Servers without an unused or a neutral GPU have the parity of their GPUs.
         cnt += (cnt - int(gpus[0])) % 2
     space = content_space(
-        instance.servers, _classes_of(instance), full=instance.is_full, limit=MAX_CLASS_CONTENTS
+        instance.servers, classes_of(instance), full=instance.is_full, limit=MAX_CLASS_CONTENTS
     )
     if space is not None:
         cnt = _least_cnt(space, cnt, mode, budget)

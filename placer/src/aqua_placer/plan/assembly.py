@@ -39,12 +39,12 @@ CHOICE = {
 
 @dataclass(frozen=True, eq=False)
 class SolveResult:
-    """A placement and the bounds proven on the way; None where the solver has none."""
+    """A placement and the bounds proven on the way; those that say nothing by default."""
 
     placement: Placement
     balance_bound: float = 0.0
-    signed_bound: float | None = None
-    coverage_bound_gb: float | None = None
+    signed_bound: float = np.inf
+    coverage_bound_gb: float = np.inf
 
     @classmethod
     def of(cls, objective: Objective, placement: Placement, bound: float) -> SolveResult:
@@ -87,8 +87,7 @@ def plan_of(
     matches = match_servers(instance, slots, gpus, request.matching)
     spent_s = time.perf_counter() - started[0], time.process_time() - started[1]
     covered = sum(match.covered_gb for match in matches)
-    bound_gb = found.coverage_bound_gb
-    bound_gb = max(layer_bound_gb(instance) if bound_gb is None else bound_gb, covered)
+    bound_gb = max(min(found.coverage_bound_gb, layer_bound_gb(instance)), covered)
     cnt, mem, level, signed = 0, 0.0, 0.0, 0.0
     if instance.num_groups:
         cnt, mem = worst(instance, found.placement, BalanceMode.ABS)
@@ -97,7 +96,7 @@ def plan_of(
     value, bound = {
         Objective.COVERAGE: (covered, bound_gb),
         Objective.ABS: (level, min(found.balance_bound, level)),
-        Objective.SIGNED: (signed, min(found.signed_bound or signed, signed)),
+        Objective.SIGNED: (signed, min(found.signed_bound, signed)),
     }[request.objective]
     gap, names = relative_gap(value, bound), list(map(instance.servers.name, range(len(slots))))
     plan = Plan(

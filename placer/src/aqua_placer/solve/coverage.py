@@ -215,7 +215,7 @@ def _place_units(
             best.budget,
             seed,
             rounds=UNIT_ROUNDS,
-            by_contents=False,
+            prove=False,
         )
         best.offer(units.found[unit_of], "units")
 

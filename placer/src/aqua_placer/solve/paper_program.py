@@ -16,7 +16,6 @@ from typing import Final
 import numpy as np
 from jaxtyping import Int64
 
-from aqua_placer.bounds.layer_cake import layer_bound_gb
 from aqua_placer.bounds.linear_program import LinearModel, Verdict
 from aqua_placer.budget import Budget
 from aqua_placer.errors import ProblemInfeasibleError, ProblemInvalidError
@@ -91,8 +90,6 @@ def solve_paper_program(instance: Instance, request: Request, budget: Budget) ->
             placement = repair(instance, placement, request.seed)
     elif not instance.is_constrained:
         placement = _in_order(instance, placement)
-    if request.objective is Objective.COVERAGE:
-        bound = min(bound, layer_bound_gb(instance))
     return SolveResult.of(request.objective, placement, bound)
 
 

@@ -101,11 +101,10 @@ def _constrain(
     improve_balance(layout, aim, rng, budget, Effort(100, 1))
     improve_balance(layout, aim, rng, budget, Effort(100, 2, tolerance=2.0))
     if request.objective is Objective.COVERAGE:
-        target = relaxed.coverage_bound_gb or np.inf
         cost = ServerCost(aim, group_tables(instance))
         for order in (1, 2):
             effort = Effort(60, order, tolerance=2.0)
-            improve_coverage(layout, cost, rng, budget, effort, target_gb=target)
+            improve_coverage(layout, cost, rng, budget, effort, target_gb=relaxed.coverage_bound_gb)
     return replace(relaxed, placement=layout.placement())
 
 
