@@ -214,9 +214,17 @@ def put_placements(plan: leases.PlacementPlan) -> Call[leases.PlacementPlan]:
     return _call("PUT", "/v1/placements", leases.PlacementPlan, plan, repeatable=True)
 
 
-def get_placements() -> Call[leases.PlacementPlan]:
-    """Read the plan in force."""
-    return _get("/v1/placements", leases.PlacementPlan)
+def get_placements(
+    *, cursor: str | None = None, limit: int | None = None
+) -> Call[leases.PlacementPage]:
+    """Read the plan in force; one of more than 1000 pairings, page by page.
+
+    Args:
+        cursor: `next_cursor` of the page before, which must have the same `plan_hash`.
+    """
+    wanted = {"cursor": cursor, "limit": limit}
+    params = {name: str(value) for name, value in wanted.items() if value is not None}
+    return _get("/v1/placements", leases.PlacementPage, **params)
 
 
 def put_profile(profile: ModelProfile) -> Call[ModelProfile]:

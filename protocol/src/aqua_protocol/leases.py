@@ -139,6 +139,12 @@ class PlacementPlan(Wire):
         return self
 
 
+class PlacementPage(PlacementPlan):
+    """A part of a plan; the whole of one without a cursor."""
+
+    next_cursor: Name | None = Field(default=None, description="The next page begins after it.")
+
+
 class EventKind(StrEnum):
     """What the event stream tells."""
 

@@ -133,6 +133,7 @@ class Profiles(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     profiles: list[ModelProfile]
+    next_cursor: str | None = None
 
 
 def label_of(

@@ -67,7 +67,7 @@ async def test_a_profile_replaces_the_one_before_and_is_read_by_model(
     everything = (await http.get("/v1/profiles")).json()["profiles"]
     assert [profile["model"] for profile in everything] == ["org/sd", "other"]
     unknown = await http.get("/v1/profiles", params={"model": "nobody"})
-    assert unknown.json() == {"profiles": []}
+    assert unknown.json()["profiles"] == []
     wrong = await http.put("/v1/profiles", json={"model": "x", "label": "producer"})
     assert error_of(wrong).code == "request_invalid"
 

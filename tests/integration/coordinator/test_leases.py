@@ -73,7 +73,7 @@ async def test_the_placers_pairing_is_obeyed_in_its_order_and_exclusively(
     pairing = Pairing(consumer_id="consumer", producers=["best", "second"], reason="near")
     plan = PlacementPlan(plan_hash="p1", pairings=[pairing])
     await room.ledger.put_placements(plan)
-    assert await room.ledger.placements() == plan
+    assert await room.ledger.placements() == (plan, 1, None)
     lenders = [(await room.grant(consumer, 2)).lease.producer_id for _ in range(6)]
     assert lenders == ["best", "best", "second", "second", "second", "second"]
     with pytest.raises(CapacityError) as caught:

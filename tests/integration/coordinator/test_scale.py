@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
-from aqua_coordinator import member_totals
+from aqua_coordinator import member_totals, routes
 from aqua_coordinator.metrics import MAX_LABELLED_MEMBERS
+from aqua_coordinator.services import MAX_PAGE
 from aqua_protocol.members import MAX_MEMBERS_PER_HEARTBEAT, Heartbeat
-from harness.asgi import as_json
+from harness.asgi import as_json, error_of
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+
+
+def paged_paths() -> set[str]:
+    """Every path under /v1 that is read without naming one thing, but the stream."""
+    return {
+        route.path
+        for router in routes.ALL
+        for route in router.routes
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ())
+        if route.path.startswith("/v1/") and "{" not in route.path
+    } - {"/v1/events"}
 
 
 async def fill(http: httpx.AsyncClient, number: int) -> None:
@@ -53,6 +68,61 @@ async def test_a_scrape_shows_members_while_they_are_few_and_sums_however_many_t
     few, some, many = shown.values()
     assert few > MAX_LABELLED_MEMBERS * 7
     assert some == many < 200
+
+
+async def test_a_plan_comes_in_pages_and_whole_only_while_it_fits_on_one(
+    http: httpx.AsyncClient,
+) -> None:
+    names = sorted(f"c{number}" for number in range(MAX_PAGE + 1))
+    pairings = [
+        {"consumer_id": name, "producers": ["p1", "p0"], "reason": "near" if at % 2 else ""}
+        for at, name in enumerate(names)
+    ]
+    for count in (MAX_PAGE, MAX_PAGE + 1):
+        plan = {"plan_hash": f"plan-{count}", "pairings": pairings[:count]}
+        (await http.put("/v1/placements", json=plan)).raise_for_status()
+        whole = await http.get("/v1/placements")
+        if count == MAX_PAGE:
+            assert whole.json() == plan
+        else:
+            assert error_of(whole).code == "request_invalid"
+        read = []
+        params: dict[str, str] = {"limit": "300"}
+        while True:
+            page = (await http.get("/v1/placements", params=params)).json()
+            assert page["plan_hash"] == plan["plan_hash"]
+            assert 0 < len(page["pairings"]) <= 300
+            read += page["pairings"]
+            if "next_cursor" not in page:
+                break
+            params["cursor"] = page["next_cursor"]
+        assert read == plan["pairings"]
+    for limit in (0, MAX_PAGE + 1):
+        refused = await http.get("/v1/placements", params={"limit": limit})
+        assert error_of(refused).code == "request_invalid"
+
+
+async def test_profiles_come_in_pages_by_name(http: httpx.AsyncClient) -> None:
+    models = [f"org/m{number}" for number in (3, 1, 2, 5, 4)]
+    for model in models:
+        await http.put("/v1/profiles", json={"model": model, "label": "neutral"})
+    read = []
+    page: dict[str, Any] = {"next_cursor": ""}
+    while (cursor := page["next_cursor"]) is not None:
+        page = (await http.get("/v1/profiles", params={"limit": 2, "cursor": cursor})).json()
+        read.append([profile["model"] for profile in page["profiles"]])
+    assert read == [["org/m1", "org/m2"], ["org/m3", "org/m4"], ["org/m5"]]
+    whole = (await http.get("/v1/profiles")).json()
+    assert [profile["model"] for profile in whole["profiles"]] == sorted(models)
+    assert whole["next_cursor"] is None
+
+
+@pytest.mark.parametrize("path", sorted(paged_paths()))
+async def test_no_listing_gives_more_than_a_page(http: httpx.AsyncClient, path: str) -> None:
+    most = (await http.get(path, params={"limit": MAX_PAGE})).raise_for_status()
+    assert most.json().get("next_cursor") is None
+    refused = await http.get(path, params={"limit": MAX_PAGE + 1})
+    assert error_of(refused).code == "request_invalid"
 
 
 async def calls_in(room: LedgerRoom) -> dict[str, int]:

@@ -11,10 +11,21 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_coordinator.audit import note
-from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, PositionCursor, ServicesDep
+from aqua_coordinator.services import (
+    MAX_PAGE,
+    CallerDep,
+    IdempotencyKey,
+    Limit,
+    NameCursor,
+    PositionCursor,
+    ServicesDep,
+    next_name,
+)
 from aqua_coordinator.tokens import Role
+from aqua_protocol import RequestInvalidError
 from aqua_protocol.ids import Name
 from aqua_protocol.leases import (
+    PlacementPage,
     PlacementPlan,
     QuarantinePage,
     ReclaimPage,
@@ -39,10 +50,26 @@ async def put_placements(
     return body
 
 
-@placements.get("")
-async def get_placements(_: CallerDep, services: ServicesDep) -> PlacementPlan:
-    """The plan in force."""
-    return await services.ledger.placements()
+@placements.get("", response_model_exclude_none=True)
+async def get_placements(
+    _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit | None = None
+) -> PlacementPage:
+    """The plan in force, by consumer; without a limit as a whole, if it fits on one page.
+
+    Pages of one plan have the same `plan_hash`; read from the start again when it changes.
+    """
+    paged = limit is not None or cursor is not None
+    plan, count, after = await services.ledger.placements(
+        cursor=cursor or "", limit=limit or MAX_PAGE
+    )
+    if count > MAX_PAGE and not paged:
+        raise RequestInvalidError(
+            f"the plan has {count} pairings, more than a page",
+            remedy="Ask for pages: `limit`, then `cursor` as `next_cursor` says.",
+        )
+    return PlacementPage(
+        plan_hash=plan.plan_hash, pairings=plan.pairings, next_cursor=after if paged else None
+    )
 
 
 @profiles.put("")
@@ -60,10 +87,15 @@ async def get_profiles(
     _: CallerDep,
     services: ServicesDep,
     model: Annotated[str, Query(max_length=256, description="One model; all if left out.")] = "",
+    cursor: Annotated[
+        str, Query(max_length=256, description="`next_cursor` of the page before.")
+    ] = "",
+    limit: Limit = MAX_PAGE,
 ) -> Profiles:
-    """The profiles of all models, or of one."""
-    found = await services.ledger.profiles(model)
-    return Profiles(profiles=sorted(found, key=lambda profile: profile.model))
+    """The profiles of all models by name, or of one; there are never more than fit on a page."""
+    found = await services.ledger.profiles(cursor=cursor, limit=limit, model=model)
+    names = [profile.model for profile in found]
+    return Profiles(profiles=found, next_cursor=None if model else next_name(names, limit))
 
 
 @reclaims.post("", status_code=201)

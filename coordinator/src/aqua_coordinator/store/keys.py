@@ -29,6 +29,7 @@ _IN_FULL: Final = {
     "ended_reclaims": "reclaims whose records are about to expire; the sweep empties it",
     "placements": "the placer's plan, replaced as a whole",
     "placement_reasons": "the placer's plan, replaced as a whole",
+    "placement_names": "an index of the placer's plan, replaced with it",
     "profiles": "one hash, a bounded number of models; a model's profile replaces the one before",
     "probe": EXPIRES,
 }

@@ -189,16 +189,20 @@ class Ledger:
         """Replace the placer's plan."""
 
     @lua_step("read_placements.lua", rows.placements)
-    async def placements(self) -> PlacementPlan:
-        """The plan in force."""
+    async def placements(
+        self, *, cursor: str = "", limit: int = 1000
+    ) -> tuple[PlacementPlan, int, str | None]:
+        """The plan in force by consumer, after `cursor`; its size, and the cursor to go on from."""
 
     @lua_step("put_profile.lua", rows.nothing)
     async def put_profile(self, model: str, profile: str) -> None:
         """Keep a model's profile, JSON, instead of any before."""
 
     @lua_step("read_profiles.lua", rows.rows(ModelProfile.model_validate_json))
-    async def profiles(self, model: str = "") -> list[ModelProfile]:
-        """Profiles in no order; of one model, if it is named."""
+    async def profiles(
+        self, *, cursor: str = "", limit: int = 1000, model: str = ""
+    ) -> list[ModelProfile]:
+        """Profiles by model, after `cursor`; or only of this one."""
 
     # --- Reading ---------------------------------------------------------------------
 

@@ -297,17 +297,16 @@ def reclaim(row: Sequence[Any]) -> ReclaimView:
     return ReclaimView.model_validate(_fields(_RECLAIM, row))
 
 
-def placements(answer: Sequence[Any]) -> PlacementPlan:
-    """Read the answer of `read_placements`."""
-    _, plan_hash, pairings, reasons = answer
-    reason_of = dict(zip(reasons[::2], reasons[1::2], strict=True))
+def placements(answer: Sequence[Any]) -> tuple[PlacementPlan, int, str | None]:
+    """Read `read_placements`: a page, how many pairings the plan has, and where to go on."""
+    _, plan_hash, count, pairings, after = answer
 
-    def pairing(row: tuple[bytes, bytes]) -> Pairing:
-        reason = text(reason_of.get(row[0]))
-        return Pairing(consumer_id=text(row[0]), producers=text(row[1]).split(), reason=reason)
+    def pairing(row: Sequence[bytes]) -> Pairing:
+        name, producers, reason = map(text, row)
+        return Pairing(consumer_id=name, producers=producers.split(), reason=reason)
 
-    found = sorted(zip(pairings[::2], pairings[1::2], strict=True))
-    return PlacementPlan(plan_hash=text(plan_hash)[:128], pairings=_readable(pairing, found))
+    page = PlacementPlan(plan_hash=text(plan_hash)[:128], pairings=_readable(pairing, pairings))
+    return page, count, text(after) or None
 
 
 def summary(answer: Sequence[Any]) -> BooksSummary:

@@ -1,12 +1,13 @@
 -- Replace the placer's plan as a whole.
 --
 -- ARGV[1]  plan: a PlacementPlan as JSON
--- Calls    emit
+-- Calls    enlist, emit
 -- Result   {'ok', pairings}: how many
 
 local plan = cjson.decode(ARGV[1])
-redis.call('DEL', KEY.placements, KEY.placement_reasons)
+redis.call('DEL', KEY.placements, KEY.placement_reasons, KEY.placement_names)
 for _, pairing in ipairs(plan.pairings) do
+  enlist(KEY.placement_names, pairing.consumer_id, 0)
   redis.call('HSET', KEY.placements, pairing.consumer_id, table.concat(pairing.producers, ' '))
   if pairing.reason ~= '' then
     redis.call('HSET', KEY.placement_reasons, pairing.consumer_id, pairing.reason)

@@ -1,7 +1,18 @@
--- The placer's plan in force.
+-- A page of the placer's plan in force, by the consumer's name.
 --
--- Result   {'ok', plan_hash, {consumer_id, producers, ...}, {consumer_id, reason, ...}}
+-- ARGV[1]  cursor: go on after this name; '' from the start
+-- ARGV[2]  limit: how many pairings at most
+-- Result   {'ok', plan_hash, pairings, {row, ...}, cursor}: pairings of the whole plan, how many;
+--           where to go on, '' at the end
+--            row {consumer_id, producers, reason}
 -- @flags no-writes
 
+local names, rows = redis.call('ZRANGEBYLEX', KEY.placement_names,
+  ARGV[1] == '' and '-' or '(' .. ARGV[1], '+', 'LIMIT', 0, tonumber(ARGV[2])), {}
+for _, name in ipairs(names) do
+  rows[#rows + 1] = {name, redis.call('HGET', KEY.placements, name),
+    redis.call('HGET', KEY.placement_reasons, name) or ''}
+end
 return {'ok', redis.call('HGET', KEYS[1], 'plan_hash') or '',
-  redis.call('HGETALL', KEY.placements), redis.call('HGETALL', KEY.placement_reasons)}
+  redis.call('ZCARD', KEY.placement_names), rows,
+  #names == tonumber(ARGV[2]) and names[#names] or ''}
