@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from aqua_client.tls import TlsFiles, current_context
+from aqua_client.tls import TlsFiles
 from aqua_protocol.errors import (
     ConfigError,
     ErrorBody,
@@ -57,7 +57,10 @@ def options_of(
     Raises:
         ConfigError: A TLS file is no good.
     """
-    wants_tls = any(one.startswith("https") for one in addresses)
+    trust: TlsFiles | bool = False
+    if any(one.startswith("https") for one in addresses):
+        trust = tls or TlsFiles.from_environment()
+        trust.context()
     return {
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
         "timeout": timeout_s,
@@ -67,7 +70,7 @@ def options_of(
             keepalive_expiry=KEEP_ALIVE_S,
         ),
         # Made only for https: loading the system's certificates takes tens of milliseconds.
-        "verify": wants_tls and current_context(tls or TlsFiles.from_environment()),
+        "verify": trust,
         "trust_env": False,
     }
 

@@ -19,8 +19,10 @@ from aqua_protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-class TlsFiles:
-    """PEM files of one side, and the context that they make; safe to share between threads.
+class TlsFiles(ssl.SSLContext):
+    """PEM files of one side, as a context to give away once: each handshake takes them as they are.
+
+    Safe to share between threads.
 
     Args:
         ca: Authorities to trust; a client's are the system's without.
@@ -28,6 +30,10 @@ class TlsFiles:
         key: Its key, without a password; None where it is in the same file.
         server: Whether we are a server: its clients' certificates are then checked against `ca`.
     """
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Make what handshakes are begun on; none takes anything else of it."""
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
     def __init__(
         self,
@@ -73,6 +79,14 @@ class TlsFiles:
             self._versions = versions
         return self._context
 
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:  # noqa: ANN401 - ssl's
+        """Begin a handshake in memory."""
+        return self.context().wrap_bio(*arguments, **options)
+
+    def wrap_socket(self, *arguments: Any, **options: Any) -> ssl.SSLSocket:  # noqa: ANN401 - ssl's
+        """Begin a handshake on a socket."""
+        return self.context().wrap_socket(*arguments, **options)
+
     def _make(self) -> ssl.SSLContext:
         purpose = ssl.Purpose.CLIENT_AUTH if self._server else ssl.Purpose.SERVER_AUTH
         context = ssl.create_default_context(purpose, cafile=self._ca)
@@ -86,32 +100,6 @@ class TlsFiles:
             # With a password: without one, OpenSSL would ask for it on the terminal.
             context.load_cert_chain(self._cert or "", self._key, password="")
         return context
-
-
-class CurrentContext(ssl.SSLContext):
-    """What an HTTP library is given once and for all: handshakes take the files' context."""
-
-    files: TlsFiles
-
-    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:  # noqa: ANN401 - ssl's
-        """Begin a handshake in memory."""
-        return self.files.context().wrap_bio(*arguments, **options)
-
-    def wrap_socket(self, *arguments: Any, **options: Any) -> ssl.SSLSocket:  # noqa: ANN401 - ssl's
-        """Begin a handshake on a socket."""
-        return self.files.context().wrap_socket(*arguments, **options)
-
-
-def current_context(files: TlsFiles) -> CurrentContext:
-    """A client's context that follows its files.
-
-    Raises:
-        ConfigError: The files are no good.
-    """
-    files.context()
-    context = CurrentContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.files = files
-    return context
 
 
 def file_version(path: Path) -> tuple[int, ...] | None:
