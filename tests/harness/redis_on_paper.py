@@ -469,7 +469,8 @@ function(call, sha1, decode, register)
     call = call, sha1hex = sha1,
     pcall = function(...)
       local sound, answer = pcall(call, ...)
-      return sound and answer or {err = tostring(answer)}
+      if sound then return answer end
+      return {err = tostring(answer)}
     end,
     error_reply = function(text) return {err = text} end,
     status_reply = function(text) return {ok = text} end,
