@@ -18,7 +18,7 @@ from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
 from aqua_coordinator.store.scripts import MAX_GAP_S, SWEEP_PERIOD_S
 from aqua_protocol.leases import LeaseView
 from harness.bounds import HANG_S
-from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.members_on_paper import ADOPTION, PaperConsumer, PaperProducer
 
 ATTACH_WINDOW_S: Final = 10.0
 SILENT_S: Final = 20.0
@@ -41,7 +41,7 @@ class LedgerRoom:
     def __init__(self, url: str, pipeline: Pipeline) -> None:
         self.url = url
         self.pipeline = pipeline
-        self.ledger = Ledger(pipeline)
+        self.ledger = Ledger(pipeline, ADOPTION)
         self.spread_s, self.silent_s = 0.0, SILENT_S
         self._keys = itertools.count()
 

@@ -10,6 +10,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Final
 
+from aqua_coordinator.adoption import AdoptionKeys
+from aqua_coordinator.store.rows import Grant
 from aqua_protocol import PROTOCOL_VERSION, TransportKind
 from aqua_protocol.leases import LeaseRequest, LeaseView
 from aqua_protocol.members import (
@@ -20,6 +22,8 @@ from aqua_protocol.members import (
     UsedLease,
 )
 
+ADOPTION_KEY: Final = b"the adoption key of every test's coordinators"
+ADOPTION: Final = AdoptionKeys([ADOPTION_KEY])
 SLAB: Final = 65_536
 DOMAIN: Final = "domain-0"
 
@@ -70,8 +74,17 @@ class PaperProducer:
             "epoch": lease.epoch,
             "consumer_id": lease.consumer_id,
             "held_bytes": nbytes,
+            "proof": self._proof_of(lease),
         }
         self.held[lease.lease_id] = HeldLease.model_validate(fields | changes)
+
+    def _proof_of(self, lease: LeaseView) -> str | None:
+        """What came with the token: of the bytes that were granted, however few are left."""
+        if lease.lease_id in self.held:
+            return self.held[lease.lease_id].proof
+        return ADOPTION.prove(
+            Grant(lease, "", self.incarnation, 0.0, "", TransportKind.MEMFD, SLAB)
+        )
 
     def take_back(self, lease: LeaseView) -> None:
         """Every slab of `lease` is back."""

@@ -28,6 +28,7 @@ from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.leases import LeaseAction, LeaseGrant, LeaseRequest, LeaseView
 from aqua_protocol.members import ConsumerAck, ConsumerReport, ProducerAck, ProducerReport
+from harness.members_on_paper import ADOPTION
 from harness.redis_on_paper import RedisOnPaper, Reply, ScriptError
 from harness.virtual_machine import EPOCH_S, Machine, Process
 
@@ -72,7 +73,7 @@ class Store:
 
     def ledger(self, library: Library | None = None) -> Ledger:
         """A ledger over these books, whose scripts are the real ones or these."""
-        return Ledger(cast("Pipeline", _Connection(self, library or load_library())))
+        return Ledger(cast("Pipeline", _Connection(self, library or load_library())), ADOPTION)
 
 
 class _Connection:
@@ -138,7 +139,7 @@ class Coordinator:
             SimpleNamespace(
                 settings=SETTINGS,
                 ledger=ledger,
-                signer=CapabilitySigner(ledger, None),
+                signer=CapabilitySigner(ledger, SETTINGS),
                 metrics=_METRICS,
                 heartbeats=HeartbeatRate(SETTINGS.heartbeat_s),
             ),

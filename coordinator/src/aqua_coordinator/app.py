@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from aqua_coordinator import __version__, routes
+from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator
@@ -70,6 +71,7 @@ class Service:
     Args:
         settings: Checked already.
         redis_url: Where the books are; nothing is connected before `running`.
+        adoption: Keys of its own, where none are configured; by default made for this process.
 
     Attributes:
         asgi: The ASGI application to serve.
@@ -81,7 +83,9 @@ class Service:
         ConfigError: The URL, the tokens file or the audit log is no good.
     """
 
-    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, redis_url: str, adoption: AdoptionKeys | None = None
+    ) -> None:
         metrics = Metrics()
         pool = open_pool(
             redis_url,
@@ -94,7 +98,7 @@ class Service:
             observe=metrics.redis_answered,
             min_replicas=settings.min_replicas or 0,
         )
-        ledger = Ledger(self._pipeline)
+        ledger = Ledger(self._pipeline, AdoptionKeys.configured(settings) or adoption)
         self.services = Services(
             settings=settings,
             ledger=ledger,

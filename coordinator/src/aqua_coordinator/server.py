@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 
 from aqua_coordinator import __version__
+from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.app import Service
 from aqua_coordinator.connections import ConnectionLimits
 from aqua_coordinator.embedded import EmbeddedValkey
@@ -176,10 +177,27 @@ def serve(settings: CoordinatorSettings) -> None:
             redis_url = settings.redis_url.get_secret_value()
         if settings.tokens_file is None:
             log.warning("no tokens file: every process on this machine is an operator")
-        service = Service(settings, redis_url)
+        service = Service(settings, redis_url, _own_keys(settings))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(service, listener, embedded))
     log.info("stopped")
+
+
+def _own_keys(settings: CoordinatorSettings) -> AdoptionKeys | None:
+    """Adoption keys of this coordinator alone, unless some are configured for all."""
+    if settings.adoption_key is not None:
+        return None
+    if settings.redis_url is not None:
+        log.warning(
+            "no AQUA_ADOPTION_KEY: if the books are lost, leases that others granted will end"
+        )
+    try:
+        return AdoptionKeys.in_directory(settings.data_dir)
+    except ConfigError as error:
+        if settings.redis_url is None:
+            raise
+        log.warning("leases from before a restart will end, too", reason=error.message)
+        return None
 
 
 async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValkey | None) -> None:

@@ -61,6 +61,7 @@ class CapabilitySigner:
             consumer_id=lease.consumer_id,
             bytes=lease.bytes,
             not_after_s=grant.not_after_s,
+            proof=self._ledger.adoption.prove(grant),
         )
         return sign(claims, self._key(secret, lease.producer_id, grant.incarnation))
 

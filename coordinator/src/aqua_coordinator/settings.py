@@ -121,6 +121,16 @@ class CoordinatorSettings(BaseSettings):
         description="While the secret is being replaced: the one to come, then the one before. "
         "Producers take lease tokens of both.",
     )
+    adoption_key: SecretStr | None = Field(
+        None,
+        description="Proves leases to books that were lost; the same for all coordinators of one "
+        "Redis, and not in it. Unset: made in data_dir, for this coordinator's leases only.",
+    )
+    adoption_key_other: SecretStr | None = Field(
+        None,
+        description="While the adoption key is being replaced: the one to come, then the one "
+        "before. Proofs of both are good.",
+    )
     heartbeat_s: float = Field(
         1.0, ge=0.05, le=60, description="How often members report; many members less often."
     )
@@ -201,10 +211,11 @@ class CoordinatorSettings(BaseSettings):
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
             message = "tls_key and tls_client_ca need tls_cert"
             raise ValueError(message)
-        for secret in (self.capability_secret, self.capability_secret_other):
-            if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
-                message = f"a capability_secret must have at least {MIN_SECRET_LENGTH} characters"
-                raise ValueError(message)
+        for name in ("capability_secret", "adoption_key"):
+            for secret in (getattr(self, name), getattr(self, f"{name}_other")):
+                if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_LENGTH:
+                    message = f"{name} must have at least {MIN_SECRET_LENGTH} characters"
+                    raise ValueError(message)
         return self
 
     def tls_files(self) -> TlsFiles | None:

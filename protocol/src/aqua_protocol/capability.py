@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError
 from aqua_protocol.errors import CapabilityError
 from aqua_protocol.ids import MAX_EPOCH, Name
 from aqua_protocol.units import MAX_BYTES
-from aqua_protocol.wire import Wire
+from aqua_protocol.wire import Proof, Wire
 
 # Characters. Claims and signature take about 600; the rest is room for later claims. Doubled, an
 # attach packet still holds the token.
@@ -50,6 +50,7 @@ class Claims(Wire):
     not_after_s: float = Field(
         description="Unix time, in seconds, after which attaching is refused."
     )
+    proof: Proof | None = Field(default=None, description="Of the grant, for reports.")
 
 
 def producer_key(secret: bytes, producer_id: str, incarnation: str) -> bytes:

@@ -25,6 +25,7 @@ from aqua_protocol.wire import (
     Flag,
     Milliseconds,
     PositiveBytes,
+    Proof,
     Rate,
     RevisionField,
     Seconds,
@@ -73,6 +74,9 @@ class HeldLease(Wire):
     reclaiming_bytes: ByteCount = Field(default=0, description="Part of held that is asked back.")
     consumer_lost: Flag = Field(
         default=False, description="The channel closed or the process died."
+    )
+    proof: Proof | None = Field(
+        default=None, description="Of the grant, from its token. Lost books take no lease without."
     )
 
     @model_validator(mode="after")

@@ -179,7 +179,7 @@ WRONG_TYPES: Final = [
     *("consumers_seen", "deadlines", "reclaims", "ended_reclaims", "placements"),
     *("placement_reasons", "profiles", "probe", "producer", "producer_leases"),
     *("producer_reclaims", "consumer", "consumer_leases", "free", "unconfirmed", "lease"),
-    *("reclaim", "claim", "idempotency"),
+    *("reclaim", "claims", "idempotency"),
 ]
 
 
@@ -195,7 +195,7 @@ def name_of(town: Town, noun: str) -> str:
         "unconfirmed": DOMAIN,
         "lease": town.leases[0].lease_id,
         "reclaim": town.reclaim_id,
-        "claim": "llm-0",
+        "claims": "llm-0",
         "idempotency": "lease:key",
     }
     return name + about.get(noun, "lender-0")
@@ -268,7 +268,7 @@ JUNK: Final = {
     "a pairing with nobody": ["HSET", "placements", "llm-1", "nobody  lender-1 !!"],
     "a profile of junk": ["HSET", "profiles", "m2", "junk"],
     "an event of junk": ["XADD", "events", "*", "event", "junk"],
-    "a claim of junk": ["SET", "claim", "junk"],
+    "a claim of junk": ["SET", "claims", "junk"],
     "an answer of junk": ["SET", "idempotency", "junk"],
     "books of an odd plan": ["HSET", "books", "plan_hash", "x" * 1000],
     "an odd clock": [

@@ -68,6 +68,7 @@ class Holder:
         silent: Its channel closed while it held slabs; its process may still have them mapped.
         ended: Its right has ended, and everything was asked back.
         known: The books have seen it attached.
+        proof: Of the grant, for books that have been lost.
     """
 
     lease_id: LeaseId
@@ -76,6 +77,7 @@ class Holder:
     silent: bool = False
     ended: bool = False
     known: bool = False
+    proof: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,8 @@ class LendingState:
             raise CapacityError(
                 "the producer took its memory back before the lease was attached", lease_id=lease_id
             )
-        self._holders[lease_id] = Holder(lease_id, Epoch(claims.epoch), consumer_id)
+        holder = Holder(lease_id, Epoch(claims.epoch), consumer_id, proof=claims.proof)
+        self._holders[lease_id] = holder
         return loans
 
     def released(self, lease_id: LeaseId, slab_id: int, generation: int) -> Effects:
@@ -437,4 +440,5 @@ def _as_held(
         held_bytes=held_bytes,
         reclaiming_bytes=reclaiming_bytes,
         consumer_lost=consumer_lost,
+        proof=holder.proof,
     )

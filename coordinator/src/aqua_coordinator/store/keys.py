@@ -43,7 +43,7 @@ _BEFORE_AN_ID: Final = {
     "unconfirmed": "producers that have yet to confirm the books, by domain; gone when none are",
     "lease": "while booked; from its end on the record expires",
     "reclaim": "while open; once closed the record expires",
-    "claim": EXPIRES,
+    "claims": EXPIRES,
     "idempotency": EXPIRES,
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.store import rows
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.lua_step import lua_step
@@ -66,10 +68,16 @@ keeps other callers waiting for 10 ms."""
 
 
 class Ledger:
-    """Typed access to the books over a pipeline, which it closes."""
+    """Typed access to the books over a pipeline, which it closes.
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    Args:
+        pipeline: Closed with the ledger.
+        adoption: Keys that leases are proven with to books that were lost.
+    """
+
+    def __init__(self, pipeline: Pipeline, adoption: AdoptionKeys | None = None) -> None:
         self._pipeline = pipeline
+        self.adoption = adoption or AdoptionKeys.of_this_process()
         self._secrets: dict[str, bytes] = {}
         self._audited_until: str | None = None
 
@@ -122,9 +130,19 @@ class Ledger:
 
     # --- Members ---------------------------------------------------------------------
 
-    @lua_step("report_producer.lua", rows.producer_booked)
     async def report_producer(self, report: ProducerReport) -> rows.ProducerBooked:
-        """Book a producer's full state."""
+        """Book a producer's full state; what lost books should know again is proven on the way."""
+        booked = await self._report_producer(report, "")
+        if isinstance(booked, list):
+            verdicts = self.adoption.verdicts(report, booked)
+            booked = await self._report_producer(report, json.dumps(verdicts))
+        assert isinstance(booked, rows.ProducerBooked), "asked twice for proofs"
+        return booked
+
+    @lua_step("report_producer.lua", rows.producer_booked)
+    async def _report_producer(
+        self, report: ProducerReport, verdicts: str
+    ) -> rows.ProducerBooked | list[str]: ...
 
     @lua_step("report_consumer.lua", rows.consumer_booked)
     async def report_consumer(self, report: ConsumerReport) -> rows.ConsumerBooked:

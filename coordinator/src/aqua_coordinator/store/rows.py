@@ -239,8 +239,10 @@ def grant(answer: Sequence[Any]) -> Grant:
     )
 
 
-def producer_booked(answer: Sequence[Any]) -> ProducerBooked:
-    """Read the answer of `report_producer`."""
+def producer_booked(answer: Sequence[Any]) -> ProducerBooked | list[str]:
+    """Read the answer of `report_producer`: what it did, or leases whose proofs it asks for."""
+    if len(answer) == 2:  # noqa: PLR2004 - 'ok' and the leases
+        return [text(name) for name in answer[1]]
     _, books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed = answer
     return ProducerBooked(
         books_id=text(books_id),

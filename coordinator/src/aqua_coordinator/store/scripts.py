@@ -32,7 +32,7 @@ from typing import Final
 
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import TransportKind
-from aqua_protocol.ids import MAX_NAME_LENGTH
+from aqua_protocol.ids import MAX_EPOCH, MAX_NAME_LENGTH
 from aqua_protocol.lease import BOOKED_STATES, LEASE, LeaseEvent, LeaseState
 from aqua_protocol.leases import EventKind
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, MAX_RECLAIMS_PER_REPORT
@@ -80,12 +80,17 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     # How long a consumer may name an unknown lease: its producer reports within a heartbeat, and
     # is given up after the silence that settings allow.
     "claim_patience_us": 30_000_000,
+    # Unknown leases that a report may name and wait for: 10 KiB a consumer. The books adopt as many
+    # of a producer in one report, about 10 ms of Redis time; the others are its own until the next.
+    "max_claims": 256,
+    "max_adoptions": 256,
     "max_leases_per_member": MAX_LEASES_PER_MEMBER,
     "max_open_reclaims": MAX_RECLAIMS_PER_REPORT,
     "max_retired_incarnations": 8,
     # Kilobytes each, and read all at once by a listing.
     "max_profiles": 1000,
     "max_name_length": MAX_NAME_LENGTH,
+    "max_epoch": MAX_EPOCH,
     "max_bytes": MAX_BYTES,
     # Records set aside that can be listed; a day of one a minute.
     "max_quarantined": 1440,

@@ -53,17 +53,28 @@ if not known.incarnation then
   emit(KIND.consumer_joined, nil, consumer_id)
 end
 
-local ended = {}
+-- Leases that the books do not know, and when the consumer named each of them first: one record with
+-- a bounded number of them, those of this report.
+local function claims_in(text)
+  local claims = {}
+  for lease_id, since_us in string.gmatch(text or '', '(%S+) (%d+)') do
+    claims[lease_id] = whole(since_us)
+  end
+  return claims
+end
+
+local ended, kept, claims = {}, {}, nil
 local patience_us = math.max(CONST.claim_patience_us, CONST.heartbeats_missed * spread_us)
 for _, used in ipairs(report.leases) do
   local lease = lease_of(used.lease_id)
   if not lease then
-    local claim_key = KEY.claim .. used.lease_id
-    local since_us = redis.call('GET', claim_key)
-    if not since_us then
-      redis.call('SET', claim_key, integer(clock_us), 'PX', integer(patience_us / 500))
-    elseif clock_us - tonumber(since_us) > patience_us then
+    claims = claims or claims_in(redis.call('GET', KEY.claims .. consumer_id))
+    local since_us = claims[used.lease_id] or clock_us
+    if clock_us - since_us > patience_us then
       ended[#ended + 1] = {used.lease_id, used.epoch, 'unknown'}
+    end
+    if #kept < CONST.max_claims then
+      kept[#kept + 1] = used.lease_id .. ' ' .. integer(since_us)
     end
   elseif not RIGHTFUL[lease.state] or used.epoch ~= lease.epoch then
     local reason = RIGHTFUL[lease.state] and 'stale_epoch' or lease.reason
@@ -74,6 +85,11 @@ for _, used in ipairs(report.leases) do
       prolong(lease)
     end
   end
+end
+
+if claims then
+  redis.call('SET', KEY.claims .. consumer_id, table.concat(kept, '\n'),
+    'PX', integer(patience_us / 500))
 end
 
 local _, available = largest(report.domain, pairing_of(consumer_id))

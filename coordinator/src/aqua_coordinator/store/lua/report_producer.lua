@@ -1,21 +1,24 @@
 -- Book a producer's full state: registration, heartbeat and every change of its leases.
 --
 -- ARGV[1]  report: a ProducerReport as JSON, without nulls
+-- ARGV[2]  verdicts: '' at first; then bytes granted by the proof of each lease asked for, as JSON
 -- Calls    offer_of, member_of, why_stale, refuse, leases_on, load_leases, lease_of, is_borne_out,
---          integer, is_name, drop_reclaim, list_lease, count, step, save, retire, emit, open_lease,
---          prolong, book, next_epoch, close_reclaim, whole, is_decimal
+--          drop_lease, integer, is_name, drop_reclaim, list_lease, count, step, save, retire, emit,
+--          open_lease, prolong, book, next_epoch, close_reclaim, whole, is_decimal
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' orders, not yet taken up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
 --            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
+--          {'ok', asked}: nothing is written yet; leases whose proofs have to be checked before
 -- Refuses  stale_revision, stale_epoch, protocol_violation
 --
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
--- older than the grant. Any other lease that is not mentioned is back. A lease that the books do
--- not know, or hold ended, is adopted. If the offer no longer covers everything, grants that
--- no consumer has attached to yet go, newest first; what is held fits by the schema. More bytes
--- than were granted under a lease are the producer's own: booked, and under no lease.
+-- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
+-- ended is adopted, and so is one that they do not know, if its proof is good; not more than some
+-- hundred in one report. What is not proven, or more than was granted, is booked as the producer's
+-- own: under no lease, in no consumer's name. If the offer no longer covers everything, grants that
+-- no consumer has attached to yet go, newest first; what is held fits by the schema.
 --
 -- Of the books' own knowledge of this producer only the records of its leases count. Its sums and
 -- lists are made anew from them, so what was lost or damaged there is whole again after a report.
@@ -43,21 +46,23 @@ for index, held in ipairs(report.leases) do
   named[held.lease_id], lease_ids[index] = true, held.lease_id
 end
 load_leases(lease_ids)
+local verdicts, asked = ARGV[2] ~= '' and cjson.decode(ARGV[2]), {}
 for _, held in ipairs(report.leases) do
-  local lease = lease_of(held.lease_id)
+  local lease_id, lease = held.lease_id, lease_of(held.lease_id)
   local is_others = lease
     and (lease.producer_id ~= producer_id or lease.consumer_id ~= held.consumer_id)
   local is_stale = lease and (held.epoch < lease.granted_epoch or held.epoch > lease.epoch)
   if (is_others or is_stale) and not is_borne_out(lease) then
-    lease = false
-  elseif is_others then
-    return refuse('protocol_violation', 'the lease belongs to others', 'lease_id', held.lease_id)
-  elseif is_stale then
-    return refuse('stale_epoch', 'the lease never had this epoch', 'lease_id', held.lease_id,
-      'epoch', integer(held.epoch))
+    lease, is_others, is_stale = false, false, false
   end
-  if not lease and held.epoch > math.max(epoch, now_us) then
-    return refuse('stale_epoch', 'no books have issued this epoch yet', 'lease_id', held.lease_id,
+  if (not lease or is_others or is_stale) and held.proof and not verdicts then
+    asked[#asked + 1] = #asked < CONST.max_adoptions and lease_id or nil
+  elseif (is_others or is_stale) and verdicts and (verdicts[lease_id] or 0) > 0 then
+    drop_lease(lease_id, 'is not what the proof of its grant says', lease.producer_id)
+  elseif is_others then
+    return refuse('protocol_violation', 'the lease belongs to others', 'lease_id', lease_id)
+  elseif is_stale then
+    return refuse('stale_epoch', 'the lease never had this epoch', 'lease_id', lease_id,
       'epoch', integer(held.epoch))
   end
 end
@@ -72,11 +77,19 @@ for _, reclaim in ipairs(report.reclaims) do
   end
 end
 
--- What the books have of it.
-local listed = {}
-for _, lease in ipairs(booked) do
-  listed[lease.lease_id] = true
+if #asked > 0 then
+  return {'ok', asked}
 end
+
+-- What the books have of it.
+local listed, kept = {}, {}
+for _, lease in ipairs(booked) do
+  if lease_of(lease.lease_id) == lease then
+    listed[lease.lease_id] = true
+    kept[#kept + 1] = lease
+  end
+end
+booked = kept
 for _, lease_id in ipairs(lease_ids) do
   local lease = lease_of(lease_id)
   if lease and BOOKED[lease.state] and not listed[lease_id] then
@@ -133,16 +146,28 @@ offer.changed = true
 
 -- What is held.
 local own_bytes, ended, attached_us = 0, {}, {}
-for _, held in ipairs(report.leases) do
-  local lease = lease_of(held.lease_id)
-  if not lease then
+
+-- A lease that the books do not know, or nil: its bytes are the producer's own then.
+local function adopted(held)
+  local granted_bytes = verdicts and verdicts[held.lease_id]
+  if granted_bytes and granted_bytes > 0 then
     -- Granted by books that are lost: the same as a lease of a producer that was lost.
-    lease = open_lease({
+    epoch, issued = math.max(epoch, held.epoch), true
+    return open_lease({
       lease_id = held.lease_id, state = STATE.lost, epoch = held.epoch, granted_epoch = held.epoch,
       producer_id = producer_id, consumer_id = held.consumer_id, ttl_us = CONST.adopted_ttl_us,
-      granted_bytes = held.held_bytes,
+      granted_bytes = granted_bytes,
     })
   end
+  own_bytes = own_bytes + held.held_bytes
+  -- One that has a proof and was not asked for is for the next report.
+  if granted_bytes or not held.proof then
+    ended[#ended + 1] = {held.lease_id, held.epoch, 'unproven'}
+  end
+  return nil
+end
+
+local function book_held(lease, held)
   if not BOOKED[lease.state] then
     step(lease, EVENT.adopt)
   elseif lease.state == STATE.granted then
@@ -168,6 +193,13 @@ for _, held in ipairs(report.leases) do
     ended[#ended + 1] = {lease.lease_id, lease.epoch, lease.reason}
   end
   save(lease)
+end
+
+for _, held in ipairs(report.leases) do
+  local lease = lease_of(held.lease_id) or adopted(held)
+  if lease then
+    book_held(lease, held)
+  end
 end
 
 -- What is back.

@@ -100,25 +100,26 @@ end
 
 -- A record is one string: a hash would cost twice as much to write, by its words. What comes after
 -- the fields that we know is a later version's, and is kept.
-local RECORD = '^(%l+)\n(%d+)\n(%d+)\n([^\n]*)\n([^\n]*)\n(%d+)\n(%d+)\n(%-?%d+)\n([^\n]*)(.*)$'
+local RECORD = '^(%l+)\n(%d+)\n(%d+)\n(%w[%w._:-]*)\n(%w[%w._:-]*)\n(%d+)\n(%d+)\n(%-?%d+)\n'
+  .. '([^\n]*)\n?(%d*)(.*)$'
 
 -- The lease of a record, or nil: one that could not have been written by a step.
 local function lease_in(lease_id, record)
   local state, last_epoch, granted_epoch, producer_id, consumer_id, bytes, ttl_us, granted_us,
-    reason, rest = string.match(record, RECORD)
-  if not state or not is_name(producer_id) or not is_name(consumer_id)
-      or not (BOOKED[state] or state == STATE.released or state == STATE.lost) then
+    reason, granted_bytes, later = string.match(record, RECORD)
+  if not state or not (BOOKED[state] or state == STATE.released or state == STATE.lost) then
     return nil
   end
   local lease = {
-    lease_id = lease_id, state = state, epoch = whole(last_epoch),
-    granted_epoch = whole(granted_epoch), producer_id = producer_id, consumer_id = consumer_id,
-    bytes = whole(bytes), ttl_us = whole(ttl_us), granted_us = whole(granted_us), reason = reason,
+    lease_id = lease_id, state = state, epoch = tonumber(last_epoch),
+    granted_epoch = tonumber(granted_epoch), producer_id = producer_id,
+    consumer_id = consumer_id, bytes = tonumber(bytes), ttl_us = tonumber(ttl_us),
+    granted_us = tonumber(granted_us), reason = reason,
+    granted_bytes = tonumber(granted_bytes) or tonumber(bytes), later = later,
   }
-  local granted_bytes, later = string.match(rest, '^\n(%d+)(.*)$')
-  lease.granted_bytes, lease.later = whole(granted_bytes) or lease.bytes, later or rest
-  local sound = lease.epoch and lease.granted_epoch and lease.granted_epoch <= lease.epoch
-    and lease.bytes and lease.ttl_us and lease.granted_us and lease.bytes <= lease.granted_bytes
+  local sound = lease.granted_epoch <= lease.epoch and lease.epoch <= CONST.max_epoch
+    and lease.bytes <= lease.granted_bytes and lease.granted_bytes <= CONST.max_bytes
+    and lease.ttl_us <= CONST.max_epoch and math.abs(lease.granted_us) <= CONST.max_epoch
     and (lease.bytes > 0) == (BOOKED[state] or false)
   return sound and lease or nil
 end
