@@ -106,8 +106,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
-        if counter % 10 == 0:
-            self._connections.close_late()
+        self._connections.close_late()
         if not await super().on_tick(counter):
             return False
         if not self._services.stopping.is_set():
