@@ -82,6 +82,7 @@ class _Connection:
     def __init__(self, store: Store, library: Library) -> None:
         self._store = store
         self._library = library
+        self.library_name = library.name
         store.redis.load(library.source)
 
     async def script(self, name: str, *arguments: Argument) -> Reply:
@@ -100,6 +101,9 @@ class _Connection:
     async def command(self, *words: Argument) -> Reply:
         self._require()
         return self._store.redis.command(*words)
+
+    async def forget_libraries(self, names: list[str]) -> None:
+        """A library costs nothing here."""
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -420,7 +420,7 @@ class Cluster:
         self.check()
 
 
-_FOR_EVER: Final = ("books", "events", "quarantine")
+_FOR_EVER: Final = ("books", "events", "quarantine", "libraries")
 
 
 @contextlib.contextmanager

@@ -137,17 +137,24 @@ async def test_more_scripts_than_a_batch_takes_are_all_answered(room: LedgerRoom
     assert len({grant.lease.lease_id for grant in grants}) == 3 * MAX_BATCH
 
 
-async def test_versions_share_one_redis_and_a_new_one_tidies_up(room: LedgerRoom) -> None:
+async def test_versions_share_one_redis_and_those_not_heard_of_for_long_are_deleted(
+    room: LedgerRoom,
+) -> None:
     older = assemble({"read_books": "return {'ok', 'older'}"})
     stranger = "#!lua name=stranger\nredis.register_function('stranger', function() return 1 end)"
     for source in (older.source, stranger):
         await room.command("FUNCTION", "LOAD", source)
-    await room.ledger.summary()
-    call = ("FCALL", older.function("read_books"), "1", KEYS["books"])
-    assert await room.command(*call) == [b"ok", b"older"]
     await room.ledger.open()
-    left = {row[1].decode() for row in await room.command("FUNCTION", "LIST")}
-    assert left == {load_library().name, "stranger"}
+    await room.command("HSET", KEYS["libraries"], "stranger", "0", "junk", "junk")
+    call = ("FCALL", older.function("read_books"), "1", KEYS["books"])
+    for silent_s, left in ((500, {older.name}), (700, set())):
+        assert await room.command(*call) == [b"ok", b"older"]
+        seen_us = round((time.time() - silent_s) * 1e6)
+        await room.command("HSET", KEYS["libraries"], older.name, str(seen_us))
+        await room.sweep()
+        names = {row[1].decode() for row in await room.command("FUNCTION", "LIST")}
+        assert names == {load_library().name, "stranger"} | left
+    assert await room.command("HKEYS", KEYS["libraries"]) == [load_library().name.encode()]
     await room.command("FUNCTION", "DELETE", "stranger")
 
 

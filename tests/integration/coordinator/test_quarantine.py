@@ -218,6 +218,12 @@ async def test_a_key_of_the_wrong_type_is_set_aside(town: Town, noun: str, kind:
     await town.require_health()
 
 
+@pytest.mark.parametrize("noun", [*WRONG_TYPES, "libraries"])
+async def test_a_key_that_is_lost_alone_heals_with_the_reports(town: Town, noun: str) -> None:
+    await town.room.command("DEL", name_of(town, noun))
+    await town.require_health()
+
+
 JUNK: Final = {
     "a lease of junk": ["SET", "lease", "junk"],
     "an empty lease": ["SET", "lease", ""],

@@ -23,6 +23,7 @@ _IN_FULL: Final = {
     "producers_seen": "as `producers`, ordered by the last report",
     "consumers": "an index; a consumer leaves it when it is removed or silent for too long",
     "consumers_seen": "as `consumers`, ordered by the last report",
+    "libraries": "one hash with a field for each version of late; the sweep drops old ones",
     "quarantine": "one stream, trimmed to a length by every entry",
     "deadlines": "leases whose right a clock can end; they leave it when it has ended",
     "reclaims": "an index; the sweep takes closed reclaims out once their records have expired",

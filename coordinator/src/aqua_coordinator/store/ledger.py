@@ -100,7 +100,6 @@ class Ledger:
             if fault.level is FindingLevel.FAIL:
                 raise ConfigError(fault.message, remedy=fault.remedy)
             log.warning(fault.message, remedy=fault.remedy)
-        await self._pipeline.forget_other_libraries()
         return await self._create()
 
     async def probe(self) -> rows.CurrentBooks:
@@ -330,6 +329,8 @@ class Ledger:
         ended = await _until_done(self._expire_leases)
         ended += await _until_done(partial(self._lose_silent_members, silent_s))
         await _until_done(self._forget_reclaims)
+        gone = await self._announce_library(self._pipeline.library_name)
+        await self._pipeline.forget_libraries(gone)
         faults, self._audited_until = await self._audit_books(self._audited_until, SWEEP_BATCH)
         if faults:
             log.warning("books put right", count=len(faults), faults=faults[:MAX_LOGGED_FAULTS])
@@ -351,6 +352,9 @@ class Ledger:
 
     @lua_step("forget_reclaims.lua", rows.one(int))
     async def _forget_reclaims(self, limit: int) -> int: ...
+
+    @lua_step("announce_library.lua", rows.rows(rows.text))
+    async def _announce_library(self, library: str) -> list[str]: ...
 
     @lua_step("audit_books.lua", rows.page(rows.text))
     async def _audit_books(

@@ -35,7 +35,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from typing import Any, Final, TypeAlias
 
@@ -87,7 +87,6 @@ _NOT_NOW: Final = (
 )
 """First words of Redis errors that speak of its state or of our rights, not of the command. A key
 of the wrong type stops scripts that only read, until the next one that writes sets it aside."""
-_LIBRARY: Final = b"library_name"
 _NO_FUNCTION: Final = "Function not found"
 _BROKEN: Final = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)
 
@@ -151,18 +150,22 @@ class Pipeline:
         """Run a plain command; the future raises what `store_error` makes of errors."""
         return self._submit(_Command(str(words[0]).lower(), words))
 
-    async def forget_other_libraries(self) -> None:
-        """Delete the scripts of other versions of this program; theirs are loaded when missed.
+    async def forget_libraries(self, names: Sequence[str]) -> None:
+        """Delete scripts of other versions of this program; theirs are loaded when missed.
 
         Raises:
             UnavailableError: As by `store_error`.
         """
-        for row in await self.command("FUNCTION", "LIST", "LIBRARYNAME", f"{LIBRARY_PREFIX}*"):
-            name: bytes = dict(zip(row[::2], row[1::2], strict=True))[_LIBRARY]
-            if name != self._library.name.encode():
+        for name in names:
+            if name.startswith(LIBRARY_PREFIX) and name != self.library_name:
                 # Another coordinator may have been quicker.
                 with contextlib.suppress(AssertionError):
                     await self.command("FUNCTION", "DELETE", name)
+
+    @property
+    def library_name(self) -> str:
+        """Return the name of the scripts that this pipeline runs."""
+        return self._library.name
 
     async def _hang_up(self, connection: AbstractConnection) -> None:
         """Close a connection that may be in the middle of an answer."""

@@ -8,7 +8,8 @@ loads it again.
 
 The library's name, and that of each function, carries a digest of the text. So coordinators of
 different versions share one Redis, each with its own library, and a function that exists is the
-one that was meant. `Ledger.open` deletes those of other versions: who still needs one, loads it.
+one that was meant. A coordinator that starts deletes none: each sweep announces the version that
+runs it, and one that has not been announced for ten minutes is deleted by who notices.
 
 Names are checked when the library is put together, not when it runs: `KEY.x` becomes a key of
 `keys.KEYS`, `STATE.x` and `EVENT.x` must be words of the lease machine, `KIND.x` an event kind,
@@ -89,6 +90,8 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "max_retired_incarnations": 8,
     # Kilobytes each, and read all at once by a listing.
     "max_profiles": 1000,
+    # A version that no coordinator has announced for ten minutes is gone; if not, it loads its own.
+    "library_retention_us": 600_000_000,
     "max_name_length": MAX_NAME_LENGTH,
     "max_epoch": MAX_EPOCH,
     "max_bytes": MAX_BYTES,
