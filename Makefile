@@ -39,7 +39,7 @@ TIMES ?= 100
 SUITE ?=
 BUSY ?= 0
 
-# `make chaos` and `make property` take the whole tier; with WHOLE=0 a slice of it, by seed.
+# `make chaos`, `make failover` and `make property` take the whole tier; with WHOLE=0 a slice, by seed.
 WHOLE ?= 1
 SLICE_SEED ?= 0
 KILLS ?= 1000
@@ -114,6 +114,10 @@ test: $(READY) ## Run every tier but gpu and engine, the same slice of slow ones
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
 	AQUA_CHAOS_KILLS=$(KILLS) $(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
+
+.PHONY: failover
+failover: $(READY) ## Lose the master of Redis 200 times under load: all of the tier, of which test has a slice
+	$(TIER) -m failover tests/failover $(PYTEST_ARGS)
 
 .PHONY: property
 property: $(READY) ## Draw every example of the property tier, of which test has a slice

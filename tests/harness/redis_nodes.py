@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,15 +22,31 @@ import pytest
 import redis
 
 from harness.bounds import HANG_S
+from harness.store_servers import preloaded
 
 SERVICE: Final = "aqua"
+CLIENT, PEER = "client", "peer"
+"""Users and their passwords: coordinators and tests, and nodes and Sentinels to each other."""
+USERS: Final = (
+    # Redis loads its log as `default`, and 7.0 skips the transactions of one that may do nothing.
+    "user default off ~* &* +@all",
+    *(f"user {name} on >{name} ~* &* +@all" for name in (CLIENT, PEER)),
+    f"masteruser {PEER}",
+    f"masterauth {PEER}",
+)
 LOWEST_PORT: Final = 20_000
 PORTS: Final = 12_000
 """Below 32768, where Linux begins to hand them out."""
 DOWN_AFTER_MS: Final = 300
 """Silence after which a Sentinel thinks that a node is down: short, so that failovers are many."""
-PERIOD_MS: Final = 100
-"""Of what Sentinels do every one, two or ten seconds otherwise."""
+PERIODS_MS: Final = {
+    "info-period": 100,
+    "ask-period": 100,
+    "publish-period": 500,
+    "tilt-period": 1000,
+}
+"""Of what Sentinels do every one, two, ten or thirty seconds otherwise. One that has not heard of a
+failover within four publications undoes it, so these are not as short as the others."""
 
 
 def redis_program() -> str:
@@ -76,6 +92,7 @@ class RedisNode:
         self._environment = os.environ | environment
         self._process: subprocess.Popen[bytes] | None = None
         self._client = redis.Redis(port=port, decode_responses=True, socket_timeout=HANG_S)
+        self.url = f"redis://127.0.0.1:{port}/0"
 
     def __repr__(self) -> str:
         return f"RedisNode({self.port})"
@@ -83,17 +100,24 @@ class RedisNode:
     def configure(self, *lines: str) -> Self:
         """Write its configuration."""
         self._config.write_text("\n".join([f"port {self.port}", "bind 127.0.0.1", *lines, ""]))
+        if set(USERS) <= set(lines):
+            self._client.connection_pool.connection_kwargs |= {
+                "username": CLIENT,
+                "password": CLIENT,
+            }
+            self.url = f"redis://{CLIENT}:{CLIENT}@127.0.0.1:{self.port}/0"
         return self
 
     def start(self, *options: str) -> None:
         """Start it, and wait until it answers."""
-        self._process = subprocess.Popen(
-            [redis_program(), str(self._config), *options],
-            cwd=self._config.parent,
-            env=self._environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with self._config.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [redis_program(), str(self._config), *options],
+                cwd=self._config.parent,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+            )
         until(self.answers, f"{self} does not start")
 
     def answers(self) -> bool:
@@ -139,6 +163,7 @@ def replicated(
             node = RedisNode(directory / f"node-{index}", port, **environment)
             nodes.append(node)
             lines = ["save ''", "appendonly yes", "appendfsync no", "repl-diskless-sync-delay 0"]
+            lines += USERS
             if index:
                 lines.append(f"replicaof 127.0.0.1 {ports[0]}")
             node.configure(*lines).start()
@@ -148,6 +173,15 @@ def replicated(
     finally:
         for node in nodes:
             node.kill()
+
+
+def skewed(directory: Path, skews_s: Sequence[int]) -> dict[int, dict[str, str]]:
+    """Environments in which the nodes' clocks are wrong by so much; skips without a compiler."""
+    library = str(preloaded("skewed_clock", directory))
+    return {
+        index: {"LD_PRELOAD": library, "CLOCK_SKEW_S": str(skew_s)}
+        for index, skew_s in enumerate(skews_s)
+    }
 
 
 class Sentinels:
@@ -160,20 +194,14 @@ class Sentinels:
                 f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}",
                 f"sentinel failover-timeout {SERVICE} 3000",
                 f"sentinel parallel-syncs {SERVICE} 2",
+                f"sentinel auth-user {SERVICE} {PEER}",
+                f"sentinel auth-pass {SERVICE} {PEER}",
             )
             for port in free_ports(3)
         ]
 
     def __enter__(self) -> Self:
-        periods = [("info", 1), ("ask", 1), ("publish", 1), ("tilt", 1), ("election", 10)]
-        words = [
-            word
-            for name, times in periods
-            for word in (
-                f"{name}-{'timeout' if name == 'election' else 'period'}",
-                PERIOD_MS * times,
-            )
-        ]
+        words = [word for period in PERIODS_MS.items() for word in period]
         try:
             for node in self.nodes:
                 node.start("--sentinel")
@@ -192,18 +220,36 @@ class Sentinels:
     def url(self) -> str:
         """What AQUA_REDIS_URL is set to."""
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
-        return f"redis+sentinel://{hosts}/{SERVICE}/0"
+        return f"redis+sentinel://{CLIENT}:{CLIENT}@{hosts}/{SERVICE}/0"
 
-    @property
-    def master_ports(self) -> set[int]:
-        """The master's port, one for each opinion."""
+    def master_port(self) -> int | None:
+        """The master's port, None while Sentinels disagree."""
         words = "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE
-        return {int(node.command(*words)[1]) for node in self.nodes}
+        ports = {int(node.command(*words)[1]) for node in self.nodes}
+        return ports.pop() if len(ports) == 1 else None
+
+    def hand_over(self) -> None:
+        """Let a replica become the master although nothing is wrong."""
+        with contextlib.suppress(
+            redis.ResponseError
+        ):  # One is under way, or no replica is known yet.
+            self.nodes[0].command("SENTINEL", "FAILOVER", SERVICE)
 
     def _knows_all(self, node: RedisNode) -> bool:
         said = node.command("SENTINEL", "MASTER", SERVICE)
         state = dict(zip(said[::2], said[1::2], strict=True)) if isinstance(said, list) else said
         return int(state["num-other-sentinels"]) == 2 and int(state["num-slaves"]) == 2
+
+
+def isolate(node: RedisNode) -> None:
+    """Cut it off from the other nodes and the Sentinels, while clients still reach it."""
+    node.command("ACL", "SETUSER", PEER, "off")
+    node.command("CLIENT", "KILL", "USER", PEER)
+
+
+def rejoin(node: RedisNode) -> None:
+    """Let the others reach it again."""
+    node.command("ACL", "SETUSER", PEER, "on")
 
 
 def stop(node: RedisNode) -> None:

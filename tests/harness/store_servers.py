@@ -62,12 +62,12 @@ def kill_store(store: EmbeddedValkey) -> None:
     store.stop()
 
 
-def slow_disk(directory: Path) -> Path:
-    """A library that makes a server's disk slow to sync; skips the test without a C compiler."""
+def preloaded(name: str, directory: Path) -> Path:
+    """A library that misleads a server: `slow_disk` or `skewed_clock`; skips without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("no C compiler to build the slow disk with")
-    source, library = Path(__file__).with_name("slow_disk.c"), directory / "libslow_disk.so"
+        pytest.skip(f"no C compiler to build {name} with")
+    source, library = Path(__file__).with_name(f"{name}.c"), directory / f"lib{name}.so"
     command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([*command, "-o", str(library), str(source)], check=True)
     return library

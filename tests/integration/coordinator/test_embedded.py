@@ -22,10 +22,10 @@ from aqua_protocol.errors import StoreFullError
 from harness.bounds import HANG_S
 from harness.store_servers import (
     kill_store,
+    preloaded,
     running_store,
     server_program,
     short_directory,
-    slow_disk,
 )
 
 
@@ -62,7 +62,7 @@ async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> No
 async def test_what_was_answered_survives_sigkill_while_the_disk_is_slow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(slow_disk(tmp_path)))
+    monkeypatch.setenv("LD_PRELOAD", str(preloaded("slow_disk", tmp_path)))
     with running_store() as store:
         pipeline = Pipeline(
             open_pool(store.url, connect_timeout_s=HANG_S, max_connections=4), timeout_s=HANG_S

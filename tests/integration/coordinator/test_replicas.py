@@ -33,12 +33,11 @@ async def books(
     node: RedisNode, min_replicas: int, *, timeout_s: float = HANG_S
 ) -> AsyncIterator[LedgerRoom]:
     """The books at a node, by a coordinator that waits for so many replicas."""
-    url = f"redis://127.0.0.1:{node.port}/0"
-    pool = open_pool(url, connect_timeout_s=timeout_s, max_connections=4)
+    pool = open_pool(node.url, connect_timeout_s=timeout_s, max_connections=4)
     pipeline = Pipeline(pool, timeout_s=timeout_s, min_replicas=min_replicas)
     pipeline.start()
     try:
-        yield LedgerRoom(url, pipeline)
+        yield LedgerRoom(node.url, pipeline)
     finally:
         await pipeline.close()
 

@@ -41,15 +41,14 @@ def node_with(*lines: str) -> Iterator[RedisNode]:
 
 async def open_books(node: RedisNode, **settings: object) -> list[str]:
     """Open the books there; gives the warnings."""
-    url = f"redis://127.0.0.1:{node.port}/0"
     pipeline = Pipeline(
-        open_pool(url, connect_timeout_s=HANG_S, max_connections=2), timeout_s=HANG_S
+        open_pool(node.url, connect_timeout_s=HANG_S, max_connections=2), timeout_s=HANG_S
     )
     pipeline.start()
     try:
         with capture_logs() as logs:
             await Ledger(pipeline).open(
-                CoordinatorSettings.model_validate({"redis_url": url} | settings)
+                CoordinatorSettings.model_validate({"redis_url": node.url} | settings)
             )
     finally:
         await pipeline.close()

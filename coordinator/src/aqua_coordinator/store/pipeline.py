@@ -113,6 +113,8 @@ class Pipeline:
         self._timeout_s = timeout_s
         self._observe = observe
         self._min_replicas = min_replicas
+        # Replicas take as long for a large batch as for a small one.
+        self._free_batch = MAX_BATCH if min_replicas else FREE_BATCH
         write = ("SET", KEYS["probe"], "1", "PX", PROBE_TTL_MS)
         wait = ("WAIT", min_replicas, round(1000 * timeout_s * REPLICAS_SHARE))
         self._wait = _packed(write) + _packed(wait)
@@ -195,7 +197,7 @@ class Pipeline:
             while True:
                 # Whatever is submitted in this turn of the loop waits by the time this goes on.
                 await self._submitted.wait()
-                size = min(max(len(self._waiting) // MAX_SHARE, FREE_BATCH), MAX_BATCH)
+                size = min(max(len(self._waiting) // MAX_SHARE, self._free_batch), MAX_BATCH)
                 size = min(size, len(self._waiting))
                 batch = deque(self._waiting.popleft() for _ in range(size))
                 if not self._waiting:
