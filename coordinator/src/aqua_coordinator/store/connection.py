@@ -72,26 +72,22 @@ def _sentinel_pool(url: str, options: dict[str, Any]) -> SentinelConnectionPool:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
     username, _, password = credentials.partition(":")
-    sentinels = [_host_and_port(host) for host in hosts.split(",")]
+    sentinels = [urlsplit(f"//{host}") for host in hosts.split(",")]
     service, _, database = parts.path.strip("/").partition("/")
-    if not service:
-        message = "a Sentinel URL needs the service name as its path"
+    if not service or not all(sentinel.hostname for sentinel in sentinels):
+        message = "a Sentinel URL needs hosts, and the service name as its path"
         raise ValueError(message)
     timeout_s = options["socket_connect_timeout"]
     # The Sentinels' own credentials, where they have any: `sentinel_username`, `sentinel_password`.
-    own, redis_options = {}, {}
-    for name, value in parse_qsl(parts.query):
-        if name.startswith("sentinel_"):
-            own[name.removeprefix("sentinel_")] = value
-        else:
-            redis_options[name] = value
+    query = dict(parse_qsl(parts.query))
+    own = {name: query.pop(name) for name in [*query] if name.startswith("sentinel_")}
     manager = Sentinel(  # type: ignore[no-untyped-call] # redis-py types Sentinel in part
-        sentinels,
+        [(sentinel.hostname, sentinel.port or DEFAULT_SENTINEL_PORT) for sentinel in sentinels],
         sentinel_kwargs={
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
             "protocol": 2,
-            **own,
+            **{name.removeprefix("sentinel_"): value for name, value in own.items()},
         },
     )
     return SentinelConnectionPool(  # type: ignore[no-untyped-call] # as above
@@ -101,14 +97,6 @@ def _sentinel_pool(url: str, options: dict[str, Any]) -> SentinelConnectionPool:
         db=int(database or 0),
         username=unquote(username) or None,
         password=unquote(password) or None,
-        **redis_options,
+        **query,
         **options,
     )
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        message = f"{text!r} is not host:port"
-        raise ValueError(message)
-    return parts.hostname, parts.port or DEFAULT_SENTINEL_PORT

@@ -174,10 +174,6 @@ class Pipeline:
         await connection.disconnect(nowait=True)
         await self._pool.release(connection)
 
-    async def _take_connection(self) -> AbstractConnection:
-        connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
-        return connection
-
     def _submit(self, command: _Command) -> asyncio.Future[Answer]:
         if self._sender is None:
             raise StoreUnavailableError("the coordinator is not connected to Redis")
@@ -215,9 +211,10 @@ class Pipeline:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     if connection is None:
-                        connection = await self._take_connection()
+                        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
+                        assert connection is not None, "a pool gives a connection or an error"
                     if not connection.is_connected:
-                        await connection.connect()  # type: ignore[no-untyped-call] # as above
+                        await connection.connect()
                     await self._exchange(connection, batch)
             except _BROKEN as error:
                 # A command that Redis is slow at would be slow again: only a lost connection is
