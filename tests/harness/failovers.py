@@ -266,7 +266,7 @@ async def failover_room(
         {
             "redis_url": sentinels.url,
             "min_replicas": min_replicas,
-            "store_timeout_s": 2.0,
+            "store_timeout_s": 5.0,
             "silent_member_s": 3600,
             "attach_window_s": 300,
         }
