@@ -26,7 +26,13 @@ from aqua_coordinator.store.scripts import SWEEP_PERIOD_S, Library, load_library
 from aqua_coordinator.tokens import Role
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
-from aqua_protocol.leases import LeaseAction, LeaseGrant, LeaseRequest, LeaseView
+from aqua_protocol.leases import (
+    AttachFailure,
+    LeaseGrant,
+    LeaseRelease,
+    LeaseRequest,
+    LeaseView,
+)
 from aqua_protocol.members import ConsumerAck, ConsumerReport, ProducerAck, ProducerReport
 from harness.members_on_paper import ADOPTION
 from harness.redis_on_paper import RedisOnPaper, Reply, ScriptError
@@ -312,9 +318,11 @@ class Link:
 
         return self._ask(grant)
 
-    def release_lease(self, lease_id: str, epoch: int) -> LeaseView:
+    def release_lease(
+        self, lease_id: str, epoch: int, failure: AttachFailure | None = None
+    ) -> LeaseView:
         """As the client's."""
-        action = LeaseAction(epoch=epoch)
+        action = LeaseRelease(epoch=epoch, failure=failure)
         return self._ask(
             lambda services: leases.release_lease(lease_id, action, self._caller, services)
         )

@@ -158,9 +158,12 @@ def renew_lease(lease_id: str, renewal: leases.LeaseRenewal) -> Call[leases.Leas
     return _call("POST", f"/v1/leases/{lease_id}/renew", leases.LeaseView, renewal, repeatable=True)
 
 
-def release_lease(lease_id: str, epoch: int) -> Call[leases.LeaseView]:
+def release_lease(
+    lease_id: str, epoch: int, failure: leases.AttachFailure | None = None
+) -> Call[leases.LeaseView]:
     """Give up a lease's right; a second release is harmless."""
-    path, action = f"/v1/leases/{lease_id}/release", leases.LeaseAction(epoch=epoch)
+    path = f"/v1/leases/{lease_id}/release"
+    action = leases.LeaseRelease(epoch=epoch, failure=failure)
     return _call("POST", path, leases.LeaseView, action, repeatable=True)
 
 
@@ -271,7 +274,8 @@ def _call(
     return Call(
         method=method,
         path=path,
-        body=body.model_dump_json().encode(),
+        # Without nulls: a coordinator of the version before refuses fields that it does not know.
+        body=body.model_dump_json(exclude_none=True).encode(),
         read=answer.model_validate_json,
         repeatable=repeatable,
         elsewhere=elsewhere,

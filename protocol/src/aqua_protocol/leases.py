@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from aqua_protocol.ids import Name
 from aqua_protocol.lease import LeaseState
+from aqua_protocol.units import MIN_SLAB_BYTES
 from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, TransportKind, Wire
 
 # A plan of the largest cluster that the placer is measured on, one pairing a GPU. Doubled, one
@@ -18,6 +19,7 @@ MAX_PAIRINGS = 65_536
 # matching tries twice as many before it gives up.
 MAX_PRODUCERS_PER_PAIRING = 64
 
+SlabBytes = Annotated[int, Field(ge=MIN_SLAB_BYTES, le=1 << 40, strict=True)]
 TtlSeconds = Annotated[float, Field(ge=1, le=3600, strict=True)]
 DeadlineSeconds = Annotated[float, Field(gt=0, le=600, strict=True)]
 
@@ -27,13 +29,19 @@ class LeaseRequest(Wire):
 
     One lease is one producer. The books grant `bytes` rounded up to whole slabs when a producer
     has them; otherwise the most one has, if that is at least `min_bytes` (by default all or
-    nothing).
+    nothing). `transport`, `slab_bytes`, `node` and `exclude` are terms that the producer must meet.
     """
 
     consumer_id: Name
     bytes: PositiveBytes
     min_bytes: PositiveBytes | None = None
     ttl_s: TtlSeconds = 30.0
+    transport: TransportKind | None = Field(default=None, description="Only by this one.")
+    slab_bytes: SlabBytes | None = Field(default=None, description="Only slabs of this size.")
+    node: Name | None = Field(default=None, description="Only of a producer on this host.")
+    exclude: list[Name] | None = Field(
+        default=None, max_length=MAX_PRODUCERS_PER_PAIRING, description="Not of these producers."
+    )
 
     @model_validator(mode="after")
     def _min_is_not_above_bytes(self) -> Self:
@@ -70,6 +78,21 @@ class LeaseAction(Wire):
     """Renew, release or revoke under the epoch that the caller knows."""
 
     epoch: EpochField
+
+
+class AttachFailure(StrEnum):
+    """Why a consumer gives up a lease that it has not come to use."""
+
+    UNREACHABLE = "unreachable"
+    """Nothing answers at the producer's endpoint."""
+    UNUSABLE = "unusable"
+    """The producer answers, but its memory cannot be used by this consumer."""
+
+
+class LeaseRelease(LeaseAction):
+    """Give up a lease; `failure` says why it was not attached, and grants avoid its producer."""
+
+    failure: AttachFailure | None = None
 
 
 class LeaseRenewal(LeaseAction):

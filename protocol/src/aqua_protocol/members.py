@@ -17,8 +17,7 @@ from pydantic import Field, model_validator
 
 from aqua_protocol.errors import ErrorBody
 from aqua_protocol.ids import Name
-from aqua_protocol.leases import Page
-from aqua_protocol.units import MIN_SLAB_BYTES
+from aqua_protocol.leases import Page, SlabBytes
 from aqua_protocol.wire import (
     ByteCount,
     EpochField,
@@ -120,7 +119,7 @@ class ProducerReport(MemberIdentity):
         description="Unix socket of the lease channel."
     )
     transport: TransportKind
-    slab_bytes: Annotated[int, Field(ge=MIN_SLAB_BYTES, le=1 << 40, strict=True)]
+    slab_bytes: SlabBytes
     offered_bytes: ByteCount
     leases: list[HeldLease] = Field(default_factory=list, max_length=MAX_LEASES_PER_MEMBER)
     reclaims: list[ReclaimReport] = Field(default_factory=list, max_length=MAX_RECLAIMS_PER_REPORT)

@@ -13,8 +13,15 @@ import torch
 
 import aqualib
 from aqua_client import CoordinatorClient
-from aqua_protocol import ConfigError, LeaseState, TransportKind, UnavailableError
+from aqua_protocol import (
+    ConfigError,
+    LeaseState,
+    RequestInvalidError,
+    TransportKind,
+    UnavailableError,
+)
 from aqua_protocol.errors import UnauthenticatedError
+from aqua_protocol.leases import AttachFailure, LeaseGrant, LeaseRequest
 from aqualib.consumer import Aqua
 from aqualib.leasing import demand
 from aqualib.producer.producer import Producer
@@ -23,6 +30,7 @@ from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
 from harness.consumers import await_rest, consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.lender_process import LenderProcess
 from harness.producers import SLAB, socket_dir, until
 from harness.raw_consumer import WITHIN_S
 
@@ -53,7 +61,13 @@ def producer(coordinator: CoordinatorProcess) -> Iterator[Producer]:
 
 
 @contextlib.contextmanager
-def lending(coordinator: CoordinatorProcess, name: str = "producer") -> Iterator[Producer]:
+def lending(
+    coordinator: CoordinatorProcess,
+    name: str = "producer",
+    *,
+    slab_bytes: int = SLAB,
+    slab_count: int = COUNT,
+) -> Iterator[Producer]:
     with CoordinatorClient(coordinator.url) as link, socket_dir() as directory:
         producer = Producer(
             name,
@@ -61,10 +75,10 @@ def lending(coordinator: CoordinatorProcess, name: str = "producer") -> Iterator
             link=link,
             endpoint=directory / "p.sock",
             identity=Identity(node="node", domain="domain", gpu_uuid=f"GPU-{name}"),
-            slab_bytes=SLAB,
+            slab_bytes=slab_bytes,
             heartbeat_s=HEARTBEAT_S,
         )
-        producer.offer(COUNT * SLAB)
+        producer.offer(slab_count * slab_bytes)
         try:
             yield producer
         finally:
@@ -73,8 +87,8 @@ def lending(coordinator: CoordinatorProcess, name: str = "producer") -> Iterator
 
 @contextlib.contextmanager
 def borrowing(coordinator: CoordinatorProcess, **options: Any) -> Iterator[Aqua]:  # noqa: ANN401 - an Aqua's
-    link = CoordinatorClient(coordinator.url)
-    with consuming(link=link, heartbeat_s=HEARTBEAT_S, **options) as aqua:
+    options.setdefault("link", CoordinatorClient(coordinator.url))
+    with consuming(heartbeat_s=HEARTBEAT_S, **options) as aqua:
         yield aqua
 
 
@@ -230,6 +244,118 @@ def test_a_coordinator_killed_during_a_reclaim_stops_neither_it_nor_paging(
             await_rest(aqua)
             require_intact(pairs + more)
             until(lambda: leased_slabs(again) == COUNT, "the books agree")
+
+
+class Recording(CoordinatorClient):
+    """A client that remembers whose memory it was granted.
+
+    Args:
+        knows_terms: Whether its coordinator is of a version that knows terms and failures.
+
+    Attributes:
+        doomed: A producer that dies when it is granted from, which the books cannot know yet.
+    """
+
+    def __init__(self, url: str, *, knows_terms: bool = True) -> None:
+        super().__init__(url)
+        self.granted: list[str] = []
+        self.doomed: LenderProcess | None = None
+        self._knows_terms = knows_terms
+        self._grant, self._release = self.grant_lease, self.release_lease
+        self.grant_lease = self._recorded  # type: ignore[assignment] # see above
+        self.release_lease = self._passed_on  # type: ignore[assignment] # as above
+
+    def _recorded(self, request: LeaseRequest, **options: str) -> LeaseGrant:
+        if request.transport and not self._knows_terms:
+            raise RequestInvalidError("transport: Extra inputs are not permitted")
+        grant = self._grant(request, **options)
+        self.granted.append(grant.lease.producer_id)
+        if grant.lease.producer_id == "doomed" and self.doomed is not None:
+            self.doomed.kill()
+        return grant
+
+    def _passed_on(self, lease_id: str, epoch: int, failure: AttachFailure | None = None) -> object:
+        if failure and not self._knows_terms:
+            raise RequestInvalidError("failure: Extra inputs are not permitted")
+        return self._release(lease_id, epoch, failure)
+
+
+@contextlib.contextmanager
+def doomed_lender(coordinator: CoordinatorProcess, slab_count: int) -> Iterator[LenderProcess]:
+    """A producer that is about to be killed."""
+    with (
+        socket_dir() as directory,
+        LenderProcess(
+            directory / "p.sock",
+            slab_bytes=SLAB,
+            slab_count=slab_count,
+            url=coordinator.url,
+            producer_id="doomed",
+        ) as lender,
+    ):
+        offered = slab_count * SLAB
+        until(
+            lambda: (
+                (view := coordinator.get("producers/doomed"))["grantable"]
+                and view["free_bytes"] == offered
+            ),
+            "the books have its offer",
+        )
+        yield lender
+
+
+def test_a_dead_smallest_producer_is_tried_once_and_not_again(
+    coordinator: CoordinatorProcess, producer: Producer
+) -> None:
+    link = Recording(coordinator.url)
+    until(lambda: bool(books(coordinator)["grantable"]), "the other may be granted from")
+    with (
+        doomed_lender(coordinator, 3) as link.doomed,
+        borrowing(coordinator, link=link, wanted_bytes=3 * SLAB) as aqua,
+    ):
+        pairs = fill(aqua, 3)
+        await_location(pairs, Location.PEER)
+        require_intact(pairs)
+    # More than once only if this took 10 s, and then 20: so long it is avoided.
+    assert 1 <= link.granted.count("doomed") < 4
+    assert producer.quarantined_bytes == 0
+
+
+def test_a_coordinator_of_the_version_before_is_asked_without_terms(
+    coordinator: CoordinatorProcess, producer: Producer
+) -> None:
+    link = Recording(coordinator.url, knows_terms=False)
+    with borrowing(coordinator, link=link) as aqua:
+        pairs = fill(aqua, 3)
+        await_location(pairs, Location.PEER)
+        require_intact(pairs)
+        with doomed_lender(coordinator, 1) as link.doomed:
+            pairs += fill(aqua, 1)
+            until(lambda: "doomed" in link.granted, "the doomed one was tried")
+            until(
+                lambda: (
+                    not any(
+                        lease["state"] == LeaseState.GRANTED
+                        for lease in coordinator.get("leases?producer_id=doomed")["leases"]
+                    )
+                ),
+                "its lease was released",
+            )
+            require_intact(pairs)
+
+
+def test_a_producer_of_another_slab_size_is_not_asked(
+    coordinator: CoordinatorProcess, producer: Producer
+) -> None:
+    link = Recording(coordinator.url)
+    with (
+        lending(coordinator, "coarse", slab_bytes=2 * SLAB, slab_count=1),
+        borrowing(coordinator, link=link) as aqua,
+    ):
+        until(lambda: bool(books(coordinator, "coarse")["grantable"]), "both may be granted from")
+        pairs = fill(aqua, 2)
+        await_location(pairs, Location.PEER)
+        assert set(link.granted) == {"producer"}
 
 
 def test_two_consumers_share_a_producer_and_neither_sees_the_others_bytes(

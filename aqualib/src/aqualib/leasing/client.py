@@ -7,7 +7,8 @@ the slabs to the store, or gives back what is not used. No engine thread waits f
 and neither does a reclaim: a coordinator that is away costs new leases and nothing else.
 
 A call whose answer got lost is repeated under the same idempotency key, so that it cannot grant
-twice; a grant that cannot be attached is released at once.
+twice; a grant that cannot be attached is released at once, with the reason, so that the next one
+is of another producer.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import AquaError, UnavailableError, format_bytes
+from aqua_protocol import AquaError, RequestInvalidError, UnavailableError, format_bytes
 from aqua_protocol.ids import new_idempotency_key
-from aqua_protocol.leases import LeaseRequest
+from aqua_protocol.leases import AttachFailure, LeaseRequest
 from aqua_protocol.members import ConsumerAck, ConsumerReport, UsedLease
+from aqualib.channel import ChannelClosedError
 from aqualib.leasing.demand import LeaseBackoff, Need, RequestLease, ReturnSurplus
 from aqualib.leasing.events import EventThread
 from aqualib.leasing.handshake import attach
@@ -86,6 +88,8 @@ class LeaseClient:
         self._backoff = LeaseBackoff()
         self._available_count = 0
         self._unanswered: tuple[LeaseRequest, str] | None = None
+        # A coordinator of the version before knows no terms, and refuses them.
+        self._has_terms = True
         self._is_closing = False
         # Counts what may change a decision, so that none is slept over.
         self._news_count = 0
@@ -265,7 +269,7 @@ class LeaseClient:
         )
 
     def _ask(self, order: RequestLease) -> None:
-        grant = None
+        grant = failure = None
         try:
             # The landing place comes first: a reclaim must not wait for memory.
             self._store.reserve(self._store.counts()[1] + order.slab_count)
@@ -276,8 +280,10 @@ class LeaseClient:
                 return
         except AquaError as error:
             self._note_refusal(error)
+            is_silent = isinstance(error, ChannelClosedError)
+            failure = AttachFailure.UNREACHABLE if is_silent else AttachFailure.UNUSABLE
         if grant is not None:
-            self._release(grant)
+            self._release(grant, failure)
 
     def _allocate(self, order: RequestLease) -> LeaseGrant:
         assert self._link is not None, "there is no coordinator to ask"
@@ -288,6 +294,8 @@ class LeaseClient:
                 bytes=order.slab_count * slab_bytes,
                 min_bytes=slab_bytes,
                 ttl_s=self._lease_ttl_s,
+                transport=self._transport.kind if self._has_terms else None,
+                slab_bytes=slab_bytes if self._has_terms else None,
             )
             self._unanswered = request, new_idempotency_key()
         request, key = self._unanswered
@@ -296,16 +304,21 @@ class LeaseClient:
         except AquaError as error:
             if not isinstance(error, UnavailableError):
                 self._unanswered = None  # Else it may have been granted: ask under the same key.
+            if isinstance(error, RequestInvalidError):
+                self._has_terms = False
             raise
         self._unanswered = None
         self._available_count = 0  # Until the next answer says more.
         return grant
 
-    def _release(self, grant: LeaseGrant) -> None:
+    def _release(self, grant: LeaseGrant, failure: AttachFailure | None) -> None:
         assert self._link is not None, "there is no coordinator to tell"
         try:
-            self._link.release_lease(grant.lease.lease_id, grant.lease.epoch)
+            self._link.release_lease(grant.lease.lease_id, grant.lease.epoch, failure)
         except AquaError as error:
+            if failure is not None and isinstance(error, RequestInvalidError):
+                self._release(grant, None)
+                return
             logger.info("lease %s is left to expire: %s", grant.lease.lease_id, error)
 
     def _note_refusal(self, error: AquaError) -> None:

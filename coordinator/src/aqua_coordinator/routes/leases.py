@@ -16,6 +16,7 @@ from aqua_protocol.leases import (
     LeaseAction,
     LeaseGrant,
     LeasePage,
+    LeaseRelease,
     LeaseRenewal,
     LeaseRequest,
     LeaseView,
@@ -102,12 +103,16 @@ async def renew_lease(
 @router.post("/{lease_id}/release")
 @hot
 async def release_lease(
-    lease_id: Name, body: LeaseAction, caller: CallerDep, services: ServicesDep
+    lease_id: Name, body: LeaseRelease, caller: CallerDep, services: ServicesDep
 ) -> LeaseView:
     """Give up the right. Bytes that were handed out stay booked until the producer has them."""
     caller.require(Role.CONSUMER)
     return await services.ledger.release_lease(
-        lease_id, epoch=body.epoch, as_consumer=caller.member
+        lease_id,
+        epoch=body.epoch,
+        as_consumer=caller.member,
+        failure=body.failure,
+        voice=caller.token_id,
     )
 
 

@@ -29,6 +29,7 @@ from aqua_protocol import ConfigError, LeaseState, UnknownResourceError
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.findings import FindingLevel
 from aqua_protocol.leases import (
+    AttachFailure,
     Event,
     LeaseRequest,
     LeaseView,
@@ -182,7 +183,13 @@ class Ledger:
 
     @lua_step("release_lease.lua", rows.one(rows.lease))
     async def release_lease(
-        self, lease_id: str, *, epoch: int, as_consumer: str | None
+        self,
+        lease_id: str,
+        *,
+        epoch: int,
+        as_consumer: str | None,
+        failure: AttachFailure | None = None,
+        voice: str = "",
     ) -> LeaseView:
         """Give up the right; harmless when repeated."""
 

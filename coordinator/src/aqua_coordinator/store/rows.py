@@ -38,7 +38,7 @@ MICROSECONDS: Final = 1e6
 REBUILDING_RETRY_S: Final = 1.0
 """A heartbeat by default: then members have confirmed the books. Doubled, a consumer waits a second
 longer for memory after a loss."""
-_COUNTS: Final = ("_bytes", "epoch", "revision")
+_COUNTS: Final = ("_bytes", "_count", "epoch", "revision")
 """Ends of the names of details that are numbers; an id may consist of digits and is none."""
 
 _MEMBER: Final = ("node", "domain", "gpu_uuid", "model")

@@ -85,6 +85,19 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     # of a producer in one report, about 10 ms of Redis time; the others are its own until the next.
     "max_claims": 256,
     "max_adoptions": 256,
+    # How long a consumer gets no lease of a producer that refused it, or where nothing answered,
+    # the first time: until the next report, or as long as a silent producer stays in the books.
+    "unusable_us": 1_000_000,
+    "unreachable_us": 10_000_000,
+    # And at last. Doubled, a producer that never works for a consumer is tried half as often.
+    "max_failure_us": 160_000_000,
+    # Remembered in one record, 5 kB. Doubled, one that lends under as many false names as it likes
+    # can lead a consumer astray for twice as long.
+    "max_failures": 64,
+    # One more, and one more caller has to be wrong, or to lie.
+    "suspicion_voices": 3,
+    # Producers looked at for one grant: half a millisecond, if none of them meets the terms.
+    "max_candidates": 256,
     "max_leases_per_member": MAX_LEASES_PER_MEMBER,
     "max_open_reclaims": MAX_RECLAIMS_PER_REPORT,
     "max_retired_incarnations": 8,
@@ -110,7 +123,7 @@ RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, Leas
 
 PARTS: Final = (
     *("quarantine", "answer", "books", "writes", "lists", "lease", "member", "reclaim"),
-    *("matching", "fencing", "idempotency", "removal", "register"),
+    *("failures", "matching", "fencing", "idempotency", "removal", "register"),
 )
 """What scripts share, in an order in which each part finds what it uses."""
 

@@ -4,8 +4,8 @@
 -- ARGV[2]  idempotency_key
 -- ARGV[3]  attach_window_s, in microseconds
 -- ARGV[4]  seed: random, what the lease's id is drawn from
--- Calls    first_answer, refuse, is_name, pairing_of, lender, size_of, integer, next_epoch,
---          draw_id, open_lease, list_lease, book, set_deadline, save, keep_answer
+-- Calls    first_answer, refuse, is_name, pairing_of, terms_of, lender, size_of, integer,
+--          next_epoch, draw_id, open_lease, list_lease, book, set_deadline, save, keep_answer
 -- Result   {'ok', books_id, answer}: answer is these, by line feeds (an endpoint may hold some)
 --            lease_id, epoch, producer_id, incarnation, consumer_id, bytes, expires_in_us,
 --            not_after_us (Redis time), transport, slab_bytes, endpoint
@@ -26,20 +26,23 @@ local request = cjson.decode(ARGV[1])
 local consumer_id, bytes = request.consumer_id, request.bytes
 local least = request.min_bytes or bytes
 
-local domain = redis.call('HGET', KEY.consumer .. consumer_id, 'domain')
+local known = redis.call('HMGET', KEY.consumer .. consumer_id, 'domain', 'avoided')
+local domain = known[1]
 if not is_name(domain) then
   return refuse('unknown_resource', 'consumer ' .. consumer_id .. ' has not reported yet',
     'consumer_id', consumer_id)
 end
 
 local pairing = pairing_of(consumer_id)
-local producer_id, offer = lender(domain, pairing, bytes, least)
+local terms = terms_of(request, known[2])
+local producer_id, offer = lender(domain, pairing, bytes, least, terms)
 if not producer_id then
   if redis.call('SCARD', KEY.unconfirmed .. domain) > 0 then
     return refuse('books_rebuilding', 'producers have yet to confirm the books', 'domain', domain)
   end
   return refuse('capacity_exhausted', 'no producer of the domain can lend that much now',
-    'domain', domain, 'available_bytes', integer(offer), 'paired', pairing and 'yes' or 'no')
+    'domain', domain, 'available_bytes', integer(offer), 'paired', pairing and 'yes' or 'no',
+    'ruled_out_count', integer(terms.ruled_out))
 end
 if size_of(KEY.producer_leases .. producer_id) >= CONST.max_leases_per_member
     or size_of(KEY.consumer_leases .. consumer_id) >= CONST.max_leases_per_member then

@@ -2,7 +2,7 @@
 --
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
 -- Calls    member_of, why_stale, load_leases, lease_of, is_borne_out, refuse, whole, integer,
---          retire, emit, step, prolong, largest, pairing_of
+--          retire, emit, step, prolong, terms_of, largest, pairing_of
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
 -- Refuses  stale_revision, protocol_violation
@@ -92,5 +92,7 @@ if claims then
     'PX', integer(patience_us / 500))
 end
 
-local _, available = largest(report.domain, pairing_of(consumer_id))
+local terms = terms_of({}, known.avoided)
+terms.takes_suspected = true
+local _, available = largest(report.domain, pairing_of(consumer_id), terms)
 return {'ok', books_id, available, ended}

@@ -110,6 +110,7 @@ if reborn then
     step(lease, EVENT.producer_lost, 'producer_restarted')
     save(lease)
   end
+  redis.call('HDEL', key, 'unreachable')
 end
 if known.domain and known.domain ~= report.domain then
   redis.call('ZREM', KEY.free .. known.domain, producer_id)

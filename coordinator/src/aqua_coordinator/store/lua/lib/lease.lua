@@ -14,7 +14,8 @@ local function offer_of(producer_id)
   if not offer then
     local key = KEY.producer .. producer_id
     local field = redis.call('HMGET', key, 'offered_bytes', 'leased_bytes', 'domain', 'grantable',
-      'slab_bytes', 'endpoint', 'transport', 'incarnation', 'states', 'unproven_bytes')
+      'slab_bytes', 'endpoint', 'transport', 'incarnation', 'states', 'unproven_bytes', 'node',
+      'unreachable')
     local offered, leased, slab_bytes = whole(field[1]), whole(field[2]), whole(field[5])
     local exists = offered and leased and leased >= 0 and leased <= offered
       and slab_bytes and slab_bytes > 0 and is_name(field[3]) and field[6]
@@ -31,6 +32,7 @@ local function offer_of(producer_id)
       domain = exists and field[3], grantable = exists and field[4] == '1',
       slab_bytes = slab_bytes, endpoint = field[6], transport = field[7],
       incarnation = field[8], states = field[9], unproven = whole(field[10]) or 0,
+      node = field[11], unreachable = field[12],
     }
     offers[producer_id] = offer
   end

@@ -1,4 +1,5 @@
--- Which producer lends: the placer's pairing if there is one, else best fit inside the domain.
+-- Which producer lends: the placer's pairing if there is one, else best fit inside the domain; of
+-- those that meet the terms of the request, and of the suspected only if there is no other.
 
 -- The free bytes that a list says, if it can be so.
 local function listed_bytes(score)
@@ -19,6 +20,32 @@ local function pairing_of(consumer_id)
   return producers
 end
 
+-- What a producer must meet. `avoided` is what the consumer's record says of failed attaches.
+local function terms_of(request, avoided)
+  local terms = {request = request, excluded = said_in(avoided), ruled_out = 0}
+  for _, producer_id in ipairs(request.exclude or {}) do
+    terms.excluded[producer_id] = true
+  end
+  return terms
+end
+
+-- Of a listed producer; one that does not exist is found out by `lender`.
+local function meets(terms, producer_id)
+  local offer, request = offer_of(producer_id), terms.request
+  if offer.exists and (terms.excluded[producer_id]
+      or terms.excluded[producer_id .. '@' .. offer.incarnation]
+      or (request.transport or offer.transport) ~= offer.transport
+      or (request.slab_bytes or offer.slab_bytes) ~= offer.slab_bytes
+      or (request.node or offer.node) ~= offer.node) then
+    terms.ruled_out = terms.ruled_out + 1
+    return false
+  end
+  local _, voices = said_in(offer.unreachable)
+  local is_passed_over = voices >= CONST.suspicion_voices and not terms.takes_suspected
+  terms.has_passed_over = terms.has_passed_over or is_passed_over
+  return not is_passed_over
+end
+
 -- Write the list of free bytes that is about to be read, if scripts of the same call changed it.
 local function refresh_free(domain)
   for producer_id, offer in pairs(offers) do
@@ -29,17 +56,32 @@ local function refresh_free(domain)
   write_list(KEY.free .. domain)
 end
 
+-- The first producer of the domain that meets the terms, as a command lists them from one count of
+-- free bytes to another; and these. Mostly it is the first of all.
+local function first_listed(command, domain, from, to, terms)
+  local at, size, page = 0, 1, nil
+  repeat
+    page = redis.call(command, KEY.free .. domain, from, to, 'WITHSCORES', 'LIMIT', at, size)
+    for index = 1, #page, 2 do
+      if meets(terms, page[index]) then
+        return page[index], listed_bytes(page[index + 1])
+      end
+    end
+    at, size = at + size, CONST.max_candidates - 1
+  until #page == 0 or at >= CONST.max_candidates
+  return nil, 0
+end
+
 -- The producer with the most free bytes, and these: what a lease could get at most.
-local function largest(domain, pairing)
+local function largest(domain, pairing, terms)
   refresh_free(domain)
   if not pairing then
-    local top = redis.call('ZREVRANGE', KEY.free .. domain, 0, 0, 'WITHSCORES')
-    return top[1], listed_bytes(top[2])
+    return first_listed('ZREVRANGEBYSCORE', domain, '+inf', '-inf', terms)
   end
   local best, most = nil, 0
   for _, producer_id in ipairs(pairing) do
     local free = listed_bytes(redis.call('ZSCORE', KEY.free .. domain, producer_id))
-    if free > most then
+    if free > most and meets(terms, producer_id) then
       best, most = producer_id, free
     end
   end
@@ -47,14 +89,14 @@ local function largest(domain, pairing)
 end
 
 -- The first of the pairing, or the tightest of the domain, that has `bytes` free; else nil.
-local function fitting(domain, pairing, bytes)
+local function fitting(domain, pairing, bytes, terms)
   refresh_free(domain)
   if not pairing then
-    return redis.call('ZRANGEBYSCORE', KEY.free .. domain, integer(bytes), '+inf',
-      'LIMIT', 0, 1)[1]
+    return (first_listed('ZRANGEBYSCORE', domain, integer(bytes), '+inf', terms))
   end
   for _, producer_id in ipairs(pairing) do
-    if listed_bytes(redis.call('ZSCORE', KEY.free .. domain, producer_id)) >= bytes then
+    if listed_bytes(redis.call('ZSCORE', KEY.free .. domain, producer_id)) >= bytes
+        and meets(terms, producer_id) then
       return producer_id
     end
   end
@@ -63,23 +105,27 @@ end
 
 -- A producer that lends at least `least` bytes, the first or tightest for `bytes`, and its offer;
 -- else nil and the most that there is. What the list tells wrong is put right.
-local function lender(domain, pairing, bytes, least)
+local function lender(domain, pairing, bytes, least, terms)
   for _ = 1, CONST.max_wrong_listings do
-    local producer_id, most = fitting(domain, pairing, bytes), bytes
+    local producer_id, most = fitting(domain, pairing, bytes, terms), bytes
     if not producer_id then
-      producer_id, most = largest(domain, pairing)
+      terms.ruled_out = 0
+      producer_id, most = largest(domain, pairing, terms)
     end
-    if not producer_id or most < least then
+    if producer_id and most >= least then
+      local offer = offer_of(producer_id)
+      if offer.exists and offer.grantable and offer.domain == domain
+          and offer.offered - offer.leased >= least then
+        return producer_id, offer
+      end
+      set_aside(KEY.free .. domain, producer_id .. ' is listed with what it does not lend')
+      strike(KEY.free .. domain, producer_id)
+      offer.changed = offer.exists
+    elseif terms.has_passed_over and not terms.takes_suspected then
+      terms.takes_suspected = true
+    else
       return nil, most
     end
-    local offer = offer_of(producer_id)
-    if offer.exists and offer.grantable and offer.domain == domain
-        and offer.offered - offer.leased >= least then
-      return producer_id, offer
-    end
-    set_aside(KEY.free .. domain, producer_id .. ' is listed with what it does not lend')
-    strike(KEY.free .. domain, producer_id)
-    offer.changed = offer.exists
   end
   return nil, 0
 end

@@ -21,7 +21,7 @@ end
 
 local function member_of(key)
   local field = redis.call('HMGET', key, 'incarnation', 'revision', 'fingerprint', 'retired',
-    'domain', 'slab_bytes')
+    'domain', 'slab_bytes', 'avoided')
   local revision = whole(field[2])
   if field[1] and not (is_name(field[1]) and revision and is_name(field[5])) then
     set_aside(key, 'is no member', field[1])
@@ -31,6 +31,7 @@ local function member_of(key)
   return {
     incarnation = field[1], revision = revision, fingerprint = field[3],
     retired = field[4] or '', domain = field[5], slab_bytes = whole(field[6]),
+    avoided = field[7],
   }
 end
 
