@@ -228,17 +228,13 @@ def solve_blocks(instance: Instance, budget: Budget) -> Blocks:
     return Blocks(bound_at(prices, whole), _order(market, used))
 
 
-@dataclass(frozen=True, eq=False)
-class Used:
-    """Blocks of the optimum: kind of consumer, spare of the weakest producer, how many."""
-
-    kind: Int64[np.ndarray, " blocks"]
-    spare_gb: Float64[np.ndarray, " blocks"]
-    times: Float64[np.ndarray, " blocks"]
-
-
-def _solve(market: Market, budget: Budget) -> tuple[Prices, Used] | None:
+def _solve(
+    market: Market, budget: Budget
+) -> tuple[Prices, Float64[np.ndarray, "columns blocks"]] | None:
     """Duals and optimum of the program over merged kinds; None when out of time.
+
+    The optimum has the kind of consumer of each block, the spare of its weakest producer, and how
+    many blocks there are of it.
 
     Columns: a consumer with its weakest producer, by variant; shards of a producer used on a
     variant; what a level of spare leaves to the next; compositions.
@@ -273,17 +269,13 @@ def _solve(market: Market, budget: Budget) -> tuple[Prices, Used] | None:
     answer = solve(model, budget)
     if answer.row_duals is None or answer.x is None:
         return None
-    times, first = [], 0
-    for own in columns:
-        times.append(answer.x[first : first + len(own.kind)])
-        first += len(own.cost)
-    used = Used(
-        np.concatenate([own.kind for own in columns]),
-        np.concatenate([own.spare_gb for own in columns]),
-        np.concatenate(times),
-    )
+    firsts = np.cumsum([0, *(len(own.cost) for own in columns)])
+    used = [
+        np.stack([own.kind, own.spare_gb, answer.x[first : first + len(own.kind)]])
+        for own, first in zip(columns, firsts[:-1].tolist(), strict=True)
+    ]
     shard = -answer.row_duals[len(borrowers.count) : sides]
-    return _as_prices(market, items, shard, -answer.row_duals[first_place:]), used
+    return _as_prices(market, items, shard, -answer.row_duals[first_place:]), np.hstack(used)
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,22 +325,23 @@ def _columns(market: Market, items: Items | None, variant: int, rows: int) -> Co
     return Columns(np.concatenate([block, used, left]), cost, kind, spare[level])
 
 
-def _order(market: Market, used: Used) -> Int64[np.ndarray, " served"]:
+def _order(
+    market: Market, used: Float64[np.ndarray, "columns blocks"]
+) -> Int64[np.ndarray, " served"]:
     """Consumer groups by the producers of their blocks; the neediest of a kind get the best."""
     need = -market.instance.r_gb.min(axis=1)
     found: list[tuple[float, float, int]] = []
-    for kind in np.unique(used.kind[used.times > TRACE]).tolist():
-        own = np.nonzero((used.kind == kind) & (used.times > TRACE))[0]
-        own = own[np.argsort(-used.spare_gb[own], kind="stable")]
-        upto = np.cumsum(used.times[own])
+    kinds, spares, times = used[:, used[2] > TRACE]
+    for kind in np.unique(kinds).tolist():
+        own = np.nonzero(kinds == kind)[0]
+        own = own[np.argsort(-spares[own], kind="stable")]
+        upto = np.cumsum(times[own])
         members = np.nonzero(market.borrowers.of_group == kind)[0]
         members = members[np.argsort(-need[members], kind="stable")][: round(float(upto[-1]))]
         at = np.minimum(np.searchsorted(upto, np.arange(len(members)) + 0.5), len(own) - 1)
-        spare = used.spare_gb[own][at].tolist()
-        found += [
-            (-gb, -float(need[group]), group)
-            for gb, group in zip(spare, members.tolist(), strict=True)
-        ]
+        found += zip(
+            (-spares[own][at]).tolist(), (-need[members]).tolist(), members.tolist(), strict=True
+        )
     return np.array([group for _, _, group in sorted(found)], dtype=np.int64)
 
 

@@ -25,10 +25,12 @@ from aqua_placer.problem.instance import GRAIN_GB, Instance
 from aqua_placer.value.balance import BalanceMode, keyed
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool
+
     from aqua_placer.budget import Budget
 
-MAX_FLOWS: Final = 10_000
-"""Columns of a program; as many take 0.3 s. With twice as many it takes 1.5 s."""
+MAX_FLOWS: Final = 15_000
+"""Types of groups times compositions; a program of as many takes 0.5 s, of twice as many 1.5 s."""
 
 PRECISION: Final = 0.001
 """Of the value, or of HBM where that is more: how finely memory is searched, a tenth of the gap
@@ -57,13 +59,13 @@ def least_means(
         aim = replace(start, cnt=cnt)
         if aim.level_gb >= most:
             break
-        model = _Flows(instance, space, start.mode, cnt)
-        if model.count > MAX_FLOWS:
+        within = key <= cnt
+        if int(within.sum()) * len(instance.types.counts) > MAX_FLOWS:
             return start
         high = most - start.hbm_gb * cnt
         trial = replace(aim, mem_gb=max(aim.mem_gb, enough - start.hbm_gb * cnt))
         while high - aim.mem_gb > step and aim.level_gb < enough and not budget.expired():
-            if model.fit(trial.mem_gb, budget):
+            if _can_flow(instance, space, within, trial, budget):
                 high = trial.mem_gb
             else:
                 aim = trial
@@ -72,71 +74,50 @@ def least_means(
     return min(found, key=lambda aim: aim.level_gb, default=start)
 
 
-class _Flows:
-    """How groups can flow to the compositions within a count.
+def _can_flow(
+    instance: Instance,
+    space: ContentSpace,
+    within: Bool[np.ndarray, " compositions"],
+    aim: Thresholds,
+    budget: Budget,
+) -> bool:
+    """Whether the means of compositions can be within the memory; False only where it is proven.
 
-    Attributes:
-        count: Flows, of a type of groups to a composition each.
+    Rows: servers by class, groups by type, the groups of each class in each composition, and the
+    memory of each composition from above and below.
     """
-
-    def __init__(
-        self, instance: Instance, space: ContentSpace, mode: BalanceMode, cnt: int
-    ) -> None:
-        within = keyed(space.cnt, mode) <= cnt
-        self.instance, self.mode = instance, mode
-        self.rows, self.kind = space.rows[within], space.kind[within]
-        types = instance.types
-        self.class_of = np.zeros(len(types.counts), dtype=np.int64)
-        self.class_of[types.of_group] = space.types.of_group
-        self.size_gb = types.tp[:, None] * types.r_gb
-        self.has = self.rows.T[self.class_of] > 0
-        self.count = int(self.has.sum())
-
-    def fit(self, mem_gb: float, budget: Budget) -> bool:
-        """Whether compositions can have means within `mem_gb`; False only where it is proven.
-
-        Rows: servers by class, groups by type, the groups of each class in each composition, and
-        the memory of each composition from above and below.
-        """
-        servers, types, count = self.instance.servers, self.instance.types, len(self.rows)
-        kind, size_gb = self.kind, self.size_gb[:, self.kind]
-        both = self.mode is BalanceMode.ABS
-        # No group goes where all that may stand beside it cannot make up for its size.
-        extremes = []
-        for sign in (1, -1):
-            least = np.full((self.rows.shape[1], size_gb.shape[1]), np.inf)
-            np.minimum.at(least, self.class_of, sign * size_gb)
-            beside = np.where(self.rows.T > 0, self.rows.T * least, 0.0).sum(axis=0) - least
-            extremes.append(sign * size_gb + beside[self.class_of])
-        fits = self.has & (extremes[0] <= mem_gb + GRAIN_GB)
-        if both:
-            fits &= extremes[1] <= mem_gb + GRAIN_GB
-        group, to = np.nonzero(fits)
-        held, own = np.nonzero(self.rows)
-        part = np.zeros(self.rows.shape, dtype=np.int64)
-        part[held, own] = np.arange(len(held))
-        firsts = np.cumsum([0, len(servers.counts), len(types.counts), len(held), count, count])
-        dense = np.zeros((count, firsts[-1]))
-        dense[np.arange(count), kind] = 1.0
-        dense[held, firsts[2] + np.arange(len(held))] = -self.rows[held, own]
-        dense[np.arange(count), firsts[3] + np.arange(count)] = -mem_gb
-        dense[np.arange(count), firsts[4] + np.arange(count)] = mem_gb
-        column, row = np.nonzero(dense)
-        flows = np.stack([group, part[to, self.class_of[group]], to, to], axis=1) + firsts[1:5]
-        gb = size_gb[group, to]
-        one = np.ones(len(group))
-        ends = np.cumsum(np.append(np.bincount(column, minlength=count), np.full(len(group), 4)))
-        free = np.full(count, np.inf)
-        given = np.concatenate([servers.counts, types.counts, np.zeros(len(held))])
-        total = count + len(group)
-        model = LinearModel(
-            cost=np.zeros(total),
-            lower=np.zeros(total),
-            upper=np.full(total, np.inf),
-            starts=np.append(0, ends),
-            index=np.append(row, flows),
-            values=np.append(dense[column, row], np.stack([one, one, gb, gb], axis=1)),
-            row_lower=np.concatenate([given, -free, np.zeros(count) if both else -free]),
-            row_upper=np.concatenate([given, np.zeros(count), free]),
-        )
-        return solve(model, budget).verdict is not Verdict.INFEASIBLE
+    types, rows, kind = instance.types, space.rows[within], space.kind[within]
+    size_gb, class_of = types.tp[:, None] * types.r_gb[:, kind], np.zeros_like(types.tp)
+    class_of[types.of_group] = space.types.of_group
+    fits = rows.T[class_of] > 0
+    both = aim.mode is BalanceMode.ABS
+    # No group goes where all that may stand beside it cannot make up for its size.
+    for sign in (1, -1) if both else (1,):
+        least = np.full((rows.shape[1], len(rows)), np.inf)
+        np.minimum.at(least, class_of, sign * size_gb)
+        beside = np.where(rows.T > 0, rows.T * least, 0.0).sum(axis=0) - least
+        fits &= sign * size_gb + beside[class_of] <= aim.mem_gb + GRAIN_GB
+    (group, to), (held, own) = np.nonzero(fits), np.nonzero(rows)
+    every, parts, flow = (
+        np.arange(len(rows)),
+        np.arange(len(held)),
+        len(rows) + np.arange(len(group)),
+    )
+    part = np.zeros(rows.shape, dtype=np.int64)
+    part[held, own] = parts
+    lengths = [len(instance.servers.counts), len(types.counts), len(held), len(rows), len(rows)]
+    _, by_type, by_part, above, below, end = np.cumsum([0, *lengths]).tolist()
+    dense = np.zeros((len(rows) + len(group), end))
+    dense[every, kind] = 1.0
+    dense[held, by_part + parts] = -rows[held, own]
+    dense[every, above + every], dense[every, below + every] = -aim.mem_gb, aim.mem_gb
+    dense[flow, by_type + group] = dense[flow, by_part + part[to, class_of[group]]] = 1.0
+    dense[flow, above + to] = dense[flow, below + to] = size_gb[group, to]
+    given, free = (
+        np.concatenate([instance.servers.counts, types.counts, 0.0 * parts]),
+        np.inf * (every + 1),
+    )
+    lower = np.concatenate([given, -free, 0.0 * every if both else -free])
+    upper = np.concatenate([given, 0.0 * every, free])
+    model = LinearModel.of(dense, np.zeros(len(dense)), lower, upper)
+    return solve(model, budget).verdict is not Verdict.INFEASIBLE

@@ -210,7 +210,7 @@ class _Search:
             a, b = self._worthwhile(loss, migration, MAX_WIDE_PAIRS if order > 1 else MAX_PAIRS)
         else:
             a, b = draw_pairs(loss, self.rng, everyone=everyone)
-        chunk = max(1, MAX_ROWS // len(self.tables[order]))
+        chunk = max(1, MAX_ROWS // len(self.tables[order]) ** order)
         made = False
         for at in range(0, len(a), chunk):
             pairs = (a[at : at + chunk], b[at : at + chunk])
@@ -262,7 +262,10 @@ class _Search:
         a, b = np.repeat(losing, count), np.concatenate([losing[:0], *partners])
         least = migration.gb_per_shard if migration.gb_per_shard < FREE_PRICE else 0.0
         keep = (a != b) & (loss[a] + loss[b] >= least)
-        return a[keep], b[keep]
+        # Each pair once, also where both lose.
+        a, b = np.unique(np.sort([a[keep], b[keep]], axis=0), axis=1)
+        drawn = self.rng.permutation(len(a))
+        return a[drawn], b[drawn]
 
     def _make(self, exchanges: Exchanges, migration: MigrationCost) -> bool:
         """Make exchanges by gain per migration until the target or the limit; True if any."""
