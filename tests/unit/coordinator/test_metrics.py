@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from aqua_coordinator import metrics as metrics_module
 from aqua_coordinator.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(("seconds", "bound"), [(0.0, 0.0002), (0.00021, 0.0005), (5.0, 5.0)])
@@ -42,3 +46,11 @@ def test_reclaims_are_counted_by_outcome() -> None:
     for outcome in ("returned", "escalated", "dropped"):
         assert f'aqua_reclaims_total{{outcome="{outcome}"}} 1.0' in text
     assert "aqua_reclaim_duration_seconds_count 2.0" in text
+
+
+def test_every_metric_stands_in_the_reference() -> None:
+    source = Path(metrics_module.__file__).read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operations" / "metrics.md").read_text(encoding="utf-8")
+    names = set(re.findall(r'"(aqua_[a-z_]+)"', source))
+    assert len(names) > 20
+    assert {name for name in names if name not in page} == set()

@@ -45,9 +45,10 @@ expiry is up to a second late, and the sweep costs half."""
 MAX_GAP_S: Final = 6 * SWEEP_PERIOD_S
 """Without a sweep for this long, no coordinator was there to take reports, and the books' clock
 stops. Doubled, members may age for 6 s without one."""
-REPORT_SPACING_S: Final = 0.005
-"""Of two reports to the books: 200 a second take some 5% of a core. Doubled, heartbeats of many
-members are twice as far apart, and their loss is noticed that much later."""
+REPORT_SPACING_S: Final = 0.006
+"""Of two reports to the books: each takes 0.3 to 0.7 ms of a core (docs/measurements/scale.md).
+Doubled, heartbeats of many members are twice as far apart, and their loss is noticed as much later.
+"""
 HEARTBEATS_MISSED: Final = 3
 """Heartbeats that a silent member may miss, and a lease of it. Doubled, both stay twice as long in
 a cluster so large that heartbeats are stretched."""
@@ -58,7 +59,7 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "sweep_period_us": int(SWEEP_PERIOD_S * 1e6),
     "report_spacing_us": int(REPORT_SPACING_S * 1e6),
     "heartbeats_missed": HEARTBEATS_MISSED,
-    # 12,000 members; the longest heartbeat that settings allow. Connections outlive it.
+    # 10,000 members; the longest heartbeat that settings allow. Connections outlive it.
     "max_spread_us": 60_000_000,
     # Who was told of long heartbeats before others left has 27 of 30 parts of the silence allowed.
     "spread_decay": 30,
