@@ -150,7 +150,7 @@ async def test_versions_share_one_redis_and_those_not_heard_of_for_long_are_dele
     for silent_s, left in ((500, {older.name}), (700, set())):
         assert await room.command(*call) == [b"ok", b"older"]
         seen_us = round((time.time() - silent_s) * 1e6)
-        await room.command("HSET", KEYS["libraries"], older.name, str(seen_us))
+        await room.command("HSET", KEYS["libraries"], older.name, f"1 {seen_us} 1 1")
         await room.sweep()
         names = {row[1].decode() for row in await room.command("FUNCTION", "LIST")}
         assert names == {load_library().name, "stranger"} | left

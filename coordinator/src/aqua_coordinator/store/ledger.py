@@ -23,7 +23,8 @@ from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.store import rows
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.lua_step import lua_step
-from aqua_coordinator.store.pipeline import PROBE_TTL_MS, Argument, Pipeline
+from aqua_coordinator.store.pipeline import PROBE_TTL_MS, RETRY_AFTER_S, Argument, Pipeline
+from aqua_coordinator.store.scripts import CONSTANTS
 from aqua_coordinator.store.server_checks import CONFIG_READ, find_faults
 from aqua_protocol import ConfigError, LeaseState, UnknownResourceError
 from aqua_protocol.errors import StoreUnavailableError
@@ -379,6 +380,13 @@ class Ledger:
         if answer[0] == b"no_books":
             await self._create()
             answer = await self._pipeline.script(script, *arguments)
+        if answer[0] == b"schema":
+            raise StoreUnavailableError(
+                f"the books are of schema {answer[1]}, this version reads "
+                f"{CONSTANTS['min_schema']} to {CONSTANTS['max_schema']}",
+                remedy="Run the version that the other coordinators of this Redis run.",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if answer[0] != b"ok":
             raise rows.refusal(answer)
         return answer

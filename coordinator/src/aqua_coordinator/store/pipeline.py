@@ -47,7 +47,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from aqua_coordinator.store.connection import close_pool
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.scripts import LIBRARY_PREFIX, SCRIPTS, WRITING_SCRIPTS, load_library
+from aqua_coordinator.store.scripts import (
+    LIBRARY_PREFIX,
+    SCRIPTS,
+    WRITING_SCRIPTS,
+    Library,
+    load_library,
+)
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreFullError, StoreUnavailableError
 
@@ -99,6 +105,7 @@ class Pipeline:
         timeout_s: How long Redis may take over one batch, connecting included.
         observe: Told of every answer, for metrics.
         min_replicas: How many have a write before it is answered.
+        library: Scripts of another version than this one; for tests.
     """
 
     def __init__(
@@ -108,6 +115,7 @@ class Pipeline:
         timeout_s: float = 5.0,
         observe: Observer | None = None,
         min_replicas: int = 0,
+        library: Library | None = None,
     ) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
@@ -118,7 +126,7 @@ class Pipeline:
         write = ("SET", KEYS["probe"], "1", "PX", PROBE_TTL_MS)
         wait = ("WAIT", min_replicas, round(1000 * timeout_s * REPLICAS_SHARE))
         self._wait = _packed(write) + _packed(wait)
-        self._library = load_library()
+        self._library = library or load_library()
         self._calls = {
             name: ("FCALL", self._library.function(name).encode(), b"1", _BOOKS_KEY)
             for name in SCRIPTS

@@ -106,6 +106,11 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "max_profiles": 1000,
     # A version that no coordinator has announced for ten minutes is gone; if not, it loads its own.
     "library_retention_us": 600_000_000,
+    # Twenty sweeps, in which every coordinator has announced its own.
+    "library_settling_us": 10_000_000,
+    # Of the books: those that this version reads. Records of the next differ by a trailing field.
+    "min_schema": 1,
+    "max_schema": 1,
     "max_name_length": MAX_NAME_LENGTH,
     "max_epoch": MAX_EPOCH,
     "max_bytes": MAX_BYTES,

@@ -8,7 +8,7 @@
 -- whatever Redis time does.
 
 local now_us, clock_us, paused_us, swept_us, standing, spread_us
-local books_id, min_epoch, epoch, issued, planned
+local books_id, min_epoch, epoch, issued, planned, schema
 local offers, leases, unwritten, growths, of_consumers
 
 local function redis_time_us()
@@ -19,7 +19,7 @@ end
 -- What the books say of themselves; nil when they are gone, or cannot be read, which is the same.
 local function read_books()
   local field = redis.call('HMGET', KEY.books, 'books_id', 'min_epoch', 'epoch', 'paused_us',
-    'swept_us', 'planned', 'standing', 'spread_us', 'secret')
+    'swept_us', 'planned', 'standing', 'spread_us', 'secret', 'schema')
   local first, last = whole(field[2]), whole(field[3])
   local paused, swept = whole(field[4]), whole(field[5])
   if not (is_name(field[1]) and first and last and paused and swept
@@ -27,15 +27,19 @@ local function read_books()
     return nil
   end
   return field[1], first, last, paused, swept, field[6] == '1', field[7] or '',
-    whole(field[8]) or 0, field[9]
+    whole(field[8]) or 0, field[9], whole(field[10]) or 1
 end
 
--- False when there are no books.
-local function begin(only_reads)
+-- The answer instead of the script's, when there are no books or their schema is not ours.
+local function why_not_begin(only_reads)
   reading, faults = only_reads, {}
-  books_id, min_epoch, epoch, paused_us, swept_us, planned, standing, spread_us = read_books()
+  local _
+  books_id, min_epoch, epoch, paused_us, swept_us, planned, standing, spread_us, _, schema =
+    read_books()
   if not books_id then
-    return false
+    return {'no_books'}
+  elseif schema < CONST.min_schema or schema > CONST.max_schema then
+    return {'schema', schema}
   end
   now_us = redis_time_us()
   issued = false
@@ -43,5 +47,5 @@ local function begin(only_reads)
   -- Not swept for long: no coordinator is there. Redis time before the last sweep: it was set back.
   local stands = standing ~= '' or now_us - swept_us > CONST.max_gap_us or now_us < swept_us
   clock_us = (stands and swept_us or now_us) - paused_us
-  return true
+  return nil
 end

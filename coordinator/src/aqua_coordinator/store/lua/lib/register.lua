@@ -16,8 +16,9 @@ end
 -- Within open books, whose changes are written at the end.
 local function writing(script)
   return function(keys, args)
-    if not begin(false) then
-      return {'no_books'}
+    local refusal = why_not_begin(false)
+    if refusal then
+      return refusal
     end
     local answer = script(keys, args)
     settle()
@@ -35,7 +36,7 @@ local function register(name, flags, script)
     end
   elseif flags[1] == 'no-writes' then
     callback = function(keys, args)
-      return begin(true) and script(keys, args) or {'no_books'}
+      return why_not_begin(true) or script(keys, args)
     end
   end
   register_function(name, flags, callback)
