@@ -7,10 +7,10 @@ coordinators, coordinators of two versions share the books, a producer lies, a c
 it has given back. What a run may contain of this is bounded by a budget of faults; within it the
 search sees every order of every step.
 
-The model states the protocol as it is meant to be, which the code is not yet in all of it: adoption
-needs a proof, ids are drawn, slabs are made anew between tenants, versions agree on a schema. `Bug`
-names ways in which an implementation could fall short. A search with one of them planted must end
-in a violated invariant, or the invariants would be worth nothing.
+The model states the protocol as the code has it: adoption needs a proof, ids are drawn, slabs are
+made anew between tenants, versions agree on a schema. `Bug` names ways in which an implementation
+could fall short. A search with one of them planted must end in a violated invariant, or the
+invariants would be worth nothing.
 
 What it leaves out: bytes on their way (the migrator's own tests have them), more than one producer
 (leases of two producers never meet), and fairness between consumers.
