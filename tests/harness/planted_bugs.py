@@ -117,7 +117,7 @@ PLANTS: Final = {
         lua=(("if revision < known.revision", "if false and revision < known.revision"),),
     ),
     "a version writes records that the other cannot read": Plant(
-        "failed|refused a command",
+        "no booked lease",
         (),
         lua=(
             (

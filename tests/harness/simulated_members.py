@@ -66,8 +66,8 @@ class _Slab:
         self.memory = memory
         self.tensor = torch.zeros(_WORDS, dtype=torch.int64)
         self.is_owned = True
-        self.mappers: list[Process] = []
-        self.keepers: list[Process] = []
+        self.mappers: list[_Mapped] = []
+        self.keepers: list[_Mapped] = []
         memory.slabs[self.number] = self
         owner.on_death.append(self.let_go)
 
@@ -104,7 +104,7 @@ class _Owned:
         if not slab.is_owned:
             raise TransportError("a closed slab cannot be lent")
         if slab.mappers:
-            names = ", ".join(process.name for process in slab.mappers)
+            names = ", ".join(mapped.process.name for mapped in slab.mappers)
             slab.memory.failed(f"slab {slab.number} is lent anew while {names} maps it")
         return Handle(b"%d" % slab.number, None)
 
@@ -119,8 +119,8 @@ class _Mapped:
 
     def __init__(self, slab: _Slab, process: Process) -> None:
         self._slab = slab
-        self._process = process
-        slab.mappers.append(process)
+        self.process = process
+        slab.mappers.append(self)
         process.on_death.append(self.close)
 
     @property
@@ -129,15 +129,15 @@ class _Mapped:
 
     def close(self) -> None:
         for mapping in (self._slab.mappers, self._slab.keepers):
-            if self._process in mapping:
-                mapping.remove(self._process)
-                self._process.on_death.remove(self.close)
+            if self in mapping:
+                mapping.remove(self)
+                self.process.on_death.remove(self.close)
                 self._slab.close_if_unused()
 
     def keep(self) -> None:
         """Stay mapped, and let the owner hear otherwise."""
-        self._slab.mappers.remove(self._process)
-        self._slab.keepers.append(self._process)
+        self._slab.mappers.remove(self)
+        self._slab.keepers.append(self)
 
 
 class SimulatedTransport:
@@ -162,7 +162,8 @@ class SimulatedTransport:
         if slab is None:
             raise TransportError("the slab is gone")
         me = self._process
-        strangers = [process for process in slab.mappers + slab.keepers if process is not me]
+        mapped = [mapped.process for mapped in slab.mappers + slab.keepers]
+        strangers = [process for process in mapped if process is not me]
         if strangers:
             self._memory.failed(f"slab {slab.number}: {strangers[0].name} and {me.name} map it")
         found = int(slab.tensor.max())

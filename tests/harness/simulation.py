@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from structlog.testing import capture_logs
+
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import Library
 from aqua_coordinator.tokens import Role
@@ -429,7 +431,8 @@ def _quietly() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     gc.collect()
     try:
-        yield
+        with capture_logs():
+            yield
     finally:
         logging.disable(before)
 
