@@ -258,8 +258,15 @@ class LeaseProtocol:
             was and was.right is Right.ACTIVE and lease not in held and self._is_used(now, lease)
             for lease, was in enumerate(now.books)
         )
+        # By the time that new books are confirmed their producer refuses what lost ones granted.
+        consumers = now.consumers
+        if now.booked_life < 0:
+            consumers = tuple(
+                me._replace(life=-1) if me.phase is Phase.GRANTED else me for me in consumers
+            )
         return now._replace(
             books=tuple(books),
+            consumers=consumers,
             unproven=0,
             confirmed=True,
             booked_life=report.life,
