@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
+from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.store import scripts
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import Library
+from aqua_protocol.members import HeldLease
 from aqua_protocol.slab import SlabState
 from aqualib.producer.pool import SlabPool
 from aqualib.producer.slab_memory import SlabMemory
@@ -93,7 +95,17 @@ def _leave(self: SlabMemory, memory: Any) -> Any:  # noqa: ANN401 - the transpor
     return memory
 
 
+def _believe_every_proof(self: AdoptionKeys, report: object, held: HeldLease) -> int:
+    del self, report
+    return held.held_bytes
+
+
 PLANTS: Final = {
+    "leases are adopted without a proof": Plant(
+        "never granted",
+        (Kind.LIES,),
+        patches=((AdoptionKeys, "granted_bytes", _believe_every_proof),),
+    ),
     "a flood shuts members out": Plant(
         "without a fault", (Kind.FLOOD,), patches=((Network, "refuses", _refuse_all_in_a_flood),)
     ),
@@ -106,7 +118,9 @@ PLANTS: Final = {
         "maps? it|has left", (), patches=((SlabMemory, "make_anew", _leave),)
     ),
     "slabs are taken back at the deadline": Plant(
-        "lent anew", (Kind.SLOW_RETURN,), patches=((SlabPool, "quarantine", _take_back_late_slabs),)
+        "lent anew|raised",
+        (Kind.SLOW_RETURN,),
+        patches=((SlabPool, "quarantine", _take_back_late_slabs),),
     ),
     "a deadline outlives the right that it ends": Plant(
         "deadline", (Kind.CRASH,), lua=((f"strike('{KEYS['deadlines']}', lease.lease_id)", ""),)

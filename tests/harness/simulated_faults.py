@@ -56,8 +56,6 @@ _VICTIMS: Final = {
     Kind.KEEPS_MAPPING: CONSUMERS,
     Kind.LIES: (LIAR,),
 }
-UNMENDED: Final = frozenset({Kind.LIES})
-"""What the product does not withstand yet. Runs that name no kinds leave it out."""
 UNEXCUSED: Final = frozenset({Kind.LIES, Kind.KEEPS_MAPPING, Kind.DOUBLING, Kind.FLOOD})
 """Faults for which no honest member may lose a lease."""
 

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
+from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.routes import leases, members
@@ -42,6 +43,7 @@ AnswerT = TypeVar("AnswerT")
 Operation = Callable[[Services], Coroutine[Any, Any, AnswerT]]
 
 SETTINGS: Final = CoordinatorSettings(data_dir=Path("/nowhere"), silent_member_s=10.0)
+_ADOPTION: Final = AdoptionKeys([b"the same for all coordinators, 32"])
 ANSWER_WITHIN_S: Final = 2.0
 """How long a member waits for a coordinator."""
 REFUSED_AFTER_S: Final = 0.01

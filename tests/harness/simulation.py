@@ -37,7 +37,6 @@ from harness.simulated_faults import (
     MEMBERS,
     PRODUCERS,
     UNEXCUSED,
-    UNMENDED,
     Fault,
     Kind,
     plan,
@@ -87,7 +86,7 @@ class Run:
     steps: int
     only: tuple[int, ...] | None = None
     until: int | None = None
-    kinds: tuple[Kind, ...] = tuple(kind for kind in Kind if kind not in UNMENDED)
+    kinds: tuple[Kind, ...] = tuple(Kind)
 
     def faults(self) -> dict[int, Fault]:
         """Those that happen, by number."""
@@ -327,6 +326,7 @@ class Cluster:
                 consumer_id=chance.choice([*CONSUMERS, "nobody"]),
                 held_bytes=SLAB * chance.randint(1, 4),
                 consumer_lost=chance.random() < 0.3,
+                proof=chance.choice([None, f"{SLAB}.{chance.getrandbits(128):032x}"]),
             )
             paper.held = {} if chance.random() < 0.2 else {held.lease_id: held}
             try:
