@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from aqua_protocol import supervision
 from aqualib import channel as channels
 from aqualib.channel import ChannelClosedError
 from aqualib.peers import ProcessIdentity, process_behind
@@ -163,7 +164,8 @@ def _replace_names(machine: Machine) -> Iterator[tuple[Any, str, object]]:
     by_id = {id(MODULES[name]): module for name, module in _modules(machine).items()}
     by_id |= _of_channels(machine)
     for name, module in sorted(sys.modules.items()):
-        if name.startswith("aqualib") and module is not channels:
+        is_ours = name.startswith("aqualib") or module is supervision
+        if is_ours and module is not channels:
             for attribute, value in list(vars(module).items()):
                 if id(value) in by_id:
                     yield module, attribute, value

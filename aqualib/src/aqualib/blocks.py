@@ -246,7 +246,7 @@ class BlockStore:
     def close(self) -> None:
         """Drop every block and give the room back. Harmless when repeated."""
         self._finalizer()
-        self._transfers.sweep()
+        self._transfers.store.sweep()
 
     # --- Inside: room ---------------------------------------------------------------------
 
@@ -456,4 +456,4 @@ def _leave(transfers: Transfers, frames: list[Frame]) -> None:
             transfers.store.dissolve(frames.pop())
         return True
 
-    transfers.leave(dissolve)
+    transfers.store.leave(dissolve)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 
 from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
+from aqua_protocol.supervision import failing_loops
 from aqualib.blocks import BlockStore
 from aqualib.leasing.client import LeaseClient
 from aqualib.memory.frame_store import FrameStore
@@ -166,7 +167,7 @@ class Aqua:
             CapacityError: The store is full.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._transfers.sweep()
+        self._store.sweep()
         chosen = dtype or torch.get_default_dtype()
         tensor = AquaTensor(self._transfers, self._allocator, dims, chosen)
         self._lease_client.changed()  # There may be peer memory for frames that were made.
@@ -194,7 +195,7 @@ class Aqua:
             ConfigError: A block does not fit into a slab.
             CapacityError: The host memory that the blocks would need is not free.
         """
-        self._transfers.sweep()
+        self._store.sweep()
         sizes = {"block_bytes": block_bytes, "capacity_blocks": capacity_blocks}
         store = BlockStore(self._transfers, **sizes)
         self._lease_client.changed()  # There may be peer memory for frames that were made.
@@ -218,7 +219,7 @@ class Aqua:
 
     def stats(self) -> Stats:
         """Everything that is counted, as of now."""
-        self._transfers.sweep()
+        self._store.sweep()
         store = self._store.snapshot()
         paged = self.metrics.paged_bytes
         attachments = self.attachments
@@ -247,6 +248,11 @@ class Aqua:
     def coordinator_error(self) -> AquaError | None:
         """Why the last report failed; None while the coordinator answers."""
         return self._lease_client.coordinator_error
+
+    @property
+    def failing_loops(self) -> tuple[str, ...]:
+        """Names of this process's loops that crash again and again; empty while all is well."""
+        return failing_loops()
 
     def attach(self, grant: LeaseGrant) -> Attachment:
         """Use a lease that was granted by other means than this instance's own asking.

@@ -12,6 +12,7 @@ library that fills the default registry by itself collides with the engine it li
     aqua_consumer_used_bytes, aqua_consumer_lost_bytes       wherever they are; unreadable
     aqua_consumer_promoted_bytes_total, aqua_consumer_drained_bytes_total
     aqua_consumer_returned_bytes_total, aqua_consumer_pins_overdue_total
+    aqua_consumer_loop_restarts_total{loop}, aqua_consumer_loops_failing
     aqua_ipc_transport_info{transport}                       really in use, as measured
     aqua_ipc_link_bytes_per_second{transport, direction}     the slowest path in use
 
@@ -37,6 +38,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from aqua_protocol import ConfigError
+from aqua_protocol.supervision import failing_loops, restart_counts
 from aqualib.memory.frame_table import StoreStats
 
 if TYPE_CHECKING:
@@ -173,6 +175,7 @@ class ConsumerMetrics(Collector):
         yield moved
         yield from self._sums(stats)
         yield from self._paths(stats)
+        yield from loop_families("aqua_consumer")
 
     def _sums(self, stats: Stats | None) -> Iterator[Metric]:
         labels = ["node", "gpu_uuid", "model"]
@@ -207,3 +210,14 @@ class ConsumerMetrics(Collector):
             rate.add_metric([self._transport.value, Direction.IN.value], slowest_in)
         yield info
         yield rate
+
+
+def loop_families(prefix: str) -> Iterator[Metric]:
+    """The crashes of all loops of this process, in metrics of this prefix."""
+    text = "Crashes of background loops."
+    restarts = CounterMetricFamily(f"{prefix}_loop_restarts", text, labels=["loop"])
+    for kind, count in restart_counts().items():
+        restarts.add_metric([kind], count)
+    yield restarts
+    text = "Loops that crash again and again."
+    yield GaugeMetricFamily(f"{prefix}_loops_failing", text, value=len(failing_loops()))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from aqua_protocol import PROTOCOL_VERSION, AquaError
 from aqua_protocol.ids import BooksId, Incarnation, Revision, new_incarnation
 from aqua_protocol.members import MemberAck
+from aqua_protocol.supervision import RestartPolicy, SupervisedThread
 from aqualib.version import AQUALIB_VERSION
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Reporter(Generic[ReportT, AckT]):
         self._started_at_s = float("-inf")
         self._not_before_s = float("-inf")
         self._condition = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"aqua-report-{name}", daemon=True)
+        self._thread = SupervisedThread(self._run, "aqua-report", name)
 
     def start(self) -> None:
         """Begin to report."""
@@ -162,8 +162,7 @@ class Reporter(Generic[ReportT, AckT]):
                 self._closing = True
                 self._last_report = last_report
             self._condition.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def leave(self, remove: Callable[[], None], *, last_report: bool = False) -> None:
         """Close, and call `remove` to say goodbye, unless the coordinator is absent anyway."""
@@ -213,10 +212,9 @@ class Reporter(Generic[ReportT, AckT]):
         if self._error is None or self._error.code != error.code:
             logger.warning("%s cannot report: %s", self._name, error)
         self._error = error
-        pause_s = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S, self._heartbeat_s)
-        # Capped so that the power stays small however long the absence lasts.
-        self._failures = min(self._failures + 1, 16)
-        self._not_before_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+        self._failures += 1
+        absence = RestartPolicy(FIRST_PAUSE_S, min(MAX_PAUSE_S, self._heartbeat_s))
+        self._not_before_s = time.monotonic() + absence.pause_s(self._failures)
 
     def _note_answer(self, ack: AckT, goal: int) -> None:
         if self._error is not None:

@@ -300,7 +300,7 @@ class AquaTensor:
         if self._pin_count:
             raise ValueError(f"{self!r} cannot be released inside pinned()")
         self._finalizer()
-        self._transfers.sweep()
+        self._transfers.store.sweep()
 
     # --- Inside ---------------------------------------------------------------------------
 
@@ -420,4 +420,4 @@ def _leave(
         allocator.give_back(pieces)
         return True
 
-    transfers.leave(free)
+    transfers.store.leave(free)

@@ -36,6 +36,7 @@ from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
 from aqua_protocol import AquaError, ErrorBody, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
+from aqua_protocol.supervision import SupervisedTask
 
 log = structlog.get_logger(__name__)
 
@@ -129,15 +130,15 @@ class Service:
         self._pipeline.start()
         try:
             await self._open_books()
-            loops = (self._sweep_forever(), self._refresh_forever(), services.event_watcher.run())
-            tasks = [asyncio.create_task(loop) for loop in loops]
-            try:
-                yield self
-            finally:
-                services.event_watcher.close()
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            async with (
+                SupervisedTask(self._sweep_forever, "sweep"),
+                SupervisedTask(self._refresh_forever, "token-refresh"),
+                SupervisedTask(services.event_watcher.run, "event-watcher"),
+            ):
+                try:
+                    yield self
+                finally:
+                    services.event_watcher.close()
         finally:
             if services.audit is not None:
                 services.audit.close()

@@ -34,6 +34,9 @@ log = structlog.get_logger(__name__)
 MAX_STRANGERS: Final = 512
 """Connections without a good token yet, chosen by hand: probes, scrapers, and members that have
 just connected. Doubled, a turn of the loop under a flood of them takes 100 ms instead of 50."""
+PATROL_S: Final = 0.1
+"""Seconds between looks at a tenth of the connections each. Doubled, a late one stays up to a
+second longer."""
 MAX_AHEAD_BYTES: Final = 1 << 20
 """What may arrive before a head is complete, or of a body that is not read: four times what the
 loop reads at once. Doubled, strangers can make the coordinator hold 1 GiB instead of half."""
@@ -246,8 +249,13 @@ class ConnectionLimits:
             self._close(connection, "refused")
             return b""
 
-    def close_late(self) -> None:
-        """Close those whose time is over, looking at a tenth of all; called ten times a second."""
+    async def close_late_ones(self) -> None:
+        """Close those whose time is over, for ever, looking at a tenth of all at a time."""
+        while True:
+            self._close_late()
+            await asyncio.sleep(PATROL_S)
+
+    def _close_late(self) -> None:
         now_s = time.perf_counter()
         if self._refused:
             log.warning("TLS refused", connections=len(self._refused), last=self._refused[-1])

@@ -43,6 +43,7 @@ import structlog
 
 from aqua_protocol import ConfigError, SocketPathTooLongError
 from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
+from aqua_protocol.supervision import SupervisedTask
 
 SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
@@ -111,7 +112,9 @@ class EmbeddedValkey:
         self._start_timeout_s = start_timeout_s
         self._lock_fd = -1
         self._process: subprocess.Popen[bytes] | None = None
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._loops = [SupervisedTask(self._restart_forever, "store-restart")]
+        if fsync is Fsync.EVERYSEC:
+            self._loops.append(SupervisedTask(self._sync_forever, "store-sync"))
 
     @property
     def url(self) -> str:
@@ -171,16 +174,13 @@ class EmbeddedValkey:
 
     def supervise(self) -> None:
         """Sync the data on the running loop from now on, and restart the server if it dies."""
-        self._supervisors = [asyncio.create_task(self._restart_forever())]
-        if self._fsync is Fsync.EVERYSEC:
-            self._supervisors.append(asyncio.create_task(self._sync_forever()))
+        for loop in self._loops:
+            loop.start()
 
     async def stop_supervising(self) -> None:
         """Stop looking after the server."""
-        for task in self._supervisors:
-            task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._supervisors = []
+        for loop in self._loops:
+            await loop.stop()
 
     async def _sync_forever(self) -> None:
         while True:

@@ -65,7 +65,8 @@ class EventWatcher:
             except (RedisError, OSError) as error:
                 log.debug("event stream lost", error=str(error))
                 await asyncio.sleep(RETRY_S)
-            self.wake()
+            finally:
+                self.wake()
 
     async def _listen(self) -> None:
         """Wake for every change until no stream is left."""

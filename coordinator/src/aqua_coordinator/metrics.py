@@ -24,6 +24,7 @@ from aqua_coordinator import __version__
 from aqua_coordinator.store.rows import BooksSummary, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
 from aqua_protocol.members import ConsumerView
+from aqua_protocol.supervision import failing_loops, restart_counts
 
 _FAST_BUCKETS: Final = (
     *(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02),
@@ -166,6 +167,16 @@ class _BooksCollector:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
+        restarts = CounterMetricFamily(
+            "aqua_coordinator_loop_restarts", "Crashes of background loops.", labels=["loop"]
+        )
+        for kind, count in restart_counts().items():
+            restarts.add_metric([kind], count)
+        yield restarts
+        failing = [((), len(failing_loops()))]
+        yield _gauge(
+            "aqua_coordinator_loops_failing", "Loops that crash again and again.", (), failing
+        )
         books = self._snapshot
         answered = [((), float(books is not None))]
         yield _gauge("aqua_redis_up", "Whether Redis answered this scrape.", (), answered)

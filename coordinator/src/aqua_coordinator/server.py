@@ -31,6 +31,7 @@ from aqua_coordinator.connections import ConnectionLimits
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol import ConfigError
+from aqua_protocol.supervision import SupervisedTask
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +82,7 @@ class Server(uvicorn.Server):
         make = partial(limits.protocol, config.http_protocol_class)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
-        self._connections = limits
+        self._reaper = SupervisedTask(limits.close_late_ones, "connection-reaper")
         self._services = services
         self._drained_s = math.inf
 
@@ -100,13 +101,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve, and say so."""
         await super().startup(sockets)
+        self._reaper.start()
         assert sockets is not None, "the server is given its socket"
         scheme = "http" if self._services.settings.tls_cert is None else "https"
         log.info("listening", url=f"{scheme}://{_address(sockets[0])}", version=__version__)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
-        self._connections.close_late()
         if not await super().on_tick(counter):
             return False
         if not self._services.stopping.is_set():
@@ -119,6 +120,7 @@ class Server(uvicorn.Server):
         """End event streams, then everything."""
         self._services.event_watcher.close()
         await super().shutdown(sockets)
+        await self._reaper.stop()
 
 
 def configure_logs(level: str) -> None:

@@ -17,6 +17,7 @@ from typing import Self, TypeVar
 from aqua_demo.messages import Command, Failure, LogLine
 from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
+from aqua_protocol.supervision import SupervisedThread
 from aqua_protocol.wire import Wire
 
 SettingsT = TypeVar("SettingsT", bound=Wire)
@@ -32,7 +33,7 @@ class Parent:
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        self._reader = threading.Thread(target=self._read, name="demo-commands", daemon=True)
+        self._reader = SupervisedThread(self._read, "demo-commands")
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
         )

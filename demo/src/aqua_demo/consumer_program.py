@@ -35,6 +35,7 @@ from aqua_demo.messages import (
 from aqua_demo.models import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
 from aqualib.transports import select
@@ -242,7 +243,7 @@ def watching(look: Callable[[], None]) -> Iterator[None]:
         while not done.wait(SAMPLE_INTERVAL_S):
             look()
 
-    watcher = threading.Thread(target=watch, name="demo-watch")
+    watcher = SupervisedThread(watch, "demo-watch")
     watcher.start()
     try:
         yield

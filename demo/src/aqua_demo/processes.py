@@ -17,7 +17,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +37,7 @@ from aqua_demo.messages import (
     Report,
 )
 from aqua_protocol import AquaError
+from aqua_protocol.supervision import SupervisedThread
 from aqua_protocol.wire import Wire
 
 STOP_WAIT_S: Final = 10.0
@@ -101,7 +101,7 @@ class Child:
                 start_new_session=True,
             )
         if heard is not None:
-            threading.Thread(target=self._listen, name=f"demo-{name}", daemon=True).start()
+            SupervisedThread(self._listen, "demo-child", name).start()
 
     @property
     def pid(self) -> int:

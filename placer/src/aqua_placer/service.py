@@ -34,6 +34,7 @@ from aqua_placer.solve.placement import place
 from aqua_protocol import AquaError, RequestInvalidError, UnavailableError
 from aqua_protocol.errors import UnauthenticatedError
 from aqua_protocol.plan import MatchingMode, Objective, Plan
+from aqua_protocol.supervision import SupervisedTask
 from aqua_protocol.wire import Wire
 
 MAX_BODY_BYTES: Final = 64 << 20
@@ -98,16 +99,18 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
                 f"{MAX_CONCURRENT} solves are running", remedy="Retry.", retry_after_s=1.0
             )
         async with slots:
-            budget = Budget(limit_s, interrupt=threading.Event())
-            job = asyncio.ensure_future(run_in_threadpool(work, budget))
+            interrupt = threading.Event()
+
+            async def watch() -> None:
+                while not await request.is_disconnected():  # noqa: ASYNC110 - only Starlette can tell
+                    await asyncio.sleep(DISCONNECT_POLL_S)
+                interrupt.set()
+
             try:
-                while not job.done():
-                    await asyncio.wait({job}, timeout=DISCONNECT_POLL_S)
-                    if not job.done() and await request.is_disconnected():
-                        budget.interrupt.set()
+                async with SupervisedTask(watch, "disconnect-watcher"):
+                    return await run_in_threadpool(work, Budget(limit_s, interrupt=interrupt))
             finally:
-                budget.interrupt.set()
-            return await job
+                interrupt.set()
 
     @app.middleware("http")
     async def bounded(request: Request, following: Any) -> Any:  # noqa: ANN401 - Starlette's

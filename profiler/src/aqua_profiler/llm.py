@@ -31,6 +31,7 @@ from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial
 from aqua_profiler.spec import ProfileSpec, UnloadedLatency
 from aqua_protocol.profile import ModelProfile
+from aqua_protocol.supervision import SupervisedTask
 
 if TYPE_CHECKING:
     from aqua_cli import ProgressDisplay
@@ -91,13 +92,9 @@ class _LlmProfile:
             try:
                 await self._introduce()
                 unloaded = await self._lone_requests()
-                following = asyncio.create_task(self._gauge.follow())
-                try:
+                async with SupervisedTask(self._gauge.follow, "kv-cache-poller"):
                     await self._search(unloaded)
                     await self._burst(unloaded)
-                finally:
-                    following.cancel()
-                    await asyncio.gather(following, return_exceptions=True)
             except EndpointError as failure:
                 error = failure
         profile = compose(self._spec, self._findings, self._journal, error)

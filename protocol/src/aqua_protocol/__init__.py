@@ -1,6 +1,7 @@
 """The words that Aqua's processes share: ids, units, errors, state machines, wire messages.
 
-Everything here is pure: no sockets, no clocks, no threads. The coordinator, aqualib, the placer
+Everything here is pure, no sockets, no clocks, no threads, but for `supervision`, which every
+distribution needs and none owns. The coordinator, aqualib, the placer
 and the simulator follow these tables and speak these messages; nothing else connects them.
 
 Modules, from the ground up:
@@ -12,6 +13,7 @@ Modules, from the ground up:
 - `profile`, `problem`, `plan`: what the profiler and the placer write and read.
 - `hardware`, `decoders`: the GPUs and models that planners know by name.
 - `findings`: what `aqua doctor` asks and hears.
+- `supervision`: the one helper that runs threads and tasks, and starts them again when they crash.
 
 Here are the names that most distributions need; the others come from their modules.
 """

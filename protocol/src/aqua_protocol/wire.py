@@ -21,6 +21,9 @@ from aqua_protocol.units import MAX_BYTES
 # Fixed: a count of changes.
 PROTOCOL_VERSION: Final = 1
 
+# Fixed: a day, the longest time that a message may tell.
+MAX_SECONDS: Final = 86_400.0
+
 
 def require_protocol_version(theirs: int, *, who: str) -> None:
     """Refuse a peer that speaks another protocol version.
@@ -56,9 +59,9 @@ ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES, strict=True)]
 PositiveBytes = Annotated[int, Field(ge=1, le=MAX_BYTES, strict=True)]
 EpochField = Annotated[int, Field(ge=1, le=MAX_EPOCH, strict=True)]
 RevisionField = Annotated[int, Field(ge=0, le=MAX_EPOCH, strict=True)]
-Seconds = Annotated[float, Field(ge=0, le=86_400, strict=True)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, strict=True)]
 Rate = Annotated[float, Field(ge=0, le=1e15, strict=True)]
-Milliseconds = Annotated[float, Field(ge=0, le=86_400_000, strict=True)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e3 * MAX_SECONDS, strict=True)]
 VersionNumber = Annotated[int, Field(ge=0, le=65_535, strict=True)]
 Proof = Annotated[str, Field(max_length=64, pattern=r"^[0-9]{1,16}\.[A-Za-z0-9_-]+$")]
 Flag = Annotated[bool, Field(strict=True)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,19 +16,22 @@ from aqua_protocol import (
     TransportError,
     TransportKind,
 )
+from aqualib import probe
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
-from harness.consumers import await_rest, consuming
+from harness.bounds import HANG_S
+from harness.consumers import LateTransport, await_rest, consuming
+from harness.faults import UnforeseenError
 from harness.loans import COUNT, lend, locations, require_intact, values
-from harness.producers import SLAB
+from harness.producers import SLAB, until
 from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.transports.base import Copier
+    from aqualib.transports.base import Copier, MappedSlab
 
 
 class TestLoss:
@@ -171,3 +176,51 @@ def address_of(tensor: AquaTensor) -> int:
     """Of the slab in which the tensor's only piece is."""
     with tensor.pinned(writes=False) as view:
         return view.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "kind", [TransportError, torch.OutOfMemoryError, MemoryError, UnforeseenError]
+)
+def test_a_path_that_cannot_be_measured_strands_no_slab(
+    monkeypatch: pytest.MonkeyPatch, issuer: TokenIssuer, producer: Producer, kind: type[Exception]
+) -> None:
+    def fail(_: object, mapped: MappedSlab) -> None:
+        view = mapped.tensor[:1]
+        raise kind(f"in the middle of {len(view)} bytes")
+
+    with consuming() as aqua:
+        stored = values(COUNT)
+        tensors = [aqua.offload(value) for value in stored]
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, "measure", fail)
+            is_foreseen = kind is not UnforeseenError
+            with pytest.raises(TransportError if is_foreseen else UnforeseenError):
+                lend(aqua, issuer, producer)
+            gc.collect()
+        until(lambda: not aqua.attachments, "the attachment has ended")
+        until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is back")
+        assert producer.quarantined_bytes == 0
+        lend(aqua, issuer, producer)
+        await_rest(aqua)
+        assert locations(tensors) == [Location.PEER] * COUNT
+        require_intact(tensors, stored)
+
+
+def test_a_reclaim_is_not_held_up_by_a_thread_that_has_ended(
+    issuer: TokenIssuer, producer: Producer
+) -> None:
+    with consuming(transport=LateTransport()) as aqua:
+        lend(aqua, issuer, producer)
+        store = aqua.block_store(SLAB, COUNT)
+        src = torch.randint(1, 256, (COUNT, SLAB), dtype=torch.uint8)
+
+        def page_out() -> list[int]:
+            slots: list[int] = store.page_out(src).slots.tolist()
+            return slots
+
+        with ThreadPoolExecutor(1) as thread:
+            slots = torch.tensor(thread.submit(page_out).result())
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
+        dst = torch.zeros_like(src)
+        store.page_in(slots, dst).wait()
+        assert torch.equal(dst, src)

@@ -213,3 +213,45 @@ def test_slots_of_a_checksum_that_failed_are_another_threads_to_write(
         store.page_in(slots, dst).wait()
         store.page_in(slots, dst).wait()
         assert torch.equal(dst, theirs)
+
+
+def test_a_fence_that_is_cut_short_keeps_the_pins_until_one_has_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
+        slots, transfer = store.page_out(src)
+        with monkeypatch.context() as patch:
+            patch.setattr(late.copiers[-1], "fence", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                transfer.wait()
+            assert (transfer.is_done, late.pins()) == (False, 1)
+        dst = torch.zeros_like(src)
+        store.page_in(slots, dst).wait()
+        assert torch.equal(dst, src)
+        assert (transfer.is_done, late.pins()) == (True, 0)
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_pins_of_a_thread_that_has_ended_end_with_its_copies(is_kept: bool) -> None:
+    with late_copies() as late:
+        store, src = late.blocks(16), rows()
+        kept: list[object] = []
+
+        def page_out() -> None:
+            kept.append(store.page_out(src))
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(page_out).result()
+        if not is_kept:
+            kept.clear()
+        gc.collect()
+        assert late.pins() == 1
+        fences = sum(copier.fence_count for copier in late.copiers)
+        late.store.sweep()
+        assert late.pins() == 0
+        assert sum(copier.fence_count for copier in late.copiers) == fences + 1

@@ -423,3 +423,20 @@ def test_no_clock_however_wrong_bars_tokens_that_outlast_the_good_ones() -> None
         with pytest.raises(CapabilityError, match="expired"):
             gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s + ahead_s)
     assert gate.admit(issuer.token(SLAB, valid_s=10), "consumer", now_s).bytes == SLAB
+
+
+def test_a_reclaim_of_days_is_told_within_the_bounds_of_the_wire() -> None:
+    ticket = ReclaimTicket(
+        ReclaimId("r"),
+        requested_bytes=SLAB,
+        slab_count=1,
+        slab_bytes=SLAB,
+        deadline_s=5.0,
+        began_at_s=10.0,
+    )
+    days_s = 3 * 86_400.0
+    assert ticket.report(10.0 + days_s).age_s == 86_400.0
+    ticket.assign()
+    ticket.slab_closed(10.0 + days_s)
+    assert ticket.report(10.0 + days_s).total_ms == 86_400e3
+    assert ticket.report(10.0 + days_s).first_slab_ms == 86_400e3

@@ -117,3 +117,23 @@ def test_memory_that_cannot_be_freed_keeps_no_other_waiting(
     assert freed.wait(HANG_S)
     await_idle(undertaker)
     assert "the context is gone" in caplog.text
+
+
+def test_memory_whose_freeing_crashed_is_freed_later_and_keeps_no_other_waiting() -> None:
+    calls, freed = iter([MemoryError(), KeyError()]), [threading.Event(), threading.Event()]
+
+    def crash_twice() -> None:
+        for error in calls:
+            raise error
+        freed[0].set()
+
+    undertaker = DeferredFree()
+    broken, whole = ReleasePipes(), ReleasePipes()
+    ends = broken.add(), whole.add()
+    undertaker.free_when_released(broken, crash_twice)
+    undertaker.free_when_released(whole, freed[1].set)
+    for end in ends:
+        os.close(end)
+    assert freed[0].wait(HANG_S)
+    assert freed[1].wait(HANG_S)
+    await_idle(undertaker)

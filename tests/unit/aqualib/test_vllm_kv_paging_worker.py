@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -158,3 +158,27 @@ def test_a_layout_that_keeps_the_layers_of_a_block_together_is_refused_whatever_
     both = torch.zeros((BLOCKS, 2, 32))
     with pytest.raises(ConfigError, match="cannot find 16 blocks"):
         block_rows([both[:, 0], both[:, 1]], BLOCKS)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("of the device")])
+def test_a_load_beside_the_model_that_has_no_memory_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with paging() as (worker, _):
+        worker.page_out(PagingPlan(out_places=[0, 1], out_blocks=[1, 2]))
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.store, "page_in", _raising(error))
+            worker.page_in(PagingPlan(async_loads={"r": ([0, 1], [8, 9])}))
+            while not (arrived := worker.take_arrived()):
+                pass
+        assert arrived == {"r"}
+        assert worker.take_failed_blocks() == {8, 9}
+        assert worker.store is not None
+        assert worker.store.used_count == 0
+
+
+def _raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail

@@ -182,7 +182,7 @@ class Attachment:
     def take_back(self, slab: PeerSlab) -> None:
         """The slab is unmapped: tell the producer, if it can hear."""
         with self._lock:
-            del self._slabs[slab.slab_id]
+            self._slabs.pop(slab.slab_id, None)  # A migrator that crashed tells it again.
             is_last = not self._slabs
         self._tell(Released(slab_id=slab.slab_id, generation=slab.generation))
         with self._lock:

@@ -19,10 +19,17 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import AquaError, RequestInvalidError, UnavailableError, format_bytes
+from aqua_protocol import (
+    AquaError,
+    RequestInvalidError,
+    TransportError,
+    UnavailableError,
+    format_bytes,
+)
 from aqua_protocol.ids import new_idempotency_key
 from aqua_protocol.leases import AttachFailure, LeaseRequest
 from aqua_protocol.members import ConsumerAck, ConsumerReport, UsedLease
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import ChannelClosedError
 from aqualib.leasing.demand import LeaseBackoff, Need, RequestLease, ReturnSurplus
 from aqualib.leasing.events import EventThread
@@ -36,7 +43,9 @@ if TYPE_CHECKING:
     from aqua_protocol.ids import BooksId, Revision
     from aqua_protocol.leases import LeaseGrant
     from aqualib.leasing.attachment import Attachment, ReclaimRecord
+    from aqualib.memory.frame import PeerSlab
     from aqualib.memory.frame_store import FrameStore
+    from aqualib.probe import LinkMeasurement
     from aqualib.reporter import Identity
     from aqualib.transports.base import Transport
 
@@ -95,7 +104,7 @@ class LeaseClient:
         self._news_count = 0
         self._refusal_code = ""
         self.events: Final = EventThread(store, self)
-        self._thread = threading.Thread(target=self._run, name="aqua-leasing", daemon=True)
+        self._thread = SupervisedThread(self._run, "aqua-leasing", consumer_id)
         self._reporter = Reporter(
             self._report,
             None if link is None else link.report_consumer,
@@ -143,9 +152,8 @@ class LeaseClient:
 
         Raises:
             AquaError: As `aqualib.leasing.handshake.attach`.
+            TransportError: The path cannot be measured; the slabs are on their way back.
         """
-        from aqualib.probe import measure
-
         attachment = attach(
             grant,
             consumer_id=self._consumer_id,
@@ -154,24 +162,42 @@ class LeaseClient:
             allowed_uids=self._allowed_uids,
         )
         slabs = attachment.slabs
-        attachment.link = measure(self._transport, slabs[0].memory)
-        size = format_bytes(attachment.mapped_bytes)
-        logger.info("%r maps %s, %s", attachment, size, attachment.link)
-        with self._changed:
-            self._attachments[attachment.lease_id] = attachment
-            self._backoff.note_attached(self._clock())
-        # In this order: a reclaim that is heard must find its slabs in the store.
-        self._store.adopt(slabs)
-        self.events.watch(attachment)
-        self.changed()
+        try:
+            attachment.link = self._measure(slabs[0])
+            size = format_bytes(attachment.mapped_bytes)
+            logger.info("%r maps %s, %s", attachment, size, attachment.link)
+        except BaseException:
+            attachment.end()  # Before the store could fill its slabs.
+            raise
+        finally:
+            with self._changed:
+                self._attachments[attachment.lease_id] = attachment
+                self._backoff.note_attached(self._clock())
+            # In this order: a reclaim that is heard must find its slabs in the store.
+            self._store.adopt(slabs)
+            self.events.watch(attachment)
+            if attachment.is_ending:
+                self._store.ask_back(slabs)  # The way that all slabs go back.
+            self.changed()
         return attachment
+
+    def _measure(self, slab: PeerSlab) -> LinkMeasurement:
+        from aqualib.probe import measure
+
+        try:
+            return measure(self._transport, slab.memory)
+        except TransportError as error:
+            failure = error.message
+        except (RuntimeError, MemoryError) as error:  # Of an engine that is short of memory, often.
+            failure = type(error).__name__
+        # A new one: the calls that the first came through would keep tensors over the slab alive.
+        raise TransportError(f"the path to {slab!r} cannot be measured: {failure}")
 
     def stop_asking(self) -> None:
         """Take no more leases. Harmless when repeated."""
         self._is_closing = True
         self._think_again()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
         """Tell the coordinator once, and hang up; after the store has been closed."""
@@ -276,14 +302,15 @@ class LeaseClient:
             grant = self._allocate(order)
             if not self._is_closing:
                 self.take_up(grant)
+                grant = None
                 self._refusal_code = ""
-                return
         except AquaError as error:
             self._note_refusal(error)
             is_silent = isinstance(error, ChannelClosedError)
             failure = AttachFailure.UNREACHABLE if is_silent else AttachFailure.UNUSABLE
-        if grant is not None:
-            self._release(grant, failure)
+        finally:
+            if grant is not None:  # It is not used, for whatever reason.
+                self._release(grant, failure)
 
     def _allocate(self, order: RequestLease) -> LeaseGrant:
         assert self._link is not None, "there is no coordinator to ask"

@@ -4,6 +4,9 @@ It turns messages into entries of the frame table, which takes microseconds: a r
 here and served by the migrator, however long an engine thread keeps a frame pinned. A channel that
 ends, for whatever reason, ends the attachment: what is still mapped is drained like a reclaim.
 
+A message that could not be handled is handled once more, and then ends its attachment, too: it may
+have been a reclaim.
+
 Death is read from the pidfd as well as from the channel, because a child of a dead producer may
 keep its socket open.
 """
@@ -13,16 +16,18 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aqua_protocol import ProtocolError, TransportError
 from aqua_protocol.channel import Goodbye, Ping, Pong, Reclaim
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import LingeringSelector
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
+    from aqua_protocol.channel import ProducerMessage
     from aqualib.leasing.attachment import Attachment
     from aqualib.leasing.client import LeaseClient
     from aqualib.memory.frame_store import FrameStore
@@ -45,8 +50,9 @@ class EventThread:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._arrivals: deque[Attachment] = deque()
         self._attachments: set[Attachment] = set()
+        self._undone: tuple[Attachment, ProducerMessage | str] | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="aqua-events", daemon=True)
+        self._thread = SupervisedThread(self._run, "aqua-events")
 
     def start(self) -> None:
         """Begin to listen."""
@@ -63,8 +69,7 @@ class EventThread:
             return
         self._is_closing = True
         os.eventfd_write(self._wakeup, 1)
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        if self._thread.join(timeout_s):
             self._selector.close()
             os.close(self._wakeup)
 
@@ -77,7 +82,9 @@ class EventThread:
 
     def _run(self) -> None:
         run_promptly()
+        self._make_up()
         while not self._is_closing:
+            self._register_arrivals()
             for key, _ in self._selector.select():
                 attachment = key.data
                 if attachment is None:
@@ -85,45 +92,70 @@ class EventThread:
                 elif attachment not in self._attachments:
                     continue  # Closed earlier in this round.
                 elif key.fd == attachment.pidfd:
-                    self._drop(attachment, "its process has ended")
+                    self._end(attachment, "its process has ended")
                 else:
                     self._read(attachment)
-            self._register_arrivals()
         for attachment in list(self._attachments):
-            self._drop(attachment, "this consumer is closing")
+            self._end(attachment, "this consumer is closing")
+
+    def _make_up(self) -> None:
+        """See once more to what the last run crashed over; after that, end the attachment."""
+        if self._undone is not None:
+            attachment, said = self._undone
+            try:
+                self._see_to(attachment, said)
+            except BaseException:
+                self._undone = None if isinstance(said, str) else (attachment, "a fault of ours")
+                raise
+            self._undone = None
 
     def _register_arrivals(self) -> None:
         while self._arrivals:
             attachment = self._arrivals.popleft()
             self._attachments.add(attachment)
+            self._undone = attachment, "it cannot be listened to"
             self._selector.register(attachment.channel, selectors.EVENT_READ, attachment)
             self._selector.register(attachment.pidfd, selectors.EVENT_READ, attachment)
+            self._undone = None
 
     def _read(self, attachment: Attachment) -> None:
         try:
             message, fds = attachment.channel.receive()
         except (TransportError, ProtocolError) as error:
-            self._drop(attachment, error.message)
+            self._end(attachment, error.message)
             return
+        self._undone = attachment, message
         for fd in fds:
             os.close(fd)
-        match message:
+        self._see_to(attachment, message)
+        self._undone = None
+
+    def _see_to(self, attachment: Attachment, said: ProducerMessage | str) -> None:
+        """Handle a message, or the end of an attachment for the reason given."""
+        match said:
             case Reclaim():
-                self._store.ask_back(attachment.note_asked(message))
+                self._store.ask_back(attachment.note_asked(said))
                 self._client.on_reclaim()
             case Ping(number=number):
                 attachment.pong(number)
             case Pong():
-                return
+                pass
+            case str():
+                self._drop(attachment, said)
             case Goodbye():
                 self._drop(attachment, "it said goodbye")
             case _:
-                self._drop(attachment, f"{message.type} is not allowed now")
+                self._drop(attachment, f"{said.type} is not allowed now")
+
+    def _end(self, attachment: Attachment, reason: str) -> None:
+        self._undone = attachment, reason
+        self._drop(attachment, reason)
+        self._undone = None
 
     def _drop(self, attachment: Attachment, reason: str) -> None:
-        self._attachments.discard(attachment)
-        self._selector.unregister(attachment.channel)
-        self._selector.unregister(attachment.pidfd)
+        for watched in (attachment.channel, attachment.pidfd):
+            with suppress(KeyError, ValueError):  # A crash came before it, or between the two.
+                self._selector.unregister(watched)
         left = attachment.disconnect()
         if left:
             logger.warning(
@@ -131,3 +163,4 @@ class EventThread:
             )
             self._store.ask_back(left)
         self._client.on_closed(attachment, is_lost=bool(left))
+        self._attachments.discard(attachment)

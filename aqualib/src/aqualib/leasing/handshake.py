@@ -82,7 +82,7 @@ def attach(
     channel = Channel(sock, PRODUCER_MESSAGES)
     try:
         attachment = Attachment(grant, channel)
-    except AquaError:
+    except BaseException:
         channel.close()
         raise
     incoming = _Incoming(channel, grant.lease.producer_id, time.monotonic() + timeout_s)
@@ -98,7 +98,7 @@ def attach(
         welcome = incoming.welcome()
         _check_welcome(welcome, grant)
         _map_slabs(incoming.slabs(welcome.slab_count), attachment, transport)
-    except AquaError:
+    except BaseException:
         for slab in attachment.slabs:
             slab.memory.close()
             attachment.take_back(slab)

@@ -11,11 +11,15 @@ engine threads and the migrator at them. Copies, unmapping and messages happen o
 
 Not promised: that pins of several frames at once cannot wait for each other. A caller that moves
 much pins one frame at a time; one that must hold several is let through when gates open again.
+
+A finalizer may run at any moment, on any thread, in the middle of our own code; so all it does is
+to `leave` its work in a queue that needs no lock, and a later call or the migrator does it.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab, Transport
 
 logger = logging.getLogger("aqualib")
+
+MAX_LEFTOVERS_PER_SWEEP: Final = 1024
+"""Finalizers whose work one sweep does; the rest waits for the next. Bounds what a call does for
+others to about a millisecond; doubled, to two."""
 
 PIN_WAIT_LIMIT_S: Final = 30.0
 """Seconds. Moving a frame takes milliseconds; a gate that stays closed this long is a fault.
@@ -78,6 +86,7 @@ class FrameStore:
         self._table = FrameTable(slab_bytes)
         self._closed = ""
         self._is_stopped = False
+        self._leftovers: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
     # --- Frames ---------------------------------------------------------------------------
 
@@ -243,9 +252,12 @@ class FrameStore:
 
         The caller tells the table what has become of it, inside `answering`.
         """
-        with self._changed:
-            table = self._table
-            while not self._is_stopped:
+        table = self._table
+        while True:
+            self.sweep()  # Without the lock: it may wait for a device.
+            with self._changed:
+                if self._is_stopped:
+                    return None
                 table.sweep()
                 now_s = self._clock()
                 while (effect := decide(table, now_s)) is not None:
@@ -255,7 +267,6 @@ class FrameStore:
                 # Closed gates may have opened above; tell those who wait at them.
                 self._changed.notify_all()
                 self._changed.wait(None if until_s is None else until_s - now_s)
-            return None
 
     @contextmanager
     def answering(self) -> Iterator[tuple[FrameTable, float]]:
@@ -269,6 +280,26 @@ class FrameStore:
         """A lender may have got all that it asked for: its other slabs may be filled again."""
         with self._changed:
             self._changed.notify_all()
+
+    # --- What finalizers leave ---------------------------------------------------------
+
+    def leave(self, work: Callable[[], bool]) -> None:
+        """Have `work` done soon; it says whether it is done. For finalizers: takes no lock."""
+        self._leftovers.put(work)
+
+    def sweep(self) -> None:
+        """Do what finalizers left behind."""
+        for _ in range(min(self._leftovers.qsize(), MAX_LEFTOVERS_PER_SWEEP)):
+            try:
+                work = self._leftovers.get_nowait()
+            except queue.Empty:
+                return
+            is_done = False
+            try:
+                is_done = work()
+            finally:
+                if not is_done:
+                    self._leftovers.put(work)
 
     # --- The whole ------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import MIB, TransportError
-from aqualib.memory.migration_policy import Drain, Promotion, SlabReturn
+from aqua_protocol.supervision import SerialExecutor, SupervisedThread
+from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn
 from aqualib.memory.transfers import RenewableCopier
 from aqualib.ranges import Range, split
 from aqualib.thread_slice import run_promptly
@@ -63,9 +64,13 @@ class Migrator:
         self._copied: queue.Queue[tuple[Drain | SlabReturn, str] | None]
         self._copied = queue.Queue(maxsize=PIPELINE_DEPTH)
         self._warned: set[int] = set()
+        # What each thread has in hand, for its next run if this one crashes.
+        self._copying: Migration | None = None
+        self._finishing: tuple[Drain | SlabReturn, str] | None = None
+        self._untold: tuple[Callable[[PeerSlab], None], PeerSlab] | None = None
         self._threads = [
-            threading.Thread(target=self._copy_moves, name="aqua-migrator", daemon=True),
-            threading.Thread(target=self._finish_moves, name="aqua-unmapper", daemon=True),
+            SupervisedThread(self._copy_moves, "aqua-migrator"),
+            SupervisedThread(self._finish_moves, "aqua-unmapper"),
         ]
 
     def start(self) -> None:
@@ -81,15 +86,28 @@ class Migrator:
     # --- The copying thread ---------------------------------------------------------------
 
     def _copy_moves(self) -> None:
+        self._call_off()
         while (move := self._store.next_migration()) is not None:
+            self._copying = move
             if isinstance(move, SlabReturn):
                 self._copied.put((move, ""))
             elif isinstance(move, Promotion):
                 self._promote(move)
             else:
                 self._copied.put(self._drain(move))
+            self._copying = None
         self._copied.put(None)
         self._copier.close()
+
+    def _call_off(self) -> None:
+        """Give up what a run that crashed was copying: nothing has changed, it is tried again."""
+        move, self._copying = self._copying, None
+        if move is not None:
+            with self._store.answering() as (table, now_s):
+                if isinstance(move, SlabReturn):
+                    table.kept(move.source, now_s)
+                else:
+                    table.abandoned(move, now_s)
 
     def _promote(self, move: Promotion) -> None:
         failure = self._copier.copy(move.target.memory, move.frame.host, move.ranges)
@@ -100,6 +118,7 @@ class Migrator:
                 table.abandoned(move, now_s)
             else:
                 table.arrived(move)
+            self._copying = None
 
     def _drain(self, move: Drain) -> tuple[Drain, str]:
         """The drain as it was carried out, and why its copy is no good, if it is not."""
@@ -111,7 +130,7 @@ class Migrator:
             # Either end may have failed; the host slab will tell which.
             logger.warning("cannot move %r to %r: %s", move.frame, move.target, failure)
             with self._store.answering() as (table, _):
-                move = table.rerouted(move)
+                self._copying = move = table.rerouted(move)
         failure = self._copier.copy(move.frame.host, source, move.ranges)
         if failure:
             logger.error("%r cannot be read, its bytes are lost: %s", move.source, failure)
@@ -121,7 +140,9 @@ class Migrator:
 
     def _finish_moves(self) -> None:
         run_promptly()
-        while (copied := self._copied.get()) is not None:
+        self._tell()
+        while (copied := self._finishing or self._copied.get()) is not None:
+            self._finishing = copied
             self._finish(*copied)
 
     def _finish(self, move: Drain | SlabReturn, failure: str) -> None:
@@ -138,9 +159,10 @@ class Migrator:
                 table.lost(move, failure)
             else:
                 table.arrived(move)
+            self._finishing = None
+            self._untold = None if tell is None else (tell, move.source)
         if tell is not None:
-            tell(move.source)
-            self._store.nudge()
+            self._tell()
         elif isinstance(move, Drain) and move.frame.number not in self._warned:
             self._warned.add(move.frame.number)
             logger.warning(
@@ -149,6 +171,14 @@ class Migrator:
                 move.frame,
                 move.source,
             )
+
+    def _tell(self) -> None:
+        """Tell the owner of the slab that was unmapped last, unless it has been told."""
+        if self._untold is not None:
+            tell, slab = self._untold
+            tell(slab)
+            self._untold = None
+            self._store.nudge()
 
 
 def _unmap(slab: PeerSlab) -> Callable[[PeerSlab], None] | None:
@@ -167,7 +197,7 @@ class SlabCopier:
     """The copiers of one migrator; `copy` is called by one thread.
 
     One copy stream keeps a GPU's copy engine busy. A CPU core alone reads and writes at about half
-    of what its memory gives; so there a frame is cut in two, and a helper thread copies the other
+    of what its memory gives; so there a frame is cut in two, and another thread copies the other
     half. Halves of one frame rather than two frames at once: the first slab of a reclaim is back in
     half the time.
     """
@@ -175,7 +205,10 @@ class SlabCopier:
     def __init__(self, transport: Transport) -> None:
         count = CPU_COPIERS if transport.device.type == "cpu" else DEVICE_COPIERS
         self._copier = RenewableCopier(transport.copier)
-        self._helpers = [_Helper(transport, index) for index in range(count - 1)]
+        self._helpers = [
+            (SerialExecutor("aqua-slab-copier"), RenewableCopier(transport.copier))
+            for _ in range(count - 1)
+        ]
 
     def copy(self, dst: MappedSlab, src: MappedSlab, ranges: list[Range]) -> str:
         """Copy byte ranges between two slabs and wait for it; returns what went wrong, or nothing.
@@ -183,42 +216,22 @@ class SlabCopier:
         After a failure some bytes may have arrived and some not.
         """
         first, *others = split(ranges, 1 + len(self._helpers), MIN_PART_BYTES)
-        for helper, part in zip(self._helpers, others, strict=False):
-            helper.begin(dst, src, part)
-        failure = _copy(self._copier, dst, src, first)
-        for helper, _ in zip(self._helpers, others, strict=False):
-            failure = helper.end() or failure
+        beside = [
+            thread.submit(_copy, copier, dst, src, part)
+            for (thread, copier), part in zip(self._helpers, others, strict=False)
+        ]
+        try:
+            failure = _copy(self._copier, dst, src, first)
+        finally:
+            wait(beside)  # Nothing may happen to either slab before.
+        for other in beside:
+            failure = other.result() or failure
         return failure
 
     def close(self) -> None:
         """End the helpers. Harmless when repeated."""
-        for helper in self._helpers:
-            helper.close()
-
-
-class _Helper:
-    """A daemon thread with a copier of its own, for one part at a time."""
-
-    def __init__(self, transport: Transport, index: int) -> None:
-        self._copier = RenewableCopier(transport.copier)
-        self._parts: queue.SimpleQueue[tuple[MappedSlab, MappedSlab, list[Range]] | None]
-        self._parts = queue.SimpleQueue()
-        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
-        name = f"aqua-slab-copier-{index}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def begin(self, dst: MappedSlab, src: MappedSlab, ranges: list[Range]) -> None:
-        self._parts.put((dst, src, ranges))
-
-    def end(self) -> str:
-        return self._failures.get()
-
-    def close(self) -> None:
-        self._parts.put(None)
-
-    def _run(self) -> None:
-        while (part := self._parts.get()) is not None:
-            self._failures.put(_copy(self._copier, *part))
+        for thread, _ in self._helpers:
+            thread.shutdown()
 
 
 def _copy(renewable: RenewableCopier, dst: MappedSlab, src: MappedSlab, ranges: list[Range]) -> str:

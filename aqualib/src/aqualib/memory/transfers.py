@@ -8,14 +8,12 @@ a frame while it holds another: where a gate is closed, it first fences its own 
 So transfers of any size and order, in any number of threads, cannot lock each other or the migrator
 out.
 
-`Transfers` holds the store, a stream for each engine thread, the counters, and work that finalizers
-left behind. A finalizer may run at any moment, on any thread, in the middle of our own code; so all
-it does is to put its work into a queue that needs no lock, and a later call does it.
+`Transfers` holds the store, a stream for each engine thread, and the counters. When a thread ends,
+its copies are fenced and its pins ended for it.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -32,10 +30,6 @@ if TYPE_CHECKING:
     from aqualib.metrics import ConsumerMetrics, Direction
     from aqualib.ranges import Range
     from aqualib.transports.base import Copier, MappedSlab, Transport
-
-MAX_LEFTOVERS_PER_SWEEP: Final = 1024
-"""Finalizers whose work one sweep does; the rest waits for the next. Bounds what a call does for
-others to about a millisecond; doubled, to two."""
 
 
 class RenewableCopier:
@@ -134,15 +128,20 @@ class CopyStream(RenewableCopier):
 
         Each transfer in the batch hears of a failure as well.
         """
+        self._is_orphaned = True  # Until the fence has returned: what cuts it short keeps the pins.
+        failure = self.attempt(lambda copier: copier.fence()) if self._pins else ""
         batch, self.batch = self.batch, CopyBatch()
-        pins, self._pins = self._pins, []
-        self._is_orphaned = False
-        if pins and (failure := self.attempt(lambda copier: copier.fence())):
-            batch.failure = f"copies did not arrive: {failure}"
+        batch.failure = failure and f"copies did not arrive: {failure}"
         batch.is_fenced = True
-        for frame in pins:
-            self._store.unpin(frame)
+        while self._pins:
+            self._store.unpin(self._pins.pop())
+        self._is_orphaned = False
         return batch.failure
+
+    def abandon(self) -> None:
+        """The thread has ended: the migrator settles; does nothing that a finalizer may not."""
+        if self._pins:
+            self._store.leave(lambda: self.settle() is not None)
 
     def orphan(self) -> None:
         """A transfer was dropped without a wait; does nothing that a finalizer may not."""
@@ -219,6 +218,16 @@ class Transfer:
         return f"<Transfer, {state}>"
 
 
+class _ThreadEnd:
+    """Lives as long as a thread, and then abandons its stream, which a transfer may keep."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self.stream = stream
+
+    def __del__(self) -> None:
+        self.stream.abandon()
+
+
 class Transfers:
     """The transfers of one consumer.
 
@@ -240,7 +249,6 @@ class Transfers:
         self.synchronize: Final = transport.synchronize
         self._transport = transport
         self._threads = threading.local()
-        self._leftovers: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
     @property
     def device(self) -> torch.device:
@@ -290,22 +298,8 @@ class Transfers:
             raise error  # noqa: TRY201 - it may be another
         return Transfer(stream, finish)
 
-    def leave(self, work: Callable[[], bool]) -> None:
-        """Have `work` done soon; it says whether it is done. For finalizers: takes no lock."""
-        self._leftovers.put(work)
-
-    def sweep(self) -> None:
-        """Do what finalizers left behind."""
-        for _ in range(min(self._leftovers.qsize(), MAX_LEFTOVERS_PER_SWEEP)):
-            try:
-                work = self._leftovers.get_nowait()
-            except queue.Empty:
-                return
-            if not work():
-                self._leftovers.put(work)
-
     def _stream(self) -> CopyStream:
-        stream: CopyStream | None = getattr(self._threads, "stream", None)
-        if stream is None:
-            stream = self._threads.stream = CopyStream(self.store, self._transport.copier)
-        return stream
+        own: _ThreadEnd | None = getattr(self._threads, "own", None)
+        if own is None:
+            own = self._threads.own = _ThreadEnd(CopyStream(self.store, self._transport.copier))
+        return own.stream

@@ -14,10 +14,12 @@ import logging
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import AquaError, CapacityError, TransportError
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET, ConsumerMessage, SlabHandle, Slabs, Welcome
+from aqua_protocol.supervision import SupervisedThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,12 +42,16 @@ class Handout:
         welcome: What is sent first, with the count of the loans that follow, in order.
         loans: Those that could not be made anew are last, once `run` has tried.
         sent_count: Loans whose handle may have reached the peer.
+        is_begun: It cannot begin again, since what the peer has read is not known.
+        is_complete: Everything has been sent.
     """
 
     memory: SlabMemory
     welcome: Welcome
     loans: Sequence[LentSlab]
     sent_count: int = 0
+    is_begun: bool = False
+    is_complete: bool = False
 
     def unsent(self) -> Sequence[LentSlab]:
         """Loans whose handle has never left this process."""
@@ -54,11 +60,23 @@ class Handout:
     def run(self, channel: Channel[ConsumerMessage]) -> None:
         """Send the welcome and every slab; fewer than were lent if memory is short.
 
+        Harmless when repeated after it was complete.
+
         Raises:
             ChannelClosedError: The peer is gone, or does not read.
             CapacityError: Not even one slab could be made anew.
-            TransportError: A slab could not be exported.
+            TransportError: A slab could not be exported, or the handout has begun before.
         """
+        if self.is_complete:
+            return
+        if self.is_begun:
+            # An engine's CUDA context that went bad, for one: torch reports it by whatever type it
+            # likes. The peer waits for an answer, and the fault is not its own.
+            raise TransportError(
+                "the producer could not hand out its slabs",
+                remedy="Read the producer's log; its engine may need a restart.",
+            )
+        self.is_begun = True
         loans = self._make_foreign_anew()
         channel.send(self.welcome.model_copy(update={"slab_count": len(loans)}))
         for start in range(0, len(loans), MAX_SLABS_PER_PACKET):
@@ -70,6 +88,7 @@ class Handout:
                 slabs = [_announced(*pair) for pair in zip(batch, handles, strict=True)]
                 fds = [handle.fd for handle in handles if handle.fd is not None]
                 channel.send(Slabs(slabs=slabs, last=last), fds)
+        self.is_complete = True
 
     def _make_foreign_anew(self) -> Sequence[LentSlab]:
         """Returns the loans that have memory now."""
@@ -104,12 +123,12 @@ class Handouts:
     ) -> None:
         self._lock = lock
         self._ended = ended
-        self._threads: dict[Peer, threading.Thread] = {}
+        self._threads: dict[Peer, SupervisedThread] = {}
 
     def start(self, peer: Peer, handout: Handout) -> None:
         """Begin; under the lock."""
-        name = f"aqua-handout-{handout.welcome.lease_id}"
-        thread = threading.Thread(target=self._run, args=(peer, handout), name=name, daemon=True)
+        hand_out = partial(self._run, peer, handout)
+        thread = SupervisedThread(hand_out, "aqua-handout", handout.welcome.lease_id)
         self._threads[peer] = thread
         try:
             thread.start()
@@ -132,22 +151,15 @@ class Handouts:
             handout.run(peer.channel)
         except AquaError as error:
             failure = error
-        except Exception as error:
-            # An engine's CUDA context that went bad, for one: torch reports it by whatever type it
-            # likes. This is the thread's last frame and the peer waits for an answer, so it gets
-            # one; the traceback is for the log, since the fault is not the peer's.
-            logger.exception("handing out lease %s hit a fault", handout.welcome.lease_id)
-            failure = TransportError(
-                f"the producer could not hand out its slabs: {type(error).__name__}",
-                remedy="Read the producer's log; its engine may need a restart.",
-            )
         with self._lock:
-            self._end(peer, handout, failure)
+            if peer in self._threads:
+                self._end(peer, handout, failure)
 
     def _end(self, peer: Peer, handout: Handout, failure: AquaError | None) -> None:
-        del self._threads[peer]
-        peer.handed_out()
-        self._ended(peer, handout, failure)
+        with ExitStack() as steps:  # Last one first, each whatever becomes of the others.
+            steps.callback(self._ended, peer, handout, failure)
+            steps.callback(peer.handed_out)
+            del self._threads[peer]
 
 
 def _announced(loan: LentSlab, handle: Handle) -> SlabHandle:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aqua_protocol import ConfigError, TransportError, UnavailableError, format_bytes
 from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES, ModelProfile, ProfileKind, ProfileLabel
+from aqua_protocol.supervision import RestartPolicy, SupervisedThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,9 +248,10 @@ class Informer:
         self._watch = Watch()
         self.surrendered_bytes = producer.committed_bytes
         self._closing = False
-        self._is_blind = False
         self._woken = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="aqua-informer", daemon=True)
+        # The engine's code may raise anything, and memory is lent on its behalf: look on, as often.
+        looks = RestartPolicy(first_pause_s=poll_s, longest_pause_s=poll_s)
+        self._thread = SupervisedThread(self._run, "aqua-informer", policy=looks)
 
     def __enter__(self) -> Self:
         self.start()
@@ -271,8 +273,7 @@ class Informer:
         """Stop watching; the offer stays as it is. Harmless when repeated."""
         self._closing = True
         self._woken.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._producer.on_returned = None
 
     def look(self, now_s: float) -> Decision | None:
@@ -299,21 +300,10 @@ class Informer:
         return decision
 
     def _run(self) -> None:
+        # After a look that failed, calm has to be seen anew before more is offered.
+        self._watch = replace(self._watch, calm_since_s=None)
         while not self._closing:
-            try:
-                self.look(time.monotonic())
-            except Exception:
-                # The engine's code may raise anything, and memory is lent on its behalf: somebody
-                # has to go on watching. Once an outage: it may last for thousands of looks.
-                if not self._is_blind:
-                    logger.exception("a look at the engine failed; the offer stays as it is")
-                self._is_blind = True
-                # Calm has to be seen anew before more is offered.
-                self._watch = replace(self._watch, calm_since_s=None)
-            else:
-                if self._is_blind:
-                    logger.info("the engine can be looked at again")
-                self._is_blind = False
+            self.look(time.monotonic())
             self._woken.wait(self._poll_s)
             self._woken.clear()
 

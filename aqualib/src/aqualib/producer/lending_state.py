@@ -180,7 +180,8 @@ class LendingState:
 
     def slab_closed(self, reclaim: ReclaimTicket, now_s: float) -> None:
         """A slab that was taken out for this reclaim is physically back."""
-        reclaim.slab_closed(now_s)
+        if not reclaim.done:  # Else it was told before, and could not be summed up.
+            reclaim.slab_closed(now_s)
         if reclaim.total_ms is not None:
             self.ended_reclaims = self.ended_reclaims.plus(reclaim, reclaim.total_ms / 1e3)
 

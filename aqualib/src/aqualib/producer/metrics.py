@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from aqua_protocol import ConfigError
+from aqualib.metrics import loop_families
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,3 +72,4 @@ class ProducerMetrics(Collector):
             ("reclaim_seconds", "Until the memory could be used again.", ended.seconds),
         ):
             yield CounterMetricFamily(f"aqua_lender_{name}", text, value=total)
+        yield from loop_families("aqua_lender")

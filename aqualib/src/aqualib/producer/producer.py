@@ -20,6 +20,8 @@ import os
 import secrets
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from aqua_protocol import (
@@ -35,6 +37,7 @@ from aqua_protocol import (
 from aqua_protocol.ids import BooksId, LeaseId, ProducerId, ReclaimId, Revision
 from aqua_protocol.members import LoadReport, ProducerAck, ProducerReport
 from aqua_protocol.slab import SlabState
+from aqua_protocol.supervision import failing_loops
 from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
 from aqualib.peers import trusted_uids
@@ -52,8 +55,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aqua_client import CoordinatorClient
+    from aqua_protocol.capability import Claims
     from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.lending_state import Effects, ReclaimNotice
+    from aqualib.producer.pool import LentSlab
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
     from aqualib.reporter import Identity
     from aqualib.transports.base import Transport
@@ -291,6 +296,11 @@ class Producer:
         """Why the last report failed; None while the coordinator answers."""
         return self._reporter.error
 
+    @property
+    def failing_loops(self) -> tuple[str, ...]:
+        """Names of this process's loops that crash again and again; empty while all is well."""
+        return failing_loops()
+
     def flush_report(self, timeout_s: float) -> bool:
         """Wait until the books know the state of this moment; False without a coordinator."""
         return self._reporter.flush(timeout_s)
@@ -361,22 +371,32 @@ class Producer:
             return sum(map(self._lending.pool.count, states)) * self.slab_bytes
 
     def _carry_out(self, effects: Effects) -> None:
-        """Act on a decision; under the lock, and nothing here blocks."""
-        for slab in effects.retired:
-            self._memory.retire(slab)
-        for notice in effects.notices:
-            self._send_notice(notice)
-        for lease_id in effects.kills:
-            peer = self._peers[lease_id]
-            try:
-                kill_process(peer.pidfd, pid=peer.credentials.pid, lease_id=lease_id)
-            except KillRefusedError as error:
-                logger.warning("lease %s stays quarantined: %s", lease_id, error)
-        for lease_id in effects.finished:
-            peer = self._peers.pop(lease_id)
-            peer.lease_id = None
-            peer.leave(channel.Goodbye())
-        self._reporter.changed()
+        """Act on a decision; under the lock, and nothing here blocks.
+
+        Each effect is carried out, whatever becomes of the others: the state has them behind it.
+        """
+        with ExitStack() as each:
+            each.callback(self._reporter.changed)
+            for lease_id in effects.finished:
+                each.callback(self._finish, lease_id)
+            for lease_id in effects.kills:
+                each.callback(self._kill, lease_id)
+            for notice in effects.notices:
+                each.callback(self._send_notice, notice)
+            for slab in effects.retired:
+                self._memory.retire(slab)
+
+    def _finish(self, lease_id: LeaseId) -> None:
+        peer = self._peers.pop(lease_id)
+        peer.lease_id = None
+        peer.leave(channel.Goodbye())
+
+    def _kill(self, lease_id: LeaseId) -> None:
+        peer = self._peers[lease_id]
+        try:
+            kill_process(peer.pidfd, pid=peer.credentials.pid, lease_id=lease_id)
+        except KillRefusedError as error:
+            logger.warning("lease %s stays quarantined: %s", lease_id, error)
 
     def _send_notice(self, notice: ReclaimNotice) -> None:
         refs = [channel.SlabRef(slab_id=i, generation=g) for i, g in notice.slabs]
@@ -397,6 +417,16 @@ class Producer:
         require_protocol_version(hello.protocol_version, who=f"consumer {hello.consumer_id}")
         claims = self._admission.admit(hello.token, hello.consumer_id, time.time())
         loans = self._lending.lend(claims, peer.process)
+        try:
+            self._hand_out(peer, claims, loans)
+        except BaseException:
+            effects = self._lending.hand_back(LeaseId(claims.lease_id), loans)
+            self._carry_out(replace(effects, finished=[]))  # The server refuses the peer.
+            self._peers.pop(LeaseId(claims.lease_id), None)
+            peer.lease_id, peer.stage = None, Stage.GREETING
+            raise
+
+    def _hand_out(self, peer: Peer, claims: Claims, loans: list[LentSlab]) -> None:
         peer.lease_id = LeaseId(claims.lease_id)
         peer.stage = Stage.HANDING
         self._peers[peer.lease_id] = peer

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aqua_protocol.members import ReclaimReport
+from aqua_protocol.wire import MAX_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,15 +107,15 @@ class ReclaimTicket:
             self._finish(now_s)
 
     def report(self, now_s: float) -> ReclaimReport:
-        """The wire form, for the coordinator."""
+        """The wire form, for the coordinator; no time in it exceeds `MAX_SECONDS`."""
         return ReclaimReport(
             reclaim_id=self.reclaim_id,
             requested_bytes=self.requested_bytes,
             returned_bytes=self.returned_bytes,
             deadline_s=self.deadline_s,
-            age_s=now_s - self.began_at_s,
-            first_slab_ms=self.first_slab_ms,
-            total_ms=self.total_ms,
+            age_s=min(now_s - self.began_at_s, MAX_SECONDS),
+            first_slab_ms=_bounded(self.first_slab_ms),
+            total_ms=_bounded(self.total_ms),
             escalated=self.escalated,
         )
 
@@ -143,6 +144,10 @@ class ReclaimTotals:
         return ReclaimTotals(
             self.count + 1, self.returned_bytes + reclaim.returned_bytes, self.seconds + seconds
         )
+
+
+def _bounded(took_ms: float | None) -> float | None:
+    return None if took_ms is None else min(took_ms, 1e3 * MAX_SECONDS)
 
 
 def choose(leases: Sequence[Sequence[Slab]], count: int) -> list[Slab]:

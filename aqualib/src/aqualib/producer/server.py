@@ -16,6 +16,8 @@ What it promises:
   of packets and of seconds; past it the peer counts as gone.
 - Packets that a peer sent before it died are read before its death is told. Death is what the
   pidfd says, pinned when the peer connected; the end of a channel is only silence.
+- What was not foreseen costs one message of one peer: a slab's return is handled again, any other
+  peer is refused.
 - Whatever other threads do here (`Peer.post`, `wake`) happens under the producer's one lock.
 
 Known limit: this thread needs the interpreter lock like any other. An engine that computes in pure
@@ -36,7 +38,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import AquaError, CapacityError, ProtocolError
+from aqua_protocol import AquaError, CapacityError, ProtocolError, TransportError
 from aqua_protocol.channel import (
     CONSUMER_MESSAGES,
     ConsumerMessage,
@@ -48,6 +50,7 @@ from aqua_protocol.channel import (
     Released,
 )
 from aqua_protocol.errors import CapabilityError
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, listen
 from aqualib.peers import process_behind, require_trusted, trusted_uids
 from aqualib.thread_slice import run_promptly
@@ -216,8 +219,9 @@ class LeaseServer:
         self._peers: set[Peer] = set()
         self._accept_again_at_s = float("inf")
         self._stopping = False
+        self._undone: tuple[Peer, ConsumerMessage | None] | None = None
         _servers.add(self)
-        self._thread = threading.Thread(target=self._run, name="aqua-lease-server", daemon=True)
+        self._thread = SupervisedThread(self._run, "aqua-lease-server")
         self._thread.start()
 
     def wake(self) -> None:
@@ -255,7 +259,9 @@ class LeaseServer:
 
     def _run(self) -> None:
         run_promptly()
-        due_at_s = float("inf")
+        with self._lock:
+            self._make_up()
+        due_at_s = 0.0  # A run that crashed may have left something due.
         while not self._stopping:
             pause_s = max(0.0, due_at_s - time.monotonic())
             ready = self._selector.select(None if pause_s == float("inf") else pause_s)
@@ -263,6 +269,21 @@ class LeaseServer:
                 for key, mask in ready:
                     self._serve(key.fileobj, key.data, mask)
                 due_at_s = self._end_of_round()
+
+    def _make_up(self) -> None:
+        """See once more to what the last run crashed over; if it cannot be, refuse the peer."""
+        if self._undone is None:
+            return
+        peer, message = self._undone
+        is_done = False
+        try:
+            if message is None or isinstance(message, Released):
+                self._see_to(peer, message)
+                is_done = True
+        finally:
+            self._undone = None
+            if not is_done:
+                self.refuse(peer, TransportError("the producer could not handle what was said"))
 
     def _serve(self, fileobj: object, peer: Peer | None, mask: int) -> None:
         if fileobj is self._listener:
@@ -349,6 +370,9 @@ class LeaseServer:
             _say(channel, error)
             channel.close()
             return
+        except BaseException:
+            channel.close()
+            raise
         self._peers.add(peer)
         self._selector.register(peer.pidfd, selectors.EVENT_READ, peer)
 
@@ -362,7 +386,8 @@ class LeaseServer:
         try:
             message, fds = peer.channel.receive()
         except ChannelClosedError:
-            self._lose(peer)
+            self._undone = peer, None
+            self._see_to(peer, None)
             return
         except ProtocolError as error:
             self.refuse(peer, error)
@@ -371,14 +396,21 @@ class LeaseServer:
             os.close(fd)
         if peer.stage is Stage.LEAVING:
             return  # Drained only, so that the peer can read our last word.
+        if fds:
+            self.refuse(peer, ProtocolError("a consumer sends no descriptors"))
+            return
+        self._undone = peer, message
+        self._see_to(peer, message)
+
+    def _see_to(self, peer: Peer, message: ConsumerMessage | None) -> None:
+        """Handle a message, or the end of the channel."""
         try:
-            if fds:
-                raise ProtocolError("a consumer sends no descriptors")
             self._dispatch(peer, message)
         except AquaError as error:
             self.refuse(peer, error)
+        self._undone = None
 
-    def _dispatch(self, peer: Peer, message: ConsumerMessage) -> None:
+    def _dispatch(self, peer: Peer, message: ConsumerMessage | None) -> None:
         match message:
             case Ping(number=number):
                 peer.post(Pong(number=number))
@@ -388,7 +420,7 @@ class LeaseServer:
                 self._host.attach(peer, message)
             case Released() if peer.stage is Stage.OPEN:
                 self._host.released(peer, message)
-            case Goodbye():
+            case Goodbye() | None:
                 self._lose(peer)
             case _:
                 stage = peer.stage.name.lower()

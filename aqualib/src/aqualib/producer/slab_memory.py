@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -52,18 +53,17 @@ class SlabMemory:
         self._transport = transport
         self._slab_bytes = slab_bytes
         self._device = device
-        self._count = 0
-        self._lock = threading.Lock()
+        self._slabs: set[OwnedSlab] = set()
         # Bounded by the slabs that exist: each is retired once.
         self._retired: queue.SimpleQueue[RetiredSlab | None] = queue.SimpleQueue()
         self._attempts = 0
         self._retry_at_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="aqua-slab-memory", daemon=True)
+        self._thread = SupervisedThread(self._run, "aqua-slab-memory")
 
     @property
     def physical_count(self) -> int:
         """Slabs made and not freed."""
-        return self._count
+        return len(self._slabs)
 
     def create(self) -> OwnedSlab:
         """Make one zeroed slab.
@@ -75,12 +75,11 @@ class SlabMemory:
             self._device.take(self._slab_bytes)
         try:
             memory = self._transport.create(self._slab_bytes)
-        except TransportError:
+        except BaseException:
             if self._device is not None:
                 self._device.give_back(self._slab_bytes)
             raise
-        with self._lock:
-            self._count += 1
+        self._slabs.add(memory)
         return memory
 
     def make_anew(self, memory: OwnedSlab) -> OwnedSlab:
@@ -90,15 +89,17 @@ class SlabMemory:
             TransportError: There is no memory for it. What was given counts until it is destroyed.
         """
         memory.close()
-        return self._transport.create(self._slab_bytes)
+        fresh = self._transport.create(self._slab_bytes)
+        self._slabs ^= {memory, fresh}
+        return fresh
 
     def destroy(self, memory: OwnedSlab) -> None:
-        """Give one slab back; its memory may be closed already."""
+        """Give one slab back; its memory may be closed already. Harmless when repeated."""
         memory.close()
-        with self._lock:
-            self._count -= 1
-        if self._device is not None:
-            self._device.give_back(self._slab_bytes)
+        if memory in self._slabs:
+            self._slabs.discard(memory)
+            if self._device is not None:
+                self._device.give_back(self._slab_bytes)
 
     # --- The thread -----------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class SlabMemory:
 
     def _run(self) -> None:
         run_promptly()
+        self._look_at_what_is_owed()  # A run that crashed may have been making it.
         while True:
             try:
                 retired = self._retired.get(timeout=self._pause_s())
@@ -139,11 +141,19 @@ class SlabMemory:
                 self._replace()
                 continue
             if retired is None:
-                return
-            self.destroy(retired.slab.memory)
+                if self._retired.empty():
+                    return
+                self._retired.put(None)  # What could not be freed before stands behind the end.
+                continue
+            try:
+                self.destroy(retired.slab.memory)
+                if retired.reclaim is not None:
+                    with self._lending_lock:
+                        self._lending.slab_closed(retired.reclaim, time.monotonic())
+            except BaseException:
+                self._retired.put(retired)  # To be tried again, after all others.
+                raise
             if retired.reclaim is not None:
-                with self._lending_lock:
-                    self._lending.slab_closed(retired.reclaim, time.monotonic())
                 self._returned()
             if self._retired.empty() and self._retry_at_s is None:
                 self._replace()
@@ -163,14 +173,21 @@ class SlabMemory:
                 self._put_off(error)
                 return
             self._attempts = 0
-            with self._lending_lock:
-                delivered = self._lending.deliver(memory)
-            if not delivered:
-                self.destroy(memory)
+            is_delivered = False
+            try:
+                with self._lending_lock:
+                    is_delivered = self._lending.deliver(memory)
+            finally:
+                if not is_delivered:
+                    self.destroy(memory)
             self._made()
             if not self._retired.empty():
-                self._retry_at_s = time.monotonic()
+                self._look_at_what_is_owed()
                 return
+
+    def _look_at_what_is_owed(self) -> None:
+        """As soon as no memory waits to be freed."""
+        self._retry_at_s = time.monotonic()
 
     def _put_off(self, error: TransportError) -> None:
         self._attempts += 1

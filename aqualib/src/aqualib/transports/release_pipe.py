@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aqua_protocol import TransportError
+from aqua_protocol.supervision import SupervisedThread
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -76,7 +77,7 @@ class DeferredFree:
     def __init__(self) -> None:
         self._waiting: list[tuple[ReleasePipes, Callable[[], None]]] = []
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: SupervisedThread | None = None
         self._wakeup = -1
 
     def free_when_released(self, pipes: ReleasePipes, free: Callable[[], None]) -> None:
@@ -89,9 +90,7 @@ class DeferredFree:
             self._waiting.append((pipes, free))
             if self._thread is None:
                 self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._thread = threading.Thread(
-                    target=self._run, name="aqua-cuda-ipc-free", daemon=True
-                )
+                self._thread = SupervisedThread(self._run, "aqua-cuda-ipc-free")
                 self._thread.start()
             else:
                 os.eventfd_write(self._wakeup, 1)
@@ -110,23 +109,27 @@ class DeferredFree:
                 for pipes, _ in self._waiting:
                     for end in pipes.ends:
                         poll.register(end, 0)
-            poll.poll()
+                # What a run that crashed could not free is free to be freed now.
+                is_ready = any(not pipes for pipes, _ in self._waiting)
+            poll.poll(0 if is_ready else None)
             with self._lock:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)
                 for pipes, _ in self._waiting:
                     pipes.drop_released()
-                ready = [free for pipes, free in self._waiting if not pipes]
-            for free in ready:
+                # Memory that waits is counted until it is free. What cannot be freed goes to the
+                # end: it is tried again, and keeps no other waiting.
+                ready = [entry for entry in self._waiting if not entry[0]]
+                self._waiting = [entry for entry in self._waiting if entry[0]] + ready
+            for entry in ready:
                 try:
-                    free()
+                    entry[1]()
                 except TransportError:
                     # Memory of a broken CUDA context; others may wait for memory of a whole one.
                     logger.exception("a slab's memory could not be freed")
+                with self._lock:
+                    self._waiting.remove(entry)
             with self._lock:
-                # Only now, and by the same rule as above: memory that waits is counted until it is
-                # free, and released pipes do not come back.
-                self._waiting = [entry for entry in self._waiting if entry[0]]
                 if not self._waiting:
                     self._thread = None
                     os.close(self._wakeup)

@@ -12,6 +12,7 @@ from aqua_coordinator.metrics import MAX_LABELLED_MEMBERS, BooksSnapshot
 from aqua_coordinator.services import Services, ServicesDep
 from aqua_protocol import UnavailableError
 from aqua_protocol.leases import Health
+from aqua_protocol.supervision import failing_loops
 
 router = APIRouter(tags=["health"])
 
@@ -24,12 +25,19 @@ async def healthz(services: ServicesDep) -> Health:
 
 @router.get("/readyz")
 async def readyz(services: ServicesDep) -> Health:
-    """Whether Redis answers and takes writes. A probe that fails should send traffic elsewhere.
+    """Whether Redis takes writes and every loop runs. If not, traffic should go elsewhere.
 
     A coordinator that has been told to stop is not ready from that moment on.
     """
     if services.stopping.is_set():
         raise UnavailableError("this coordinator is stopping", retry_after_s=1.0)
+    if failing := failing_loops():
+        raise UnavailableError(
+            f"not all of the work is done: {', '.join(failing)} crashed again and again",
+            remedy="Read its log; start it anew if the crashes go on.",
+            retry_after_s=1.0,
+            loops=list(failing),
+        )
     opened = await services.ledger.probe()
     return Health(
         status="ready",

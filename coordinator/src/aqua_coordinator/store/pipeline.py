@@ -56,6 +56,7 @@ from aqua_coordinator.store.scripts import (
 )
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreFullError, StoreUnavailableError
+from aqua_protocol.supervision import SupervisedTask
 
 Argument: TypeAlias = str | bytes | int
 Answer: TypeAlias = Any
@@ -134,19 +135,19 @@ class Pipeline:
         self._several = ("FCALL", self._library.function("run_several").encode(), b"1", _BOOKS_KEY)
         self._waiting: deque[_Command] = deque()
         self._submitted = asyncio.Event()
-        self._sender: asyncio.Task[None] | None = None
+        self._sender = SupervisedTask(self._send_forever, "store-pipeline")
+        self._is_open = False
+        self._connection: AbstractConnection | None = None
 
     def start(self) -> None:
         """Begin to send, on the running loop."""
-        assert self._sender is None, "started twice"
-        self._sender = asyncio.create_task(self._send_forever())
+        self._sender.start()
+        self._is_open = True
 
     async def close(self) -> None:
         """Stop sending and close the connections; what is still pending fails."""
-        if self._sender is not None:
-            self._sender.cancel()
-            await asyncio.gather(self._sender, return_exceptions=True)
-            self._sender = None
+        self._is_open = False
+        await self._sender.stop()
         _fail(self._waiting, StoreUnavailableError("the coordinator is shutting down"))
         await close_pool(self._pool)
 
@@ -177,13 +178,15 @@ class Pipeline:
         """Return the name of the scripts that this pipeline runs."""
         return self._library.name
 
-    async def _hang_up(self, connection: AbstractConnection) -> None:
-        """Close a connection that may be in the middle of an answer."""
-        await connection.disconnect(nowait=True)
-        await self._pool.release(connection)
+    async def _hang_up(self) -> None:
+        """Close the connection, which may be in the middle of an answer."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+            await self._pool.release(connection)
 
     def _submit(self, command: _Command) -> asyncio.Future[Answer]:
-        if self._sender is None:
+        if not self._is_open:
             raise StoreUnavailableError("the coordinator is not connected to Redis")
         if len(self._waiting) >= MAX_WAITING:
             raise UnavailableError(
@@ -196,7 +199,7 @@ class Pipeline:
         return command.future
 
     async def _send_forever(self) -> None:
-        connection: AbstractConnection | None = None
+        batch: deque[_Command] = deque()
         try:
             while True:
                 # Whatever is submitted in this turn of the loop waits by the time this goes on.
@@ -206,24 +209,23 @@ class Pipeline:
                 batch = deque(self._waiting.popleft() for _ in range(size))
                 if not self._waiting:
                     self._submitted.clear()
-                connection = await self._carry(batch, connection)
+                await self._carry(batch)
         finally:
-            if connection is not None:
-                await self._hang_up(connection)
+            if batch:  # Callers wait for their answers, whatever has ended this.
+                _fail(batch, StoreUnavailableError("the coordinator let go of Redis"))
+            await self._hang_up()
 
-    async def _carry(
-        self, batch: deque[_Command], connection: AbstractConnection | None
-    ) -> AbstractConnection | None:
-        """See a batch through; gives back the connection to go on with, None when it is lost."""
+    async def _carry(self, batch: deque[_Command]) -> None:
+        """See a batch through."""
         for last_try in (False, True):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    if connection is None:
-                        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
-                        assert connection is not None, "a pool gives a connection or an error"
-                    if not connection.is_connected:
-                        await connection.connect()
-                    await self._exchange(connection, batch)
+                    if self._connection is None:
+                        self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis-py types it in part
+                        assert self._connection is not None, "a pool gives one or an error"
+                    if not self._connection.is_connected:
+                        await self._connection.connect()
+                    await self._exchange(self._connection, batch)
             except _BROKEN as error:
                 # A command that Redis is slow at would be slow again: only a lost connection is
                 # worth another try. It is what remains of one after a restart or a failover.
@@ -232,17 +234,11 @@ class Pipeline:
                     # These have waited for the same Redis, and may not wait for it batch by batch.
                     _fail(self._waiting, store_error(error))
                     self._submitted.clear()
-                if connection is not None:
-                    await self._hang_up(connection)
-                    connection = None
+                await self._hang_up()
             except RedisError as error:
                 _fail(batch, store_error(error))
-            except asyncio.CancelledError:
-                _fail(batch, StoreUnavailableError("the coordinator is shutting down"))
-                raise
             if not batch:
                 break
-        return connection
 
     async def _exchange(
         self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
@@ -269,18 +265,18 @@ class Pipeline:
                         unknown += len(call)
                         continue
                     answer = error
-                commands = [batch.popleft() for _ in call]
                 if waits and call[0].waits:
-                    held.append((answer, commands))
+                    held.append((answer, [batch.popleft() for _ in call]))
                 else:
-                    self._hand_out(answer, commands)
+                    self._hand_out(answer, call)
+                    _drop_first(batch, len(call))
             if waits:
                 await self._read_wait(connection)
+            for answer, commands in held:
+                self._hand_out(answer, commands)
         except BaseException:
             batch.extend(chain.from_iterable(commands for _, commands in held))
             raise
-        for answer, commands in held:
-            self._hand_out(answer, commands)
         if unknown:
             assert len(batch) == unknown, f"{len(batch)} commands left, {unknown} unknown"
             await self._load(connection)
@@ -343,6 +339,11 @@ class _Command:
 def _packed(words: tuple[Argument, ...]) -> bytes:
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub takes a tuple of one
     return packed
+
+
+def _drop_first(batch: deque[_Command], count: int) -> None:
+    for _ in range(count):
+        batch.popleft()
 
 
 def _fail(commands: deque[_Command], error: Exception) -> None:

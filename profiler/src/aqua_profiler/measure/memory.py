@@ -15,6 +15,7 @@ from typing import Any, Final
 import httpx
 
 from aqua_profiler.errors import MeterUnavailableError
+from aqua_protocol.supervision import SupervisedThread
 
 POLL_S: Final = 0.005
 """Seconds between two looks of NVML, which take 0.1 ms each; twice as many miss shorter peaks."""
@@ -107,7 +108,7 @@ class NvmlMeter(MemoryMeter):
         self._peak = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="aqua-nvml", daemon=True)
+        self._thread = SupervisedThread(self._poll, "aqua-nvml")
         self._thread.start()
 
     def _poll(self) -> None:

@@ -22,6 +22,7 @@ from aqua_profiler.load.trial import ArrivalProcess, Trial
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
+from aqua_protocol.supervision import start_job
 
 TICK_S: Final = 0.05
 """Seconds between two looks at the stop rules; twice as many end trials a request or two later."""
@@ -66,6 +67,7 @@ class OpenLoopTrial:
         self._watch = TrialRecorder(self.trial, self.objective, self.unloaded)
         self._tasks: set[asyncio.Task[None]] = set()
         self._faults: list[EndpointError] = []
+        self._crashes: list[BaseException] = []
         self._began_s = 0.0
 
     async def go(self) -> TrialSummary:
@@ -128,6 +130,8 @@ class OpenLoopTrial:
         return watch.should_stop(now_s, rate)
 
     def _check(self, now_s: float) -> None:
+        if self._crashes:
+            raise self._crashes[0]  # Not an endpoint's failure but ours.
         allowed = max(FAULTS_ALLOWED, int(FAULT_SHARE * self._watch.count))
         if len(self._faults) > allowed or any(
             fault.details.get("connecting") for fault in self._faults
@@ -146,9 +150,9 @@ class OpenLoopTrial:
         if not watch.outstanding:
             watch.news_s = max(watch.news_s, due_s)  # Silence counts from when something is asked.
         number = watch.scheduled(due_s, prompt)
-        task = asyncio.create_task(self._one(number, prompt, output))
+        task = start_job(self._one(number, prompt, output), self._crashes.append)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard)
 
     async def _one(self, number: int, prompt: int, output: int) -> None:
         watch = self._watch
@@ -167,11 +171,6 @@ class OpenLoopTrial:
             self._faults.append(error)
         else:
             watch.finish(number, self._now_s())
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # Not an endpoint's failure but ours: let the loop show it.
 
     async def _drain(self) -> None:
         until_s = self._now_s() + self.drain_s

@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
 
 from aqua_protocol import ConfigError
+from aqua_protocol.supervision import SerialExecutor
 from aqualib.engines.transformers.offload_plan import STREAM_BUFFERS, LayerShape, OffloadPlan
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class LayerStorage:
         if plan.offloaded:
             blocks = len(plan.offloaded) * shape.rows * shape.max_blocks
             self._store = new_store(shape.block_bytes, blocks)
-        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aqua-cache-lane")
+        self._lane = SerialExecutor("aqua-cache-lane")
         self._buffers = [new_buffer(shape, like) for _ in range(STREAM_BUFFERS) if plan.offloaded]
         tail_shape = (2, shape.batch, shape.heads, shape.block_tokens, shape.head_dim)
         self._tails = {layer: like.new_empty(tail_shape) for layer in plan.offloaded}
@@ -232,7 +233,7 @@ class LayerStorage:
 
     def close(self) -> None:
         """Give back what is in the store and end the lane. Harmless when repeated."""
-        self._lane.shutdown(wait=True)
+        self._lane.shutdown()
         if self._slots:
             self._store.close()
 

@@ -18,13 +18,14 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
-from aqua_protocol import MIB, AquaError
+from aqua_protocol import MIB, AquaError, TransportError
+from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import BlockCopier
@@ -90,7 +91,7 @@ class KvPagingWorker:
         self._reclaims: set[str] = set()
         self._reported = (PagingTier.NOWHERE, 0.0)
         self._lock = threading.Lock()
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aqua-kv-load")
+        self._loader = SerialExecutor("aqua-kv-load")
         self._loader_staging: torch.Tensor | None = None
         self._loads: dict[str, Future[None]] = {}
         self.store: BlockStore | None = None
@@ -101,7 +102,7 @@ class KvPagingWorker:
 
     def close(self) -> None:
         """Finish the loads under way, drop every block and leave. Harmless when repeated."""
-        self._loader.shutdown(wait=True)
+        self._loader.shutdown()
         if self.store is not None:
             self.store.close()
             self.store = None
@@ -235,11 +236,16 @@ class KvPagingWorker:
 
     def _load(self, places: list[int], blocks: list[int]) -> None:
         """Page in beside the model: places under load are the scheduler's to keep in place."""
-        if self._loader_staging is None:
-            self._loader_staging = self._new_staging()
-        self._in(places, blocks, self._loader_staging)
-        if self._loader_staging.is_cuda:
-            torch.cuda.current_stream(self._blocks.device).synchronize()
+        try:
+            if self._loader_staging is None:
+                self._loader_staging = self._new_staging()
+            self._in(places, blocks, self._loader_staging)
+            if self._loader_staging.is_cuda:
+                torch.cuda.current_stream(self._blocks.device).synchronize()
+        except (RuntimeError, MemoryError) as error:  # An engine that is short of memory, often.
+            self._give_up(list(zip(places, blocks, strict=True)))
+            failure = TransportError(f"the device or its memory failed: {type(error).__name__}")
+            self._fail(failure, f"{len(places)} KV blocks were not paged in and are computed again")
 
     def _give_up(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks that cannot be loaded, from places that are empty from now on."""

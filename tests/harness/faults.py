@@ -1,0 +1,84 @@
+"""Faults in loops under supervision: what a loop calls raises something that nothing foresees.
+
+The loops are found by introspection. While a `FaultInjector` is open, the interpreter tells it of
+every call; those that a supervised body makes, itself or one call further, are the sites at which a
+fault can be planted. So a new loop is found as soon as it runs, and a new call of an old one, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import cycle, groupby
+from types import FrameType
+from typing import Final, NamedTuple, Self
+
+from aqua_protocol import supervision
+
+DEPTH: Final = 2
+"""Calls between a body and a site, at most."""
+
+
+class UnforeseenError(Exception):
+    """An error of no type that anything handles."""
+
+
+class Site(NamedTuple):
+    """A function, as called by loops of one kind."""
+
+    loop: str
+    function: str
+
+
+class FaultInjector:
+    """Watches the calls of loops; raises in one of them. A context manager, one at a time.
+
+    Threads are watched that start while it is open, and the one that opens it.
+
+    Attributes:
+        sites: Every site seen, in the order of the first call.
+        planted: Where to raise what; None when that has happened.
+    """
+
+    def __init__(self, site: Site | None = None, error: BaseException | None = None) -> None:
+        self.sites: dict[Site, None] = {}
+        self.planted = None if site is None or error is None else (site, error)
+
+    def __enter__(self) -> Self:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or "/src/aqua" not in code.co_filename:
+            return
+        if code.co_filename == supervision.__file__:
+            return
+        outer = frame.f_back
+        for _depth in range(DEPTH + 1):
+            if outer is None:
+                return
+            calls_bodies = outer.f_code.co_name == "_run"
+            if calls_bodies and outer.f_code.co_filename == supervision.__file__:
+                self._reach(Site(outer.f_locals["self"].kind, code.co_qualname))
+                return
+            outer = outer.f_back
+
+    def _reach(self, site: Site) -> None:
+        self.sites.setdefault(site)
+        if self.planted is not None and self.planted[0] == site:
+            error, self.planted = self.planted[1], None
+            raise error
+
+
+def faults(sites: Iterable[Site]) -> Iterator[tuple[Site, BaseException]]:
+    """A fault for each site; those of one loop are by turns of a foreign type and out of memory."""
+    for _, of_loop in groupby(sorted(sites), key=lambda site: site.loop):
+        errors = cycle((MemoryError(), UnforeseenError("a secret")))
+        yield from zip(of_loop, errors, strict=False)
