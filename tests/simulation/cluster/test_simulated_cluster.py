@@ -55,7 +55,7 @@ def test_planted_bug_is_found(bug: str) -> None:
 
 
 def test_what_is_found_is_told_with_the_faults_that_it_takes() -> None:
-    bug = "slabs are taken back at the deadline"
+    bug = "a flood shuts members out"
     with PLANTS[bug].planted() as libraries:
         failure = _found(bug)
         assert failure is not None
