@@ -71,8 +71,8 @@ class RestartPolicy:
     longest_pause_s: float = 5.0
     steady_s: float = 30.0
     crashes_allowed: int = 3
-    clock: Callable[[], float] = time.monotonic
-    jitter: Callable[[float, float], float] = random.uniform
+    clock: Callable[[], float] = lambda: time.monotonic()  # noqa: PLW0108 - found at the call
+    jitter: Callable[[float, float], float] = lambda least, most: random.uniform(least, most)  # noqa: PLW0108 - as above
 
     def pause_s(self, crashes: int) -> float:
         """Seconds to wait after this many crashes in a row."""
