@@ -79,7 +79,7 @@ class Replay:
         """What the model's first state is: members that have reported."""
         for consumer in self._consumers:
             await self._ledger.report_consumer(consumer.report())
-        await self._report()
+        await self.report()
 
     async def follow(self, step: str, before: State, after: State) -> None:
         """Carry one step out."""
@@ -95,7 +95,7 @@ class Replay:
     async def _of_producer(self, step: str, after: State) -> bool:
         """Carry the step out if it is the producer's."""
         if step == "the producer reports":
-            await self._report()
+            await self.report()
         elif step == "the producer restarts":
             self._producer.restart()
             self._start_producer()
@@ -157,7 +157,7 @@ class Replay:
         self._producer.held = {held.lease_id: held for held in self._lending.held_leases()}
         return self._producer.report()
 
-    async def _report(self) -> None:
+    async def report(self) -> None:
         """Report until nothing is left to tell: one step of the model.
 
         New books want to be confirmed, and a lease that came and went is told once as held.
@@ -228,7 +228,7 @@ class Replay:
             )
         except BooksRebuildingError:
             # They wait for the echo of their name, which the model's books do not.
-            await self._report()
+            await self.report()
             return await self._ledger.grant_lease(
                 request, idempotency_key=key, attach_window_s=ATTACH_WINDOW_S
             )

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from aqua_coordinator.adoption import FILE_NAME
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.leases import LeaseGrant
@@ -205,8 +206,8 @@ async def test_two_coordinators_over_one_redis_are_one() -> None:
     with running_store() as store, short_directory() as directory:
         settings = PATIENT | {"AQUA_REDIS_URL": store.url}
         with (
-            CoordinatorProcess(directory / "unused", **settings) as one,
-            CoordinatorProcess(directory / "unused", **settings) as two,
+            CoordinatorProcess(directory / "keys", **settings) as one,
+            CoordinatorProcess(directory / "keys", **settings) as two,
         ):
             join(one.url, PaperProducer(slabs=2000))
             put(two.url, "consumers/consumer", PaperConsumer().report())
@@ -222,7 +223,7 @@ async def test_two_coordinators_over_one_redis_are_one() -> None:
         faults, by_producer, by_lease = await audit(store.url)
         assert faults == []
         assert by_producer == by_lease
-        assert not (directory / "unused").exists()
+        assert [path.name for path in (directory / "keys").iterdir()] == [FILE_NAME]
 
 
 def test_sigterm_stops_it_with_its_store_even_while_events_are_streamed() -> None:

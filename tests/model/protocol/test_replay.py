@@ -93,5 +93,5 @@ async def test_a_code_that_keeps_what_is_back_does_not_follow(
     async def say_nothing(self: Replay) -> None:
         del self
 
-    monkeypatch.setattr(Replay, "_report", say_nothing)
+    monkeypatch.setattr(Replay, "report", say_nothing)
     assert any([await _walk(pipeline, _drawn(seed)) for seed in range(3)])
