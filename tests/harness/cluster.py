@@ -212,7 +212,15 @@ def run_coordinator(_: str, pipe: Connection, ledger: Ledger, *, port: int, data
     from aqua_coordinator.server import serve
     from aqua_coordinator.settings import CoordinatorSettings
 
-    serve(CoordinatorSettings(listen_port=port, data_dir=data_dir, heartbeat_s=HEARTBEAT_S))
+    settings = CoordinatorSettings(
+        listen_port=port,
+        data_dir=data_dir,
+        heartbeat_s=HEARTBEAT_S,
+        # Members that all leave while no coordinator is there are silent together: that much longer
+        # until the books give them up.
+        max_clock_stop_s=1.0,
+    )
+    serve(settings)
 
 
 class Cluster:
