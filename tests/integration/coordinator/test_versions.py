@@ -21,13 +21,13 @@ from harness.bounds import HANG_S
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import ADOPTION, PaperConsumer, PaperProducer
 
-SCHEMA_1: Final = Path(__file__).with_name("library_of_schema_1.lua")
-"""The library that schema 1 began with; never changed, made anew by a release with a new schema."""
+RELEASED: Final = Path(__file__).with_name("library_of_v0.1.0.lua")
+"""The library that v0.1.0 loads into Redis; each release puts its own in its place."""
 
 
-def first_of_schema_1() -> Library:
-    """Scripts as they were."""
-    source = SCHEMA_1.read_text()
+def last_release() -> Library:
+    """Scripts as they were released."""
+    source = RELEASED.read_text()
     found = re.match(r"#!lua name=(\w+)\n", source)
     assert found
     return Library(found[1], source)
@@ -65,7 +65,7 @@ async def running(room: LedgerRoom, library: Library) -> AsyncIterator[LedgerRoo
 
 
 OTHERS: Final = {
-    "first": first_of_schema_1,
+    "released": last_release,
     "next": next_version,
     "shorter": version_without_room,
 }

@@ -1,4 +1,4 @@
-#!lua name=aqua_books_ba8e17455729ea8f
+#!lua name=aqua_books_9d884a74ef5b0d2d
 -- What cannot be right is set aside, so that a bad record stops no step: it leaves the books with
 -- its reason, is counted and listed, and the step goes on as if that record had been lost. Members
 -- repeat their full state, so the books heal by themselves.
@@ -241,7 +241,8 @@ local function offer_of(producer_id)
   if not offer then
     local key = '{aqua}:producer:' .. producer_id
     local field = redis.call('HMGET', key, 'offered_bytes', 'leased_bytes', 'domain', 'grantable',
-      'slab_bytes', 'endpoint', 'transport', 'incarnation', 'states', 'unproven_bytes')
+      'slab_bytes', 'endpoint', 'transport', 'incarnation', 'states', 'unproven_bytes', 'node',
+      'unreachable')
     local offered, leased, slab_bytes = whole(field[1]), whole(field[2]), whole(field[5])
     local exists = offered and leased and leased >= 0 and leased <= offered
       and slab_bytes and slab_bytes > 0 and is_name(field[3]) and field[6]
@@ -258,6 +259,7 @@ local function offer_of(producer_id)
       domain = exists and field[3], grantable = exists and field[4] == '1',
       slab_bytes = slab_bytes, endpoint = field[6], transport = field[7],
       incarnation = field[8], states = field[9], unproven = whole(field[10]) or 0,
+      node = field[11], unreachable = field[12],
     }
     offers[producer_id] = offer
   end
@@ -554,7 +556,7 @@ end
 
 local function member_of(key)
   local field = redis.call('HMGET', key, 'incarnation', 'revision', 'fingerprint', 'retired',
-    'domain', 'slab_bytes')
+    'domain', 'slab_bytes', 'avoided')
   local revision = whole(field[2])
   if field[1] and not (is_name(field[1]) and revision and is_name(field[5])) then
     set_aside(key, 'is no member', field[1])
@@ -564,6 +566,7 @@ local function member_of(key)
   return {
     incarnation = field[1], revision = revision, fingerprint = field[3],
     retired = field[4] or '', domain = field[5], slab_bytes = whole(field[6]),
+    avoided = field[7],
   }
 end
 
@@ -657,7 +660,62 @@ local function drop_reclaim(reclaim_id, producer_id)
   redis.call('ZREM', '{aqua}:reclaims', reclaim_id)
 end
 
--- Which producer lends: the placer's pairing if there is one, else best fit inside the domain.
+-- What consumers say of producers that they could not attach to.
+--
+-- A consumer's word counts for itself: for a while it gets no lease of that life of the producer,
+-- and for twice as long when it fails again. The word of one that found nothing at the endpoint is
+-- kept with the producer as well; when enough voices say so the producer is suspected, and comes
+-- last. So no voice, nor any number of them, bars a producer for others.
+
+-- The subjects that a text of '<subject> <until_us> <span_us>' entries names now; and their count.
+local function said_in(text)
+  local subjects, count = {}, 0
+  for subject, until_us in string.gmatch(text or '', '(%S+) (%d+) %d+') do
+    local rest_us = until_us - clock_us
+    if rest_us > 0 and rest_us <= 160000000 then
+      subjects[subject], count = true, count + 1
+    end
+  end
+  return subjects, count
+end
+
+-- The text with one more subject; the oldest goes when it gets long.
+local function say(text, subject, span_us)
+  local entries = {}
+  for about, until_us, last_us in string.gmatch(text or '', '(%S+) (%d+) (%d+)') do
+    if until_us + last_us > clock_us and about == subject then
+      span_us = math.min(math.max(span_us, 2 * last_us), 160000000)
+    elseif until_us + last_us > clock_us then
+      entries[#entries + 1] = about .. ' ' .. until_us .. ' ' .. last_us
+    end
+  end
+  if #entries >= 64 then
+    table.remove(entries, 1)
+  end
+  entries[#entries + 1] = subject .. ' ' .. integer(clock_us + span_us) .. ' ' .. integer(span_us)
+  return table.concat(entries, ' ')
+end
+
+-- A consumer could not attach to a lease that it is about to release.
+local function note_failure(lease, failure, voice)
+  local offer = offer_of(lease.producer_id)
+  local consumer = '{aqua}:consumer:' .. lease.consumer_id
+  local known = redis.call('HMGET', consumer, 'incarnation', 'avoided')
+  if not offer.exists or not known[1] then
+    return
+  end
+  local span_us = failure == 'unreachable' and 10000000 or 1000000
+  redis.call('HSET', consumer, 'avoided',
+    say(known[2], lease.producer_id .. '@' .. offer.incarnation, span_us))
+  -- Of any other lease the producer has said that it was attached.
+  if failure == 'unreachable' and (lease.state == 'granted' or lease.reason == 'expired') then
+    offer.unreachable = say(offer.unreachable, voice ~= '' and voice or lease.consumer_id, span_us)
+    redis.call('HSET', '{aqua}:producer:' .. lease.producer_id, 'unreachable', offer.unreachable)
+  end
+end
+
+-- Which producer lends: the placer's pairing if there is one, else best fit inside the domain; of
+-- those that meet the terms of the request, and of the suspected only if there is no other.
 
 -- The free bytes that a list says, if it can be so.
 local function listed_bytes(score)
@@ -678,6 +736,32 @@ local function pairing_of(consumer_id)
   return producers
 end
 
+-- What a producer must meet. `avoided` is what the consumer's record says of failed attaches.
+local function terms_of(request, avoided)
+  local terms = {request = request, excluded = said_in(avoided), ruled_out = 0}
+  for _, producer_id in ipairs(request.exclude or {}) do
+    terms.excluded[producer_id] = true
+  end
+  return terms
+end
+
+-- Of a listed producer; one that does not exist is found out by `lender`.
+local function meets(terms, producer_id)
+  local offer, request = offer_of(producer_id), terms.request
+  if offer.exists and (terms.excluded[producer_id]
+      or terms.excluded[producer_id .. '@' .. offer.incarnation]
+      or (request.transport or offer.transport) ~= offer.transport
+      or (request.slab_bytes or offer.slab_bytes) ~= offer.slab_bytes
+      or (request.node or offer.node) ~= offer.node) then
+    terms.ruled_out = terms.ruled_out + 1
+    return false
+  end
+  local _, voices = said_in(offer.unreachable)
+  local is_passed_over = voices >= 3 and not terms.takes_suspected
+  terms.has_passed_over = terms.has_passed_over or is_passed_over
+  return not is_passed_over
+end
+
 -- Write the list of free bytes that is about to be read, if scripts of the same call changed it.
 local function refresh_free(domain)
   for producer_id, offer in pairs(offers) do
@@ -688,17 +772,32 @@ local function refresh_free(domain)
   write_list('{aqua}:free:' .. domain)
 end
 
+-- The first producer of the domain that meets the terms, as a command lists them from one count of
+-- free bytes to another; and these. Mostly it is the first of all.
+local function first_listed(command, domain, from, to, terms)
+  local at, size, page = 0, 1, nil
+  repeat
+    page = redis.call(command, '{aqua}:free:' .. domain, from, to, 'WITHSCORES', 'LIMIT', at, size)
+    for index = 1, #page, 2 do
+      if meets(terms, page[index]) then
+        return page[index], listed_bytes(page[index + 1])
+      end
+    end
+    at, size = at + size, 256 - 1
+  until #page == 0 or at >= 256
+  return nil, 0
+end
+
 -- The producer with the most free bytes, and these: what a lease could get at most.
-local function largest(domain, pairing)
+local function largest(domain, pairing, terms)
   refresh_free(domain)
   if not pairing then
-    local top = redis.call('ZREVRANGE', '{aqua}:free:' .. domain, 0, 0, 'WITHSCORES')
-    return top[1], listed_bytes(top[2])
+    return first_listed('ZREVRANGEBYSCORE', domain, '+inf', '-inf', terms)
   end
   local best, most = nil, 0
   for _, producer_id in ipairs(pairing) do
     local free = listed_bytes(redis.call('ZSCORE', '{aqua}:free:' .. domain, producer_id))
-    if free > most then
+    if free > most and meets(terms, producer_id) then
       best, most = producer_id, free
     end
   end
@@ -706,14 +805,14 @@ local function largest(domain, pairing)
 end
 
 -- The first of the pairing, or the tightest of the domain, that has `bytes` free; else nil.
-local function fitting(domain, pairing, bytes)
+local function fitting(domain, pairing, bytes, terms)
   refresh_free(domain)
   if not pairing then
-    return redis.call('ZRANGEBYSCORE', '{aqua}:free:' .. domain, integer(bytes), '+inf',
-      'LIMIT', 0, 1)[1]
+    return (first_listed('ZRANGEBYSCORE', domain, integer(bytes), '+inf', terms))
   end
   for _, producer_id in ipairs(pairing) do
-    if listed_bytes(redis.call('ZSCORE', '{aqua}:free:' .. domain, producer_id)) >= bytes then
+    if listed_bytes(redis.call('ZSCORE', '{aqua}:free:' .. domain, producer_id)) >= bytes
+        and meets(terms, producer_id) then
       return producer_id
     end
   end
@@ -722,23 +821,27 @@ end
 
 -- A producer that lends at least `least` bytes, the first or tightest for `bytes`, and its offer;
 -- else nil and the most that there is. What the list tells wrong is put right.
-local function lender(domain, pairing, bytes, least)
+local function lender(domain, pairing, bytes, least, terms)
   for _ = 1, 8 do
-    local producer_id, most = fitting(domain, pairing, bytes), bytes
+    local producer_id, most = fitting(domain, pairing, bytes, terms), bytes
     if not producer_id then
-      producer_id, most = largest(domain, pairing)
+      terms.ruled_out = 0
+      producer_id, most = largest(domain, pairing, terms)
     end
-    if not producer_id or most < least then
+    if producer_id and most >= least then
+      local offer = offer_of(producer_id)
+      if offer.exists and offer.grantable and offer.domain == domain
+          and offer.offered - offer.leased >= least then
+        return producer_id, offer
+      end
+      set_aside('{aqua}:free:' .. domain, producer_id .. ' is listed with what it does not lend')
+      strike('{aqua}:free:' .. domain, producer_id)
+      offer.changed = offer.exists
+    elseif terms.has_passed_over and not terms.takes_suspected then
+      terms.takes_suspected = true
+    else
       return nil, most
     end
-    local offer = offer_of(producer_id)
-    if offer.exists and offer.grantable and offer.domain == domain
-        and offer.offered - offer.leased >= least then
-      return producer_id, offer
-    end
-    set_aside('{aqua}:free:' .. domain, producer_id .. ' is listed with what it does not lend')
-    strike('{aqua}:free:' .. domain, producer_id)
-    offer.changed = offer.exists
   end
   return nil, 0
 end
@@ -814,7 +917,7 @@ local scripts = {}
 
 local function register_function(name, flags, callback)
   redis.register_function({
-    function_name = 'aqua_books_ba8e17455729ea8f_' .. name, callback = callback, flags = flags,
+    function_name = 'aqua_books_9d884a74ef5b0d2d_' .. name, callback = callback, flags = flags,
   })
 end
 
@@ -907,7 +1010,7 @@ end
 
 -- The time until the next.
 local members = redis.call('ZCARD', '{aqua}:producers_seen') + redis.call('ZCARD', '{aqua}:consumers_seen')
-spread_us = math.max(members * 5000, spread_us - elapsed_us / 30)
+spread_us = math.max(members * 6000, spread_us - elapsed_us / 30)
 spread_us = math.floor(math.min(spread_us, 60000000))
 local silent_us = math.max(tonumber(ARGV[1]), 3 * spread_us)
 local horizon = integer(clock_us - silent_us / 2)
@@ -1222,8 +1325,8 @@ register('grant_lease', {}, function(KEYS, ARGV)
 -- ARGV[2]  idempotency_key
 -- ARGV[3]  attach_window_s, in microseconds
 -- ARGV[4]  seed: random, what the lease's id is drawn from
--- Calls    first_answer, refuse, is_name, pairing_of, lender, size_of, integer, next_epoch,
---          draw_id, open_lease, list_lease, book, set_deadline, save, keep_answer
+-- Calls    first_answer, refuse, is_name, pairing_of, terms_of, lender, size_of, integer,
+--          next_epoch, draw_id, open_lease, list_lease, book, set_deadline, save, keep_answer
 -- Result   {'ok', books_id, answer}: answer is these, by line feeds (an endpoint may hold some)
 --            lease_id, epoch, producer_id, incarnation, consumer_id, bytes, expires_in_us,
 --            not_after_us (Redis time), transport, slab_bytes, endpoint
@@ -1244,20 +1347,23 @@ local request = cjson.decode(ARGV[1])
 local consumer_id, bytes = request.consumer_id, request.bytes
 local least = request.min_bytes or bytes
 
-local domain = redis.call('HGET', '{aqua}:consumer:' .. consumer_id, 'domain')
+local known = redis.call('HMGET', '{aqua}:consumer:' .. consumer_id, 'domain', 'avoided')
+local domain = known[1]
 if not is_name(domain) then
   return refuse('unknown_resource', 'consumer ' .. consumer_id .. ' has not reported yet',
     'consumer_id', consumer_id)
 end
 
 local pairing = pairing_of(consumer_id)
-local producer_id, offer = lender(domain, pairing, bytes, least)
+local terms = terms_of(request, known[2])
+local producer_id, offer = lender(domain, pairing, bytes, least, terms)
 if not producer_id then
   if redis.call('SCARD', '{aqua}:unconfirmed:' .. domain) > 0 then
     return refuse('books_rebuilding', 'producers have yet to confirm the books', 'domain', domain)
   end
   return refuse('capacity_exhausted', 'no producer of the domain can lend that much now',
-    'domain', domain, 'available_bytes', integer(offer), 'paired', pairing and 'yes' or 'no')
+    'domain', domain, 'available_bytes', integer(offer), 'paired', pairing and 'yes' or 'no',
+    'ruled_out_count', integer(terms.ruled_out))
 end
 if size_of('{aqua}:producer_leases:' .. producer_id) >= 4096
     or size_of('{aqua}:consumer_leases:' .. consumer_id) >= 4096 then
@@ -1652,7 +1758,9 @@ register('release_lease', {}, function(KEYS, ARGV)
 -- ARGV[1]  lease_id
 -- ARGV[2]  epoch
 -- ARGV[3]  as_consumer: whom the caller's token is bound to, or ''
--- Calls    lease_of, why_not_act, step, save, lease_row
+-- ARGV[4]  failure: why it could not be attached, or ''
+-- ARGV[5]  voice: the caller's token; '' where there are no tokens
+-- Calls    lease_of, why_not_act, note_failure, step, save, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch
 
@@ -1660,6 +1768,9 @@ local lease = lease_of(ARGV[1])
 local refusal = why_not_act(lease, ARGV[1], ARGV[3], tonumber(ARGV[2]))
 if refusal then
   return refusal
+end
+if (ARGV[4] or '') ~= '' then
+  note_failure(lease, ARGV[4], ARGV[5])
 end
 local released = step(lease, 'release', 'released')
 assert(released, 'a lease that cannot be released: ' .. lease.state)
@@ -1771,7 +1882,7 @@ register('report_consumer', {}, function(KEYS, ARGV)
 --
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
 -- Calls    member_of, why_stale, load_leases, lease_of, is_borne_out, refuse, whole, integer,
---          retire, emit, step, prolong, largest, pairing_of
+--          retire, emit, step, prolong, terms_of, largest, pairing_of
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
 -- Refuses  stale_revision, protocol_violation
@@ -1861,7 +1972,9 @@ if claims then
     'PX', integer(patience_us / 500))
 end
 
-local _, available = largest(report.domain, pairing_of(consumer_id))
+local terms = terms_of({}, known.avoided)
+terms.takes_suspected = true
+local _, available = largest(report.domain, pairing_of(consumer_id), terms)
 return {'ok', books_id, available, ended}
 
 end)
@@ -1978,6 +2091,7 @@ if reborn then
     step(lease, 'producer_lost', 'producer_restarted')
     save(lease)
   end
+  redis.call('HDEL', key, 'unreachable')
 end
 if known.domain and known.domain ~= report.domain then
   redis.call('ZREM', '{aqua}:free:' .. known.domain, producer_id)
