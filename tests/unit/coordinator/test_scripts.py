@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from importlib import resources
 
 import pytest
@@ -21,6 +22,7 @@ from aqua_coordinator.store.scripts import (
 )
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.lease import LEASE, LeaseEvent, LeaseState
+from harness.source_tree import ROOT
 
 LUA = resources.files("aqua_coordinator.store") / "lua"
 
@@ -110,6 +112,17 @@ def test_every_lua_file_is_a_script_or_a_part() -> None:
     files = {file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name != "lib"}
     assert files == set(SCRIPTS) == STEPS.keys()
     assert {file.name.removesuffix(".lua") for file in (LUA / "lib").iterdir()} == set(PARTS)
+
+
+def test_lua_keeps_to_the_line_length_of_python() -> None:
+    limit = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["line-length"]
+    overlong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted(ROOT.glob("*/src/**/*.lua"))
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > limit
+    ]
+    assert overlong == []
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ NOUNS_IN_ING: Final = frozenset(
         "timing",
     }
 )
+MAX_LINES: Final = 500
 FIELD_WORDS: Final = Path(__file__).with_name("field_words.txt")
 
 
@@ -44,6 +45,16 @@ def test_modules_are_nouns() -> None:
         if (last := module.name.rpartition("_")[2]).endswith("ing") and last not in NOUNS_IN_ING
     }
     assert not gerunds
+
+
+def test_no_module_is_longer_than_a_reader_keeps_in_mind() -> None:
+    places = ("*/src/**/*.py", "tests/**/*.py", "benchmarks/*.py", "docs/*.py")
+    counts = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for place in places
+        for path in ROOT.glob(place)
+    }
+    assert not {path: count for path, count in counts.items() if count > MAX_LINES}
 
 
 def test_each_word_of_a_public_name_is_the_fields_or_stands_in_the_glossary() -> None:

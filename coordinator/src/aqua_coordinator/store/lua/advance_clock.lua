@@ -9,8 +9,9 @@
 -- Result   {'ok', spread_us, silent_us}: time between reports that the number of members asks for,
 --           and the silence allowed to members that keep to it
 --
--- While no coordinator is there, no time passes: nobody could be heard. A sweep that is late, by one
--- who was there, counts for no more than a gap, so that delays cannot keep the clock from going on.
+-- While no coordinator is there, no time passes: nobody could be heard. A sweep that is late, by
+-- one who was there, counts for no more than a gap, so that delays cannot keep the clock from going
+-- on.
 --
 -- The clock stands for a reason while reports are refused, or most members are silent at once: they
 -- are not dead, the way to them is. Among few members that takes all of them, and two at least. A

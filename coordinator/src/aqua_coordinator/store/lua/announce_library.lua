@@ -1,4 +1,4 @@
--- One step of the sweep: the caller's version of this program is in use; which others no longer are.
+-- A step of the sweep: the caller's version of this program is in use; which others are no longer.
 --
 -- ARGV[1]  library: the name of the caller's
 -- Calls    integer, whole

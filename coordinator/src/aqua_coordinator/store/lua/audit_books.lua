@@ -7,8 +7,8 @@
 --          lease_of
 -- Result   {'ok', faults, cursor}: sentences; where to go on, '' at the end
 --
--- First reclaims and producers, then consumers, then deadlines. A producer whose sums cannot be right lends
--- nothing until its next report, which makes them anew.
+-- First reclaims and producers, then consumers, then deadlines. A producer whose sums cannot be
+-- right lends nothing until its next report, which makes them anew.
 
 local domains, limit, seen = {}, tonumber(ARGV[2]), 0
 local phase, after = string.match(ARGV[1], '^(%l) (.*)$')

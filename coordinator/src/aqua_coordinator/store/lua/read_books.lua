@@ -6,11 +6,11 @@
 -- Calls    whole, counts_in
 -- Result   {'ok', books_id, {what, count, ...}, {what, sum, ...}, producers_after,
 --           consumers_after}: where to go on, the last names again at the end
---            counts: all members, silence_us of the one heard longest ago, open reclaims, leases that
---                    are rightful, records set aside since the books were made, and how long the
---                    clock stood, stood_{reason}_us
---            sums: what the part's members offer, have on lease, and want, and their leases by state,
---                  those in the initial one left out
+--            counts: all members, silence_us of the one heard longest ago, open reclaims, leases
+--                    that are rightful, records set aside since the books were made, and how long
+--                    the clock stood, stood_{reason}_us
+--            sums: what the part's members offer, have on lease, and want, and their leases by
+--                  state, those in the initial one left out
 -- @flags no-writes
 
 local sums = {}

@@ -53,8 +53,8 @@ if not known.incarnation then
   emit(KIND.consumer_joined, nil, consumer_id)
 end
 
--- Leases that the books do not know, and when the consumer named each of them first: one record with
--- a bounded number of them, those of this report.
+-- Leases that the books do not know, and when the consumer named each of them first: one record
+-- with a bounded number of them, those of this report.
 local function claims_in(text)
   local claims = {}
   for lease_id, since_us in string.gmatch(text or '', '(%S+) (%d+)') do

@@ -7,7 +7,7 @@
 --          open_lease, prolong, book, next_epoch, close_reclaim, whole, is_decimal
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
---            orders      {{reclaim_id, bytes, deadline_s}, ...}: operators' orders, not yet taken up
+--            orders      {{reclaim_id, bytes, deadline_s}, ...}: orders of operators to take up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
 --            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
 --          {'ok', asked}: nothing is written yet; leases whose proofs have to be checked before

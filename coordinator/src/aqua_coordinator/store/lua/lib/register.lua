@@ -1,9 +1,9 @@
 -- Makes functions of Redis of the scripts.
 --
--- Every script but the one that opens the books finds them open. `run_several` runs scripts one after
--- the other in one call, each over what those before it have left: they share the reading of books
--- and producers, and the writing of lists. A script that fails there fails alone, which is sound,
--- since scripts check before they write.
+-- Every script but the one that opens the books finds them open. `run_several` runs scripts one
+-- after the other in one call, each over what those before it have left: they share the reading of
+-- books and producers, and the writing of lists. A script that fails there fails alone, which is
+-- sound, since scripts check before they write.
 
 local scripts = {}
 
