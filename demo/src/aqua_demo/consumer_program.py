@@ -20,19 +20,18 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 import torch
-from pydantic import Field
 from transformers import Cache, DynamicCache, LogitsProcessor
 
 import aqualib
 from aqua_demo.child import Parent, run_program
+from aqua_demo.llama import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.messages import (
     CONSUMER_ID,
     SAMPLE_INTERVAL_S,
     ConsumerResult,
     ConsumerSample,
-    ProgramSettings,
+    ConsumerSettings,
 )
-from aqua_demo.models import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
 from aqua_protocol.supervision import SupervisedThread
@@ -42,15 +41,6 @@ from aqualib.transports import select
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedConfig
-
-
-class ConsumerSettings(ProgramSettings):
-    """What the consumer needs to know; the reference has lengths instead of a coordinator."""
-
-    answer_lengths: list[int] | None = None
-    coordinator_url: str | None = None
-    token: str | None = Field(None, repr=False)
-    checksum: bool = False
 
 
 class Generation:

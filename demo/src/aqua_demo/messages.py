@@ -7,6 +7,7 @@ gone. Times are CLOCK_MONOTONIC in seconds, which all processes of one machine s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
@@ -30,6 +31,23 @@ class ProgramSettings(Wire):
     transport: TransportKind | None
     device: str | None
     threads: int
+
+
+class ProducerSettings(ProgramSettings):
+    """What the producer program needs to know."""
+
+    coordinator_url: str
+    token: str = Field(repr=False)
+    socket: Path
+
+
+class ConsumerSettings(ProgramSettings):
+    """What the consumer needs to know; the reference has lengths instead of a coordinator."""
+
+    answer_lengths: list[int] | None = None
+    coordinator_url: str | None = None
+    token: str | None = Field(None, repr=False)
+    checksum: bool = False
 
 
 class ReclaimMeasure(Wire):

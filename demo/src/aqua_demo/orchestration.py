@@ -19,24 +19,23 @@ from typing import Any, Final
 import torch
 
 from aqua_client import CoordinatorClient
-from aqua_demo.consumer_program import ConsumerSettings
 from aqua_demo.messages import (
     SAMPLE_INTERVAL_S,
     Command,
     ConsumerResult,
     ConsumerSample,
+    ConsumerSettings,
     Failure,
     LogLine,
     ProducerSample,
+    ProducerSettings,
     Report,
 )
-from aqua_demo.models import compute_threads
 from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
 from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
-from aqua_demo.producer_program import ProducerSettings
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
-from aqua_demo.scale import DemoScale
+from aqua_demo.scale import DemoScale, compute_threads
 from aqua_demo.view import RunView
 from aqua_protocol import TransportKind, format_bytes
 from aqua_protocol.errors import error_from_body

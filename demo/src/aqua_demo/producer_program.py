@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import torch
-from pydantic import Field
 
 from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent, run_program
@@ -23,7 +21,7 @@ from aqua_demo.messages import (
     PRODUCER_ID,
     SAMPLE_INTERVAL_S,
     ProducerSample,
-    ProgramSettings,
+    ProducerSettings,
     ReclaimMeasure,
 )
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
@@ -53,14 +51,6 @@ busy for a moment is not a burst. Doubled, the reclaim comes two seconds later."
 
 CALM_S: Final = 2.0
 """Seconds without pressure before memory is offered again. Doubled, the story is as much longer."""
-
-
-class ProducerSettings(ProgramSettings):
-    """What the producer program needs to know."""
-
-    coordinator_url: str
-    token: str = Field(repr=False)
-    socket: Path
 
 
 class RecordingProducer(Producer):

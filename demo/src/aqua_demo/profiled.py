@@ -12,11 +12,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from transformers import DynamicCache
 
 from aqua_demo.images import ImageService
-from aqua_demo.models import build_llama, compute_threads
-from aqua_demo.scale import SCALES, DemoScale
+from aqua_demo.scale import SCALES, DemoScale, compute_threads
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
 
@@ -52,6 +50,9 @@ class Llm:
     """The LLM, prompt by prompt."""
 
     def __init__(self, scale: DemoScale) -> None:
+        # Here: images are profiled without transformers, which takes seconds to import.
+        from aqua_demo.llama import build_llama
+
         torch.set_num_threads(compute_threads())
         self._model = build_llama(scale.llama, max_tokens=scale.max_tokens, seed=0)
         self.total_bytes = scale.budget_bytes
@@ -59,6 +60,8 @@ class Llm:
 
     def read(self, tokens: int) -> int:
         """Read a prompt; returns the bytes of its keys and values."""
+        from transformers import DynamicCache
+
         cache = DynamicCache(config=self._model.config)
         with torch.inference_mode():
             self._model(torch.ones((1, tokens), dtype=torch.long), past_key_values=cache)

@@ -9,15 +9,34 @@ workspace is what an idle image service spares.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Final
 
-from aqua_demo.models import LlamaSize
 from aqua_protocol import MIB
-from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
 
 WEIGHT_BYTES: Final = 1 * MIB
 """Room for the image model's weights. Doubled, a MiB less can be lent."""
+
+
+def compute_threads() -> int:
+    """Count threads for each model: the two run side by side, and sums depend on their split."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSize:
+    """Dimensions of the language model; float32, as many key/value heads as heads."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    feed_forward: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return 2 * 4 * self.layers * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,9 @@ class DemoScale:
         The budget pays for the two buffers through which layers are offloaded and leaves no room to
         keep one, so the store holds all keys and values, not only those beyond the budget.
         """
+        # Here, because it imports transformers, which most of the demo's processes do without.
+        from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
+
         llama = self.llama
         block_bytes = DEFAULT_BLOCK_TOKENS * 4 * llama.head_dim
         blocks = 2 * llama.layers * llama.heads * -(-self.max_tokens // DEFAULT_BLOCK_TOKENS)
