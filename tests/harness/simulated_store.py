@@ -153,7 +153,7 @@ class Coordinator:
                 ledger=ledger,
                 signer=CapabilitySigner(ledger, SETTINGS),
                 metrics=_METRICS,
-                heartbeats=HeartbeatRate(SETTINGS.heartbeat_s),
+                heartbeats=HeartbeatRate(SETTINGS.heartbeat_s, clock=lambda: network.machine.now_s),
             ),
         )
         self._is_present = False

@@ -230,6 +230,10 @@ class ConnectionLimits:
         def connection_lost(error: Exception | None) -> None:
             self._forget(connection)
             lost(error)
+            # What refers to itself would be left to the collector, which stops the loop to find it.
+            for name in ("connection_made", "data_received", "connection_lost"):
+                delattr(protocol, name)
+            protocol.cycle = None
 
         protocol.connection_made, protocol.data_received = connection_made, data_received
         protocol.connection_lost = connection_lost

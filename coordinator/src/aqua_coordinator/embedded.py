@@ -202,8 +202,8 @@ class EmbeddedValkey:
         while True:
             started_s = time.monotonic()
             assert self._process is not None, "supervised without being started"
-            while self._process.poll() is None:  # noqa: ASYNC110 - only a pidfd would tell
-                await asyncio.sleep(POLL_S)
+            if self._process.poll() is None:
+                await _end_of(self._process)
             if time.monotonic() - started_s > STEADY_S:
                 backoff_s = MIN_BACKOFF_S
             log.error(
@@ -334,6 +334,19 @@ class EmbeddedValkey:
         except OSError:
             return ""
         return " / ".join(lines.strip().splitlines()[-3:])
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a child that runs has ended, at no cost meanwhile."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    process.wait()
 
 
 def _bundled_binary() -> Path:

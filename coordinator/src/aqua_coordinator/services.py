@@ -10,6 +10,7 @@ import asyncio
 import base64
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final
@@ -81,6 +82,13 @@ def _bytes_of(secret: SecretStr | None) -> bytes | None:
 HEARTBEAT_JITTER: Final = 0.2
 """Part of a heartbeat by which a member's own is shorter at most, so that none keep step. Doubled,
 there are an eighth more reports."""
+REPORT_SLOT_S: Final = 0.02
+"""Reports are asked for at multiples of this, so that some come together: what comes alone costs
+three times as much, by waking up (docs/measurements/scale.md). Doubled, twice as many wait for each
+other, 0.2 ms each."""
+SLOTS_IN_HEARTBEAT: Final = 20
+"""At least, so that a short heartbeat is shortened by a twentieth at most, chosen by hand. Doubled,
+fewer reports of short heartbeats come together."""
 
 
 @dataclass(slots=True)
@@ -91,16 +99,27 @@ class HeartbeatRate:
         shortest_s: Seconds between two reports of a member, as configured.
         spread_s: Seconds that the number of members asks for.
         is_refusing: Whether there was no room for a report since the last sweep.
+        clock: Seconds, monotonic.
     """
 
     shortest_s: float
     spread_s: float = 0.0
     is_refusing: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds between two reports of a member, at most."""
+        return max(self.shortest_s, self.spread_s)
 
     def next_s(self, member: str) -> float:
-        """Within how many seconds a member should report again; its own, so that none keep step."""
+        """Within how many seconds a member should report again.
+
+        Its own time, so that none keep step, but for the few whose time is in the same slot.
+        """
         part = zlib.crc32(member.encode()) / 2**32
-        return max(self.shortest_s, self.spread_s) * (1 - HEARTBEAT_JITTER * part)
+        own_s = self.longest_s * (1 - HEARTBEAT_JITTER * part)
+        return own_s - (self.clock() + own_s) % min(REPORT_SLOT_S, own_s / SLOTS_IN_HEARTBEAT)
 
 
 @dataclass(frozen=True, slots=True)
