@@ -22,6 +22,7 @@ from aqua_protocol.members import HeldLease
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 from harness.ledger_room import ATTACH_WINDOW_S, LedgerRoom, ledger_room
 from harness.members_on_paper import DOMAIN, SLAB, PaperConsumer, PaperProducer
+from harness.poison import LAST_ID
 
 
 @dataclass
@@ -274,6 +275,8 @@ JUNK: Final = {
     "a pairing with nobody": ["HSET", "placements", "llm-1", "nobody  lender-1 !!"],
     "a profile of junk": ["HSET", "profiles", "m2", "junk"],
     "an event of junk": ["XADD", "events", "*", "event", "junk"],
+    "events that take no more": ["XADD", "events", LAST_ID, "event", "junk"],
+    "a quarantine that takes no more": ["XADD", "quarantine", LAST_ID, "key", "junk"],
     "a claim of junk": ["SET", "claims", "junk"],
     "an answer of junk": ["SET", "idempotency", "junk"],
     "books of an odd plan": ["HSET", "books", "plan_hash", "x" * 1000],

@@ -104,6 +104,28 @@ async def test_replicas_that_writes_do_not_wait_for_are_refused_unless_accepted_
             assert await open_books(master, min_replicas=count, **accepted) == []
 
 
+async def test_a_redis_that_deletes_keys_when_it_is_full_is_refused_with_the_remedy() -> None:
+    with node_with(*EVERYSEC) as node:
+        node.command("CONFIG", "SET", "maxmemory", "100mb")
+        for policy in ("allkeys-lru", "volatile-ttl", "allkeys-random", "volatile-lfu"):
+            node.command("CONFIG", "SET", "maxmemory-policy", policy)
+            with pytest.raises(ConfigError, match=policy) as refused:
+                await open_books(node, fsync=Fsync.NO)
+            assert "noeviction" in refused.value.remedy
+        node.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert await open_books(node) == []
+        node.command("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "allkeys-lru")
+        assert await open_books(node) == [], "nothing is deleted without a limit"
+
+
+async def test_that_it_deletes_keys_is_seen_also_where_config_is_forbidden() -> None:
+    with (
+        node_with(*SILENT, "maxmemory 100mb", "maxmemory-policy allkeys-lru") as node,
+        pytest.raises(ConfigError, match="maxmemory-policy allkeys-lru"),
+    ):
+        await open_books(node, fsync=Fsync.NO)
+
+
 def test_too_old_is_refused_whatever_it_says_else() -> None:
     for info in ({"redis_version": "6.2.14"}, {"redis_version": "6.2.14", "cluster_enabled": "1"}):
         fault = next(find_faults(info, {}, None))

@@ -112,7 +112,9 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "min_schema": 1,
     "max_schema": 1,
     "max_name_length": MAX_NAME_LENGTH,
-    "max_epoch": MAX_EPOCH,
+    # Of epochs and times that a record may have, in the year 2112: what follows them fits the wire.
+    # Doubled, a record with the last epoch of the wire would make answers that cannot be read.
+    "max_epoch": MAX_EPOCH // 2,
     "max_bytes": MAX_BYTES,
     # Records set aside that can be listed; a day of one a minute.
     "max_quarantined": 1440,

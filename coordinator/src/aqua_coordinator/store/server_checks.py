@@ -40,6 +40,11 @@ def find_faults(
         message = "Redis Cluster is not supported: the books are one hash slot's anyway"
         remedy = "Use one Redis, with replicas and Sentinels: redis+sentinel://..."
         yield Finding(check="cluster", level=FindingLevel.FAIL, message=message, remedy=remedy)
+    policy = info.get("maxmemory_policy", "noeviction")
+    if int(info.get("maxmemory", 0)) and policy != "noeviction":
+        message = f"this Redis deletes keys when its memory is full (`maxmemory-policy {policy}`)"
+        remedy = "Give it `maxmemory-policy noeviction`: what it deletes are leases in use."
+        yield Finding(check="eviction", level=FindingLevel.FAIL, message=message, remedy=remedy)
     if settings is None or settings.redis_url is None:
         return
     kept = Fsync(config.get("appendfsync", "no") if config.get("appendonly") == "yes" else "no")

@@ -19,7 +19,7 @@
 -- only. All reasons share one limit, which starts anew when there was none for as long as that.
 
 local state = redis.call('HMGET', KEYS[1], 'stopped_us', 'calm_us')
-local stopped_us, calm_us = whole(state[1]) or 0, whole(state[2]) or 0
+local stopped_us, calm_us = math.max(0, whole(state[1]) or 0), math.max(0, whole(state[2]) or 0)
 local max_stop_us, elapsed_us = tonumber(ARGV[2]), now_us - swept_us
 local absent = elapsed_us > CONST.max_gap_us and ARGV[4] ~= '1'
 
@@ -37,10 +37,11 @@ if absent then
 elseif standing ~= '' then
   stopped_us = stopped_us + elapsed_us
 end
+local stood = {}
 if elapsed_us > passed_us then
   local field = 'stood_' .. stood_for .. '_us'
   local stood_us = whole(redis.call('HGET', KEYS[1], field)) or 0
-  redis.call('HSET', KEYS[1], field, integer(stood_us + elapsed_us - passed_us))
+  stood = {field, integer(stood_us + elapsed_us - passed_us)}
 end
 
 -- The time until the next.
@@ -63,5 +64,5 @@ if stopped_us + CONST.sweep_period_us > max_stop_us then
 end
 redis.call('HSET', KEYS[1], 'paused_us', integer(paused_us), 'swept_us', integer(now_us),
   'standing', standing, 'spread_us', integer(spread_us),
-  'stopped_us', integer(stopped_us), 'calm_us', integer(calm_us))
+  'stopped_us', integer(stopped_us), 'calm_us', integer(calm_us), unpack(stood))
 return {'ok', spread_us, silent_us}

@@ -4,14 +4,21 @@
 -- Calls    enlist, emit
 -- Result   {'ok', pairings}: how many
 
-local plan = cjson.decode(ARGV[1])
-redis.call('DEL', KEY.placements, KEY.placement_reasons, KEY.placement_names)
+local plan, producers, reasons = cjson.decode(ARGV[1]), {}, {}
 for _, pairing in ipairs(plan.pairings) do
-  enlist(KEY.placement_names, pairing.consumer_id, 0)
-  redis.call('HSET', KEY.placements, pairing.consumer_id, table.concat(pairing.producers, ' '))
+  producers[#producers + 1] = {pairing.consumer_id, table.concat(pairing.producers, ' ')}
   if pairing.reason ~= '' then
-    redis.call('HSET', KEY.placement_reasons, pairing.consumer_id, pairing.reason)
+    reasons[#reasons + 1] = {pairing.consumer_id, pairing.reason}
   end
+end
+
+redis.call('DEL', KEY.placements, KEY.placement_reasons, KEY.placement_names)
+for _, words in ipairs(producers) do
+  enlist(KEY.placement_names, words[1], 0)
+  redis.call('HSET', KEY.placements, words[1], words[2])
+end
+for _, words in ipairs(reasons) do
+  redis.call('HSET', KEY.placement_reasons, words[1], words[2])
 end
 redis.call('HSET', KEYS[1], 'plan_hash', plan.plan_hash,
   'planned', #plan.pairings > 0 and '1' or '0')

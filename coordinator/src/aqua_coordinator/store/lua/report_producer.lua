@@ -23,7 +23,8 @@
 -- Of the books' own knowledge of this producer only the records of its leases count. Its sums and
 -- lists are made anew from them, so what was lost or damaged there is whole again after a report.
 
-local report = cjson.decode(ARGV[1])
+local report, verdicts = cjson.decode(ARGV[1]), ARGV[2] ~= '' and cjson.decode(ARGV[2])
+assert(not verdicts or type(verdicts) == 'table', 'verdicts are by lease')
 local fingerprint = redis.sha1hex(ARGV[1])
 local producer_id = report.producer_id
 local key = KEY.producer .. producer_id
@@ -46,7 +47,7 @@ for index, held in ipairs(report.leases) do
   named[held.lease_id], lease_ids[index] = true, held.lease_id
 end
 load_leases(lease_ids)
-local verdicts, asked = ARGV[2] ~= '' and cjson.decode(ARGV[2]), {}
+local asked = {}
 for _, held in ipairs(report.leases) do
   local lease_id, lease = held.lease_id, lease_of(held.lease_id)
   local is_others = lease
@@ -104,7 +105,6 @@ for _, lease in ipairs(booked) do
 end
 
 -- A new life of the process: nothing of the old one is left to hold.
-local reborn = known.incarnation and known.incarnation ~= report.incarnation
 if reborn then
   for _, lease in ipairs(booked) do
     step(lease, EVENT.producer_lost, 'producer_restarted')

@@ -23,7 +23,9 @@ local function read_books()
   local first, last = whole(field[2]), whole(field[3])
   local paused, swept = whole(field[4]), whole(field[5])
   if not (is_name(field[1]) and first and last and paused and swept
-      and field[9] and string.find(field[9], '^%x+$')) then
+      and 0 < first and first <= last and last <= CONST.max_epoch
+      and math.abs(swept - paused) <= CONST.max_epoch
+      and field[9] and #field[9] % 2 == 0 and string.find(field[9], '^%x+$')) then
     return nil
   end
   return field[1], first, last, paused, swept, field[6] == '1', field[7] or '',

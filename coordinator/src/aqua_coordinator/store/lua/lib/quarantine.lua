@@ -2,8 +2,8 @@
 -- its reason, is counted and listed, and the step goes on as if that record had been lost. Members
 -- repeat their full state, so the books heal by themselves.
 --
--- `redis.call` is ours from here on: a key of the wrong type is set aside as a whole, and the
--- command is repeated on the empty key. A script that only reads sets nothing aside, but passes
+-- `redis.call` is ours from here on: a key of the wrong type, or a stream that takes no more, is set
+-- aside as a whole, and the command is repeated on the empty key. A script that only reads sets nothing aside, but passes
 -- over what is bad; `audit_books` comes by in the sweep.
 
 local faults, reading = {}, false
@@ -36,13 +36,14 @@ end
 function redis.call(...)
   local answer = server().pcall(...)
   if type(answer) == 'table' and answer.err then
-    if reading or not string.find(answer.err, '^WRONGTYPE') then
+    if reading or not (string.find(answer.err, '^WRONGTYPE')
+        or string.find(answer.err, 'stream has exhausted')) then
       error(answer, 0)
     end
     local key = select(2, ...)
     local kind = server().call('TYPE', key).ok
     server().call('DEL', key)
-    set_aside(key, 'was a ' .. kind)
+    set_aside(key, 'was a ' .. kind .. ' that takes no such command')
     answer = server().call(...)
   end
   return answer
