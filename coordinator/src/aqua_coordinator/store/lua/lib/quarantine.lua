@@ -2,9 +2,9 @@
 -- its reason, is counted and listed, and the step goes on as if that record had been lost. Members
 -- repeat their full state, so the books heal by themselves.
 --
--- `redis.call` is ours from here on: a key of the wrong type, or a stream that takes no more, is set
--- aside as a whole, and the command is repeated on the empty key. A script that only reads sets nothing aside, but passes
--- over what is bad; `audit_books` comes by in the sweep.
+-- `redis.call` is ours from here on: a key of the wrong type, or a stream that takes no more, is
+-- set aside as a whole, and the command is repeated on the empty key. A script that only reads sets
+-- nothing aside, but passes over what is bad; `audit_books` comes by in the sweep.
 
 local faults, reading = {}, false
 
