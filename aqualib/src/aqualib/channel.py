@@ -14,10 +14,13 @@ thread on an idle core takes several times as long.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import selectors
 import socket
+import stat
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -40,6 +43,10 @@ reuse and pid namespaces."""
 LINGER_S: Final = 50e-6
 """Seconds awake after a packet: about what going to sleep and waking up costs. Doubled, a thread
 without further packets burns a core for 50 us more."""
+
+ABANDONED_S: Final = 60.0
+"""Seconds of age at which a socket that refuses is a dead producer's, and not one of a producer
+between its `bind` and its `listen`. Doubled, it is removed a minute later."""
 
 MessageT = TypeVar("MessageT")
 
@@ -235,6 +242,25 @@ def listen(path: Path, *, backlog: int = 128) -> socket.socket:
     return sock
 
 
+def remove_abandoned(directory: Path) -> None:
+    """Remove sockets of producers that were killed; only of this user, and only `*.sock`.
+
+    A producer without a name of its own is called after its process, so no successor takes its
+    socket over, and each kill would leave one file more. A socket is abandoned if it refuses
+    connections: while a process listens, stopped or swamped, the kernel accepts them or says that
+    it is full.
+    """
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError), _socket() as probe:
+            status = path.lstat()
+            if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            probe.setblocking(False)  # noqa: FBT003 - named by the method
+            is_old = time.time() - status.st_mtime > ABANDONED_S
+            if is_old and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+
+
 def connect(
     path: Path, *, allowed_uids: Iterable[int] | None = None, timeout_s: float = 5.0
 ) -> socket.socket:
@@ -245,10 +271,14 @@ def connect(
         UntrustedPeerError: The socket, or the process that listens on it, is of another user.
         SocketPathTooLongError: `path` does not fit into a Unix address.
         ChannelClosedError: No producer listens there.
+        TransportError: There is no descriptor, or no memory, for a socket.
     """
     trusted = peers.trusted_uids(allowed_uids)
     require_short_path(path)
-    sock = _socket()
+    try:
+        sock = _socket()
+    except OSError as error:
+        raise TransportError(f"no socket can be made to connect to {path}: {error}") from error
     # Not `settimeout`, under which a full backlog refuses at once: this waits for its turn.
     _bound_sends(sock, timeout_s)
     try:

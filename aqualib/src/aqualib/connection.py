@@ -145,6 +145,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         TransportUnavailableError: The transport asked for cannot work here.
         TransportError: The socket cannot be listened on.
     """
+    from aqualib.channel import remove_abandoned
     from aqualib.producer.device import device_memory
     from aqualib.producer.metrics import ProducerMetrics
     from aqualib.producer.producer import Producer
@@ -160,13 +161,15 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         require_name("model", model)
     identity = find_identity(settings, chosen.device, model)
     name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
+    directory = socket_directory(settings.socket_dir)
+    remove_abandoned(directory)
     with (
         settings.coordinator_client() as link,
         Producer(
             name,
             transport=chosen,
             link=link,
-            endpoint=socket_directory(settings.socket_dir) / f"{name}.sock",
+            endpoint=directory / f"{name}.sock",
             identity=identity,
             slab_bytes=settings.slab_bytes,
             policy=settings.escalation,

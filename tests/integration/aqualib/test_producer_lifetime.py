@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+import aqualib
 from aqua_protocol import (
     ConfigError,
     RequestInvalidError,
@@ -92,6 +96,38 @@ def test_the_socket_of_a_killed_producer_is_taken_over() -> None:
             process.kill()
         with make(directory / "p.sock") as producer, RawConsumer(producer.endpoint) as consumer:
             assert consumer.ping(1) == 1
+
+
+def test_a_producer_removes_the_sockets_of_killed_ones_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket_dir() as directory, contextlib.ExitStack() as alive:
+
+        def bind(name: str, *, age_s: float, listens: bool) -> Path:
+            path = directory / name
+            sock = alive.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.bind(str(path))
+            if listens:
+                sock.listen(0)
+            os.utime(path, times=(time.time() - age_s,) * 2)
+            return path
+
+        dead = bind("dead.sock", age_s=3600, listens=False)
+        about_to_listen = bind("young.sock", age_s=0, listens=False)
+        of_another_program = bind("dead.ipc", age_s=3600, listens=False)
+        no_socket = directory / "file.sock"
+        no_socket.touch()
+        os.utime(no_socket, times=(0, 0))
+        full = bind("full.sock", age_s=3600, listens=True)
+        for _ in range(3):  # A stopped process, whose backlog fills.
+            caller = alive.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            caller.setblocking(False)
+            caller.connect_ex(str(full))
+        monkeypatch.setenv("AQUA_SOCKET_DIR", str(directory))
+        with aqualib.open_producer("p", transport="memfd", slab_bytes=SLAB) as producer:
+            left = {about_to_listen, of_another_program, no_socket, full, producer.endpoint}
+            assert set(directory.iterdir()) == left
+        assert not dead.exists()
 
 
 # --- Memory that is not to be had --------------------------------------------------------------

@@ -1,19 +1,22 @@
-"""Waiting on a lease channel: what lingering must not change."""
+"""Connecting to and waiting on a lease channel: what lingering must not change."""
 
 from __future__ import annotations
 
 import itertools
+import resource
 import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
 
+from aqua_protocol import TransportError
 from aqua_protocol.channel import Ping
-from aqualib.channel import Channel, ChannelClosedError, LingeringSelector
+from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, connect
 from harness.bounds import HANG_S
 
 Ends = tuple[Channel[Ping], Channel[Ping]]
@@ -95,3 +98,14 @@ def test_a_selector_lingers_no_longer_than_it_may_wait(
         assert selector.select(timeout) == []
     # A look per tick of the clock, then to sleep.
     assert looked == [0] * (looks - 1) + [timeout]
+
+
+def test_a_process_without_descriptors_is_told_so_and_blames_no_producer(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(TransportError, match="no socket can be made") as caught:
+            connect(tmp_path / "p.sock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not isinstance(caught.value, ChannelClosedError)

@@ -440,3 +440,16 @@ def test_a_reclaim_of_days_is_told_within_the_bounds_of_the_wire() -> None:
     ticket.slab_closed(10.0 + days_s)
     assert ticket.report(10.0 + days_s).total_ms == 86_400e3
     assert ticket.report(10.0 + days_s).first_slab_ms == 86_400e3
+
+
+def test_a_reclaim_that_began_after_the_clock_was_read_is_told() -> None:
+    # By a reporter that then waited for the lock.
+    ticket = ReclaimTicket(
+        ReclaimId("r"),
+        requested_bytes=SLAB,
+        slab_count=1,
+        slab_bytes=SLAB,
+        deadline_s=5.0,
+        began_at_s=10.0,
+    )
+    assert ticket.report(9.99).age_s == 0

@@ -107,13 +107,17 @@ class ReclaimTicket:
             self._finish(now_s)
 
     def report(self, now_s: float) -> ReclaimReport:
-        """The wire form, for the coordinator; no time in it exceeds `MAX_SECONDS`."""
+        """The wire form, for the coordinator; no time in it exceeds `MAX_SECONDS`.
+
+        A caller that waited for the lock after it had read the clock may be earlier than the
+        reclaim, whose age is 0 then.
+        """
         return ReclaimReport(
             reclaim_id=self.reclaim_id,
             requested_bytes=self.requested_bytes,
             returned_bytes=self.returned_bytes,
             deadline_s=self.deadline_s,
-            age_s=min(now_s - self.began_at_s, MAX_SECONDS),
+            age_s=min(max(now_s - self.began_at_s, 0.0), MAX_SECONDS),
             first_slab_ms=_bounded(self.first_slab_ms),
             total_ms=_bounded(self.total_ms),
             escalated=self.escalated,
