@@ -26,11 +26,17 @@ TEST_PROCESSES ?= 2
 FUZZ_MINUTES ?= 10
 FUZZ_SEED ?=
 
-# `make simulate`: a run to repeat, and what of its faults and steps; of a million, if empty.
+# `make simulate`: a run to repeat, and what of its faults and steps; of a million, if empty. The
+# seed is that of `make soak`, too.
 SEED ?=
 STEPS ?=
 ONLY ?=
 UNTIL ?=
+
+# `make soak`: for how long, fractions too; and what a control plants for it to find.
+HOURS ?= 1
+PLANT ?=
+JSON ?=
 
 # `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
 # them, of which a list ("0 2") takes one after the other.
@@ -132,6 +138,11 @@ simulate: $(READY) ## Simulate a cluster for a million steps; SEED=7 STEPS=5000 
 	PYTHONPATH=tests $(PY) -m harness.simulate --processes $(TEST_PROCESSES) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(ONLY),--only $(ONLY)) $(if $(UNTIL),--until $(UNTIL))
+
+.PHONY: soak
+soak: $(READY) ## Run a real cluster under faults for HOURS=1: nothing may grow or get lost; resumes
+	PYTHONPATH=tests $(PY) -m harness.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(PLANT),--plant $(PLANT)) $(if $(JSON),--json)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Search with random examples for FUZZ_MINUTES=10; prints how to repeat a failure

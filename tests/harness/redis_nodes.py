@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -83,13 +83,25 @@ class RedisNode:
         directory: Its own; made if missing.
         port: To listen on.
         environment: Of the process, beside ours.
+        program: The server; Debian's by default.
+        before: Run in its process before it becomes the server.
     """
 
-    def __init__(self, directory: Path, port: int, **environment: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        port: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        program: str | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.port: Final = port
+        self._program = program
+        self._before = before
         self._config: Final = directory / "node.conf"
-        self._environment = os.environ | environment
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._client = redis.Redis(port=port, decode_responses=True, socket_timeout=HANG_S)
         self.url = f"redis://127.0.0.1:{port}/0"
@@ -112,13 +124,20 @@ class RedisNode:
         """Start it, and wait until it answers."""
         with self._config.with_suffix(".log").open("ab") as log:
             self._process = subprocess.Popen(
-                [redis_program(), str(self._config), *options],
+                [self._program or redis_program(), str(self._config), *options],
                 cwd=self._config.parent,
                 env=self._environment,
                 stdout=log,
                 stderr=log,
+                preexec_fn=self._before,  # noqa: PLW1509 - system calls that are prepared
             )
         until(self.answers, f"{self} does not start")
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None, "not started"
+        return self._process.pid
 
     def answers(self) -> bool:
         """Whether it is there and has loaded its data."""
@@ -160,7 +179,7 @@ def replicated(
     try:
         for index, port in enumerate(ports):
             environment = (environments or {}).get(index, {})
-            node = RedisNode(directory / f"node-{index}", port, **environment)
+            node = RedisNode(directory / f"node-{index}", port, environment=environment)
             nodes.append(node)
             lines = ["save ''", "appendonly yes", "appendfsync no", "repl-diskless-sync-delay 0"]
             lines += USERS
