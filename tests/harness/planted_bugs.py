@@ -35,6 +35,7 @@ class Plant:
         lua: What to replace in the library, by what.
         patches: What to replace in Python: an owner, a name, and the new thing.
         is_mixed: Only one of the two coordinators has the changed library.
+        seed: Of the run to begin with; it found the bug when it was last looked for.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Plant:
     lua: tuple[tuple[str, str], ...] = ()
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
     is_mixed: bool = False
+    seed: int = 0
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[tuple[Library | None, ...]]:
@@ -107,7 +109,10 @@ PLANTS: Final = {
         patches=((AdoptionKeys, "granted_bytes", _believe_every_proof),),
     ),
     "a flood shuts members out": Plant(
-        "without a fault", (Kind.FLOOD,), patches=((Network, "refuses", _refuse_all_in_a_flood),)
+        "without a fault",
+        (Kind.FLOOD,),
+        patches=((Network, "refuses", _refuse_all_in_a_flood),),
+        seed=4,
     ),
     "a flood stops the clock": Plant(
         "keys stay",
@@ -121,6 +126,7 @@ PLANTS: Final = {
         "lent anew|raised",
         (Kind.SLOW_RETURN,),
         patches=((SlabPool, "quarantine", _take_back_late_slabs),),
+        seed=11,
     ),
     "a deadline outlives the right that it ends": Plant(
         "deadline", (Kind.CRASH,), lua=((f"strike('{KEYS['deadlines']}', lease.lease_id)", ""),)

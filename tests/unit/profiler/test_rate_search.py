@@ -6,39 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 from aqua_profiler.load.lengths import LengthDistribution
 from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult, next_trial
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 from harness.known_servers import CASES, CHAT
-from harness.queueing import (
-    AnyServer,
-    Server,
-    drive,
-    search,
-    true_rate,
-    true_rate_in_steps,
-    unloaded_of,
-)
-
-pytestmark = pytest.mark.slow
+from harness.queueing import AnyServer, Server, drive, search, unloaded_of
 
 BUDGET_S: Final = 600.0
-SEEDS: Final = 20
-SWEEP_STEP: Final = 0.5
-SWEEP_REQUESTS: Final = 200
-"""At each rate of a plain linear sweep: no more than the search takes to see one rate's median."""
-
-
-SLOTS: Final = ("sixteen slots", "five slots", "one at a time")
-TOKENS: Final = (
-    "tokens slow down with each request",
-    "tokens of chance",
-    "steps of a small engine",
-)
 
 
 def _search(
@@ -51,59 +27,6 @@ def _search(
 ) -> tuple[SearchResult, list[TrialSummary], float]:
     unloaded = unloaded_of(server, lengths.drawn(seed), seed)
     return search(lambda: server, lengths, seed, objective, unloaded=unloaded, budget_s=budget_s)
-
-
-def _sweep_requests(rate: float) -> int:
-    return SWEEP_REQUESTS * (int(rate / SWEEP_STEP) + 1)
-
-
-@pytest.mark.parametrize("name", SLOTS)
-def test_the_found_rate_is_within_5_percent_of_the_truth_on_20_seeds(name: str) -> None:
-    server, objective = CASES[name].server, LatencyObjective()
-    assert isinstance(server, Server)
-    truth = true_rate(server, CHAT, objective, low=0.5, high=40.0, requests=40_000)
-    for seed in range(SEEDS):
-        verdict, trials, used_s = _search(server, seed, objective)
-        rate = verdict.estimate.rate_per_s
-        assert rate is not None
-        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
-        assert verdict.complete, (seed, verdict)
-        assert sum(trial.sent for trial in trials) <= _sweep_requests(truth) / 2, seed
-        assert used_s <= BUDGET_S, seed
-
-
-@pytest.mark.parametrize("name", TOKENS)
-def test_a_limit_of_token_times_is_found_within_5_percent_on_20_seeds(name: str) -> None:
-    case, objective = CASES[name], LatencyObjective()
-    truth = true_rate_in_steps(
-        case.server, case.lengths, objective, low=case.low, high=case.high, requests=16_000
-    )
-    exceeded = 0
-    for seed in range(SEEDS):
-        verdict, trials, used_s = _search(case.server, seed, objective, lengths=case.lengths)
-        rate = verdict.estimate.rate_per_s
-        assert rate is not None
-        assert verdict.estimate.limited_by == "tbt", (seed, verdict)
-        assert abs(rate / truth - 1) < 0.05, (seed, rate, truth)
-        assert sum(trial.sent for trial in trials) <= _sweep_requests(truth) / 2, seed
-        assert used_s <= BUDGET_S, seed
-        exceeded += any(
-            rate < trial.rate_per_s < 1.2 * rate and not trial.ramp and not trial.meets(objective)
-            for trial in trials
-        )
-    # A search ends once the limit was seen exceeded, or was looked for twice: also above it a trial
-    # of half a minute may meet the objective by chance.
-    assert exceeded >= 0.75 * SEEDS
-
-
-def test_a_server_of_steps_is_not_found_faster_than_it_is() -> None:
-    """Single searches are up to a tenth off where few gaps are slow for long; not to one side."""
-    server, objective = CASES["steps"].server, LatencyObjective()
-    truth = true_rate_in_steps(server, CHAT, objective, low=5.0, high=40.0, requests=16_000)
-    rates = [_search(server, seed, objective)[0].estimate.rate_per_s for seed in range(9)]
-    found = sorted(rate for rate in rates if rate is not None)
-    assert len(found) == len(rates)
-    assert abs(found[len(found) // 2] / truth - 1) < 0.05, (found, truth)
 
 
 def test_the_same_seed_gives_the_same_search() -> None:
