@@ -32,9 +32,9 @@ MAX_ROWS: Final = 10_000
 # The latest are shown, so that all tables fit on a screen; doubled, they do not.
 SHOWN_RECLAIMS: Final = 8
 SHOWN_LEASES: Final = 20
-STALE_S: Final = 3.0
-"""A member silent for longer than this is shown in red: three default heartbeats. Doubled, a dead
-member looks alive for 3 s more."""
+STALE_HEARTBEATS: Final = 3
+"""A member silent for more of what the coordinator asks for is shown in red. Doubled, a dead member
+looks alive for three heartbeats more."""
 
 NUMBERS: Final = frozenset({"leased", "offered", "free", "spilled", "wanted", "bytes"}) | {
     *("expires in", "returned", "first slab", "total")
@@ -69,6 +69,7 @@ class Status(BaseModel):
     def render(self, url: str) -> RenderableType:
         """Tables, for people."""
         states = Counter(lease.state for lease in self.leases)
+        stale_s = STALE_HEARTBEATS * self.health.heartbeat_s
         summary = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         return Group(
             Text.assemble(
@@ -79,12 +80,12 @@ class Status(BaseModel):
             _table(
                 "Producers",
                 ("producer", "domain", "model", "offered", "leased", "free", "state"),
-                map(_producer, self.producers),
+                [_producer(view, stale_s) for view in self.producers],
             ),
             _table(
                 "Consumers",
                 ("consumer", "domain", "model", "leased", "spilled", "wanted", "state"),
-                map(_consumer, self.consumers),
+                [_consumer(view, stale_s) for view in self.consumers],
             ),
             _table(
                 f"Leases ({len(self.leases)})",
@@ -124,15 +125,23 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Tex
     return table
 
 
-def _producer(view: ProducerView) -> Sequence[str | Text]:
+def _producer(view: ProducerView, stale_s: float) -> Sequence[str | Text]:
     sizes = map(format_bytes, (view.offered_bytes, view.leased_bytes, view.free_bytes))
-    state = _presence(view.silent_s) if view.grantable else Text("confirming books", "yellow")
+    state = (
+        _presence(view.silent_s, stale_s) if view.grantable else Text("confirming books", "yellow")
+    )
     return view.producer_id, view.domain, view.model or "", *sizes, state
 
 
-def _consumer(view: ConsumerView) -> Sequence[str | Text]:
+def _consumer(view: ConsumerView, stale_s: float) -> Sequence[str | Text]:
     sizes = map(format_bytes, (view.leased_bytes, view.spilled_bytes, view.wanted_bytes))
-    return view.consumer_id, view.domain, view.model or "", *sizes, _presence(view.silent_s)
+    return (
+        view.consumer_id,
+        view.domain,
+        view.model or "",
+        *sizes,
+        _presence(view.silent_s, stale_s),
+    )
 
 
 def _lease(view: LeaseView) -> Sequence[str | Text]:
@@ -153,7 +162,7 @@ def _reclaim(view: ReclaimView) -> Sequence[str | Text]:
     )
 
 
-def _presence(silent_s: float) -> Text:
-    if silent_s > STALE_S:
+def _presence(silent_s: float, stale_s: float) -> Text:
+    if silent_s > stale_s:
         return Text(f"silent for {silent_s:.0f} s", "red")
     return Text("present", "green")

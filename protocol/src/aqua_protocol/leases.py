@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from aqua_protocol.ids import Name
 from aqua_protocol.lease import LeaseState
 from aqua_protocol.units import MIN_SLAB_BYTES
-from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, TransportKind, Wire
+from aqua_protocol.wire import ByteCount, EpochField, PositiveBytes, Seconds, TransportKind, Wire
 
 # A plan of the largest cluster that the placer is measured on, one pairing a GPU. Doubled, one
 # request may take 8 MB and block Redis for twice the time.
@@ -197,12 +197,15 @@ class Event(Wire):
 
 
 class Health(Wire):
-    """Liveness and readiness."""
+    """Liveness and readiness; what has its default is left out of an answer to `/readyz`."""
 
     status: str
     version: str
     books_id: str | None = None
     uptime_s: float = 0.0
+    heartbeat_s: Seconds = Field(
+        default=1.0, description="How often each member is asked to report, at least."
+    )
 
 
 class Page(Wire):

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
 from aqua_coordinator import member_totals, routes
+from aqua_coordinator.app import Service
 from aqua_coordinator.metrics import MAX_LABELLED_MEMBERS
 from aqua_coordinator.services import MAX_PAGE
 from aqua_protocol.members import MAX_MEMBERS_PER_HEARTBEAT, Heartbeat
@@ -56,7 +57,7 @@ async def test_a_scrape_shows_members_while_they_are_few_and_sums_however_many_t
     http: httpx.AsyncClient,
 ) -> None:
     shown = {}
-    for number in (MAX_LABELLED_MEMBERS, MAX_LABELLED_MEMBERS + 1, member_totals.MEMBERS_A_PART):
+    for number in (MAX_LABELLED_MEMBERS, MAX_LABELLED_MEMBERS + 1, member_totals.MEMBERS_AT_ONCE):
         await fill(http, number)
         gauges = await scrape(http)
         assert gauges["aqua_members"] == [number, number]
@@ -125,6 +126,15 @@ async def test_no_listing_gives_more_than_a_page(http: httpx.AsyncClient, path: 
     assert error_of(refused).code == "request_invalid"
 
 
+async def test_readiness_tells_the_heartbeat_where_it_is_not_the_usual(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    assert "heartbeat_s" not in (await http.get("/readyz")).json()
+    # What the sweep keeps, without 400 members.
+    service.services.heartbeats.shortest_s = 2.5
+    assert (await http.get("/readyz")).json()["heartbeat_s"] == 2.5
+
+
 async def calls_in(room: LedgerRoom) -> dict[str, int]:
     """How often Redis has carried out each command since `CONFIG RESETSTAT`, in steps too."""
     lines = (await room.command("INFO", "commandstats")).decode().splitlines()
@@ -136,6 +146,7 @@ async def test_sums_are_read_in_rounds_of_bounded_parts_and_are_those_of_a_full_
     room: LedgerRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_totals, "MEMBERS_A_PART", 3)
+    monkeypatch.setattr(member_totals, "MEMBERS_AT_ONCE", 3)
     producers = [PaperProducer(f"p{number}", slabs=number) for number in range(1, 9)]
     for producer in producers:
         await room.join(producer)

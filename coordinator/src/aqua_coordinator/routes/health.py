@@ -23,7 +23,7 @@ async def healthz(services: ServicesDep) -> Health:
     return Health(status="ok", version=__version__, uptime_s=time.monotonic() - services.started_s)
 
 
-@router.get("/readyz")
+@router.get("/readyz", response_model_exclude_defaults=True)
 async def readyz(services: ServicesDep) -> Health:
     """Whether Redis takes writes and every loop runs. If not, traffic should go elsewhere.
 
@@ -44,6 +44,7 @@ async def readyz(services: ServicesDep) -> Health:
         version=__version__,
         books_id=opened.books_id,
         uptime_s=time.monotonic() - services.started_s,
+        heartbeat_s=services.heartbeats.longest_s,
     )
 
 

@@ -67,6 +67,9 @@ MAX_LOGGED_FAULTS: Final = 10
 SWEEP_BATCH: Final = 256
 """Leases handled in one script of the sweep, about 5 ms of Redis time; doubled, a sweep of many
 keeps other callers waiting for 10 ms."""
+AUDIT_BATCH: Final = 64
+"""Members and leases that one sweep looks at beside its work, 0.5 ms of Redis time. Doubled,
+reports wait twice as long for it, and all of the books, 20,000 in 160 s, are seen in 80 s."""
 
 
 class Ledger:
@@ -339,7 +342,7 @@ class Ledger:
         await _until_done(self._forget_reclaims)
         gone = await self._announce_library(self._pipeline.library_name)
         await self._pipeline.forget_libraries(gone)
-        faults, self._audited_until = await self._audit_books(self._audited_until, SWEEP_BATCH)
+        faults, self._audited_until = await self._audit_books(self._audited_until, AUDIT_BATCH)
         if faults:
             log.warning("books put right", count=len(faults), faults=faults[:MAX_LOGGED_FAULTS])
         return ended
