@@ -17,6 +17,8 @@ from redis.exceptions import ResponseError
 from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.metrics import Metrics
+from aqua_coordinator.quotas import Quotas
+from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.routes import leases, members
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
@@ -154,6 +156,7 @@ class Coordinator:
                 signer=CapabilitySigner(ledger, SETTINGS),
                 metrics=_METRICS,
                 heartbeats=HeartbeatRate(SETTINGS.heartbeat_s, clock=lambda: network.machine.now_s),
+                rates=CallerRates(SETTINGS, Quotas(None), _METRICS.rate_refusals),
             ),
         )
         self._is_present = False

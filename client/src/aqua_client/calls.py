@@ -207,6 +207,11 @@ def list_reclaims() -> Listing[leases.ReclaimPage, leases.ReclaimView]:
     return _pages("/v1/reclaims", leases.ReclaimPage, lambda page: page.reclaims)
 
 
+def list_quotas() -> Listing[leases.QuotaPage, leases.QuotaView]:
+    """List tenants by name, with their quotas."""
+    return _pages("/v1/quotas", leases.QuotaPage, lambda page: page.quotas)
+
+
 def list_quarantine() -> Listing[leases.QuarantinePage, leases.QuarantinedRecord]:
     """List records of the books that were set aside, oldest first, as an operator."""
     return _pages("/v1/quarantine", leases.QuarantinePage, lambda page: page.records)

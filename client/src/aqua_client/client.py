@@ -133,6 +133,7 @@ class Operations:
     open_reclaim = operation(calls.open_reclaim)
     get_reclaim = operation(calls.get_reclaim)
     list_reclaims = listing(calls.list_reclaims)
+    list_quotas = listing(calls.list_quotas)
     list_quarantine = listing(calls.list_quarantine)
 
     put_placements = operation(calls.put_placements)

@@ -29,6 +29,8 @@ from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
 from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
+from aqua_coordinator.quotas import Quotas
+from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
@@ -88,6 +90,7 @@ class Service:
         self, settings: CoordinatorSettings, redis_url: str, adoption: AdoptionKeys | None = None
     ) -> None:
         metrics = Metrics()
+        quotas = Quotas(settings.quotas_file)
         pool = open_pool(
             redis_url,
             connect_timeout_s=settings.store_timeout_s,
@@ -112,6 +115,8 @@ class Service:
             else None,
             member_totals=MemberTotals(ledger),
             heartbeats=HeartbeatRate(settings.heartbeat_s),
+            quotas=quotas,
+            rates=CallerRates(settings, quotas, metrics.rate_refusals),
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
@@ -164,7 +169,8 @@ class Service:
                     is_present=int(is_present),
                 )
                 ended = await services.ledger.sweep(silent_s=silent_s)
-                await services.member_totals.read_part()
+                books_id = await services.member_totals.read_part()
+                await services.quotas.keep(services.ledger, books_id)
             except UnavailableError as error:
                 if not absent:
                     log.warning("store absent, nothing expires meanwhile", error=str(error))
@@ -189,7 +195,8 @@ class Service:
         give_up_s = time.monotonic() + settings.store_timeout_s
         while True:
             try:
-                await self.services.ledger.open(settings)
+                opened = await self.services.ledger.open(settings)
+                await self.services.quotas.keep(self.services.ledger, opened.books_id)
             except StoreUnavailableError:
                 if time.monotonic() > give_up_s:
                     raise

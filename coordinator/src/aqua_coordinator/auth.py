@@ -15,14 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import structlog
-
-from aqua_client.tls import file_version
+from aqua_coordinator.followed_file import FollowedFile
 from aqua_coordinator.tokens import MAX_TOKEN_LENGTH, PREFIX, Role, TokenEntry, digest, read_tokens
-from aqua_protocol import ConfigError
 from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +27,37 @@ class Caller:
     Attributes:
         roles: What it may do.
         member: The only member it may speak for; None when it is not bound to one.
+        tenant: Whose members it may see and speak for; '' for all.
         token: As it was in the tokens file when the caller called; None when there are no tokens.
     """
 
     roles: frozenset[Role]
     member: str | None = None
+    tenant: str = ""
     token: TokenEntry | None = field(default=None, compare=False, repr=False)
 
     @property
     def token_id(self) -> str:
         """The id of its token, or nothing where there are no tokens."""
         return "" if self.token is None else self.token.token_id
+
+    @property
+    def is_bound(self) -> int:
+        """1 if it speaks for one member only, 0 otherwise."""
+        return int(self.member is not None)
+
+    def require_no_tenant(self) -> None:
+        """Refuse what shows members of all tenants.
+
+        Raises:
+            ForbiddenError: The token is of a tenant.
+        """
+        if self.tenant:
+            raise ForbiddenError(
+                "this shows what is not of one tenant alone",
+                remedy="Use a token without a tenant.",
+                tenant=self.tenant,
+            )
 
     def require(self, role: Role, *, member: str | None = None) -> None:
         """Refuse unless the caller has `role` (or is an operator) and may speak for `member`.
@@ -79,16 +94,12 @@ class Authenticator:
     """
 
     def __init__(self, tokens_file: Path | None) -> None:
-        self._path = tokens_file
-        self._callers: dict[str, Caller] = {}
-        self._version: tuple[int, ...] | None = None
-        if tokens_file is not None:
-            self._read(tokens_file)
+        self._file = None if tokens_file is None else FollowedFile(tokens_file, _callers_in)
 
     @property
     def wants_tokens(self) -> bool:
         """Whether a request needs a token."""
-        return self._path is not None
+        return self._file is not None
 
     def authenticate(self, header: str | None) -> Caller:
         """The caller behind an `Authorization` header.
@@ -96,7 +107,7 @@ class Authenticator:
         Raises:
             UnauthenticatedError: No token, an unknown or revoked one, or one that has expired.
         """
-        if self._path is None:
+        if self._file is None:
             return ANONYMOUS
         if header is None:
             raise UnauthenticatedError("this needs a token")
@@ -104,7 +115,7 @@ class Authenticator:
         parts = token.split("_", 2)
         if scheme.lower() != "bearer" or len(parts) != 3 or parts[0] != PREFIX:  # noqa: PLR2004 - `aqua_<id>_<secret>`
             raise UnauthenticatedError("the Authorization header carries no token of Aqua's")
-        caller = self._callers.get(parts[1], _NOBODY)
+        caller = self._file.content.get(parts[1], _NOBODY)
         entry = caller.token
         # An unknown id is compared as well, so that time does not tell known ids from unknown.
         expected = _NO_DIGEST if entry is None else entry.sha256
@@ -118,9 +129,9 @@ class Authenticator:
     def remaining_s(self, caller: Caller) -> float:
         """How long the caller's token is still good, unless it is revoked; 0 when it is not."""
         entry = caller.token
-        if entry is None:
+        if entry is None or self._file is None:
             return math.inf
-        if self._callers.get(entry.token_id, _NOBODY).token != entry:
+        if self._file.content.get(entry.token_id, _NOBODY).token != entry:
             return 0.0
         return math.inf if entry.expires_s is None else max(0.0, entry.expires_s - time.time())
 
@@ -129,25 +140,14 @@ class Authenticator:
 
         A bad one leaves them as they are.
         """
-        if self._path is None:
-            return False
-        before = self._callers
-        try:
-            if file_version(self._path) != self._version:
-                self._read(self._path)
-                log.info("tokens read again", tokens=len(self._callers))
-        except (ConfigError, OSError) as error:
-            log.warning("tokens file not usable, keeping the old tokens", error=str(error))
-        return self._callers is not before
+        return self._file is not None and self._file.refresh()
 
-    def _read(self, path: Path) -> None:
-        # Before reading: a change that falls in between shows as another version the next time.
-        version = file_version(path)
-        self._callers = {
-            entry.token_id: Caller(frozenset(entry.roles), entry.member, entry)
-            for entry in read_tokens(path).tokens
-        }
-        self._version = version
+
+def _callers_in(path: Path) -> dict[str, Caller]:
+    return {
+        entry.token_id: Caller(frozenset(entry.roles), entry.member, entry.tenant or "", entry)
+        for entry in read_tokens(path).tokens
+    }
 
 
 _NO_DIGEST: Final = "0" * 64

@@ -1,4 +1,4 @@
-"""The command line: `aqua-coordinator serve | status | token`.
+"""The command line: `aqua-coordinator serve | status | quotas | token`.
 
 Errors and exit codes are those of all commands (`aqua_cli`): 1 refused or not found, 2 wrong usage
 or configuration, 3 a service that does not answer.
@@ -118,6 +118,28 @@ def status(
             watch(client, interval_s)
 
 
+@app.command()
+def quotas(
+    url: CoordinatorUrl = DEFAULT_COORDINATOR_URL,
+    token: CoordinatorToken = None,
+    as_json: Json = False,
+) -> None:
+    """Show what each tenant has on lease, may have, and has borrowed; to a tenant, its own.
+
+    `aqua-coordinator quotas --json | jq '.[] | select(.borrowed_bytes > 0).tenant'`
+    """
+    from aqua_client import CoordinatorClient
+    from aqua_coordinator.status import TIMEOUT_S, quota_row
+
+    with CoordinatorClient(url, token, timeout_s=TIMEOUT_S) as client:
+        views = [*client.list_quotas()]
+    if as_json:
+        print_json([view.model_dump(mode="json") for view in views])
+        return
+    columns = ("tenant", "cohort", "leased", "borrowed", "nominal", "could borrow", "available")
+    print_table("Quotas", columns, [quota_row(view) for view in views])
+
+
 FileOption = Annotated[
     Path, typer.Option("--file", envvar="AQUA_TOKENS_FILE", help="The tokens file.")
 ]
@@ -135,6 +157,9 @@ def token(
     ] = None,
     member: Annotated[
         str | None, typer.Option(help="Bind it to this producer or consumer.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose members it sees and speaks for; see the quotas.")
     ] = None,
     expires: Annotated[
         str | None, typer.Option(help="Time until it expires: 90s, 12h, 30d. Default: never.")
@@ -160,6 +185,7 @@ def token(
         file,
         roles=role,
         member=member,
+        tenant=tenant,
         expires_in_s=None if expires is None else parse_duration(expires),
         note=note,
     )
@@ -180,8 +206,9 @@ def list_tokens(file: FileOption, as_json: Json = False) -> None:
         if entry.expires_s is not None:
             expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.expires_s))
         roles = ", ".join(entry.roles)
-        rows.append((entry.token_id, roles, entry.member or "any", expires, entry.note))
-    print_table("Tokens", ("id", "roles", "member", "expires", "note"), rows)
+        whose = entry.member or "any", entry.tenant or ""
+        rows.append((entry.token_id, roles, *whose, expires, entry.note))
+    print_table("Tokens", ("id", "roles", "member", "tenant", "expires", "note"), rows)
 
 
 @token_app.command("revoke")

@@ -41,8 +41,8 @@ class MemberTotals:
         self.sums: Mapping[str, int] = {}
         self.at_s = 0.0
 
-    async def read_part(self) -> None:
-        """Go on with the round.
+    async def read_part(self) -> str:
+        """Go on with the round, and give the name of the books.
 
         Raises:
             UnavailableError: Redis does not answer; the round goes on when it does.
@@ -51,9 +51,10 @@ class MemberTotals:
         self._so_far.update(part.sums)
         if part.after != self._after and _larger_role(part) > MEMBERS_A_PART:
             self._after = part.after
-            return
-        self.sums, self.at_s = self._so_far, time.time()
-        self._so_far, self._after = Counter(), ("", "")
+        else:
+            self.sums, self.at_s = self._so_far, time.time()
+            self._so_far, self._after = Counter(), ("", "")
+        return part.books_id
 
     async def read(self) -> BooksSummary:
         """The books of this moment; the sums too, if members are few.

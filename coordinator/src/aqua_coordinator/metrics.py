@@ -6,7 +6,8 @@ the same: take `max by (...)` over instances, not `sum`.
 
 What a scrape costs does not grow with the cluster. Counts are of its moment; sums over all members
 are of the last round of `member_totals`, whose time is told. A role's members are labels while they
-are at most `MAX_LABELLED_MEMBERS`; beyond that none is, rather than some. Leases are never labels.
+are at most `MAX_LABELLED_MEMBERS`; beyond that none is, rather than some; so with tenants. Leases
+are never labels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from aqua_coordinator import __version__
 from aqua_coordinator.store.rows import BooksSummary, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
+from aqua_protocol.leases import QuotaView
 from aqua_protocol.members import ConsumerView
 from aqua_protocol.supervision import failing_loops, restart_counts
 
@@ -48,6 +50,12 @@ _MEMBER_GAUGES: Final = {
 }
 """Name, documentation and field of the gauges that each member has, by its role."""
 
+_TENANT_GAUGES: Final = (
+    ("aqua_tenant_leased_bytes", "On lease of a tenant's consumers.", "leased_bytes"),
+    ("aqua_tenant_nominal_bytes", "What it may lease of its own right.", "nominal_bytes"),
+    ("aqua_tenant_borrowed_bytes", "On lease beyond that.", "borrowed_bytes"),
+)
+"""Name, documentation and field of the gauges that each tenant has."""
 
 MAX_LABELLED_MEMBERS: Final = 256
 """Members of a role with gauges of their own, chosen by hand: a scrape of as many producers and
@@ -71,6 +79,7 @@ class BooksSnapshot:
     summed_at_s: float
     producers: list[ProducerRow]
     consumers: list[ConsumerView]
+    tenants: list[QuotaView]
 
 
 class Metrics:
@@ -98,6 +107,16 @@ class Metrics:
             "aqua_coordinator_connections_closed",
             "Connections closed: late, unread, overlong, or crowded out.",
             ("reason",),
+        )
+        self.quota_refusals = counter(
+            "aqua_quota_refusals",
+            "Grants refused by the quota of a consumer, a tenant or a cohort.",
+            ("quota",),
+        )
+        self.rate_refusals = counter(
+            "aqua_coordinator_rate_refusals",
+            "Requests refused because a token or a tenant asks too often.",
+            ("kind",),
         )
         self.audit_failures = counter(
             "aqua_coordinator_audit_failures", "Lines of the audit log that were not written."
@@ -214,6 +233,13 @@ class _BooksCollector:
             yield _gauge(name, documentation, (), [((), books.sums.get(field, 0))])
         summed_at = [((), books.summed_at_s)] if books.summed_at_s else []
         yield _gauge("aqua_sums_timestamp_seconds", "Unix time of these sums.", (), summed_at)
+        for name, documentation, field in _TENANT_GAUGES:
+            samples = [
+                ((view.tenant,), value)
+                for view in books.tenants
+                if (value := getattr(view, field)) is not None
+            ]
+            yield _gauge(name, documentation, ("tenant",), samples)
         members: dict[str, dict[str, ProducerRow | ConsumerView]] = {
             "producer": {row.producer_id: row for row in books.producers},
             "consumer": {view.consumer_id: view for view in books.consumers},
@@ -221,12 +247,12 @@ class _BooksCollector:
         for role, views in members.items():
             labels = (role, "node", "gpu_uuid", "model")
             for name, documentation, field in _MEMBER_GAUGES[role]:
-                samples = [
+                own = [
                     ((member, view.node, view.gpu_uuid, view.model or ""), value)
                     for member, view in views.items()
                     if (value := getattr(view, field)) is not None
                 ]
-                yield _gauge(name, documentation, labels, samples)
+                yield _gauge(name, documentation, labels, own)
         yield _gauge(
             "aqua_engine_last_heartbeat_timestamp_seconds",
             "Unix time of a member's last report.",

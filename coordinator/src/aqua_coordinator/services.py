@@ -24,6 +24,8 @@ from aqua_coordinator.auth import Authenticator, Caller
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
+from aqua_coordinator.quotas import Quotas
+from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.rows import Grant
@@ -135,6 +137,8 @@ class Services:
     audit: AuditLog | None
     member_totals: MemberTotals
     heartbeats: HeartbeatRate
+    quotas: Quotas
+    rates: CallerRates
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

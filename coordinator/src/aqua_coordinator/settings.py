@@ -94,6 +94,17 @@ class CoordinatorSettings(BaseSettings):
         None,
         description="Bearer tokens, made by `aqua-coordinator token`. Unset: no authentication.",
     )
+    quotas_file: Path | None = Field(
+        None,
+        description="What tenants and consumers may have on lease, and how often they may ask. "
+        "Followed; the same for all coordinators of one Redis.",
+    )
+    max_grants_per_s: float = Field(
+        1000.0, gt=0, le=1e6, description="Grants a second that one token may ask for here."
+    )
+    max_reports_per_s: float = Field(
+        2000.0, gt=0, le=1e6, description="Reports a second of one token here, each member's one."
+    )
     tls_cert: Path | None = Field(
         None, description="Certificate of this coordinator, with its chain; https from then on."
     )

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from aqua_client import CoordinatorClient
 from aqua_protocol import UnavailableError, format_bytes
-from aqua_protocol.leases import Health, LeaseView, ReclaimView
+from aqua_protocol.leases import Health, LeaseView, QuotaView, ReclaimView
 from aqua_protocol.members import ConsumerView, ProducerView
 
 TIMEOUT_S: Final = 5.0
@@ -114,6 +114,16 @@ def watch(client: CoordinatorClient, interval_s: float) -> None:
                     live.update(Group(Text(error.message, "bold red"), shown), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def quota_row(view: QuotaView) -> Sequence[str]:
+    """A tenant, for people; what has no limit is empty."""
+    limits = (view.nominal_bytes, view.borrowing_limit_bytes, view.available_bytes)
+    return (
+        *(view.tenant, view.cohort or "", format_bytes(view.leased_bytes)),
+        format_bytes(view.borrowed_bytes) if view.borrowed_bytes else "",
+        *("" if limit is None else format_bytes(limit) for limit in limits),
+    )
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:

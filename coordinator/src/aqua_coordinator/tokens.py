@@ -63,9 +63,17 @@ class TokenEntry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     roles: Annotated[list[Role], Field(min_length=1, max_length=len(Role))]
     member: Name | None = Field(None, description="The only member it may speak for.")
+    tenant: Name | None = Field(None, description="Whose members it sees and speaks for alone.")
     note: Annotated[str, Field(max_length=256)] = ""
     created_s: float = Field(ge=0, description="Unix time.")
     expires_s: float | None = Field(None, ge=0, description="Unix time; null: never.")
+
+    @model_validator(mode="after")
+    def _operators_are_of_no_tenant(self) -> Self:
+        if self.tenant is not None and Role.OPERATOR in self.roles:
+            message = "an operator sees everything: its token has no tenant"
+            raise ValueError(message)
+        return self
 
 
 class TokensFile(BaseModel):
@@ -121,6 +129,7 @@ def create_token(
     *,
     roles: list[Role],
     member: str | None = None,
+    tenant: str | None = None,
     expires_in_s: float | None = None,
     note: str = "",
 ) -> tuple[str, TokenEntry]:
@@ -141,18 +150,20 @@ def create_token(
             sha256=digest(token),
             roles=sorted(set(roles)),
             member=member,
+            tenant=tenant,
             note=note,
             created_s=now_s,
             expires_s=None if expires_in_s is None else now_s + expires_in_s,
         )
     except ValidationError as error:
         fault = error.errors(include_input=False)[0]
-        raise ConfigError(f"{fault['loc'][0]}: {fault['msg']}") from error
+        where = "".join(f"{part}: " for part in fault["loc"][:1])
+        raise ConfigError(f"{where}{fault['msg']}") from error
     with _locked(path):
         present = read_tokens(path).tokens if path.exists() else []
         if len(present) >= MAX_TOKENS:
             raise ConfigError(f"{path} holds {MAX_TOKENS} tokens", remedy="Revoke some.")
-        write_json(path, TokensFile(tokens=[*present, entry]), mode=0o600)
+        _write(path, [*present, entry])
     return token, entry
 
 
@@ -184,7 +195,13 @@ def revoke_token(path: Path, token_id: str) -> None:
                 f"there is no token {token_id} in {path}",
                 remedy="`aqua-coordinator token list` shows the ids.",
             )
-        write_json(path, TokensFile(tokens=left), mode=0o600)
+        _write(path, left)
+
+
+def _write(path: Path, tokens: list[TokenEntry]) -> None:
+    """Write the file, without what is unset: versions before do not know all of it."""
+    content = TokensFile(tokens=tokens).model_dump(mode="json", exclude_none=True)
+    write_json(path, content, mode=0o600)
 
 
 @contextlib.contextmanager

@@ -203,6 +203,13 @@ class CapacityError(AquaError):
     default_remedy = "Spill to host memory and ask again later, or lower min_bytes."
 
 
+class QuotaExceededError(CapacityError):
+    """The consumer, its tenant or its cohort has as much on lease as it may."""
+
+    code = "quota_exceeded"
+    default_remedy = "Release leases, or ask for less; an operator raises quotas in their file."
+
+
 class LeaseLostError(AquaError):
     """The lease ended under its holder: expired, revoked or reclaimed."""
 
@@ -245,6 +252,14 @@ class UnavailableError(AquaError):
     code = "service_unavailable"
     http_status = 503
     default_remedy = "Retry; copies and reclaims are not affected."
+
+
+class RateLimitedError(UnavailableError):
+    """A token or tenant asks more often than it may; nothing was changed."""
+
+    code = "rate_limited"
+    http_status = 429
+    default_remedy = "Retry after the time told; an operator raises rates."
 
 
 class StoreUnavailableError(UnavailableError):

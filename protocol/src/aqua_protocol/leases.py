@@ -226,6 +226,26 @@ class ReclaimPage(Page):
     reclaims: list[ReclaimView]
 
 
+class QuotaView(Wire):
+    """What a tenant may have on lease, and has; null where there is no limit."""
+
+    tenant: Name
+    cohort: Name | None
+    nominal_bytes: int | None = Field(description="Its own.")
+    borrowing_limit_bytes: int | None = Field(description="Beyond its own, from its cohort.")
+    lending_limit_bytes: int | None = Field(description="Of its own, to its cohort.")
+    consumer_limit_bytes: int | None = Field(description="Of each of its consumers.")
+    leased_bytes: int
+    available_bytes: int | None = Field(description="What it could lease now, memory permitting.")
+    borrowed_bytes: int = Field(default=0, description="On lease beyond its own.")
+
+
+class QuotaPage(Page):
+    """A page of quotas."""
+
+    quotas: list[QuotaView]
+
+
 class QuarantinedRecord(Wire):
     """What was in the books and could not be right, or disagreed with the rest."""
 

@@ -84,7 +84,7 @@ def exposed_by_coordinator() -> set[str]:
         sums={},
         after=("", ""),
     )
-    return exposed(Metrics().render(BooksSnapshot(summary, {}, 1.0, [], [])))
+    return exposed(Metrics().render(BooksSnapshot(summary, {}, 1.0, [], [], [])))
 
 
 def exposed_by_members() -> set[str]:

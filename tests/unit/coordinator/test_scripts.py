@@ -150,4 +150,4 @@ def test_keys_share_one_slot_and_permanent_ones_are_real() -> None:
     assert all(key.startswith("{aqua}:") for key in KEYS.values())
     assert len(set(KEYS.values())) == len(KEYS)
     assert PERMANENT.keys() <= KEYS.keys()
-    assert KEYS.keys() - PERMANENT.keys() == {"claims", "idempotency", "probe"}
+    assert KEYS.keys() - PERMANENT.keys() == {"claims", "idempotency", "probe", "quota_waits"}

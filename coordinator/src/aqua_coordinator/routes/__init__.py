@@ -11,5 +11,5 @@ from aqua_coordinator.routes import events, health, leases, members, operators
 ALL: Final[list[APIRouter]] = [
     *(members.producers, members.consumers, members.heartbeats, members.offers),
     *(leases.router, operators.reclaims, operators.placements, operators.profiles),
-    *(operators.quarantine, events.router, health.router),
+    *(operators.quotas, operators.quarantine, events.router, health.router),
 ]

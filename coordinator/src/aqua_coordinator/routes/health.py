@@ -52,7 +52,8 @@ async def readyz(services: ServicesDep) -> Health:
 async def metrics(services: ServicesDep, request: Request) -> Response:
     """Show metrics to Prometheus."""
     if not services.settings.metrics_are_open:
-        services.authenticator.authenticate(request.headers.get("authorization"))
+        header = request.headers.get("authorization")
+        services.authenticator.authenticate(header).require_no_tenant()
     # One after the other: each keeps the loop and Redis busy, and anybody may ask.
     async with services.scraping:
         try:
@@ -65,6 +66,7 @@ async def metrics(services: ServicesDep, request: Request) -> Response:
 async def _snapshot(services: Services) -> BooksSnapshot:
     ledger, sums = services.ledger, services.member_totals
     summary = await sums.read()
+    tenants = await ledger.quotas(limit=MAX_LABELLED_MEMBERS + 1)
     few = {role: n <= MAX_LABELLED_MEMBERS for role, n in summary.member_counts.items()}
     return BooksSnapshot(
         summary,
@@ -72,4 +74,5 @@ async def _snapshot(services: Services) -> BooksSnapshot:
         sums.at_s,
         await ledger.producers(limit=MAX_LABELLED_MEMBERS) if few["producer"] else [],
         await ledger.consumers(limit=MAX_LABELLED_MEMBERS) if few["consumer"] else [],
+        tenants if len(tenants) <= MAX_LABELLED_MEMBERS else [],
     )

@@ -8,9 +8,11 @@ from fastapi import APIRouter, Query
 
 from aqua_coordinator.audit import note
 from aqua_coordinator.hot_routes import hot
+from aqua_coordinator.rates import RateKind
 from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, ServicesDep
 from aqua_coordinator.tokens import Role
 from aqua_protocol import LeaseState
+from aqua_protocol.errors import QuotaExceededError
 from aqua_protocol.ids import Name
 from aqua_protocol.leases import (
     LeaseAction,
@@ -42,9 +44,17 @@ async def grant_lease(
     """Ask for memory of a producer; safe to repeat under the same Idempotency-Key."""
     note(consumer_id=body.consumer_id)
     caller.require(Role.CONSUMER, member=body.consumer_id)
-    grant = await services.ledger.grant_lease(
-        body, idempotency_key=idempotency_key, attach_window_s=services.settings.attach_window_s
-    )
+    services.rates.take(caller, RateKind.GRANTS)
+    try:
+        grant = await services.ledger.grant_lease(
+            body,
+            idempotency_key=idempotency_key,
+            attach_window_s=services.settings.attach_window_s,
+            as_tenant=caller.tenant,
+        )
+    except QuotaExceededError as error:
+        services.metrics.quota_refusals.labels(error.details["quota"]).inc()
+        raise
     lease = grant.lease
     note(lease_id=lease.lease_id, producer_id=lease.producer_id, bytes=lease.bytes)
     return LeaseGrant(
@@ -58,7 +68,7 @@ async def grant_lease(
 
 @router.get("")
 async def list_leases(
-    _: CallerDep,
+    caller: CallerDep,
     services: ServicesDep,
     *,
     state: Annotated[LeaseState | None, Query(description="Only in this state.")] = None,
@@ -69,8 +79,8 @@ async def list_leases(
 ) -> LeasePage:
     """Booked leases by producer, and in the order of their grants.
 
-    With a filter a page may be short, or empty, and still not be the last: go on until
-    `next_cursor` is null.
+    To a token of a tenant those of its consumers, as if it had filtered. With a filter a page may
+    be short, or empty, and still not be the last: go on until `next_cursor` is null.
     """
     views, position = await services.ledger.leases(
         cursor=cursor,
@@ -78,14 +88,15 @@ async def list_leases(
         state=state,
         producer_id=producer_id or "",
         consumer_id=consumer_id or "",
+        as_tenant=caller.tenant,
     )
     return LeasePage(leases=views, next_cursor=position)
 
 
 @router.get("/{lease_id}")
-async def get_lease(lease_id: Name, _: CallerDep, services: ServicesDep) -> LeaseView:
+async def get_lease(lease_id: Name, caller: CallerDep, services: ServicesDep) -> LeaseView:
     """Read one lease."""
-    return await services.ledger.lease(lease_id)
+    return await services.ledger.lease(lease_id, as_tenant=caller.tenant)
 
 
 @router.post("/{lease_id}/renew")
@@ -95,8 +106,13 @@ async def renew_lease(
 ) -> LeaseView:
     """Start the time to live anew. A report that names the lease does the same."""
     caller.require(Role.CONSUMER)
+    services.rates.take(caller, RateKind.REPORTS)
     return await services.ledger.renew_lease(
-        lease_id, epoch=body.epoch, ttl_s=body.ttl_s, as_consumer=caller.member
+        lease_id,
+        epoch=body.epoch,
+        ttl_s=body.ttl_s,
+        as_consumer=caller.member,
+        as_tenant=caller.tenant,
     )
 
 
@@ -113,6 +129,7 @@ async def release_lease(
         as_consumer=caller.member,
         failure=body.failure,
         voice=caller.token_id,
+        as_tenant=caller.tenant,
     )
 
 

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query
 from aqua_coordinator.audit import note
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.hot_routes import hot
+from aqua_coordinator.rates import RateKind
 from aqua_coordinator.services import CallerDep, Limit, NameCursor, Services, ServicesDep, next_name
 from aqua_coordinator.tokens import Role
 from aqua_protocol import (
@@ -58,13 +59,16 @@ async def report_producer(
     """Report a producer's full state: registration, heartbeat and every change."""
     if body.producer_id != producer_id:
         raise RequestInvalidError("producer_id: body and path name different producers")
+    services.rates.take(caller, RateKind.REPORTS)
     return await _book_producer(body, caller, services)
 
 
 async def _book_producer(report: ProducerReport, caller: Caller, services: Services) -> ProducerAck:
     caller.require(Role.PRODUCER, member=report.producer_id)
     require_protocol_version(report.protocol_version, who=f"producer {report.producer_id}")
-    booked = await services.ledger.report_producer(report)
+    booked = await services.ledger.report_producer(
+        report, as_tenant=caller.tenant, is_bound=caller.is_bound
+    )
     services.metrics.attached(booked.attached_s)
     services.metrics.reclaimed(booked.reclaimed)
     key = await services.signer.checking_key(
@@ -83,19 +87,21 @@ async def _book_producer(report: ProducerReport, caller: Caller, services: Servi
 
 @producers.get("")
 async def list_producers(
-    _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
+    caller: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
 ) -> ProducerPage:
-    """Producers by name."""
-    rows = await services.ledger.producers(cursor=cursor or "", limit=limit)
+    """Producers by name; to a token of a tenant, its own."""
+    rows = await services.ledger.producers(
+        cursor=cursor or "", limit=limit, as_tenant=caller.tenant
+    )
     return ProducerPage(
         producers=[*rows], next_cursor=next_name([row.producer_id for row in rows], limit)
     )
 
 
 @producers.get("/{producer_id}")
-async def get_producer(producer_id: Name, _: CallerDep, services: ServicesDep) -> ProducerView:
+async def get_producer(producer_id: Name, caller: CallerDep, services: ServicesDep) -> ProducerView:
     """Read one producer."""
-    return await services.ledger.producer(producer_id)
+    return await services.ledger.producer(producer_id, as_tenant=caller.tenant)
 
 
 @producers.delete("/{producer_id}", status_code=204)
@@ -104,7 +110,7 @@ async def remove_producer(
 ) -> None:
     """Leave the books; refused while consumers hold slabs."""
     caller.require(Role.PRODUCER, member=producer_id)
-    await services.ledger.remove_producer(producer_id, incarnation)
+    await services.ledger.remove_producer(producer_id, incarnation, as_tenant=caller.tenant)
 
 
 @consumers.put("/{consumer_id}")
@@ -115,13 +121,16 @@ async def report_consumer(
     """Report a consumer's full state; every lease it names is renewed."""
     if body.consumer_id != consumer_id:
         raise RequestInvalidError("consumer_id: body and path name different consumers")
+    services.rates.take(caller, RateKind.REPORTS)
     return await _book_consumer(body, caller, services)
 
 
 async def _book_consumer(report: ConsumerReport, caller: Caller, services: Services) -> ConsumerAck:
     caller.require(Role.CONSUMER, member=report.consumer_id)
     require_protocol_version(report.protocol_version, who=f"consumer {report.consumer_id}")
-    booked = await services.ledger.report_consumer(report)
+    booked = await services.ledger.report_consumer(
+        report, as_tenant=caller.tenant, is_bound=caller.is_bound
+    )
     return ConsumerAck(
         books_id=booked.books_id,
         heartbeat_s=services.heartbeats.next_s(report.consumer_id),
@@ -132,19 +141,21 @@ async def _book_consumer(report: ConsumerReport, caller: Caller, services: Servi
 
 @consumers.get("")
 async def list_consumers(
-    _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
+    caller: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
 ) -> ConsumerPage:
-    """Consumers by name."""
-    views = await services.ledger.consumers(cursor=cursor or "", limit=limit)
+    """Consumers by name; to a token of a tenant, its own."""
+    views = await services.ledger.consumers(
+        cursor=cursor or "", limit=limit, as_tenant=caller.tenant
+    )
     return ConsumerPage(
         consumers=views, next_cursor=next_name([view.consumer_id for view in views], limit)
     )
 
 
 @consumers.get("/{consumer_id}")
-async def get_consumer(consumer_id: Name, _: CallerDep, services: ServicesDep) -> ConsumerView:
+async def get_consumer(consumer_id: Name, caller: CallerDep, services: ServicesDep) -> ConsumerView:
     """Read one consumer."""
-    return await services.ledger.consumer(consumer_id)
+    return await services.ledger.consumer(consumer_id, as_tenant=caller.tenant)
 
 
 @consumers.delete("/{consumer_id}", status_code=204)
@@ -153,13 +164,14 @@ async def remove_consumer(
 ) -> None:
     """Leave the books, and give up every right that is left."""
     caller.require(Role.CONSUMER, member=consumer_id)
-    await services.ledger.remove_consumer(consumer_id, incarnation)
+    await services.ledger.remove_consumer(consumer_id, incarnation, as_tenant=caller.tenant)
 
 
 @heartbeats.post("")
 @hot
 async def heartbeat(body: Heartbeat, caller: CallerDep, services: ServicesDep) -> HeartbeatAck:
     """Take many reports; one that is refused does not spoil the others."""
+    services.rates.take(caller, RateKind.REPORTS, len(body.producers) + len(body.consumers))
     lending = [_ack_or_error(_book_producer(one, caller, services)) for one in body.producers]
     paging = [_ack_or_error(_book_consumer(one, caller, services)) for one in body.consumers]
     answer = HeartbeatAck(
@@ -191,7 +203,7 @@ async def _ack_or_error(booking: Awaitable[AckT]) -> AckT | ErrorBody:
 async def list_offers(
     _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
 ) -> OfferPage:
-    """Offers by the producer's name; free + leased == offered in each."""
+    """Offers of all by the producer's name; free + leased == offered in each."""
     rows = await services.ledger.producers(cursor=cursor or "", limit=limit)
     return OfferPage(
         offers=[OfferView.model_validate(row, from_attributes=True) for row in rows],
@@ -206,4 +218,5 @@ async def update_offer(
 ) -> OfferView:
     """Change an offer between two reports; lent slabs stay under it until they are back."""
     caller.require(Role.PRODUCER, member=producer_id)
-    return await services.ledger.update_offer(producer_id, body)
+    services.rates.take(caller, RateKind.REPORTS)
+    return await services.ledger.update_offer(producer_id, body, as_tenant=caller.tenant)

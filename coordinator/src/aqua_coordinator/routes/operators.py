@@ -1,7 +1,8 @@
 """What operators put in the books: the placer's plan, profiles of models, and reclaims.
 
-And what they find there: records that were set aside, because they could not be right. A reclaim
-is memory on its way back to its producer; producers open most of them themselves.
+And what they find there: what tenants have of their quotas, and records that were set aside,
+because they could not be right. A reclaim is memory on its way back to its producer; producers open
+most of them themselves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aqua_protocol.leases import (
     PlacementPage,
     PlacementPlan,
     QuarantinePage,
+    QuotaPage,
     ReclaimPage,
     ReclaimRequest,
     ReclaimView,
@@ -37,6 +39,7 @@ from aqua_protocol.profile import ModelProfile, Profiles
 placements = APIRouter(prefix="/v1/placements", tags=["placements"])
 profiles = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 reclaims = APIRouter(prefix="/v1/reclaims", tags=["reclaims"])
+quotas = APIRouter(prefix="/v1/quotas", tags=["quotas"])
 quarantine = APIRouter(prefix="/v1/quarantine", tags=["quarantine"])
 
 
@@ -52,15 +55,17 @@ async def put_placements(
 
 @placements.get("", response_model_exclude_none=True)
 async def get_placements(
-    _: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit | None = None
+    caller: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit | None = None
 ) -> PlacementPage:
     """The plan in force, by consumer; without a limit as a whole, if it fits on one page.
+
+    To a token of a tenant the pairings of its consumers alone.
 
     Pages of one plan have the same `plan_hash`; read from the start again when it changes.
     """
     paged = limit is not None or cursor is not None
     plan, count, after = await services.ledger.placements(
-        cursor=cursor or "", limit=limit or MAX_PAGE
+        cursor=cursor or "", limit=limit or MAX_PAGE, as_tenant=caller.tenant
     )
     if count > MAX_PAGE and not paged:
         raise RequestInvalidError(
@@ -84,7 +89,7 @@ async def put_profile(body: ModelProfile, caller: CallerDep, services: ServicesD
 
 @profiles.get("")
 async def get_profiles(
-    _: CallerDep,
+    caller: CallerDep,
     services: ServicesDep,
     model: Annotated[str, Query(max_length=256, description="One model; all if left out.")] = "",
     cursor: Annotated[
@@ -92,7 +97,12 @@ async def get_profiles(
     ] = "",
     limit: Limit = MAX_PAGE,
 ) -> Profiles:
-    """The profiles of all models by name, or of one; there are never more than fit on a page."""
+    """The profiles of all models by name, or of one; there are never more than fit on a page.
+
+    A token of a tenant has to name the model.
+    """
+    if not model:
+        caller.require_no_tenant()
     found = await services.ledger.profiles(cursor=cursor, limit=limit, model=model)
     names = [profile.model for profile in found]
     return Profiles(profiles=found, next_cursor=None if model else next_name(names, limit))
@@ -112,17 +122,31 @@ async def open_reclaim(
 
 @reclaims.get("")
 async def list_reclaims(
-    _: CallerDep, services: ServicesDep, cursor: PositionCursor = None, limit: Limit = 100
+    caller: CallerDep, services: ServicesDep, cursor: PositionCursor = None, limit: Limit = 100
 ) -> ReclaimPage:
-    """Reclaims in the order they were opened, also for a while after their end."""
-    views, position = await services.ledger.reclaims(cursor=cursor, limit=limit)
+    """Reclaims in the order they were opened, also for a while after their end.
+
+    To a token of a tenant those of its producers, on pages that may be short with more to come.
+    """
+    views, position = await services.ledger.reclaims(
+        cursor=cursor, limit=limit, as_tenant=caller.tenant
+    )
     return ReclaimPage(reclaims=views, next_cursor=position)
 
 
 @reclaims.get("/{reclaim_id}")
-async def get_reclaim(reclaim_id: Name, _: CallerDep, services: ServicesDep) -> ReclaimView:
+async def get_reclaim(reclaim_id: Name, caller: CallerDep, services: ServicesDep) -> ReclaimView:
     """Read one reclaim."""
-    return await services.ledger.reclaim(reclaim_id)
+    return await services.ledger.reclaim(reclaim_id, as_tenant=caller.tenant)
+
+
+@quotas.get("")
+async def list_quotas(
+    caller: CallerDep, services: ServicesDep, cursor: NameCursor = None, limit: Limit = 100
+) -> QuotaPage:
+    """Tenants by name, with their quotas and what they have on lease; to one of them, its own."""
+    views = await services.ledger.quotas(cursor=cursor or "", limit=limit, as_tenant=caller.tenant)
+    return QuotaPage(quotas=views, next_cursor=next_name([view.tenant for view in views], limit))
 
 
 @quarantine.get("")

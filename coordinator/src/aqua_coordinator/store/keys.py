@@ -32,6 +32,8 @@ _IN_FULL: Final = {
     "placement_reasons": "the placer's plan, replaced as a whole",
     "placement_names": "an index of the placer's plan, replaced with it",
     "profiles": "one hash, a bounded number of models; a model's profile replaces the one before",
+    "tenants": "one hash: the bytes on lease of each tenant that has some",
+    "quotas": "one hash, replaced as a whole with the quotas file",
     "probe": EXPIRES,
 }
 _BEFORE_AN_ID: Final = {
@@ -44,6 +46,10 @@ _BEFORE_AN_ID: Final = {
     "unconfirmed": "producers that have yet to confirm the books, by domain; gone when none are",
     "lease": "while booked; from its end on the record expires",
     "reclaim": "while open; once closed the record expires",
+    "tenant_leased": "consumers of a tenant with bytes on lease; gone when there are none",
+    "producers_of": "an index of a tenant's producers; each leaves it with `producers`",
+    "consumers_of": "an index of a tenant's consumers; each leaves it with `consumers`",
+    "quota_waits": EXPIRES,
     "claims": EXPIRES,
     "idempotency": EXPIRES,
 }

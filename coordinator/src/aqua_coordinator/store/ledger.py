@@ -26,16 +26,16 @@ from aqua_coordinator.store.lua_step import lua_step
 from aqua_coordinator.store.pipeline import PROBE_TTL_MS, RETRY_AFTER_S, Argument, Pipeline
 from aqua_coordinator.store.scripts import CONSTANTS
 from aqua_coordinator.store.server_checks import CONFIG_READ, find_faults
-from aqua_protocol import ConfigError, LeaseState, UnknownResourceError
+from aqua_protocol import CapacityError, ConfigError, LeaseState, UnknownResourceError
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.findings import FindingLevel
 from aqua_protocol.leases import (
     AttachFailure,
-    Event,
     LeaseRequest,
     LeaseView,
     PlacementPlan,
     QuarantinedRecord,
+    QuotaView,
     ReclaimRequest,
     ReclaimView,
 )
@@ -60,6 +60,12 @@ SECRET_BYTES: Final = 32
 MAX_CACHED_SECRETS: Final = 4
 """Books whose secret is remembered. One is in use; a few, while a loss is being noticed.
 Doubled, it keeps more of what no call asks for."""
+BORROWED_RETRY_S: Final = 1.0
+"""A heartbeat by default: then producers know that they get memory back. Doubled, an owner waits a
+second longer for it."""
+BORROWED_REMEDY: Final = (
+    "Others have borrowed it, and it is asked back; ask again, and spill so far."
+)
 SEED_BYTES: Final = 16
 """Of randomness that ids are drawn from, as many as a UUID has; doubled, it adds nothing."""
 MAX_LOGGED_FAULTS: Final = 10
@@ -134,54 +140,94 @@ class Ledger:
 
     # --- Members ---------------------------------------------------------------------
 
-    async def report_producer(self, report: ProducerReport) -> rows.ProducerBooked:
+    async def report_producer(
+        self, report: ProducerReport, *, as_tenant: str = "", is_bound: int = 0
+    ) -> rows.ProducerBooked:
         """Book a producer's full state; what lost books should know again is proven on the way."""
-        booked = await self._report_producer(report, "")
+        booked = await self._report_producer(report, "", as_tenant, is_bound)
         if isinstance(booked, list):
-            verdicts = self.adoption.verdicts(report, booked)
-            booked = await self._report_producer(report, json.dumps(verdicts))
+            verdicts = json.dumps(self.adoption.verdicts(report, booked))
+            booked = await self._report_producer(report, verdicts, as_tenant, is_bound)
         assert isinstance(booked, rows.ProducerBooked), "asked twice for proofs"
         return booked
 
     @lua_step("report_producer.lua", rows.producer_booked)
     async def _report_producer(
-        self, report: ProducerReport, verdicts: str
+        self, report: ProducerReport, verdicts: str, as_tenant: str, is_bound: int
     ) -> rows.ProducerBooked | list[str]: ...
 
     @lua_step("report_consumer.lua", rows.consumer_booked)
-    async def report_consumer(self, report: ConsumerReport) -> rows.ConsumerBooked:
+    async def report_consumer(
+        self, report: ConsumerReport, *, as_tenant: str = "", is_bound: int = 0
+    ) -> rows.ConsumerBooked:
         """Book a consumer's full state and renew what it names."""
 
     @lua_step("update_offer.lua", rows.offer)
-    async def update_offer(self, producer_id: str, update: OfferUpdate) -> OfferView:
+    async def update_offer(
+        self, producer_id: str, update: OfferUpdate, *, as_tenant: str = ""
+    ) -> OfferView:
         """Change an offer between two reports."""
 
     @lua_step("remove_producer.lua", rows.nothing)
-    async def remove_producer(self, producer_id: str, incarnation: str) -> None:
+    async def remove_producer(
+        self, producer_id: str, incarnation: str, *, as_tenant: str = ""
+    ) -> None:
         """Remove a producer that has nothing lent."""
 
     @lua_step("remove_consumer.lua", rows.nothing)
-    async def remove_consumer(self, consumer_id: str, incarnation: str) -> None:
+    async def remove_consumer(
+        self, consumer_id: str, incarnation: str, *, as_tenant: str = ""
+    ) -> None:
         """Remove a consumer and end its rights."""
 
     # --- Leases ----------------------------------------------------------------------
 
     async def grant_lease(
-        self, request: LeaseRequest, *, idempotency_key: str, attach_window_s: float
+        self,
+        request: LeaseRequest,
+        *,
+        idempotency_key: str,
+        attach_window_s: float,
+        as_tenant: str = "",
     ) -> rows.Grant:
-        """Book bytes of one producer under a new lease."""
-        return await self._grant_lease(
-            request, idempotency_key, attach_window_s, secrets.token_hex(SEED_BYTES)
-        )
+        """Book bytes of one producer under a new lease.
+
+        Where others have borrowed what the tenant may have, it is asked back, and the refusal says
+        when to ask again.
+        """
+        seed = secrets.token_hex(SEED_BYTES)
+        try:
+            return await self._grant_lease(
+                request, idempotency_key, attach_window_s, seed, as_tenant
+            )
+        except CapacityError as error:
+            if error.details.get("borrowed_bytes"):
+                await self._reclaim_borrowed(request, as_tenant)
+                error.remedy, error.retry_after_s = BORROWED_REMEDY, BORROWED_RETRY_S
+            raise
 
     @lua_step("grant_lease.lua", rows.grant)
     async def _grant_lease(
-        self, request: LeaseRequest, idempotency_key: str, attach_window_s: float, seed: str
+        self,
+        request: LeaseRequest,
+        idempotency_key: str,
+        attach_window_s: float,
+        seed: str,
+        as_tenant: str,
     ) -> rows.Grant: ...
+
+    @lua_step("reclaim_borrowed.lua", rows.nothing)
+    async def _reclaim_borrowed(self, request: LeaseRequest, as_tenant: str) -> None: ...
 
     @lua_step("renew_lease.lua", rows.one(rows.lease))
     async def renew_lease(
-        self, lease_id: str, *, epoch: int, ttl_s: float, as_consumer: str | None
+        self,
+        lease_id: str,
+        *,
+        epoch: int,
+        ttl_s: float,
+        as_consumer: str | None,
+        as_tenant: str = "",
     ) -> LeaseView:
         """Start the time to live anew."""
 
@@ -194,6 +240,7 @@ class Ledger:
         as_consumer: str | None,
         failure: AttachFailure | None = None,
         voice: str = "",
+        as_tenant: str = "",
     ) -> LeaseView:
         """Give up the right; harmless when repeated."""
 
@@ -218,7 +265,7 @@ class Ledger:
 
     @lua_step("read_placements.lua", rows.placements)
     async def placements(
-        self, *, cursor: str = "", limit: int = 1000
+        self, *, cursor: str = "", limit: int = 1000, as_tenant: str = ""
     ) -> tuple[PlacementPlan, int, str | None]:
         """The plan in force by consumer, after `cursor`; its size, and the cursor to go on from."""
 
@@ -232,6 +279,16 @@ class Ledger:
     ) -> list[ModelProfile]:
         """Profiles by model, after `cursor`; or only of this one."""
 
+    @lua_step("put_quotas.lua", rows.nothing)
+    async def put_quotas(self, quotas: str, version: str) -> None:
+        """Replace the quotas; see `Quotas.fields` for the JSON."""
+
+    @lua_step("read_quotas.lua", rows.rows(rows.quota))
+    async def quotas(
+        self, *, cursor: str = "", limit: int = 100, as_tenant: str = ""
+    ) -> list[QuotaView]:
+        """Tenants by name with their quotas, after `cursor`; or only this one."""
+
     # --- Reading ---------------------------------------------------------------------
 
     @lua_step("read_books.lua", rows.summary)
@@ -242,24 +299,24 @@ class Ledger:
 
     @lua_step("read_producers.lua", rows.rows(rows.producer))
     async def producers(
-        self, *, cursor: str = "", limit: int = 100, producer_id: str = ""
+        self, *, cursor: str = "", limit: int = 100, producer_id: str = "", as_tenant: str = ""
     ) -> list[rows.ProducerRow]:
         """Producers by name, after `cursor`; or only this one."""
 
-    async def producer(self, producer_id: str) -> rows.ProducerRow:
+    async def producer(self, producer_id: str, *, as_tenant: str = "") -> rows.ProducerRow:
         """Read one producer."""
-        found = await self.producers(producer_id=producer_id)
+        found = await self.producers(producer_id=producer_id, as_tenant=as_tenant)
         return _only(found, "producer", producer_id)
 
     @lua_step("read_consumers.lua", rows.rows(rows.consumer))
     async def consumers(
-        self, *, cursor: str = "", limit: int = 100, consumer_id: str = ""
+        self, *, cursor: str = "", limit: int = 100, consumer_id: str = "", as_tenant: str = ""
     ) -> list[ConsumerView]:
         """Consumers by name, after `cursor`; or only this one."""
 
-    async def consumer(self, consumer_id: str) -> ConsumerView:
+    async def consumer(self, consumer_id: str, *, as_tenant: str = "") -> ConsumerView:
         """Read one consumer."""
-        found = await self.consumers(consumer_id=consumer_id)
+        found = await self.consumers(consumer_id=consumer_id, as_tenant=as_tenant)
         return _only(found, "consumer", consumer_id)
 
     @lua_step("read_leases.lua", rows.page(rows.lease))
@@ -272,26 +329,32 @@ class Ledger:
         state: LeaseState | None = None,
         producer_id: str = "",
         consumer_id: str = "",
+        as_tenant: str = "",
     ) -> tuple[list[LeaseView], str | None]:
         """Booked leases by producer and grant, and the cursor to go on from (None at the end)."""
 
-    async def lease(self, lease_id: str) -> LeaseView:
+    async def lease(self, lease_id: str, *, as_tenant: str = "") -> LeaseView:
         """One lease, also for a while after its end."""
-        found, _ = await self.leases(lease_id=lease_id)
+        found, _ = await self.leases(lease_id=lease_id, as_tenant=as_tenant)
         return _only(found, "lease", lease_id)
 
     @lua_step("read_reclaims.lua", rows.page(rows.reclaim))
     async def reclaims(
-        self, *, cursor: int | str | None = None, limit: int = 100, reclaim_id: str = ""
+        self,
+        *,
+        cursor: int | str | None = None,
+        limit: int = 100,
+        reclaim_id: str = "",
+        as_tenant: str = "",
     ) -> tuple[list[ReclaimView], str | None]:
         """Reclaims in the order they were opened, and the cursor to go on from."""
 
-    async def reclaim(self, reclaim_id: str) -> ReclaimView:
+    async def reclaim(self, reclaim_id: str, *, as_tenant: str = "") -> ReclaimView:
         """One reclaim, also for a while after its end."""
-        found, _ = await self.reclaims(reclaim_id=reclaim_id)
+        found, _ = await self.reclaims(reclaim_id=reclaim_id, as_tenant=as_tenant)
         return _only(found, "reclaim", reclaim_id)
 
-    async def events(self, *, after: str, limit: int = 256) -> list[Event]:
+    async def events(self, *, after: str, limit: int = 256) -> list[rows.TenantEvent]:
         """Events after a position, oldest first; `0` is before the first."""
         entries = await self._pipeline.command(
             "XRANGE", KEYS["events"], f"({after}", "+", "COUNT", limit
@@ -300,7 +363,7 @@ class Ledger:
         for event_id, fields in entries:
             # What is no event is passed over: a stream goes on behind it.
             with contextlib.suppress(ValueError):
-                events.append(rows.event(event_id, fields[1]))
+                events.append(rows.event(event_id, *fields[1:4:2]))
         return events
 
     async def last_event_id(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import structlog
+from pydantic import Field
 
 from aqua_coordinator.store.scripts import RIGHTFUL_STATES
 from aqua_protocol import TransportKind
@@ -23,6 +24,7 @@ from aqua_protocol.leases import (
     Pairing,
     PlacementPlan,
     QuarantinedRecord,
+    QuotaView,
     ReclaimView,
 )
 from aqua_protocol.members import ConsumerView, LeaseNotice, OfferView, ProducerView, ReclaimOrder
@@ -50,6 +52,10 @@ _CONSUMER: Final = (
     *("consumer_id", "silent_us", *_MEMBER, "wanted_bytes", "spilled_bytes", "leased_bytes"),
 )
 _OFFER: Final = ("producer_id", "domain", "offered_bytes", "leased_bytes", "grantable")
+_QUOTA: Final = (
+    *("tenant", "cohort", "nominal_bytes", "borrowing_limit_bytes", "lending_limit_bytes"),
+    *("consumer_limit_bytes", "leased_bytes", "available_bytes"),
+)
 _RECLAIM: Final = (
     *("reclaim_id", "producer_id", "origin", "requested_bytes", "returned_bytes", "deadline_s"),
     *("done", "escalated", "first_slab_ms", "total_ms"),
@@ -112,6 +118,12 @@ class ConsumerBooked:
     books_id: str
     available_bytes: int
     ended: list[LeaseNotice]
+
+
+class TenantEvent(Event):
+    """An event as the API shows it, and whose it is, if it is one tenant's."""
+
+    tenant: str = Field(default="", exclude=True)
 
 
 class ProducerRow(ProducerView):
@@ -299,6 +311,15 @@ def reclaim(row: Sequence[Any]) -> ReclaimView:
     return ReclaimView.model_validate(_fields(_RECLAIM, row))
 
 
+def quota(row: Sequence[Any]) -> QuotaView:
+    """Read a row of `read_quotas`."""
+    fields = _fields(_QUOTA, row)
+    if fields["nominal_bytes"] is not None:
+        over = int(fields["leased_bytes"]) - int(fields["nominal_bytes"])
+        fields["borrowed_bytes"] = max(0, over)
+    return QuotaView.model_validate(fields)
+
+
 def placements(answer: Sequence[Any]) -> tuple[PlacementPlan, int, str | None]:
     """Read `read_placements`: a page, how many pairings the plan has, and where to go on."""
     _, plan_hash, count, pairings, after = answer
@@ -331,14 +352,15 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
     )
 
 
-def event(event_id: bytes, facts: bytes) -> Event:
+def event(event_id: bytes, facts: bytes, tenant: bytes = b"") -> TenantEvent:
     """Read an entry of the event stream, see `emit` in `writes.lua`.
 
     Raises:
         ValueError: It is no event.
     """
     kind, producer_id, consumer_id, lease_id, state, size = facts.decode().split(" ")
-    return Event(
+    return TenantEvent(
+        tenant=tenant.decode(),
         event_id=event_id.decode(),
         at_s=int(event_id.partition(b"-")[0]) / 1e3,
         kind=EventKind(kind),

@@ -122,6 +122,12 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "max_quarantined_bytes": 512,
     # Producers that a grant tries when the list of free bytes is wrong; the audit mends the rest.
     "max_wrong_listings": 8,
+    # How long a cohort leaves to an owner what it has asked back: a producer's heartbeat and the
+    # deadline of a reclaim, both by default, and some. Doubled, others borrow again as much later.
+    "owner_waits_us": 10_000_000,
+    # Between two looks for what may be asked back for one tenant, some milliseconds each. Doubled,
+    # its second consumer waits as long.
+    "owner_rests_us": 500_000,
     # Records that one listing call looks at, so that a narrow filter does not stall Redis.
     "max_scan": 1000,
 }
@@ -130,8 +136,8 @@ RIGHTFUL_STATES: Final = frozenset(s for s in LeaseState if LEASE.allows(s, Leas
 """States in which a lease's holder has a right that a clock can end."""
 
 PARTS: Final = (
-    *("quarantine", "answer", "books", "writes", "lists", "lease", "member", "reclaim"),
-    *("failures", "matching", "fencing", "idempotency", "removal", "register"),
+    *("quarantine", "answer", "books", "writes", "lists", "tenant", "lease", "member", "reclaim"),
+    *("failures", "matching", "quota", "fencing", "idempotency", "removal", "register"),
 )
 """What scripts share, in an order in which each part finds what it uses."""
 

@@ -4,17 +4,38 @@
 -- ARGV[2]  limit: how many members and leases, or somewhat more with the leases of the last member
 -- Calls    score_of, set_aside, strike, set_deadline, enlist, write_lease, counts_of, offer_of,
 --          drop_reclaim, leases_on, member_of, list_lease, integer, write_list, load_leases,
---          lease_of
+--          lease_of, count_for, write_tenants, tenant_of, set_leased, attribute, save
 -- Result   {'ok', faults, cursor}: sentences; where to go on, '' at the end
 --
--- First reclaims and producers, then consumers, then deadlines. A producer whose sums cannot be
+-- First reclaims and producers, then consumers, tenants, deadlines. A producer whose sums cannot be
 -- right lends nothing until its next report, which makes them anew.
 
 local domains, limit, seen = {}, tonumber(ARGV[2]), 0
 local phase, after = string.match(ARGV[1], '^(%l) (.*)$')
 phase, after = phase or 'p', after or ''
 
+-- What a consumer has on lease for a tenant.
+local function check_leased(tenant, consumer_id)
+  local key, leased = KEY.tenant_leased .. tenant, 0
+  for _, lease in ipairs(leases_on(KEY.consumer_leases, 'consumer_id', consumer_id)) do
+    leased = leased + (lease.tenant == tenant and lease.bytes or 0)
+  end
+  local known = score_of(key, consumer_id) or 0
+  if known ~= leased then
+    set_aside(key, table.concat({consumer_id, 'has leased', leased, 'not', known}, ' '))
+    count_for(tenant, consumer_id, leased - known)
+    write_tenants()
+  end
+end
+
 local function check_lease(lease)
+  if lease.tenant ~= '' and not score_of(KEY.tenant_leased .. lease.tenant, lease.consumer_id) then
+    check_leased(lease.tenant, lease.consumer_id)
+  elseif lease.tenant ~= '' and tenant_of(lease.tenant).leased == 0 then
+    -- The next phase goes by this hash.
+    tenant_of(lease.tenant).leased = lease.bytes
+    set_leased(lease.tenant, lease.bytes)
+  end
   local deadline = score_of(KEY.deadlines, lease.lease_id)
   if (deadline and true or false) ~= (RIGHTFUL[lease.state] or false) then
     set_aside(KEY.deadlines, lease.lease_id .. ' is ' .. lease.state .. ', its deadline disagrees')
@@ -109,15 +130,42 @@ local function check_producer(producer_id)
 end
 
 local function check_consumer(consumer_id)
-  member_of(KEY.consumer .. consumer_id)
+  local tenant = member_of(KEY.consumer .. consumer_id).tenant
   local leases = leases_on(KEY.consumer_leases, 'consumer_id', consumer_id)
   for _, lease in ipairs(leases) do
     if not score_of(KEY.producer_leases .. lease.producer_id, lease.lease_id) then
       set_aside(KEY.producer_leases .. lease.producer_id, lease.lease_id .. ' is not listed')
       list_lease(lease)
     end
+    attribute(lease, tenant)
+    save(lease)
   end
   return #leases
+end
+
+-- A page of the consumers of a tenant; its sum, when they have all been seen, and strangers' names.
+local function check_tenant(tenant, from)
+  local key = KEY.tenant_leased .. tenant
+  write_list(key)
+  local names = redis.call('ZRANGE', key, from, from + limit - 1)
+  for _, consumer_id in ipairs(names) do
+    check_leased(tenant, consumer_id)
+  end
+  if #names == limit then
+    return from + limit
+  end
+  write_list(key)
+  local leased = 0
+  for index, score in ipairs(redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')) do
+    leased = leased + (index % 2 == 0 and tonumber(score) or 0)
+  end
+  if tenant_of(tenant).leased ~= leased then
+    set_aside(KEY.tenants, table.concat({tenant, 'has leased', leased, 'not',
+      tenant_of(tenant).leased}, ' '))
+    tenant_of(tenant).leased = leased
+    set_leased(tenant, leased)
+  end
+  return nil
 end
 
 -- Members in the order of their names; the last one, or nil when all have been seen.
@@ -171,6 +219,18 @@ if phase == 'c' then
   local last = check_members(KEY.consumers, KEY.consumers_seen, check_consumer)
   if last then
     return go_on_with('c', last)
+  end
+  phase, after = 't', ''
+end
+if phase == 't' then
+  local names = redis.call('HKEYS', KEY.tenants)
+  table.sort(names)
+  local last, from = string.match(after, '^(%S*) ?(%d*)$')
+  for _, name in ipairs(names) do
+    if name > last or name == last and from ~= '' then
+      local position = check_tenant(name, name == last and tonumber(from) or 0)
+      return go_on_with('t', position and name .. ' ' .. position or name)
+    end
   end
   phase, after = 'd', ''
 end

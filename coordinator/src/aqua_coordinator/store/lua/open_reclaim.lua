@@ -43,5 +43,5 @@ redis.call('HSET', KEY.reclaim .. reclaim_id, 'producer_id', producer_id, 'origi
 redis.call('ZADD', KEY.reclaims, order, reclaim_id)
 redis.call('ZADD', KEY.producer_reclaims .. producer_id, order, reclaim_id)
 keep_answer(idempotency_key, ARGV[1], reclaim_id)
-emit(KIND.reclaim_opened, producer_id, nil, nil, nil, bytes)
+emit(KIND.reclaim_opened, producer_id, nil, nil, nil, bytes, offer.tenant)
 return {'ok', reclaim_row(reclaim_id)}

@@ -7,7 +7,8 @@
 -- ARGV[4]  state: only in this, or ''
 -- ARGV[5]  producer_id: only of this one, or ''
 -- ARGV[6]  consumer_id: only of this one, or ''
--- Calls    lease_of, lease_row
+-- ARGV[7]  as_tenant: only what this tenant may see; '' for all
+-- Calls    lease_of, lease_row, is_visible
 -- Result   {'ok', rows, cursor}: see lease_row; where to go on, '' at the end
 --
 -- A filter may leave a page short, or empty, with more to come: the scan is bounded, not the page.
@@ -16,12 +17,13 @@
 local rows, limit, scanned = {}, tonumber(ARGV[2]), 0
 if ARGV[3] ~= '' then
   local lease = lease_of(ARGV[3])
-  return {'ok', lease and {lease_row(lease)} or {}, ''}
+  return {'ok', lease and is_visible(lease.tenant, ARGV[7]) and {lease_row(lease)} or {}, ''}
 end
 
 local function wanted(lease)
   return (ARGV[4] == '' or lease.state == ARGV[4])
     and (ARGV[6] == '' or lease.consumer_id == ARGV[6])
+    and is_visible(lease.tenant, ARGV[7])
 end
 
 local producer_id, after = string.match(ARGV[1], '^(.+)@(.+)$')

@@ -3,12 +3,13 @@
 -- ARGV[1]  cursor: go on after this name; '' from the start
 -- ARGV[2]  limit: how many at most
 -- ARGV[3]  producer_id: only this one, or ''
+-- ARGV[4]  as_tenant: only what this tenant may see; '' for all
 -- Calls    member_rows
 -- Result   {'ok', rows}
 --            row {producer_id, silent_us, node, domain, gpu_uuid, model, endpoint, transport,
 --                 slab_bytes, offered_bytes, leased_bytes, grantable, queue_length}
 -- @flags no-writes
 
-return {'ok', member_rows(ARGV, KEY.producers, KEY.producers_seen, KEY.producer,
+return {'ok', member_rows(ARGV, KEY.producers, KEY.producers_of, KEY.producers_seen, KEY.producer,
   'node', 'domain', 'gpu_uuid', 'model', 'endpoint', 'transport', 'slab_bytes', 'offered_bytes',
   'leased_bytes', 'grantable', 'queue_length')}

@@ -2,15 +2,16 @@
 --
 -- ARGV[1]  consumer_id
 -- ARGV[2]  incarnation
--- Calls    member_of, refuse, leases_on, step, save, forget_consumer
+-- ARGV[3]  as_tenant: whose the caller's token is, or ''
+-- Calls    member_of, why_not_for, refuse, leases_on, step, save, forget_consumer
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision
 
 local consumer_id, incarnation = ARGV[1], ARGV[2]
 local known = member_of(KEY.consumer .. consumer_id)
-if not known.incarnation then
-  return refuse('unknown_resource', 'there is no consumer ' .. consumer_id,
-    'consumer_id', consumer_id)
+local refusal = why_not_for(known, 'consumer', consumer_id, ARGV[3])
+if refusal then
+  return refusal
 end
 if known.incarnation ~= incarnation then
   return refuse('stale_revision', 'another life of this consumer is in the books',

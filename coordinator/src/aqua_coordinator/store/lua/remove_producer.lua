@@ -2,15 +2,16 @@
 --
 -- ARGV[1]  producer_id
 -- ARGV[2]  incarnation
--- Calls    member_of, refuse, leases_on, step, save, settle, forget_producer
+-- ARGV[3]  as_tenant: whose the caller's token is, or ''
+-- Calls    member_of, why_not_for, refuse, leases_on, step, save, settle, forget_producer
 -- Result   {'ok'}
 -- Refuses  unknown_resource, stale_revision, invalid_transition
 
 local producer_id, incarnation = ARGV[1], ARGV[2]
 local known = member_of(KEY.producer .. producer_id)
-if not known.incarnation then
-  return refuse('unknown_resource', 'there is no producer ' .. producer_id,
-    'producer_id', producer_id)
+local refusal = why_not_for(known, 'producer', producer_id, ARGV[3])
+if refusal then
+  return refusal
 end
 if known.incarnation ~= incarnation then
   return refuse('stale_revision', 'another life of this producer is in the books',

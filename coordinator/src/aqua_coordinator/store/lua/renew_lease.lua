@@ -4,13 +4,14 @@
 -- ARGV[2]  epoch
 -- ARGV[3]  ttl_s, in microseconds
 -- ARGV[4]  as_consumer: whom the caller's token is bound to, or ''
+-- ARGV[5]  as_tenant: whose the caller's token is, or ''
 -- Calls    lease_of, why_not_act, refuse, step, write_lease, prolong, lease_row
 -- Result   {'ok', row}, see lease_row
 -- Refuses  unknown_resource, forbidden, stale_epoch, lease_lost, invalid_transition
 
 local lease = lease_of(ARGV[1])
 local named_epoch = tonumber(ARGV[2])
-local refusal = why_not_act(lease, ARGV[1], ARGV[4], named_epoch)
+local refusal = why_not_act(lease, ARGV[1], ARGV[4], named_epoch, ARGV[5])
 if refusal then
   return refusal
 end

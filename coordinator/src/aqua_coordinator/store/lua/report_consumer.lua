@@ -1,11 +1,14 @@
 -- Book a consumer's full state; every lease it names is renewed.
 --
 -- ARGV[1]  report: a ConsumerReport as JSON, without nulls
+-- ARGV[2]  as_tenant: whose the caller's token is, or ''
+-- ARGV[3]  is_bound: 1 if it is bound to this member
 -- Calls    member_of, why_stale, load_leases, lease_of, is_borne_out, refuse, whole, integer,
---          retire, emit, step, prolong, terms_of, largest, pairing_of
+--          tenant_in, leases_on, attribute, save, retire, emit, step, prolong, terms_of, largest,
+--          pairing_of, headroom, borrowed_by_others
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
--- Refuses  stale_revision, protocol_violation
+-- Refuses  stale_revision, protocol_violation, forbidden
 --
 -- A lease that is GRANTED is not prolonged: the time for attaching runs from the grant. A lease
 -- that the books do not know may be one of lost books, whose producer has not reported yet, so it
@@ -17,9 +20,19 @@ local consumer_id = report.consumer_id
 local key = KEY.consumer .. consumer_id
 local known = member_of(key)
 
-local refusal = why_stale(known, consumer_id, report.incarnation, report.revision, fingerprint)
+local tenant, refusal = tenant_in(known, consumer_id, ARGV[2] or '', ARGV[3])
+refusal = refusal
+  or why_stale(known, consumer_id, report.incarnation, report.revision, fingerprint)
 if refusal then
   return refusal
+end
+if tenant ~= '' and not known.incarnation then
+  -- A name is its tenant's until all that was leased under it is back.
+  for _, lease in ipairs(leases_on(KEY.consumer_leases, 'consumer_id', consumer_id)) do
+    if lease.tenant ~= '' and lease.tenant ~= tenant then
+      return refuse('forbidden', 'the name is that of a member of others', 'member', consumer_id)
+    end
+  end
 end
 local lease_ids = {}
 for index, used in ipairs(report.leases) do
@@ -49,8 +62,12 @@ redis.call('HSET', key,
   'spilled_bytes', integer(report.spilled_bytes), 'leased_bytes', integer(leased))
 redis.call('ZADD', KEY.consumers_seen, integer(clock_us), consumer_id)
 redis.call('ZADD', KEY.consumers, 0, consumer_id)
+if tenant ~= '' then
+  redis.call('HSET', key, 'tenant', tenant)
+  redis.call('ZADD', KEY.consumers_of .. tenant, 0, consumer_id)
+end
 if not known.incarnation then
-  emit(KIND.consumer_joined, nil, consumer_id)
+  emit(KIND.consumer_joined, nil, consumer_id, nil, nil, nil, tenant)
 end
 
 -- Leases that the books do not know, and when the consumer named each of them first: one record
@@ -81,6 +98,8 @@ for _, used in ipairs(report.leases) do
     ended[#ended + 1] = {used.lease_id, lease.epoch, reason}
   else
     step(lease, EVENT.renew)
+    attribute(lease, tenant)
+    save(lease)
     if lease.state ~= STATE.granted then
       prolong(lease)
     end
@@ -95,4 +114,10 @@ end
 local terms = terms_of({}, known.avoided)
 terms.takes_suspected = true
 local _, available = largest(report.domain, pairing_of(consumer_id), terms)
+local room = headroom(tenant, consumer_id, integer(leased), 0)
+if room then
+  -- What others have borrowed of its quota comes back when it asks.
+  local lent = math.min(room.owned, borrowed_by_others(room, math.min(room.owned, 1)))
+  available = math.max(math.min(available, room.bytes), lent)
+end
 return {'ok', books_id, available, ended}

@@ -2,16 +2,18 @@
 --
 -- ARGV[1]  report: a ProducerReport as JSON, without nulls
 -- ARGV[2]  verdicts: '' at first; then bytes granted by the proof of each lease asked for, as JSON
--- Calls    offer_of, member_of, why_stale, refuse, leases_on, load_leases, lease_of, is_borne_out,
---          drop_lease, integer, is_name, drop_reclaim, list_lease, count, step, save, retire, emit,
---          open_lease, prolong, book, next_epoch, close_reclaim, whole, is_decimal
+-- ARGV[3]  as_tenant: whose the caller's token is, or ''
+-- ARGV[4]  is_bound: 1 if it is bound to this member
+-- Calls    offer_of, member_of, why_stale, refuse, tenant_in, leases_on, load_leases, lease_of,
+--          is_borne_out, drop_lease, integer, is_name, drop_reclaim, list_lease, count, step, save,
+--          retire, emit, open_lease, prolong, book, next_epoch, close_reclaim, whole, is_decimal
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: orders of operators to take up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
 --            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
 --          {'ok', asked}: nothing is written yet; leases whose proofs have to be checked before
--- Refuses  stale_revision, stale_epoch, protocol_violation
+-- Refuses  stale_revision, stale_epoch, protocol_violation, forbidden
 --
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
@@ -32,7 +34,9 @@ local offer = offer_of(producer_id)
 local known = member_of(key)
 
 -- Everything is checked before anything is written.
-local refusal = why_stale(known, producer_id, report.incarnation, report.revision, fingerprint)
+local tenant, refusal = tenant_in(known, producer_id, ARGV[3] or '', ARGV[4])
+refusal = refusal
+  or why_stale(known, producer_id, report.incarnation, report.revision, fingerprint)
 if refusal then
   return refusal
 end
@@ -131,6 +135,11 @@ redis.call('HSET', key,
   'queue_length', report.load and integer(report.load.queue_length) or '')
 redis.call('ZADD', KEY.producers_seen, integer(clock_us), producer_id)
 redis.call('ZADD', KEY.producers, 0, producer_id)
+if tenant ~= '' then
+  redis.call('HSET', key, 'tenant', tenant)
+  redis.call('ZADD', KEY.producers_of .. tenant, 0, producer_id)
+  offer.tenant = tenant
+end
 if grantable then
   redis.call('SREM', KEY.unconfirmed .. report.domain, producer_id)
 else
@@ -158,6 +167,7 @@ local function adopted(held)
       lease_id = held.lease_id, state = STATE.lost, epoch = held.epoch, granted_epoch = held.epoch,
       producer_id = producer_id, consumer_id = held.consumer_id, ttl_us = CONST.adopted_ttl_us,
       granted_bytes = granted_bytes,
+      tenant = redis.call('HGET', KEY.consumer .. held.consumer_id, 'tenant') or '',
     })
   end
   own_bytes = own_bytes + held.held_bytes
@@ -239,7 +249,7 @@ for _, reclaim in ipairs(report.reclaims) do
       'order', order, 'done', '0')
     redis.call('ZADD', KEY.reclaims, order, reclaim_id)
     redis.call('ZADD', KEY.producer_reclaims .. producer_id, order, reclaim_id)
-    emit(KIND.reclaim_opened, producer_id, nil, nil, nil, reclaim.requested_bytes)
+    emit(KIND.reclaim_opened, producer_id, nil, nil, nil, reclaim.requested_bytes, tenant)
   end
   if present[2] ~= '1' then
     redis.call('HSET', reclaim_key, 'taken_up', '1',

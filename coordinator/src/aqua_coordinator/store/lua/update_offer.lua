@@ -2,7 +2,9 @@
 --
 -- ARGV[1]  producer_id
 -- ARGV[2]  update: an OfferUpdate as JSON
--- Calls    offer_of, member_of, integer, refuse, why_stale, leases_on, emit, step, save
+-- ARGV[3]  as_tenant: whose the caller's token is, or ''
+-- Calls    offer_of, member_of, why_not_for, integer, refuse, why_stale, leases_on, emit, step,
+--          save
 -- Result   {'ok', producer_id, domain, offered_bytes, leased_bytes, grantable (1 or 0)}
 -- Refuses  unknown_resource, stale_revision, request_invalid
 
@@ -12,15 +14,15 @@ local key = KEY.producer .. producer_id
 local offer = offer_of(producer_id)
 local known = member_of(key)
 local fingerprint = 'offer ' .. integer(offered)
-if not known.incarnation then
-  return refuse('unknown_resource', 'there is no producer ' .. producer_id,
-    'producer_id', producer_id)
+local refusal = why_not_for(known, 'producer', producer_id, ARGV[3])
+if refusal then
+  return refusal
 end
 if known.incarnation ~= incarnation then
   return refuse('stale_revision', 'the offer is of another life of this producer',
     'producer_id', producer_id, 'incarnation', incarnation)
 end
-local refusal = why_stale(known, producer_id, incarnation, revision, fingerprint)
+refusal = why_stale(known, producer_id, incarnation, revision, fingerprint)
 if refusal then
   return refusal
 end

@@ -15,7 +15,7 @@ local function offer_of(producer_id)
     local key = KEY.producer .. producer_id
     local field = redis.call('HMGET', key, 'offered_bytes', 'leased_bytes', 'domain', 'grantable',
       'slab_bytes', 'endpoint', 'transport', 'incarnation', 'states', 'unproven_bytes', 'node',
-      'unreachable')
+      'unreachable', 'tenant')
     local offered, leased, slab_bytes = whole(field[1]), whole(field[2]), whole(field[5])
     local exists = offered and leased and leased >= 0 and leased <= offered
       and slab_bytes and slab_bytes > 0 and is_name(field[3]) and field[6]
@@ -32,7 +32,7 @@ local function offer_of(producer_id)
       domain = exists and field[3], grantable = exists and field[4] == '1',
       slab_bytes = slab_bytes, endpoint = field[6], transport = field[7],
       incarnation = field[8], states = field[9], unproven = whole(field[10]) or 0,
-      node = field[11], unreachable = field[12],
+      node = field[11], unreachable = field[12], tenant = field[13] or '',
     }
     offers[producer_id] = offer
   end
@@ -96,19 +96,20 @@ local function settle()
     end
   end
   of_consumers = {}
+  write_tenants()
   write_lists()
   write_epoch()
 end
 
--- A record is one string: a hash would cost twice as much to write, by its words. What comes after
--- the fields that we know is a later version's, and is kept.
+-- A record is one string: a hash would cost twice as much to write, by its words. The tenant may be
+-- missing; what comes after the fields that we know is a later version's, and is kept.
 local RECORD = '^(%l+)\n(%d+)\n(%d+)\n(%w[%w._:-]*)\n(%w[%w._:-]*)\n(%d+)\n(%d+)\n(%-?%d+)\n'
-  .. '([^\n]*)\n?(%d*)(.*)$'
+  .. '([^\n]*)\n?(%d*)\n?([%w._:-]*)(.*)$'
 
 -- The lease of a record, or nil: one that could not have been written by a step.
 local function lease_in(lease_id, record)
   local state, last_epoch, granted_epoch, producer_id, consumer_id, bytes, ttl_us, granted_us,
-    reason, granted_bytes, later = string.match(record, RECORD)
+    reason, granted_bytes, tenant, later = string.match(record, RECORD)
   if not state or not (BOOKED[state] or state == STATE.released or state == STATE.lost) then
     return nil
   end
@@ -117,12 +118,13 @@ local function lease_in(lease_id, record)
     granted_epoch = tonumber(granted_epoch), producer_id = producer_id,
     consumer_id = consumer_id, bytes = tonumber(bytes), ttl_us = tonumber(ttl_us),
     granted_us = tonumber(granted_us), reason = reason,
-    granted_bytes = tonumber(granted_bytes) or tonumber(bytes), later = later,
+    granted_bytes = tonumber(granted_bytes) or tonumber(bytes), tenant = tenant,
+    later = later,
   }
   local sound = lease.granted_epoch <= lease.epoch and lease.epoch <= CONST.max_epoch
     and lease.bytes <= lease.granted_bytes and lease.granted_bytes <= CONST.max_bytes
     and lease.ttl_us <= CONST.max_epoch and math.abs(lease.granted_us) <= CONST.max_epoch
-    and (lease.bytes > 0) == (BOOKED[state] or false)
+    and (lease.bytes > 0) == (BOOKED[state] or false) and (tenant == '' or is_name(tenant))
   return sound and lease or nil
 end
 
@@ -204,7 +206,10 @@ local function write_lease(lease)
     lease.state, integer(lease.epoch), integer(lease.granted_epoch), lease.producer_id,
     lease.consumer_id, integer(lease.bytes), integer(lease.ttl_us), integer(lease.granted_us),
     lease.reason, integer(lease.granted_bytes),
-  }, '\n') .. lease.later
+  }, '\n')
+  if lease.tenant ~= '' or lease.later ~= '' then
+    record = record .. '\n' .. lease.tenant .. lease.later
+  end
   if BOOKED[lease.state] then
     redis.call('SET', KEY.lease .. lease.lease_id, record)
   else
@@ -215,6 +220,7 @@ end
 -- A lease that the books did not have; `save` writes it.
 local function open_lease(lease)
   lease.granted_us, lease.bytes, lease.reason, lease.later = clock_us, 0, '', ''
+  lease.tenant = lease.tenant or ''
   lease.touched = true
   leases[lease.lease_id] = lease
   return lease
@@ -228,10 +234,19 @@ local function book(lease, bytes)
   offer.leased = math.max(0, offer.leased + bytes - lease.bytes)
   offer.changed = true
   of_consumers[lease.consumer_id] = (of_consumers[lease.consumer_id] or 0) + bytes - lease.bytes
+  count_for(lease.tenant, lease.consumer_id, bytes - lease.bytes)
   lease.bytes = bytes
   lease.touched = true
   if bytes > 0 then
     enlist(KEY.consumer_leases .. lease.consumer_id, lease.lease_id, bytes)
+  end
+end
+
+-- A lease whose tenant was not known is its consumer's, whose tenant is.
+local function attribute(lease, tenant)
+  if lease.tenant == '' and tenant ~= '' then
+    lease.tenant, lease.touched = tenant, true
+    count_for(tenant, lease.consumer_id, lease.bytes)
   end
 end
 
@@ -294,7 +309,7 @@ local function save(lease)
   end
   write_lease(lease)
   emit(KIND.lease_changed, lease.producer_id, lease.consumer_id, lease.lease_id, lease.state,
-    lease.bytes)
+    lease.bytes, lease.tenant)
   lease.touched = false
 end
 

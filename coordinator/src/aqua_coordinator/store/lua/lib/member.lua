@@ -21,7 +21,7 @@ end
 
 local function member_of(key)
   local field = redis.call('HMGET', key, 'incarnation', 'revision', 'fingerprint', 'retired',
-    'domain', 'slab_bytes', 'avoided')
+    'domain', 'slab_bytes', 'avoided', 'tenant')
   local revision = whole(field[2])
   if field[1] and not (is_name(field[1]) and revision and is_name(field[5])) then
     set_aside(key, 'is no member', field[1])
@@ -31,7 +31,7 @@ local function member_of(key)
   return {
     incarnation = field[1], revision = revision, fingerprint = field[3],
     retired = field[4] or '', domain = field[5], slab_bytes = whole(field[6]),
-    avoided = field[7],
+    avoided = field[7], tenant = field[8] or '',
   }
 end
 
@@ -73,16 +73,21 @@ local function member_row(name, seen, prefix, ...)
 end
 
 -- Rows of members in the order of their names: a page as ARGV says, which is cursor ('' from the
--- start), limit, and '' or the name of the only one. A short page is the last.
-local function member_rows(argv, index, ...)
+-- start), limit, '' or the name of the only one, and whose members. A short page is the last.
+local function member_rows(argv, index, of_tenant, seen, prefix, ...)
+  local as_tenant = argv[4] or ''
   if argv[3] ~= '' then
-    return {member_row(argv[3], ...)}
+    local is_shown = as_tenant == ''
+      or redis.call('HGET', prefix .. argv[3], 'tenant') == as_tenant
+    return {is_shown and member_row(argv[3], seen, prefix, ...) or nil}
+  elseif as_tenant ~= '' then
+    index = of_tenant .. as_tenant
   end
   local rows, cursor, limit = {}, argv[1] == '' and '-' or '(' .. argv[1], tonumber(argv[2])
   repeat
     local names = redis.call('ZRANGEBYLEX', index, cursor, '+', 'LIMIT', 0, limit - #rows)
     for _, name in ipairs(names) do
-      rows[#rows + 1] = member_row(name, ...)
+      rows[#rows + 1] = member_row(name, seen, prefix, ...)
       cursor = '(' .. name
     end
   until #names == 0 or #rows == limit

@@ -23,7 +23,7 @@ local function close_reclaim(reclaim_id, producer_id, outcome)
   redis.call('PEXPIRE', KEY.reclaim .. reclaim_id, CONST.ended_retention_ms)
   redis.call('ZREM', KEY.producer_reclaims .. producer_id, reclaim_id)
   redis.call('ZADD', KEY.ended_reclaims, integer(now_us), reclaim_id)
-  emit(KIND.reclaim_closed, producer_id)
+  emit(KIND.reclaim_closed, producer_id, nil, nil, nil, nil, offer_of(producer_id).tenant)
 end
 
 -- What is listed as a reclaim, and has no record that could be read.

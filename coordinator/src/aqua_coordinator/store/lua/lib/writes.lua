@@ -18,10 +18,16 @@ end
 
 -- One field instead of one for each fact: an entry costs by its words. `rows.event` takes the
 -- facts apart, in this order; '' stands for none.
-local function emit(kind, producer_id, consumer_id, lease_id, state, bytes)
-  redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event',
-    table.concat({kind, producer_id or '', consumer_id or '', lease_id or '', state or '',
-      bytes and integer(bytes) or ''}, ' '))
+-- What concerns one tenant alone carries its name beside them.
+local function emit(kind, producer_id, consumer_id, lease_id, state, bytes, tenant)
+  local facts = table.concat({kind, producer_id or '', consumer_id or '', lease_id or '',
+    state or '', bytes and integer(bytes) or ''}, ' ')
+  if (tenant or '') == '' then
+    redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event', facts)
+  else
+    redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event', facts,
+      'tenant', tenant)
+  end
 end
 
 -- An id that no record has: nobody can know it before, so nobody can have invented it before.
