@@ -93,7 +93,8 @@ class LateTransport(MemfdTransport):
         self.copiers: list[LateCopier] = []
         self._is_synchronous = is_synchronous
 
-    def copier(self) -> LateCopier:
+    def copier(self, *, is_background: bool = False) -> LateCopier:
+        del is_background
         self.copiers.append(LateCopier(is_synchronous=self._is_synchronous))
         return self.copiers[-1]
 

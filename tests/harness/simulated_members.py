@@ -174,7 +174,7 @@ class SimulatedTransport:
         slab.tensor.fill_(me.pid)
         return _Mapped(slab, me)
 
-    def copier(self) -> Any:  # noqa: ANN401 - as much of a `Copier` as is used
+    def copier(self, **_: bool) -> Any:  # noqa: ANN401 - as much of a `Copier` as is used
         """As the contract says."""
         return SimpleNamespace(copy=lambda dst, src: dst.copy_(src), fence=lambda: None)
 

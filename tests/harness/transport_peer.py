@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING, Any, Self
 from aqua_protocol import TransportKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport
 
 ANSWER_WITHIN_S = 240.0
 """Covers the import of torch and the start of CUDA."""
+
+STANDS_IN = "stand-in"
+"""Argument of a peer that has the stand-in for the driver."""
 
 
 class PeerError(Exception):
@@ -46,7 +51,7 @@ class Answer:
 class Peer:
     """The test's end of a second process."""
 
-    def __init__(self, kind: TransportKind, fake_driver: Path | None = None) -> None:
+    def __init__(self, kind: TransportKind, *, stands_in: bool = False) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_WITHIN_S)
         with theirs:
@@ -56,7 +61,7 @@ class Peer:
                     __file__,
                     str(theirs.fileno()),
                     kind.value,
-                    *([] if fake_driver is None else [str(fake_driver)]),
+                    *([STANDS_IN] if stands_in else []),
                 ],
                 pass_fds=[theirs.fileno()],
             )
@@ -110,8 +115,9 @@ class Peer:
 class _Server:
     """The commands, in the peer's process."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, check: Callable[[], None] = lambda: None) -> None:
         self.transport = transport
+        self._check = check
         self.owned: dict[str, OwnedSlab] = {}
         self.slabs: dict[str, MappedSlab] = {}
 
@@ -154,6 +160,7 @@ class _Server:
             handle: Handle | None = None
             try:
                 value = getattr(self, verb)(fds, **arguments)
+                self._check()
             except Exception as error:  # noqa: BLE001 - the test decides what was expected
                 answer = [type(error).__name__, str(error)]
             else:
@@ -174,22 +181,21 @@ def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported w
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
-def _transport(kind: str, fake_driver: str | None = None) -> Transport:
-    from aqualib.transports import select
-
-    if fake_driver is None:
-        return select(TransportKind(kind))
-    # By path, as the tests import it: this file runs as a program.
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from harness import fake_cuda
-
-    return fake_cuda.transport(TransportKind(kind), Path(fake_driver))
-
-
 def _main() -> None:
-    descriptor, *names = sys.argv[1:]
+    descriptor, name, *stands_in = sys.argv[1:]
+    kind = TransportKind(name)
     with socket.socket(fileno=int(descriptor)) as sock:
-        _Server(_transport(*names)).serve(sock)
+        if not stands_in:
+            from aqualib.transports import select
+
+            _Server(select(kind)).serve(sock)
+            return
+        # By path, as the tests import it: this file runs as a program.
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from harness.cuda.stand_in import stand_in
+
+        with stand_in() as standing:
+            _Server(standing.transport(kind), standing.machine.check).serve(sock)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ A copy that quietly goes through host memory, a PCIe link where NVLink was expec
 moved: all of them work, at a tenth of the speed. So a borrower measures the first slab it maps and
 logs and exports the transport it got and the rate it saw.
 
-The slab keeps its contents: what is written is what was read from there. The probe is short, so it
+The slab keeps its contents: what is written is what was read from there. Memory for it is taken
+from what the copiers have, since an engine that wants slabs is one that is short of memory. The
+probe is short, so it
 is a floor: a busy link or host shows as a slow one.
 """
 
@@ -15,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from aqua_protocol import MIB, TransportKind
 
 if TYPE_CHECKING:
+    import torch
+
     from aqualib.transports.base import Copier, MappedSlab, Transport
 
 PROBE_BYTES: Final = 8 * MIB
@@ -74,12 +76,12 @@ def measure(
         copier: The copier to use, or None for a new one.
         clock: Seconds, monotonic.
     """
-    chosen = transport.copier() if copier is None else copier
+    chosen = transport.copier(is_background=True) if copier is None else copier
     size = min(mapped.nbytes, PROBE_BYTES)
-    local = torch.zeros(size, dtype=torch.uint8, device=transport.device)
     remote = mapped.tensor[:size]
-    read = _rate(chosen, local, remote, clock)
-    write = _rate(chosen, remote, local, clock)
+    with chosen.scratch(size) as local:
+        read = _rate(chosen, local, remote, clock)
+        write = _rate(chosen, remote, local, clock)
     return LinkMeasurement(transport.kind, write_bytes_per_s=write, read_bytes_per_s=read)
 
 

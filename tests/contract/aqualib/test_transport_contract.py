@@ -1,7 +1,8 @@
 """One suite over every transport: what `transports.base` promises, between two processes.
 
-The `-on-fake` cases are the real CUDA transports over a stand-in for the driver
-(`harness/fake_cuda`): calls, reference counts and descriptor passing on machines without a GPU.
+The `-on-stand-in` cases are the real CUDA transports and copies over a stand-in for the driver
+(`harness/cuda`), whose streams run late: calls, order, reference counts and descriptor passing on
+machines without a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailab
 from aqualib import probe
 from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport, select
 from aqualib.transports.release_pipe import DEFERRED_FREE
-from harness import fake_cuda
 from harness.bounds import HANG_S
+from harness.cuda.stand_in import StandIn, stand_in
 from harness.transport_peer import Peer, pattern
 
 NBYTES = 4 * MIB
@@ -38,8 +39,8 @@ LARGE_BYTES = 256 * MIB
 
 CASES = [
     pytest.param((TransportKind.MEMFD, False), id="memfd"),
-    pytest.param((TransportKind.CUDA_VMM, True), id="cuda_vmm-on-fake"),
-    pytest.param((TransportKind.CUDA_IPC, True), id="cuda_ipc-on-fake"),
+    pytest.param((TransportKind.CUDA_VMM, True), id="cuda_vmm-on-stand-in"),
+    pytest.param((TransportKind.CUDA_IPC, True), id="cuda_ipc-on-stand-in"),
     pytest.param((TransportKind.CUDA_VMM, False), id="cuda_vmm", marks=pytest.mark.gpu),
     pytest.param((TransportKind.CUDA_IPC, False), id="cuda_ipc", marks=pytest.mark.gpu),
 ]
@@ -48,18 +49,16 @@ CASES = [
 class Case:
     """A transport under test, and how to start a second process that uses it."""
 
-    def __init__(self, kind: TransportKind, fake_driver: Path | None) -> None:
-        self.fake_driver = fake_driver
-        self.transport = (
-            select(kind) if fake_driver is None else fake_cuda.transport(kind, fake_driver)
-        )
+    def __init__(self, kind: TransportKind, standing: StandIn | None) -> None:
+        self.standing = standing
+        self.transport = select(kind) if standing is None else standing.transport(kind)
 
     def start_peer(self) -> Peer:
-        return Peer(self.transport.kind, self.fake_driver)
+        return Peer(self.transport.kind, stands_in=self.standing is not None)
 
     def free_bytes(self) -> int:
         """Memory of the transport's kind that the machine has left, as the system tells it."""
-        if self.transport.device.type == "cuda":
+        if self.standing is None and self.transport.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.transport.device)[0])
         with Path("/proc/meminfo").open() as lines:
             shmem = next(line for line in lines if line.startswith("Shmem:"))
@@ -79,12 +78,14 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = HANG_S) -> No
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    kind, faked = request.param
-    if faked:
-        return Case(kind, fake_cuda.build(tmp_path_factory.mktemp("fake")))
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    kind, stands_in = request.param
+    if stands_in:
+        with stand_in() as standing:
+            yield Case(kind, standing)
+        return
     try:
-        return Case(kind, None)
+        yield Case(kind, None)
     except TransportUnavailableError as refusal:
         if kind is TransportKind.MEMFD:
             raise  # Works everywhere, so that is a bug.
@@ -105,22 +106,27 @@ def peer(case: Case) -> Iterator[Peer]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks(case: Case) -> Iterator[None]:
-    """Descriptors, and what the fake driver counts, are the same after each test.
+    """Descriptors, and what the stand-in counts, are the same after each test.
 
     Not on a real GPU, whose driver opens descriptors of its own when it pleases; a test of its own
     counts them there over many rounds.
     """
-    if case.transport.device.type == "cuda":
+    if case.standing is None and case.transport.device.type == "cuda":
         yield
         return
+    case.transport.copier().fence()
     warmed_up = case.transport.create(NBYTES)
     warmed_up.export().close()
     warmed_up.close()
-    before = open_descriptors(), driver_counts(case)
+    counts = driver_counts(case)
+    before = open_descriptors(), counts
     yield
     gc.collect()
     wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
-    assert (open_descriptors(), driver_counts(case)) == before
+    counts = driver_counts(case)  # First: it gives back what torch has cached.
+    assert (open_descriptors(), counts) == before
+    if case.standing is not None:
+        case.standing.machine.check()
 
 
 def open_descriptors() -> Counter[str]:
@@ -133,7 +139,7 @@ def open_descriptors() -> Counter[str]:
 
 
 def driver_counts(case: Case) -> dict[str, int]:
-    return fake_cuda.counts(case.fake_driver) if case.fake_driver is not None else {}
+    return case.standing.counts() if case.standing is not None else {}
 
 
 def fill(transport: Transport, tensor: torch.Tensor, seed: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from aqua_protocol import KIB, MIB, TransportKind, TransportUnavailableError
 from aqualib import checksum
-from aqualib.transports import Copier, MappedSlab, OwnedSlab, Transport, cuda_copier, select
+from aqualib.transports import Copier, MappedSlab, OwnedSlab, Transport, cuda_buffers, select
 
 SLAB_BYTES = 64 * MIB
 
@@ -95,7 +95,7 @@ def test_rows_larger_than_the_staging_buffer_in_total_go_in_stages(
     transport: Transport, copier: Copier
 ) -> None:
     row_bytes = 64 * KIB
-    count = 3 * cuda_copier.STAGING_BYTES // row_bytes + 5
+    count = 3 * cuda_buffers.STAGING_BYTES // row_bytes + 5
     table = random_table(2 * count, row_bytes, transport.device)
     index = torch.randperm(2 * count)[:count]
     packed = torch.empty(count, row_bytes, dtype=torch.uint8, device=transport.device)

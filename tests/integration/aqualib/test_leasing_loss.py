@@ -164,7 +164,7 @@ def broken_reads() -> Iterator[tuple[Any, list[int]]]:
     transport = select(TransportKind.MEMFD)
     broken: list[int] = []
 
-    def copier() -> Copier:
+    def copier(**_: bool) -> Copier:
         return BrokenCopier(broken)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ from aqua_protocol.channel import Slabs, Welcome
 from aqualib.peers import PeerCredentials, process_behind
 from aqualib.producer import slab_memory
 from aqualib.transports.base import Handle
-from harness import fake_cuda
+from harness.cuda.stand_in import stand_in
 from harness.memory import CountedMemory
 from harness.other_user import FRIEND, needs_root, other_user
 from harness.producers import SLAB, lending, until
@@ -84,11 +84,6 @@ class Liar(RawConsumer):
 @pytest.fixture
 def issuer() -> TokenIssuer:
     return TokenIssuer()
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    return fake_cuda.build(tmp_path)
 
 
 # --- Liars -------------------------------------------------------------------------------------
@@ -158,10 +153,8 @@ def test_the_same_name_of_another_user_shares_nothing(issuer: TokenIssuer) -> No
 
 @pytest.mark.parametrize("kind", [TransportKind.CUDA_VMM, TransportKind.CUDA_IPC])
 def test_device_memory_passes_to_another_tenant_no_more_than_host_memory(
-    issuer: TokenIssuer, library: Path, kind: TransportKind
+    issuer: TokenIssuer, kind: TransportKind
 ) -> None:
-    options = {"transport": fake_cuda.transport(kind, library), "slab_bytes": 2 * MIB}
-
     def borrow(name: str, process: Peer) -> tuple[RawConsumer, tuple[int, int]]:
         """Attach under a name, and have another process map the slab."""
         consumer = opened.enter_context(RawConsumer(producer.endpoint))
@@ -175,10 +168,11 @@ def test_device_memory_passes_to_another_tenant_no_more_than_host_memory(
         return consumer, (slab.slab_id, slab.generation)
 
     with (
-        lending(issuer, 1, **options) as producer,
+        stand_in() as standing,
+        lending(issuer, 1, transport=standing.transport(kind), slab_bytes=2 * MIB) as producer,
         ExitStack() as opened,
-        Peer(kind, library) as liar,
-        Peer(kind, library) as other,
+        Peer(kind, stands_in=True) as liar,
+        Peer(kind, stands_in=True) as other,
     ):
         consumer, lent = borrow("liar", liar)
         liar.call("fill", name="slab", seed=1)

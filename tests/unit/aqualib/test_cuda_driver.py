@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
 from aqualib.transports import cuda_abi
-from aqualib.transports.cuda_driver import CudaDriver, CudaError
-from harness import fake_cuda
+from aqualib.transports.cuda_driver import CudaDriver, CudaError, load_library
+from harness.cuda.stand_in import StandIn, stand_in
+from harness.cuda.violations import Kind
 
 GRANULE = 2 * MIB
 
@@ -60,7 +62,10 @@ CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": (
         cuda_abi.ATTRIBUTE_POSIX_FD_HANDLES
     ),
+    "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": cuda_abi.ATTRIBUTE_RDMA,
     "CU_STREAM_NON_BLOCKING": cuda_abi.STREAM_NON_BLOCKING,
+    "CU_EVENT_DISABLE_TIMING": cuda_abi.EVENT_DISABLE_TIMING,
+    "CU_STREAM_CAPTURE_MODE_RELAXED": cuda_abi.CAPTURE_MODE_RELAXED,
     "CU_MEMHOSTREGISTER_PORTABLE": cuda_abi.HOST_REGISTER_PORTABLE,
     "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda_abi.COPY_IN_STREAM_ORDER,
 }
@@ -138,34 +143,35 @@ def test_structures_constants_and_prototypes_are_those_of_cuda_h(
     assert len([fact for fact in facts if fact[0] == "P"]) == len(cuda_abi.PROTOTYPES)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
+@pytest.fixture
+def standing() -> Iterator[StandIn]:
+    with stand_in() as standing:
+        yield standing
 
 
 @pytest.fixture
-def driver(library: Path) -> CudaDriver:
-    return CudaDriver(str(library))
+def driver(standing: StandIn) -> CudaDriver:
+    return standing.driver
 
 
 def test_a_machine_without_the_driver_is_told_what_to_install() -> None:
     with pytest.raises(TransportUnavailableError, match="cannot be loaded") as refusal:
-        CudaDriver("libno-such-cuda.so.1")
+        load_library("libno-such-cuda.so.1")
     assert "NVIDIA driver" in refusal.value.remedy
 
 
 def test_a_library_that_lacks_a_call_is_too_old() -> None:
     with pytest.raises(TransportUnavailableError, match="too old") as refusal:
-        CudaDriver("libc.so.6")
+        load_library("libc.so.6")
     assert "driver 525" in refusal.value.remedy
 
 
 def test_a_driver_without_a_device_is_unavailable_by_the_drivers_own_word(
-    library: Path, monkeypatch: pytest.MonkeyPatch
+    standing: StandIn,
 ) -> None:
-    monkeypatch.setenv("FAKE_CUDA_DEVICES", "0")
+    standing.machine.visible.clear()
     with pytest.raises(TransportUnavailableError, match="CUDA_ERROR_NO_DEVICE") as refusal:
-        CudaDriver(str(library))
+        CudaDriver(standing.library)
     assert "CUDA_VISIBLE_DEVICES" in refusal.value.remedy
 
 
@@ -193,19 +199,19 @@ def test_a_device_is_named_as_nvml_names_it(driver: CudaDriver) -> None:
 
 
 def test_a_mapping_that_cannot_be_made_leaves_nothing_behind(
-    driver: CudaDriver, library: Path
+    driver: CudaDriver, standing: StandIn
 ) -> None:
     gpu = driver.device(0)
-    before = fake_cuda.counts(library)
+    before = standing.counts()
     memory = gpu.allocate(GRANULE)
     with pytest.raises(CudaError):
         gpu.map(memory, 2 * GRANULE)
     gpu.release(memory)
-    assert fake_cuda.counts(library) == before
+    assert standing.counts() == before
 
 
 def test_any_thread_may_call_and_no_thread_keeps_a_context(
-    driver: CudaDriver, library: Path
+    driver: CudaDriver, standing: StandIn
 ) -> None:
     gpu = driver.device(0)
     seen: list[object] = []
@@ -219,7 +225,8 @@ def test_any_thread_may_call_and_no_thread_keeps_a_context(
         gpu.release(memory)
         with pytest.raises(CudaError):
             gpu.release(memory)
-        seen.append(fake_cuda.counts(library)["contexts"])
+        assert standing.machine.take_violations() == [Kind.REFCOUNT]
+        seen.append(standing.counts()["contexts"])
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -228,38 +235,41 @@ def test_any_thread_may_call_and_no_thread_keeps_a_context(
 
 
 def test_memory_that_cannot_be_pinned_names_the_limit(
-    driver: CudaDriver, library: Path, monkeypatch: pytest.MonkeyPatch
+    driver: CudaDriver, standing: StandIn
 ) -> None:
     gpu = driver.device(0)
     unpin = gpu.pin(1 << 30, GRANULE)
-    assert fake_cuda.counts(library)["pinned"] == 1
+    assert standing.counts()["pinned"] == 1
     unpin()
-    assert fake_cuda.counts(library)["pinned"] == 0
-    monkeypatch.setenv("FAKE_CUDA_MEMORY", "1")
+    assert standing.counts()["pinned"] == 0
+    standing.machine.memory_bytes = 1
     with pytest.raises(TransportError, match="cannot pin 2 MiB") as refusal:
         gpu.pin(1 << 30, GRANULE)
     assert "ulimit -l" in refusal.value.remedy
 
 
-@pytest.mark.parametrize("has_batch", ["1", "0"])
+@pytest.mark.parametrize("has_batch", [True, False])
 def test_many_copies_work_with_and_without_the_drivers_batch(
-    library: Path, monkeypatch: pytest.MonkeyPatch, has_batch: str
+    standing: StandIn, has_batch: bool
 ) -> None:
-    monkeypatch.setenv("FAKE_CUDA_BATCH", has_batch)
-    driver = CudaDriver(str(library))
-    assert (driver.batch_copy is None) == (has_batch == "0")
+    standing.machine.has_batch = has_batch
+    gpu = standing.driver.device(0)
+    assert (standing.driver.batch_copy is None) == (not has_batch)
+    stream = gpu.make_stream()
     src = np.arange(64, dtype=np.uint8)
     dst = np.zeros(64, dtype=np.uint8)
     offsets, sizes = np.array([0, 32, 48]), np.array([8, 16, 4])
-    driver.device(0).copy_batch(
+    gpu.copy_batch(
         (dst.ctypes.data + offsets).astype(np.uint64),
         (src.ctypes.data + offsets).astype(np.uint64),
         sizes.astype(np.uint64),
-        stream=1,
+        stream=stream.handle,
     )
+    stream.synchronize()
     expected = np.zeros(64, dtype=np.uint8)
     for offset, size in zip(offsets, sizes, strict=True):
         expected[offset : offset + size] = src[offset : offset + size]
     assert (dst == expected).all()
-    with pytest.raises(CudaError, match="INVALID_VALUE"):
-        driver.device(0).copy_batch(*(np.zeros(1, dtype=np.uint64),) * 3, stream=0)
+    if has_batch:
+        with pytest.raises(CudaError, match="INVALID_VALUE"):
+            gpu.copy_batch(*(np.zeros(1, dtype=np.uint64),) * 3, stream=0)

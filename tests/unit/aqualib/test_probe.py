@@ -5,10 +5,11 @@ import torch
 
 from aqua_protocol import MIB, TransportKind
 from aqualib import probe
+from aqualib.transports.base import Copier
 from aqualib.transports.memfd import MemfdTransport
 
 
-class MeteredCopier:
+class MeteredCopier(Copier):
     """Copies nothing, on a clock that runs at the given rates."""
 
     is_synchronous = False

@@ -15,13 +15,12 @@ from aqua_protocol import MIB, TransportError, TransportKind
 from aqualib.memory.frame_store import FrameStore
 from aqualib.transports import select
 from aqualib.transports.cuda_driver import CudaDevice
-from harness import fake_cuda
 from harness.consumers import consuming
+from harness.cuda.stand_in import stand_in
 from harness.producers import SLAB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from aqualib.tensor import AquaTensor
     from aqualib.transports.base import Transport
@@ -141,13 +140,14 @@ def test_a_device_that_failed_is_heard_of_and_holds_nothing(device: LateDevice) 
         tensor.release()
 
 
-def test_a_gpu_is_waited_for_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = fake_cuda.build(tmp_path)
+def test_a_gpu_is_waited_for_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     note(monkeypatch, CudaDevice, "synchronize", happened)
     note(monkeypatch, FrameStore, "unpin", happened)
-    transport = fake_cuda.transport(TransportKind.CUDA_VMM, library)
-    with consuming(4, 2 * MIB, transport=transport) as aqua:
+    with (
+        stand_in() as standing,
+        consuming(4, 2 * MIB, transport=standing.transport()) as aqua,
+    ):
         tensor = aqua.offload(zeros())
         happened.clear()
         with tensor.pinned(writes=False):

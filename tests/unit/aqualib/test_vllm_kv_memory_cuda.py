@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.transports.cuda_driver import CudaDevice, CudaDriver
-from aqualib.transports.host import CPU
-from harness import fake_cuda
+from aqualib.transports.cuda_driver import CudaDevice
+from harness.cuda.stand_in import StandIn, stand_in
 from harness.refusals import refuse_after
 
 GRANULE = 2 * MIB
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def memory(library: Path) -> Iterator[CudaKvMemory]:
-    before = fake_cuda.counts(library)
-    memory = CudaKvMemory(CPU, CudaDriver(str(library)).device(0))
+def standing() -> Iterator[StandIn]:
+    with stand_in() as standing:
+        yield standing
+
+
+@pytest.fixture
+def memory(standing: StandIn) -> Iterator[CudaKvMemory]:
+    before = standing.counts()
+    memory = CudaKvMemory(GPU)
     yield memory
     memory.close()
-    assert fake_cuda.counts(library) == before
+    assert standing.counts() == before
 
 
 def test_a_cache_is_zeroed_and_rounded_up_to_granules(memory: CudaKvMemory) -> None:
@@ -40,20 +43,20 @@ def test_a_cache_is_zeroed_and_rounded_up_to_granules(memory: CudaKvMemory) -> N
 
 
 def test_released_granules_return_to_the_device_and_come_back_clean(
-    memory: CudaKvMemory, library: Path
+    memory: CudaKvMemory, standing: StandIn
 ) -> None:
     first, second = memory.allocate(2 * GRANULE), memory.allocate(2 * GRANULE)
     first.fill_(1)
     second.fill_(2)
-    before = fake_cuda.counts(library)
+    before = standing.counts()
     inner = np.array([False, True, True, False])
     memory.release(inner)
-    now = fake_cuda.counts(library)
+    now = standing.counts()
     assert before["handles"] - now["handles"] == 2
     assert before["mappings"] - now["mappings"] == 2
     assert now["reservations"] == before["reservations"], "addresses stay"
     memory.restore(inner)
-    assert fake_cuda.counts(library) == before
+    assert standing.counts() == before
     assert first[:GRANULE].all()
     assert not first[GRANULE:].any()
     assert not second[:GRANULE].any()
@@ -61,33 +64,33 @@ def test_released_granules_return_to_the_device_and_come_back_clean(
 
 
 def test_a_device_that_has_not_got_it_all_gives_nothing_back(
-    memory: CudaKvMemory, library: Path, monkeypatch: pytest.MonkeyPatch
+    memory: CudaKvMemory, standing: StandIn
 ) -> None:
     memory.allocate(4 * GRANULE)
     gone = np.array([False, True, True, True])
     memory.release(gone)
-    before = fake_cuda.counts(library)
-    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(3 * GRANULE))
+    before = standing.counts()
+    standing.machine.memory_bytes = 3 * GRANULE
     with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
         memory.restore(gone)
-    assert fake_cuda.counts(library) == before
-    monkeypatch.delenv("FAKE_CUDA_MEMORY")
+    assert standing.counts() == before
+    standing.machine.memory_bytes = 4 * GRANULE
     memory.restore(gone)
 
 
 @pytest.mark.parametrize("call", ["allocate", "map_at", "zero"])
 def test_a_restore_that_fails_half_way_has_changed_nothing(
-    memory: CudaKvMemory, library: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    memory: CudaKvMemory, standing: StandIn, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     tensor = memory.allocate(3 * GRANULE)
     everything = np.ones(3, np.bool_)
     memory.release(everything)
-    before = fake_cuda.counts(library)
+    before = standing.counts()
     with monkeypatch.context() as patch:
         refuse_after(patch, CudaDevice, call, 1)
         with pytest.raises(TransportError, match="refused"):
             memory.restore(everything)
-    assert fake_cuda.counts(library) == before
+    assert standing.counts() == before
     assert memory.absent.all()
     memory.restore(everything)
     assert not tensor.any()
@@ -96,26 +99,26 @@ def test_a_restore_that_fails_half_way_has_changed_nothing(
 @pytest.mark.parametrize(("call", "is_done"), [("unmap_at", False), ("release", True)])
 def test_a_release_that_fails_half_way_says_what_has_left(
     memory: CudaKvMemory,
-    library: Path,
+    standing: StandIn,
     monkeypatch: pytest.MonkeyPatch,
     call: str,
     is_done: bool,
 ) -> None:
     tensor = memory.allocate(3 * GRANULE)
-    before = fake_cuda.counts(library)
+    before = standing.counts()
     with monkeypatch.context() as patch:
         refuse_after(patch, CudaDevice, call, 1, is_done=is_done)
         with pytest.raises(TransportError, match="refused"):
             memory.release(np.ones(3, np.bool_))
-    assert before["mappings"] - fake_cuda.counts(library)["mappings"] == memory.absent.sum() > 0
+    assert before["mappings"] - standing.counts()["mappings"] == memory.absent.sum() > 0
     memory.restore(memory.absent)
-    assert fake_cuda.counts(library) == before
+    assert standing.counts() == before
     tensor.fill_(1)
 
 
 def test_a_gpu_that_cannot_map_by_hand_is_refused(
-    library: Path, monkeypatch: pytest.MonkeyPatch
+    standing: StandIn,
 ) -> None:
-    monkeypatch.setenv("FAKE_CUDA_POSIX", "0")
+    standing.machine.exports_descriptors = False
     with pytest.raises(TransportUnavailableError, match="cannot map memory by hand"):
-        CudaKvMemory(CPU, CudaDriver(str(library)).device(0))
+        CudaKvMemory(GPU)

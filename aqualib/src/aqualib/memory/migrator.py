@@ -19,6 +19,7 @@ import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import MIB, TransportError
@@ -204,10 +205,11 @@ class SlabCopier:
 
     def __init__(self, transport: Transport) -> None:
         count = CPU_COPIERS if transport.device.type == "cpu" else DEVICE_COPIERS
-        self._copier = RenewableCopier(transport.copier)
+        # Frames that move are at rest: gated, every copy fenced and every pin ended.
+        make = partial(transport.copier, is_background=True)
+        self._copier = RenewableCopier(make)
         self._helpers = [
-            (SerialExecutor("aqua-slab-copier"), RenewableCopier(transport.copier))
-            for _ in range(count - 1)
+            (SerialExecutor("aqua-slab-copier"), RenewableCopier(make)) for _ in range(count - 1)
         ]
 
     def copy(self, dst: MappedSlab, src: MappedSlab, ranges: list[Range]) -> str:

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
@@ -90,11 +90,8 @@ class MappedSlab:
     ) -> None:
         self.nbytes = nbytes
         self._address = address
-        storage = cast(
-            "torch.UntypedStorage",
-            torch._C._construct_storage_from_data_pointer(address, device, nbytes),  # noqa: SLF001 - torch has no public constructor over a foreign pointer
-        )
-        self._tensor: torch.Tensor | None = _whole(storage)
+        self._device = device
+        self._tensor: torch.Tensor | None = tensor_at(address, nbytes, device, torch.uint8)
         self._lock = threading.Lock()
         self._undo = None if undo is None else undo.pop_all()
 
@@ -135,7 +132,7 @@ class MappedSlab:
                 torch.UntypedStorage._new_with_weak_ptr(remains.cdata),  # noqa: SLF001 - torch's own way back from a weak reference
             )
             if survivor is not None:
-                self._tensor = _whole(survivor)
+                self._tensor = _whole(survivor, self._device, torch.uint8)
                 raise BufferError("tensors over the slab are still alive; drop them, then close")
             if self._undo is not None:
                 self._undo.close()
@@ -145,8 +142,14 @@ class MappedSlab:
         return f"<{type(self).__name__} {self.nbytes} bytes {state}>"
 
 
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def tensor_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that torch does not own, as a tensor over all of it, of one dimension."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # noqa: SLF001 - torch has no public constructor over a foreign pointer
+    return _whole(cast("torch.UntypedStorage", storage), device, dtype)
+
+
+def _whole(storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device).set_(storage)
 
 
 class OwnedSlab(MappedSlab):
@@ -215,6 +218,14 @@ class Copier(Protocol):
             IndexError: An index is out of range; nothing was copied.
         """
 
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Some memory on this side's device, shape (nbytes,), uint8, for copies within the block.
+
+        Its contents are anything. It has been taken before: a device that is full has it too.
+        """
+        yield torch.empty(nbytes, dtype=torch.uint8)
+
     def fence(self) -> None:
         """Wait until every copy submitted so far is complete and visible to the other side."""
 
@@ -262,8 +273,13 @@ class Transport(Protocol):
             TransportError: Memory or the limit of locked memory ran out.
         """
 
-    def copier(self) -> Copier:
-        """A new copier, for the calling thread."""
+    def copier(self, *, is_background: bool = False) -> Copier:
+        """A new copier, for the calling thread.
+
+        Args:
+            is_background: What it copies is at rest on both sides, so that it need not wait for
+                the engine's work, and gives way to it.
+        """
 
     def synchronize(self) -> None:
         """Wait for all that this process has queued on the device; a CPU has nothing queued.

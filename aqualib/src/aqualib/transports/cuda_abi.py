@@ -21,9 +21,12 @@ ACCESS_READ_WRITE: Final = 3
 GRANULARITY_MINIMUM: Final = 0
 ATTRIBUTE_VIRTUAL_MEMORY: Final = 102
 ATTRIBUTE_POSIX_FD_HANDLES: Final = 103
+ATTRIBUTE_RDMA: Final = 110
 STREAM_NON_BLOCKING: Final = 1
 HOST_REGISTER_PORTABLE: Final = 1
 COPY_IN_STREAM_ORDER: Final = 1
+EVENT_DISABLE_TIMING: Final = 2
+CAPTURE_MODE_RELAXED: Final = 2
 
 
 class MemLocation(ctypes.Structure):
@@ -104,6 +107,7 @@ PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxSynchronize": (),
+    "cuCtxGetStreamPriorityRange": (POINTER(c_int), POINTER(c_int)),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(MemAllocationProp), c_int),
     "cuMemGetAllocationPropertiesFromHandle": (POINTER(MemAllocationProp), c_ulonglong),
@@ -120,6 +124,13 @@ PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
     "cuMemsetD8Async": (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuStreamSynchronize": (c_void_p,),
 }

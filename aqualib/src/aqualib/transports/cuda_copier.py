@@ -1,6 +1,7 @@
 """Copies on a stream of their own, so that paging overlaps with the engine's kernels.
 
-Order: a copy sees everything that the calling thread's current stream was given before it. The
+Order: a copy sees everything that the calling thread's current stream was given before it, unless
+the copier is one for the background: what that moves is at rest, and it waits for no engine. The
 engine's stream does not wait for the copier's; `fence` does, on the host.
 
 Rows go by their size:
@@ -13,20 +14,22 @@ Rows go by their size:
   that stores straight to the peer saves the buffer, but is slower than the copy engines (337-359
   against 371-380 GB/s on NVLink 4) and holds SMs for as long as the link takes.
 
-The staging buffer is reused in stream order, so no wait is needed between its uses.
+Staging buffers are the GPU's, not the copier's: see `cuda_buffers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from aqua_protocol import KIB, MIB, TransportError
+from aqua_protocol import KIB
 from aqualib.transports.base import Copier, MappedSlab, Transport
+from aqualib.transports.cuda_buffers import INDEX_ROWS, STAGING_BYTES
 from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, Words, load_driver
 from aqualib.transports.host import HostCopier, host_slab
 from aqualib.transports.rows import (
@@ -48,10 +51,6 @@ LONG_RUN_BYTES: Final = 256 * KIB
 (benchmarks/gpu_transport.py). Doubled, runs of 256 to 512 KiB take the detour through the staging
 buffer."""
 
-STAGING_BYTES: Final = 32 * MIB
-"""Bytes of the staging buffer: amortises three launches over 90 us of NVLink time, and is small
-beside any model. Doubled, 32 MiB less for the engine."""
-
 MAX_IN_FLIGHT: Final = 4096
 """Tensors kept alive before the copier fences by itself. Doubled, an engine that never waits keeps
 twice as many."""
@@ -66,28 +65,26 @@ class CudaCopier(Copier):
     Args:
         device: The GPU whose copy engines do the work.
         gpu: The same GPU in the driver's terms.
+        is_background: Whether what it moves is at rest, so that it follows no stream.
 
     Raises:
-        TransportError: No room for the staging buffer. It is taken now, since a reclaim must not
-            wait for memory on a GPU that is full.
+        TransportError: No room for the staging buffers. They are taken now, since a reclaim must
+            not wait for memory on a GPU that is full.
     """
 
     is_synchronous = False
 
-    def __init__(self, device: torch.device, gpu: CudaDevice) -> None:
+    def __init__(
+        self, device: torch.device, gpu: CudaDevice, *, is_background: bool = False
+    ) -> None:
         self._device = device
         self._gpu = gpu
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        gpu.staging.prepare(device)
+        self._is_background = is_background
+        self._stream = gpu.make_stream(is_background=is_background)
+        self._as_torch = torch.cuda.ExternalStream(self._stream.handle, device)  # type: ignore[no-untyped-call] # torch's
         self._in_flight: list[torch.Tensor] = []
         self._host = HostCopier()
-        try:
-            with torch.cuda.stream(self._stream):
-                self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise TransportError(
-                f"no room for a {STAGING_BYTES >> 20} MiB staging buffer on {device}",
-                remedy="Leave the library some memory: lower the engine's memory fraction.",
-            ) from error
 
     @override
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -96,7 +93,7 @@ class CudaCopier(Copier):
             self._host.copy(dst, src)
             return
         self._begin(dst, src)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._as_torch):
             dst.copy_(src, non_blocking=True)
 
     @override
@@ -123,6 +120,12 @@ class CudaCopier(Copier):
             self._copy_rows(index, packed=src, table=dst, into_table=True)
 
     @override
+    @contextlib.contextmanager
+    def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        with self._gpu.staging.buffer(self._stream) as buffer:
+            yield buffer.rows[:nbytes]
+
+    @override
     def fence(self) -> None:
         self._stream.synchronize()
         self._in_flight.clear()
@@ -131,7 +134,8 @@ class CudaCopier(Copier):
         """Order what follows after the caller's work, and keep the tensors until the fence."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self.fence()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if not self._is_background:
+            self._stream.follow(torch.cuda.current_stream(self._device).cuda_stream)
         self._in_flight += (dst, src)
 
     def _copy_rows(
@@ -145,26 +149,16 @@ class CudaCopier(Copier):
         if not _goes_by_staging(packed, table, runs):
             self._copy_runs(runs, packed=packed, table=table, into_table=into_table)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._as_torch), self._gpu.staging.buffer(self._stream) as buffer:
             table, packed = _as_tables(table, packed)
-            where = index.to(self._device)
-            for rows_of_stage, stage in self._stages(packed):
+            for rows_of_stage, stage in _stages(packed, buffer.rows):
+                where = buffer.put_index(rows[rows_of_stage], self._stream)
                 if into_table:
                     stage.copy_(packed[rows_of_stage], non_blocking=True)
-                    table.index_copy_(0, where[rows_of_stage], stage)
+                    table.index_copy_(0, where, stage)
                 else:
-                    torch.index_select(table, 0, where[rows_of_stage], out=stage)
+                    torch.index_select(table, 0, where, out=stage)
                     packed[rows_of_stage].copy_(stage, non_blocking=True)
-
-    def _stages(self, packed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Cut `packed` into stretches of rows that fit the staging buffer, each with its view."""
-        row = packed[0]
-        count = STAGING_BYTES // row.nbytes
-        for start in range(0, len(packed), count):
-            rows = slice(start, min(start + count, len(packed)))
-            shape = (rows.stop - start, *row.shape)
-            nbytes = shape[0] * row.nbytes
-            yield rows, self._staging[:nbytes].view(packed.dtype).view(shape)
 
     def _copy_runs(
         self, runs: RowRuns, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
@@ -176,15 +170,37 @@ class CudaCopier(Copier):
             in_table = _addresses(table, runs.table_rows, table.stride(0) * table.element_size())
             sizes = (runs.counts * row_bytes).astype(np.uint64)
             dsts, srcs = (in_table, in_packed) if into_table else (in_packed, in_table)
-            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.cuda_stream)
+            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
             return
         # Pageable memory and rows that are not one stretch of bytes: torch knows how.
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._as_torch):
             starts = zip(runs.table_rows.tolist(), runs.packed_rows.tolist(), strict=True)
             for (at, of), count in zip(starts, runs.counts.tolist(), strict=True):
                 there, here = table[at : at + count], packed[of : of + count]
                 dst, src = (there, here) if into_table else (here, there)
                 dst.copy_(src, non_blocking=True)
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:  # noqa: ANN401 - a stream of torch's, which is untyped
+    """Have the thread launch on a stream of torch's, whatever its own device is.
+
+    `torch.cuda.stream` alone goes back to the device that the thread came from, and makes a context
+    there: half a GiB on GPU 0 for a thread that never used it.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+def _stages(packed: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cut `packed` into stretches of rows that fit the staging buffer, each with its view."""
+    row = packed[0]
+    count = min(STAGING_BYTES // row.nbytes, INDEX_ROWS)
+    for start in range(0, len(packed), count):
+        rows = slice(start, min(start + count, len(packed)))
+        shape = (rows.stop - start, *row.shape)
+        nbytes = shape[0] * row.nbytes
+        yield rows, staging[:nbytes].view(packed.dtype).view(shape)
 
 
 def _goes_by_staging(packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
@@ -228,11 +244,12 @@ class CudaSide(Transport):
 
     @override
     def create_host(self, nbytes: int) -> MappedSlab:
+        self._gpu.staging.prepare(self._device)  # Part of the place that bytes land in.
         return host_slab(nbytes, pin=self._gpu.pin)
 
     @override
-    def copier(self) -> Copier:
-        return CudaCopier(self._device, self._gpu)
+    def copier(self, *, is_background: bool = False) -> Copier:
+        return CudaCopier(self._device, self._gpu, is_background=is_background)
 
     @override
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +28,17 @@ from aqualib.transports.cuda_abi import (
     ACCESS_READ_WRITE,
     ALLOCATION_TYPE_PINNED,
     ATTRIBUTE_POSIX_FD_HANDLES,
+    ATTRIBUTE_RDMA,
     ATTRIBUTE_VIRTUAL_MEMORY,
     BATCH_COPY,
     BATCH_COPY_VERSION,
+    CAPTURE_MODE_RELAXED,
     COPY_IN_STREAM_ORDER,
     GRANULARITY_MINIMUM,
     HANDLE_TYPE_POSIX_FD,
     HOST_REGISTER_PORTABLE,
     LOCATION_TYPE_DEVICE,
     PROTOTYPES,
-    STREAM_NON_BLOCKING,
     SUCCESS,
     MemAccessDesc,
     MemAllocationProp,
@@ -45,11 +46,41 @@ from aqualib.transports.cuda_abi import (
     MemLocation,
     Uuid,
 )
+from aqualib.transports.cuda_buffers import StagingPool
+from aqualib.transports.cuda_stream import CudaStream
 
 Words = npt.NDArray[np.uint64]
 """Addresses or sizes, laid out as the driver reads them."""
 
 LIBRARY: Final = "libcuda.so.1"
+
+
+def load_library(name: str = LIBRARY) -> Any:  # noqa: ANN401 - what ctypes makes has no members
+    """The driver's library, by path or soname: functions by the names of `PROTOTYPES`.
+
+    All that Aqua asks of a driver goes through these, so that a stand-in for it needs no compiler.
+
+    Raises:
+        TransportUnavailableError: It is not there, or lacks a call that we need.
+    """
+    try:
+        library = ctypes.CDLL(name)
+        for call_name, arguments in PROTOTYPES.items():
+            call = getattr(library, call_name)
+            call.argtypes = arguments
+            call.restype = c_int
+    except OSError as error:
+        raise TransportUnavailableError(
+            f"the CUDA driver cannot be loaded: {error}",
+            remedy="Install the NVIDIA driver; in a container, run with GPU access "
+            "(`--gpus all`, or the NVIDIA runtime class).",
+        ) from error
+    except AttributeError as error:
+        raise TransportUnavailableError(
+            f"the CUDA driver is too old: {error}",
+            remedy="Install driver 525 (CUDA 12.0) or newer.",
+        ) from error
+    return library
 
 
 class CudaError(TransportError):
@@ -59,33 +90,17 @@ class CudaError(TransportError):
 
 
 class CudaDriver:
-    """The loaded and initialised driver library.
+    """The initialised driver library.
 
     Args:
-        library: Path or soname to load.
+        library: From `load_library`, or functions of the same names that take what ctypes takes.
 
     Raises:
         TransportUnavailableError: No driver, no device, or a driver that lacks a call we need.
     """
 
-    def __init__(self, library: str = LIBRARY) -> None:
-        try:
-            self._library = ctypes.CDLL(library)
-            for name, arguments in PROTOTYPES.items():
-                call = getattr(self._library, name)
-                call.argtypes = arguments
-                call.restype = c_int
-        except OSError as error:
-            raise TransportUnavailableError(
-                f"the CUDA driver cannot be loaded: {error}",
-                remedy="Install the NVIDIA driver; in a container, run with GPU access "
-                "(`--gpus all`, or the NVIDIA runtime class).",
-            ) from error
-        except AttributeError as error:
-            raise TransportUnavailableError(
-                f"the CUDA driver is too old: {error}",
-                remedy="Install driver 525 (CUDA 12.0) or newer.",
-            ) from error
+    def __init__(self, library: Any = None) -> None:  # noqa: ANN401 - as above
+        self._library = load_library() if library is None else library
         try:
             self.call("cuInit", 0)
             self.device_count = self.read_int("cuDeviceGetCount")
@@ -103,6 +118,12 @@ class CudaDriver:
     def version(self) -> int:
         """CUDA version of the driver, as 1000 * major + 10 * minor."""
         return self.read_int("cuDriverGetVersion")
+
+    def uuid_of(self, ordinal: int) -> str:
+        """The name of a visible GPU, which needs no context on it."""
+        raw = Uuid()
+        self.call("cuDeviceGetUuid_v2", byref(raw), self.read_int("cuDeviceGet", ordinal))
+        return f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
 
     def device(self, ordinal: int) -> CudaDevice:
         """The GPU with this ordinal among the visible ones; one object per GPU.
@@ -181,21 +202,16 @@ class CudaDevice:
             requested_handle_types=HANDLE_TYPE_POSIX_FD,
             location=MemLocation(LOCATION_TYPE_DEVICE, ordinal),
         )
-        raw = Uuid()
-        driver.call("cuDeviceGetUuid_v2", byref(raw), self._device)
-        self.uuid = f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
-        with self._current():
-            # Not the default stream: that one would wait for the engine's.
-            self._stream = c_void_p()
-            driver.call("cuStreamCreate", byref(self._stream), STREAM_NON_BLOCKING)
+        # Network cards, NIXL's among them, register only memory that was made for it.
+        self._prop.alloc_flags.gpu_direct_rdma_capable = self._has(ATTRIBUTE_RDMA)
+        self.uuid: Final = driver.uuid_of(ordinal)
+        self._stream = self.make_stream(is_background=True)
+        self.staging: Final = StagingPool(self)
 
     @property
     def shares_by_descriptor(self) -> bool:
         """Whether memory can be mapped by hand and exported as a POSIX descriptor."""
-        return all(
-            self.driver.read_int("cuDeviceGetAttribute", attribute, self._device)
-            for attribute in (ATTRIBUTE_VIRTUAL_MEMORY, ATTRIBUTE_POSIX_FD_HANDLES)
-        )
+        return self._has(ATTRIBUTE_VIRTUAL_MEMORY) and self._has(ATTRIBUTE_POSIX_FD_HANDLES)
 
     @property
     def granularity(self) -> int:
@@ -222,12 +238,12 @@ class CudaDevice:
 
     def release(self, handle: int) -> None:
         """Drop a handle. Mappings and exported descriptors keep the memory."""
-        self._call("cuMemRelease", handle)
+        self.call("cuMemRelease", handle)
 
     def export_fd(self, handle: int) -> int:
         """A descriptor of the memory behind `handle`, closed on exec, owned by the caller."""
         fd = c_int(-1)
-        self._call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_TYPE_POSIX_FD, 0)
+        self.call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_TYPE_POSIX_FD, 0)
         fcntl.fcntl(fd.value, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
         return fd.value
 
@@ -273,7 +289,7 @@ class CudaDevice:
 
     def free_reserved(self, address: int, nbytes: int) -> None:
         """Give addresses back that have nothing behind them any more."""
-        self._call("cuMemAddressFree", address, nbytes)
+        self.call("cuMemAddressFree", address, nbytes)
 
     def map_at(self, address: int, handle: int, nbytes: int) -> None:
         """Put memory behind reserved addresses, for this GPU to read and write.
@@ -290,16 +306,20 @@ class CudaDevice:
 
     def unmap_at(self, address: int, nbytes: int) -> None:
         """Take the memory away from behind reserved addresses; nothing may be using it."""
-        self._call("cuMemUnmap", address, nbytes)
+        self.call("cuMemUnmap", address, nbytes)
+
+    def make_stream(self, *, is_background: bool = False) -> CudaStream:
+        """A stream of our own."""
+        return CudaStream(self, is_background=is_background)
 
     def synchronize(self) -> None:
         """Wait for everything that was queued on this GPU by this process."""
-        self._call("cuCtxSynchronize")
+        self.call("cuCtxSynchronize")
 
     def zero(self, address: int, nbytes: int) -> None:
         """Fill with zeros and wait. The driver does not promise clean memory."""
-        self._call("cuMemsetD8Async", address, 0, nbytes, self._stream)
-        self._call("cuStreamSynchronize", self._stream)
+        self.call("cuMemsetD8Async", address, 0, nbytes, self._stream.handle)
+        self._stream.synchronize()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock host memory for every GPU of the process; returns how to undo it.
@@ -308,7 +328,7 @@ class CudaDevice:
             TransportError: The kernel or the driver refuses to lock that much.
         """
         try:
-            self._call("cuMemHostRegister_v2", address, nbytes, HOST_REGISTER_PORTABLE)
+            self.call("cuMemHostRegister_v2", address, nbytes, HOST_REGISTER_PORTABLE)
         except CudaError as error:
             raise TransportError(
                 f"cannot pin {format_bytes(nbytes)} of host memory: {error.message}",
@@ -316,7 +336,7 @@ class CudaDevice:
                 "host memory.",
                 **error.details,
             ) from error
-        return lambda: self._call("cuMemHostUnregister", address)
+        return lambda: self.call("cuMemHostUnregister", address)
 
     def copy_batch(self, dsts: Words, srcs: Words, sizes: Words, stream: int) -> None:
         """Enqueue many copies on a stream: in one submission with drivers of CUDA 12.8 and newer.
@@ -344,17 +364,32 @@ class CudaDevice:
     def _read_word(self, name: str, *arguments: object) -> int:
         """Call a function whose first argument is an `unsigned long long *` for its result."""
         word = c_ulonglong()
-        self._call(name, byref(word), *arguments)
+        self.call(name, byref(word), *arguments)
         return word.value
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the driver in this GPU's context.
+
+        Raises:
+            CudaError: The result was not success.
+        """
         with self._current():
             self.driver.call(name, *arguments)
 
+    def _has(self, attribute: int) -> bool:
+        return bool(self.driver.read_int("cuDeviceGetAttribute", attribute, self._device))
+
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        self.driver.call("cuCtxPushCurrent_v2", self._context)
+        # An engine that captures a graph forbids unsafe calls to every thread that minds it; ours
+        # have nothing to do with the capture, and one that was refused would end it.
+        mode = c_int(CAPTURE_MODE_RELAXED)
+        self.driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
-            yield
+            self.driver.call("cuCtxPushCurrent_v2", self._context)
+            try:
+                yield
+            finally:
+                self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
         finally:
-            self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self.driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))

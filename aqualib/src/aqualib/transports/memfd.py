@@ -88,7 +88,8 @@ class MemfdTransport(Transport):
         return host_slab(nbytes)
 
     @override
-    def copier(self) -> HostCopier:
+    def copier(self, *, is_background: bool = False) -> HostCopier:
+        del is_background
         return HostCopier()
 
     @override

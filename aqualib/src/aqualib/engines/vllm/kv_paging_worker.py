@@ -19,7 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ import torch
 from aqua_protocol import MIB, AquaError, TransportError
 from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
+from aqualib.engines.vllm.load_stream import LoadStream
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import BlockCopier
 from aqualib.tensor import Location
@@ -93,6 +94,7 @@ class KvPagingWorker:
         self._lock = threading.Lock()
         self._loader = SerialExecutor("aqua-kv-load")
         self._loader_staging: torch.Tensor | None = None
+        self._load_stream = LoadStream(self._blocks.device)
         self._loads: dict[str, Future[None]] = {}
         self.store: BlockStore | None = None
         try:
@@ -123,7 +125,8 @@ class KvPagingWorker:
         if plan.in_places:
             self._in(plan.in_places, plan.in_blocks, self._staging)
         for request_id, (places, blocks) in plan.async_loads.items():
-            self._loads[request_id] = self._loader.submit(self._load, places, blocks)
+            mark = self._load_stream.mark()
+            self._loads[request_id] = self._loader.submit(self._load, mark, places, blocks)
 
     def take_arrived(self) -> set[str]:
         """Requests whose asynchronous loads have ended, well or not, since the last call."""
@@ -234,14 +237,13 @@ class KvPagingWorker:
         self._blocks.scatter(rows, [block for _, block in pairs])
         return []
 
-    def _load(self, places: list[int], blocks: list[int]) -> None:
+    def _load(self, mark: Any, places: list[int], blocks: list[int]) -> None:
         """Page in beside the model: places under load are the scheduler's to keep in place."""
         try:
-            if self._loader_staging is None:
-                self._loader_staging = self._new_staging()
-            self._in(places, blocks, self._loader_staging)
-            if self._loader_staging.is_cuda:
-                torch.cuda.current_stream(self._blocks.device).synchronize()
+            with self._load_stream.after(mark):
+                if self._loader_staging is None:
+                    self._loader_staging = self._new_staging()
+                self._in(places, blocks, self._loader_staging)
         except (RuntimeError, MemoryError) as error:  # An engine that is short of memory, often.
             self._give_up(list(zip(places, blocks, strict=True)))
             failure = TransportError(f"the device or its memory failed: {type(error).__name__}")

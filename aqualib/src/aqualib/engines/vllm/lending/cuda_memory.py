@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from aqua_protocol import TransportUnavailableError
-from aqualib.engines.vllm.lending.memory import tensor_at
 from aqualib.ranges import Range
+from aqualib.transports.base import tensor_at
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CudaKvMemory:
             [self._memory, np.zeros(whole // self.granule_bytes, np.uint64)]
         )
         self.restore(np.arange(len(self._memory)) >= before)
-        return tensor_at(region.start, nbytes, self._device)
+        return tensor_at(region.start, nbytes, self._device, torch.int8)
 
     def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""

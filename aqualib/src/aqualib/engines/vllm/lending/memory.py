@@ -28,6 +28,8 @@ from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.producer.device import EmulatedMemory
 from aqualib.ranges import Range, runs_of
+from aqualib.transports.base import tensor_at
+from aqualib.transports.host import CPU
 from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ class HostKvMemory:
         mapping = HostMapping(-(-nbytes // self.granule_bytes) * self.granule_bytes)
         self._mappings.append(mapping)
         self.absent = np.pad(self.absent, (0, mapping.nbytes // self.granule_bytes))
-        return tensor_at(mapping.address, nbytes, torch.device("cpu"))
+        return tensor_at(mapping.address, nbytes, CPU, torch.int8)
 
     def release(self, granules: GranuleMask) -> None:
         """See `KvMemory.release`."""
@@ -157,12 +159,6 @@ class HostKvMemory:
             for run in runs_of(granules[before : before + count]):
                 yield mapping, run.start * self.granule_bytes, run.size * self.granule_bytes
             before += count
-
-
-def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that torch does not own, as a tensor of shape (nbytes,), int8."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # noqa: SLF001 - torch has no public constructor over a foreign pointer
-    return torch.empty(0, dtype=torch.int8, device=device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,286 @@
+"""What an engine and Aqua do on one GPU, each as short as it can be and still go wrong.
+
+A scenario runs the product on the stand-in and raises `AssertionError` for a broken rule, wrong
+bytes or a count that is not as promised. `gpu_mends` says what each is there for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aqua_protocol import MIB, TransportKind
+from aqualib import probe
+from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
+from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.transports import cuda_buffers
+from harness.consumers import consuming, grant
+from harness.cuda.stand_in import StandIn, stand_in
+from harness.producers import lending, until
+from harness.raw_consumer import TokenIssuer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from aqualib.consumer import Aqua
+    from aqualib.producer.producer import Producer
+
+SLAB: Final = 2 * MIB
+GPU: Final = torch.device("cuda", 0)
+BLOCKS: Final = 16
+BLOCK_BYTES: Final = 4096
+
+
+@contextlib.contextmanager
+def borrowing(standing: StandIn, slab_count: int = 2) -> Iterator[tuple[Aqua, Producer]]:
+    """A consumer with slabs of a producer, both on the GPU and in this process."""
+    issuer = TokenIssuer()
+    transport = standing.transport()
+    with (
+        lending(issuer, slab_count, transport=transport, slab_bytes=SLAB) as producer,
+        consuming(8, SLAB, transport=transport) as aqua,
+    ):
+        granted = grant(issuer, producer.endpoint, slab_count, slab_bytes=SLAB)
+        aqua.attach(granted.model_copy(update={"transport": TransportKind.CUDA_VMM}))
+        yield aqua, producer
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run on another thread to the end; raises what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - carried to the caller
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def caches(layers: int = 2) -> list[torch.Tensor]:
+    """KV caches, block by block, all of them written."""
+    return [
+        torch.full((BLOCKS, BLOCK_BYTES), n + 1, dtype=torch.uint8, device=GPU)
+        for n in range(layers)
+    ]
+
+
+# --- Order ------------------------------------------------------------------------------------
+
+
+def a_pinned_view_is_read_by_a_kernel(seed: int) -> None:
+    """The frame goes home while a kernel that was queued in the block still reads the slab."""
+    with stand_in(seed=seed) as standing, borrowing(standing) as (aqua, producer):
+        tensor = aqua.offload(torch.full((1000,), 7, dtype=torch.uint8, device=GPU))
+        until(lambda: tensor.location.value == "peer", "promoted")
+        with tensor.pinned(writes=False) as view:
+            total = view.to(torch.int64).sum()
+        producer.reclaim(2 * SLAB)
+        until(lambda: tensor.location.value == "host", "drained")
+        assert int(total) == 7000
+        tensor.release()
+
+
+def a_load_runs_beside_the_model(seed: int) -> None:
+    """A request's blocks are loaded into blocks that a queued kernel of the last step reads."""
+    with stand_in(seed=seed) as standing:
+        layers = caches()
+        with consuming(8, SLAB, transport=standing.transport()) as aqua:
+            worker = KvPagingWorker(layers, aqua, BLOCKS)
+            worker.page_out(PagingPlan(out_places=[0, 1], out_blocks=[3, 4]))
+            engine = standing.stream()
+            with torch.cuda.stream(engine):
+                engine.wait_stream(torch.cuda.default_stream(GPU))
+                for layer in layers:
+                    layer[8:10] = 99
+                read = layers[0][8:10].clone()
+                worker.page_in(PagingPlan(async_loads={"request": ([0, 1], [8, 9])}))
+                until(lambda: worker.take_arrived() == {"request"}, "loaded")
+                assert (read.cpu() == 99).all()
+                assert (layers[1][8:10].cpu() == 2).all(), "what was loaded, not what was there"
+            worker.close()
+
+
+def blocks_go_out_and_in_between_steps(seed: int) -> None:
+    """The engine overwrites blocks right after they went out, and reads them once they are in."""
+    with stand_in(seed=seed) as standing:
+        layers = caches()
+        with borrowing(standing) as (aqua, _):
+            worker = KvPagingWorker(layers, aqua, BLOCKS)
+            for round_number in range(3):
+                for layer in layers:
+                    layer[2:6] = 10 + round_number
+                worker.page_out(PagingPlan(out_places=[0, 1, 2, 3], out_blocks=[2, 3, 4, 5]))
+                for layer in layers:
+                    layer[2:6] = 0
+                worker.page_in(PagingPlan(in_places=[3, 1], in_blocks=[9, 10]))
+                for layer in layers:
+                    assert (layer[9:11].cpu() == 10 + round_number).all()
+            worker.close()
+
+
+def rows_share_the_staging_buffers(seed: int) -> None:
+    """Two threads gather by the same buffers, which their streams order and their hosts do not."""
+    with stand_in(seed=seed) as standing:
+        transport = standing.transport()
+        tables = [torch.full((64, 512), n + 1, dtype=torch.uint8, device=GPU) for n in range(3)]
+        torch.cuda.synchronize()
+        outs = [torch.empty((32, 512), dtype=torch.uint8, device=GPU) for _ in tables]
+        copiers = [transport.copier() for _ in tables]
+        for copier, table, out in zip(copiers, tables, outs, strict=True):
+            in_thread(partial(copier.gather, out, table, torch.arange(0, 64, 2)))
+        for copier, out, number in zip(copiers, outs, (1, 2, 3), strict=True):
+            copier.fence()
+            assert (out.cpu() == number).all()
+
+
+def many_stages_follow_each_other(seed: int) -> None:
+    """An index of more stages than the ring has slots: none is overwritten before it was read."""
+    count = cuda_buffers.INDEX_ROWS * (cuda_buffers.INDEX_SLOTS + 2)
+    with stand_in(seed=seed) as standing:
+        copier = standing.transport().copier()
+        table = torch.arange(count, dtype=torch.int64, device=GPU)[:, None]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        packed = torch.empty((count, 1), dtype=torch.int64, device=GPU)
+        copier.gather(packed, table, order)
+        copier.fence()
+        assert torch.equal(packed.cpu()[:, 0], order)
+
+
+# --- Waiting ----------------------------------------------------------------------------------
+
+
+def a_drain_does_not_wait_for_the_engine(seed: int) -> None:
+    """Slabs go back while the engine's default stream does not move."""
+    with stand_in(seed=seed) as standing, borrowing(standing) as (aqua, producer):
+        tensor = aqua.offload(torch.full((1000,), 7, dtype=torch.uint8, device=GPU))
+        until(lambda: tensor.location.value == "peer", "promoted")
+        default = standing.torch.default_stream(GPU).found
+        busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
+        with standing.machine.held(default):
+            busy.add_(1)
+            producer.reclaim(2 * SLAB)
+            until(lambda: tensor.location.value == "host", "drained")
+            assert default.queue, "the engine was not waited for"
+        assert (tensor.load().cpu() == 7).all()
+        tensor.release()
+
+
+def rows_are_submitted_without_waiting(seed: int) -> None:
+    """A gather returns while the kernel that makes its rows has not even begun."""
+    with stand_in(seed=seed) as standing:
+        copier = standing.transport().copier()
+        table = torch.zeros((64, 512), dtype=torch.uint8, device=GPU)
+        packed = torch.empty((32, 512), dtype=torch.uint8, device=GPU)
+        index = torch.arange(0, 64, 2)
+        copier.gather(packed, table, index)
+        copier.fence()
+        engine = standing.stream()
+        with torch.cuda.stream(engine), standing.machine.held(engine.found):
+            table.add_(5)
+            copier.gather(packed, table, index)
+            assert engine.found.queue, "the engine was not waited for"
+        copier.fence()
+        assert (packed.cpu() == 5).all()
+
+
+# --- Contexts, captures, room -----------------------------------------------------------------
+
+
+def a_thread_uses_the_second_gpu_only(seed: int) -> None:
+    """A thread that never chose a device copies on cuda:1; cuda:0 stays as it was."""
+
+    def work() -> None:
+        near = torch.full((64, 512), 3, dtype=torch.uint8, device="cuda:1")
+        slab = transport.create(SLAB)
+        copier = transport.copier()
+        copier.copy(slab.tensor[: near.nbytes], near.view(-1))
+        copier.gather(near[:32], near, torch.arange(32, 64))
+        copier.fence()
+        assert probe.measure(transport, slab).read_bytes_per_s > 0
+        slab.close()
+
+    with stand_in(seed=seed, gpu_count=2) as standing:
+        transport = standing.transport(ordinal=1)
+        in_thread(work)
+        assert standing.machine.contexts_made == {1}, "half a GiB on a GPU that nobody uses"
+
+
+def leases_are_taken_up_during_a_capture(seed: int) -> None:
+    """The leasing thread maps and measures slabs while the engine captures a graph."""
+    with stand_in(seed=seed) as standing:
+        issuer, transport = TokenIssuer(), standing.transport()
+        with (
+            lending(issuer, 2, transport=transport, slab_bytes=SLAB) as producer,
+            consuming(8, SLAB, transport=transport) as aqua,
+        ):
+            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB)
+            granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
+            graph = torch.zeros(64, dtype=torch.uint8, device=GPU)
+            with standing.torch.capturing():
+                graph.add_(1)
+                in_thread(lambda: aqua.attach(granted))
+
+
+def a_lease_is_taken_up_on_a_full_gpu(seed: int) -> None:
+    """The engine has taken all that was left; the path is measured nevertheless."""
+    with stand_in(seed=seed) as standing:
+        issuer, transport = TokenIssuer(), standing.transport()
+        with (
+            lending(issuer, 2, transport=transport, slab_bytes=SLAB) as producer,
+            consuming(8, SLAB, transport=transport) as aqua,
+        ):
+            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB)
+            granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
+            machine = standing.machine
+            machine.memory_bytes = machine.used[0] + 2 * SLAB  # The producer makes its slabs now.
+            try:
+                link = aqua.attach(granted).link
+            except Exception as error:
+                raise AssertionError(f"the lease could not be used: {error}") from error
+            assert link is not None
+
+
+def copiers_come_and_go(seed: int) -> None:
+    """Threads that copied leave nothing behind that another could not use."""
+    with stand_in(seed=seed) as standing:
+        transport = standing.transport()
+        transport.copier()
+        before = standing.machine.used[0] + standing.torch.allocator.reserved_bytes
+        for _ in range(4):
+            in_thread(lambda: transport.copier().fence())
+        after = standing.machine.used[0] + standing.torch.allocator.reserved_bytes
+        assert after == before, f"{after - before} bytes for threads that have ended"
+
+
+def slabs_are_made_for_network_cards(seed: int) -> None:
+    """Memory that is lent can be registered where the GPU and its driver can do that."""
+    with stand_in(seed=seed) as standing:
+        slab = standing.transport().create(SLAB)
+        assert all(m.is_rdma_capable for m in standing.machine.handles.values())
+        slab.close()
+
+
+SCENARIOS: Final = (
+    a_pinned_view_is_read_by_a_kernel,
+    a_load_runs_beside_the_model,
+    blocks_go_out_and_in_between_steps,
+    rows_share_the_staging_buffers,
+    many_stages_follow_each_other,
+    a_drain_does_not_wait_for_the_engine,
+    rows_are_submitted_without_waiting,
+    a_thread_uses_the_second_gpu_only,
+    leases_are_taken_up_during_a_capture,
+    a_lease_is_taken_up_on_a_full_gpu,
+    copiers_come_and_go,
+    slabs_are_made_for_network_cards,
+)

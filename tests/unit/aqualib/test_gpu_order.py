@@ -1,0 +1,41 @@
+"""Aqua on a GPU that is not there: nothing goes wrong, and without any one mend something does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aqua_protocol import AquaError
+from harness.gpu_mends import MENDS, Mend
+from harness.gpu_scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = 3
+"""Orders in which each scenario runs here."""
+
+MORE_SEEDS = 8
+"""Orders in which a missing mend must show."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_no_rule_of_cuda_is_broken(scenario: Callable[[int], None]) -> None:
+    for seed in range(SEEDS):
+        scenario(seed)
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.without)
+def test_each_mend_is_needed(mend: Mend) -> None:
+    with mend.taken_back():
+        for seed in range(MORE_SEEDS):
+            try:
+                mend.scenario(seed)
+            except (AssertionError, AquaError):
+                return
+    pytest.fail(f"nobody minds that {mend.without}")
+
+
+def test_each_scenario_minds_some_mend() -> None:
+    assert {mend.scenario for mend in MENDS} == set(SCENARIOS)
