@@ -18,20 +18,26 @@ from aqua_protocol.members import ProducerAck
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
 
-def without_network(app: ASGIApp) -> httpx.ASGITransport:
-    """Call an application in this process; each request comes by a connection of its own."""
+def without_network(app: ASGIApp, connection: Connection | None = None) -> httpx.ASGITransport:
+    """Call an application in this process, by this connection or by one for each request."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        connection = Connection(asyncio.Transport(), strangers={})
-        await app({**scope, "state": {"connection": connection}}, receive, send)
+        used = connection or Connection(asyncio.Transport(), strangers={})
+        try:
+            await app({**scope, "state": {"connection": used}}, receive, send)
+        finally:
+            if connection is None:
+                used.leave()
 
     return httpx.ASGITransport(app=call)
 
 
-def client_of(service: Service, token: str | None = None) -> httpx.AsyncClient:
+def client_of(
+    service: Service, token: str | None = None, connection: Connection | None = None
+) -> httpx.AsyncClient:
     """A client of the whole coordinator; close it, or use it as a context manager."""
     return httpx.AsyncClient(
-        transport=without_network(service.asgi),
+        transport=without_network(service.asgi, connection),
         base_url="http://127.0.0.1",
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
     )

@@ -4,7 +4,8 @@ uvicorn accepts every connection and waits for ever for what its peer has begun.
 watched, whatever it sends. What has begun to arrive arrives within `transfer_timeout_s`: the head
 of a request, then its body; and an answer is taken within that time. Connections that have shown no
 good token yet are few: one too many ends the oldest of them. So a flood ends itself, and a member
-gets in beside it, because it shows its token with its first packet.
+gets in beside it, because it shows its token with its first packet. How many connections tokens may
+have is for `RequestLimits` to say, who knows them.
 
 TLS is spoken here, too: handshakes are watched as all else is, a refused one is told why, and each
 takes the certificates as they are now. A connection that was made with other ones, or whose client
@@ -57,6 +58,8 @@ class Connection:
         owing_since_s: Since when a request is arriving, by `time.perf_counter`; None when none is.
         unread_since_s: Since when what was written has not all been taken; None when it has.
         caller, counts: Of the last good token, and what counts its requests; `RequestLimits`'s.
+        places: What counts this connection; `RequestLimits`'s, too.
+        reports: Whether it is counted as one that reports.
         ahead_bytes: Received since the last head, less what its body may have.
         certified: Whether the peer has shown a certificate that we trust.
         ends: Whether the connection ends with the next answer.
@@ -68,6 +71,8 @@ class Connection:
         self._strangers[self] = None
         self.caller: object = None
         self.counts: Any = None
+        self.places: list[Any] = []
+        self.reports = False
         self._call_soon = asyncio.get_running_loop().call_soon
         self._parts: list[bytes] = []
         self.is_closing = transport.is_closing
@@ -95,6 +100,12 @@ class Connection:
         """A good token has come, other than the last."""
         self._strangers.pop(self, None)
         self.caller, self.counts = caller, counts
+
+    def leave(self) -> None:
+        """Give up its places."""
+        for counted in self.places:
+            counted.count -= 1
+        self.places.clear()
 
     def _flush(self) -> None:
         if self._parts:
@@ -283,6 +294,7 @@ class ConnectionLimits:
     def _forget(self, connection: Connection) -> None:
         self._all.discard(connection)
         self._strangers.pop(connection, None)
+        connection.leave()
 
     def _close(self, connection: Connection, reason: str) -> None:
         self._closed.labels(reason).inc()

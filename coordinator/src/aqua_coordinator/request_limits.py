@@ -12,11 +12,16 @@ Requests are counted from the head on for their token and their peer, but take a
 coordinator's own limit only with their body: one that stalls (`connections` ends it) stands in the
 way of its own token alone. Reports are counted apart and find a part of the limit kept for them;
 requests without a token have a small limit of their own. Event streams are limited by their route.
+
+Connections are counted as well, from their first good token until they are lost, so that no token
+uses up the descriptors of the process. Those that have brought a report are counted apart, and a
+part of all descriptors is kept for them.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 import time
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
@@ -25,10 +30,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
 from aqua_coordinator.audit import AuditLog
-from aqua_coordinator.connections import Connection
+from aqua_coordinator.auth import Caller
+from aqua_coordinator.connections import MAX_STRANGERS, Connection
 from aqua_coordinator.hosts import AllowedHosts
 from aqua_coordinator.hot_routes import HotRoutes, shape_of
 from aqua_coordinator.services import Services
+from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, UnavailableError
 from aqua_protocol.errors import RequestTooLargeError, UnauthenticatedError
 
@@ -57,9 +64,14 @@ REPORTS: Final = {
     shape_of("POST", "/v1/leases/{lease_id}/renew"),
 }
 """Without them members and leases age, so room is kept for them."""
+READS_ONLY: Final = frozenset({Role.READER})
+"""Roles of a token whose requests are no reports, whatever they are like."""
 REPORTS_SHARE: Final = 0.25
 """Of the requests served at once, kept for reports, chosen by hand. Doubled, other requests are
 refused at half of the limit."""
+OWN_FILES: Final = 256
+"""Descriptors that are not for connections with a token: Redis, logs, listeners. Doubled, a process
+that may open 1024 serves 256 members less."""
 MAX_OPEN: Final = 64
 """Requests without a token served at once, chosen by hand: scrapes and probes. Doubled, a flood of
 them keeps Redis busy for twice as long."""
@@ -94,6 +106,11 @@ class RequestLimits:
         self._served = _Count(limit)
         self._others = _Count(limit - min(math.ceil(limit * REPORTS_SHARE), limit - 1))
         self._open = _Count(min(MAX_OPEN, limit))
+        most = max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MAX_STRANGERS - OWN_FILES)
+        apart = most - math.ceil(most * REPORTS_SHARE)
+        self._connected, self._connected_others = _Count(most), _Count(apart)
+        self._connected_of_token = min(services.settings.max_connections_per_token, most // 2)
+        self._connected_of_peer = min(services.settings.max_connections_per_peer, apart)
         self._counts = WeakValueDictionary[tuple[str, str | None], _Count]()
         self._metrics.requests_in_flight.set_function(self._in_flight)
 
@@ -141,9 +158,14 @@ class RequestLimits:
             caller = scope["user"] = self._authenticator.authenticate(
                 None if authorization is None else authorization.decode("latin-1")
             )
-            if connection.caller is not caller:
+            is_report = shape in REPORTS and caller.roles != READS_ONLY
+            if connection.caller is not caller or is_report > connection.reports:
+                # Where there is no place for it, it ends with the answer.
+                send.ends = True
+                self._place(connection, caller, _peer_of(scope), is_report=is_report)
+                send.ends = connection.ends
                 connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
-            before, whole = ((), ()) if shape == STREAM else connection.counts[shape in REPORTS]
+            before, whole = ((), ()) if shape == STREAM else connection.counts[is_report]
             _count(before, held)
             if method in _BODY_METHODS:
                 limit = BODY_BYTES.get(shape[3], SMALL_BODY_BYTES)
@@ -169,6 +191,38 @@ class RequestLimits:
             raise
         await self._app(scope, _replay(body, receive), send)
         return None
+
+    def _place(
+        self, connection: Connection, caller: Caller, peer: str | None, *, is_report: bool
+    ) -> None:
+        """Count a connection for its token: once it has brought a report, as one that reports.
+
+        Raises:
+            UnavailableError: Its token, its peer or all together have as many as they may.
+        """
+        connection.leave()
+        connection.reports = is_report
+        name, limit = caller.token_id, self._connected_of_token
+        own: tuple[_Count, ...]
+        if not is_report:
+            of_peer = self._count_of(("peer's connections", peer), self._connected_of_peer)
+            own = (self._count_of(("connections", name), limit), of_peer)
+        else:
+            if not caller.is_bound:
+                # Of many members that share a token: all but what is left to other tokens.
+                limit = max(limit, self._connected_others.limit)
+            own = (self._count_of(("reporting connections", name), limit),)
+        of_all = (self._connected,) if is_report else (self._connected_others, self._connected)
+        try:
+            _count(own, connection.places, "connections")
+            try:
+                _count(of_all, connection.places, "connections")
+            except UnavailableError:
+                self._heartbeats.is_refusing |= is_report
+                raise
+        except UnavailableError:
+            connection.leave()
+            raise
 
     def _require_certificate(self, connection: Connection, path: str) -> None:
         if self._wants_certificates and not connection.certified and path not in PROBES:
@@ -215,8 +269,8 @@ class _Count:
 Counts: TypeAlias = dict[bool, tuple[tuple[_Count, ...], tuple[_Count, ...]]]
 
 
-def _count(counts: tuple[_Count, ...], held: list[_Count]) -> None:
-    """Count a request in.
+def _count(counts: tuple[_Count, ...], held: list[_Count], what: str = "requests") -> None:
+    """Count a request or a connection in.
 
     Raises:
         UnavailableError: A limit has been reached.
@@ -224,7 +278,7 @@ def _count(counts: tuple[_Count, ...], held: list[_Count]) -> None:
     for one in counts:
         if one.count >= one.limit:
             raise UnavailableError(
-                f"{one.count} requests of this kind are under way already",
+                f"{one.count} {what} of this kind are under way already",
                 remedy="Retry later, or run more coordinators.",
                 retry_after_s=1.0,
             )

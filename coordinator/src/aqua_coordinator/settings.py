@@ -181,6 +181,19 @@ class CoordinatorSettings(BaseSettings):
         le=65_536,
         description="Requests under way at once from one address; reports are not counted.",
     )
+    max_connections_per_token: int = Field(
+        1024,
+        ge=1,
+        le=1_048_576,
+        description="Open connections of one token; of those that report as many again, or, where "
+        "many members share a token, three quarters of what the process may have open.",
+    )
+    max_connections_per_peer: int = Field(
+        4096,
+        ge=1,
+        le=1_048_576,
+        description="Open connections from one address; those that report are not counted.",
+    )
     transfer_timeout_s: float = Field(
         10.0,
         ge=0.1,
