@@ -36,16 +36,16 @@ MAX_STRANGERS: Final = 512
 """Connections without a good token yet, chosen by hand: probes, scrapers, and members that have
 just connected. Doubled, a turn of the loop under a flood of them takes 100 ms instead of 50."""
 PATROL_S: Final = 0.1
-"""Seconds between looks at a tenth of the connections each. Doubled, a late one stays up to a
-second longer."""
+"""Seconds between looks at a tenth of the active connections each. Doubled, a late one stays up to
+a second longer."""
 MAX_AHEAD_BYTES: Final = 1 << 20
 """What may arrive before a head is complete, or of a body that is not read: four times what the
 loop reads at once. Doubled, strangers can make the coordinator hold 1 GiB instead of half."""
 RECORD_BYTES: Final = 16 << 10
 """Fixed by TLS: the most that one record holds."""
 TICKS_PER_ROUND: Final = 10
-"""Calls of `close_late` until every connection has been looked at: 10,000 at once would hold the
-loop up for 20 ms. Doubled, what is late is closed a second later."""
+"""Looks until every active connection has had one: 10,000 at once would hold the loop up for 20 ms.
+Doubled, what is late is closed a second later."""
 
 
 class Connection:
@@ -65,10 +65,16 @@ class Connection:
         ends: Whether the connection ends with the next answer.
     """
 
-    def __init__(self, transport: asyncio.Transport, strangers: dict[Connection, None]) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        strangers: dict[Connection, None],
+        active: set[Connection],
+    ) -> None:
         self._transport = transport
-        self._strangers = strangers
+        self._strangers, self._active = strangers, active
         self._strangers[self] = None
+        self._active.add(self)
         self.caller: object = None
         self.counts: Any = None
         self.places: list[Any] = []
@@ -111,6 +117,11 @@ class Connection:
         if self._parts:
             self._transport.write(b"".join(self._parts))
             self._parts.clear()
+            self._note_written()
+
+    def _note_written(self) -> None:
+        if not self.is_closing():
+            self._active.add(self)
 
 
 class TlsConnection(Connection):
@@ -124,9 +135,10 @@ class TlsConnection(Connection):
         self,
         transport: asyncio.Transport,
         strangers: dict[Connection, None],
+        active: set[Connection],
         context: ssl.SSLContext,
     ) -> None:
-        super().__init__(transport, strangers)
+        super().__init__(transport, strangers, active)
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._context = context
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
@@ -184,6 +196,7 @@ class TlsConnection(Connection):
     def _send(self) -> None:
         if self._to_send.pending:
             self._transport.write(self._to_send.read())
+            self._note_written()
 
 
 class ConnectionLimits:
@@ -200,9 +213,11 @@ class ConnectionLimits:
     ) -> None:
         self._timeout_s = transfer_timeout_s
         self._tls = tls
+        self._context = None if tls is None else tls.context()
         self._refused: list[str] = []
         self._closed = metrics.connections_closed
-        self._all: set[Connection] = set()
+        # All that owe something, or may: an idle one costs nothing until it is used again.
+        self._active: set[Connection] = set()
         self._round, self._share = iter(list[Connection]()), 0
         self._strangers: dict[Connection, None] = {}
 
@@ -222,7 +237,6 @@ class ConnectionLimits:
         def connection_made(transport: asyncio.Transport) -> None:
             nonlocal connection
             state["connection"] = connection = self._connection(transport)
-            self._all.add(connection)
             made(connection)
             if len(self._strangers) > MAX_STRANGERS:
                 self._close(next(iter(self._strangers)), "crowded")
@@ -232,6 +246,7 @@ class ConnectionLimits:
                 return
             if connection.owing_since_s is None:
                 connection.owing_since_s = time.perf_counter()
+                self._active.add(connection)
             connection.ahead_bytes += len(data)
             if connection.ahead_bytes > MAX_AHEAD_BYTES:
                 self._close(connection, "overlong")
@@ -252,11 +267,12 @@ class ConnectionLimits:
 
     def _connection(self, transport: asyncio.Transport) -> Connection:
         if self._tls is None:
-            return Connection(transport, self._strangers)
-        return TlsConnection(transport, self._strangers, self._tls.context())
+            return Connection(transport, self._strangers, self._active)
+        return TlsConnection(transport, self._strangers, self._active, self._tls.context())
 
     def _decrypted(self, connection: Connection, data: bytes) -> bytes:
         assert isinstance(connection, TlsConnection), connection
+        connection.ages(self._context, time.time())
         try:
             return connection.decrypt(data)
         except ssl.SSLError as error:
@@ -265,7 +281,7 @@ class ConnectionLimits:
             return b""
 
     async def close_late_ones(self) -> None:
-        """Close those whose time is over, for ever, looking at a tenth of all at a time."""
+        """Close those whose time is over, for ever, looking at a tenth of the active at a time."""
         while True:
             self._close_late()
             await asyncio.sleep(PATROL_S)
@@ -275,13 +291,12 @@ class ConnectionLimits:
         if self._refused:
             log.warning("TLS refused", connections=len(self._refused), last=self._refused[-1])
             self._refused.clear()
-        context = None if self._tls is None else self._tls.context()
+        self._context = None if self._tls is None else self._tls.context()
         due = [*islice(self._round, self._share)]
         if not due:
-            self._round, self._share = iter([*self._all]), -(-len(self._all) // TICKS_PER_ROUND)
-        for connection in self._all.intersection(due):
-            if isinstance(connection, TlsConnection):
-                connection.ages(context, time.time())
+            self._round = iter([*self._active])
+            self._share = -(-len(self._active) // TICKS_PER_ROUND)
+        for connection in self._active.intersection(due):
             if not connection.get_write_buffer_size():
                 connection.unread_since_s = None
             elif connection.unread_since_s is None:
@@ -290,9 +305,11 @@ class ConnectionLimits:
                 self._close(connection, "unread")
             elif now_s - (connection.owing_since_s or now_s) > self._timeout_s:
                 self._close(connection, "late")
+            elif connection.unread_since_s is None and connection.owing_since_s is None:
+                self._active.discard(connection)
 
     def _forget(self, connection: Connection) -> None:
-        self._all.discard(connection)
+        self._active.discard(connection)
         self._strangers.pop(connection, None)
         connection.leave()
 

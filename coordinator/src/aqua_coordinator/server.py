@@ -86,8 +86,6 @@ class Server(uvicorn.Server):
         config.load()
         services = service.services
         settings, tls = services.settings, services.settings.tls_files()
-        if tls is not None:
-            tls.context()
         limits = ConnectionLimits(settings.transfer_timeout_s, services.metrics, tls)
         make = partial(limits.protocol, config.http_protocol_class)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed

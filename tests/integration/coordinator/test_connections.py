@@ -1,10 +1,11 @@
-"""Connections leave nothing behind that only Python's collector would find."""
+"""What many connections cost: an idle one nothing, and an ended one leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from aqua_coordinator import connections
 from aqua_coordinator.connections import Connection, ConnectionLimits
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.server import SERVER_OPTIONS
@@ -72,3 +74,34 @@ def test_a_connection_that_has_ended_leaves_no_cycle(way: str) -> None:
 
     uvloop.run(come_and_go())
     assert [one for one in gc.get_objects() if isinstance(one, KINDS)] == []
+
+
+async def test_only_connections_that_may_owe_something_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "PATROL_S", 0)
+    limits, looks, made = ConnectionLimits(0.0, Metrics()), Mock(return_value=0), []
+    for _ in range(30):
+        protocol = limits.protocol(lambda app_state: Mock(state=app_state))
+        transport = Mock(get_write_buffer_size=looks, is_closing=Mock(return_value=False))
+        protocol.connection_made(transport)
+        protocol.state["connection"].owing_since_s = None
+        made.append((protocol, transport))
+    patrol = asyncio.create_task(limits.close_late_ones())
+
+    async def looks_in_two_rounds() -> int:
+        looks.reset_mock()
+        for _ in range(2 * connections.TICKS_PER_ROUND + 2):
+            await asyncio.sleep(0)
+        return looks.call_count
+
+    assert await looks_in_two_rounds() >= 30
+    assert await looks_in_two_rounds() == 0
+    protocol, transport = made[7]
+    protocol.state["connection"].write(b"an answer")
+    assert await looks_in_two_rounds() == 1
+    transport.abort.assert_not_called()
+    protocol.data_received(b"half a head")
+    assert await looks_in_two_rounds() == 1
+    transport.abort.assert_called_once_with()
+    patrol.cancel()
