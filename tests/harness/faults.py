@@ -3,15 +3,18 @@
 The loops are found by introspection. While a `FaultInjector` is open, the interpreter tells it of
 every call; those that a supervised body makes, itself or one call further, are the sites at which a
 fault can be planted. So a new loop is found as soon as it runs, and a new call of an old one, too.
+A call that is made while the loop says that it rests would not be missed if it never ended.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import cycle, groupby
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final, NamedTuple, Self
 
 from aqua_protocol import supervision
@@ -39,10 +42,12 @@ class FaultInjector:
     Attributes:
         sites: Every site seen, in the order of the first call.
         planted: Where to raise what; None when that has happened.
+        unwatched: Sites that were called while their loop rested: there it may hang unseen.
     """
 
     def __init__(self, site: Site | None = None, error: BaseException | None = None) -> None:
         self.sites: dict[Site, None] = {}
+        self.unwatched: set[Site] = set()
         self.planted = None if site is None or error is None else (site, error)
 
     def __enter__(self) -> Self:
@@ -66,7 +71,11 @@ class FaultInjector:
                 return
             calls_bodies = outer.f_code.co_name == "_run"
             if calls_bodies and outer.f_code.co_filename == supervision.__file__:
-                self._reach(Site(outer.f_locals["self"].kind, code.co_qualname))
+                loop = outer.f_locals["self"]
+                site = Site(loop.kind, code.co_qualname)
+                if loop.is_resting and frame.f_lasti <= _beginning(code):
+                    self.unwatched.add(site)
+                self._reach(site)
                 return
             outer = outer.f_back
 
@@ -75,6 +84,19 @@ class FaultInjector:
         if self.planted is not None and self.planted[0] == site:
             error, self.planted = self.planted[1], None
             raise error
+
+
+def have_rested(seen: set[supervision.Loop]) -> bool:
+    """Whether each loop that runs is resting or in `seen`, which those that rest now join."""
+    loops = supervision.running_loops()
+    seen.update(loop for loop in loops if loop.is_resting)
+    return seen.issuperset(loops)
+
+
+@cache
+def _beginning(code: CodeType) -> int:
+    """Where a call begins; one of a coroutine that goes on after a wait does so behind it."""
+    return next(each.offset for each in dis.get_instructions(code) if each.opname == "RESUME")
 
 
 def faults(sites: Iterable[Site]) -> Iterator[tuple[Site, BaseException]]:

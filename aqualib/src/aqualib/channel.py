@@ -33,6 +33,7 @@ from typing_extensions import override
 from aqua_protocol import AquaError, ProtocolError, SocketPathTooLongError, TransportError
 from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET
 from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
+from aqua_protocol.supervision import resting
 from aqua_protocol.wire import Wire
 from aqualib import peers
 
@@ -195,13 +196,14 @@ class LingeringSelector(selectors.DefaultSelector):
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if self._is_awake:
-            linger_s = LINGER_S if timeout is None else min(timeout, LINGER_S)
-            awake_until_s = time.perf_counter() + linger_s
-            while time.perf_counter() < awake_until_s:
-                if ready := super().select(0):
-                    return ready
-        ready = super().select(timeout)
+        with resting():
+            if self._is_awake:
+                linger_s = LINGER_S if timeout is None else min(timeout, LINGER_S)
+                awake_until_s = time.perf_counter() + linger_s
+                while time.perf_counter() < awake_until_s:
+                    if ready := super().select(0):
+                        return ready
+            ready = super().select(timeout)
         self._is_awake = bool(ready)
         return ready
 

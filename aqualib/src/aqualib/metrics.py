@@ -219,5 +219,5 @@ def loop_families(prefix: str) -> Iterator[Metric]:
     for kind, count in restart_counts().items():
         restarts.add_metric([kind], count)
     yield restarts
-    text = "Loops that crash again and again."
+    text = "Loops that crash again and again, or hang."
     yield GaugeMetricFamily(f"{prefix}_loops_failing", text, value=len(failing_loops()))

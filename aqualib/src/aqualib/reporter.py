@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from aqua_protocol import PROTOCOL_VERSION, AquaError
 from aqua_protocol.ids import BooksId, Incarnation, Revision, new_incarnation
 from aqua_protocol.members import MemberAck
-from aqua_protocol.supervision import RestartPolicy, SupervisedThread
+from aqua_protocol.supervision import RestartPolicy, SupervisedThread, resting
 from aqualib.version import AQUALIB_VERSION
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ class Reporter(Generic[ReportT, AckT]):
                 pause_s = self._due_at_s() - time.monotonic()
                 if pause_s <= 0:
                     return True
-                self._condition.wait(pause_s)
+                with resting():
+                    self._condition.wait(pause_s)
             owes_last, self._last_report = self._last_report, False
             return owes_last and self._error is None and self._changes > self._known
 

@@ -38,7 +38,7 @@ from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
 from aqua_protocol import AquaError, ErrorBody, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
-from aqua_protocol.supervision import SupervisedTask
+from aqua_protocol.supervision import SupervisedTask, resting
 
 log = structlog.get_logger(__name__)
 
@@ -180,14 +180,16 @@ class Service:
                 if absent:
                     log.info("store is back")
                 absent, is_present = False, True
-            await asyncio.sleep(SWEEP_PERIOD_S)
+            with resting():
+                await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _refresh_forever(self) -> None:
         """Notice changed tokens, also while the store is absent, and let streams look at theirs."""
         while True:
             if self.services.authenticator.refresh():
                 self.services.event_watcher.wake()
-            await asyncio.sleep(SWEEP_PERIOD_S)
+            with resting():
+                await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _open_books(self) -> None:
         """Open the books; a store that is just being restarted gets the time it may take."""

@@ -29,6 +29,7 @@ import structlog
 
 from aqua_client.tls import TlsFiles
 from aqua_coordinator.metrics import Metrics
+from aqua_protocol.supervision import resting
 
 log = structlog.get_logger(__name__)
 
@@ -284,7 +285,8 @@ class ConnectionLimits:
         """Close those whose time is over, for ever, looking at a tenth of the active at a time."""
         while True:
             self._close_late()
-            await asyncio.sleep(PATROL_S)
+            with resting():
+                await asyncio.sleep(PATROL_S)
 
     def _close_late(self) -> None:
         now_s = time.perf_counter()

@@ -43,7 +43,7 @@ import structlog
 
 from aqua_protocol import ConfigError, SocketPathTooLongError
 from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
-from aqua_protocol.supervision import SupervisedTask
+from aqua_protocol.supervision import SupervisedTask, resting
 
 SOCKET_NAME: Final = "valkey.sock"
 LOG_NAME: Final = "valkey.log"
@@ -184,7 +184,8 @@ class EmbeddedValkey:
 
     async def _sync_forever(self) -> None:
         while True:
-            await asyncio.sleep(SYNC_PERIOD_S)
+            with resting():
+                await asyncio.sleep(SYNC_PERIOD_S)
             try:
                 await asyncio.to_thread(self._sync)
             except OSError as error:
@@ -342,7 +343,8 @@ async def _end_of(process: subprocess.Popen[bytes]) -> None:
     pidfd = os.pidfd_open(process.pid)
     loop.add_reader(pidfd, ended.set)
     try:
-        await ended.wait()
+        with resting():
+            await ended.wait()
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)

@@ -15,6 +15,7 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from aqua_coordinator.store.keys import KEYS
+from aqua_protocol.supervision import resting
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +60,8 @@ class EventWatcher:
     async def run(self) -> None:
         """Listen for ever; a Redis that is lost is tried again, and counts as a change."""
         while True:
-            await self._wanted.wait()
+            with resting():
+                await self._wanted.wait()
             try:
                 await self._listen()
             except (RedisError, OSError) as error:
@@ -78,8 +80,9 @@ class EventWatcher:
                 known = latest
                 self.wake()
             # Answers at once if something was written since.
-            async with asyncio.timeout(2 * BLOCK_MS / 1e3):
-                await self._redis.xread({KEYS["events"]: known}, count=1, block=BLOCK_MS)
+            with resting():
+                async with asyncio.timeout(2 * BLOCK_MS / 1e3):
+                    await self._redis.xread({KEYS["events"]: known}, count=1, block=BLOCK_MS)
             await asyncio.sleep(REST_S)
         self._wanted.clear()
 

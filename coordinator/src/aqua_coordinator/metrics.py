@@ -193,9 +193,8 @@ class _BooksCollector:
             restarts.add_metric([kind], count)
         yield restarts
         failing = [((), len(failing_loops()))]
-        yield _gauge(
-            "aqua_coordinator_loops_failing", "Loops that crash again and again.", (), failing
-        )
+        text = "Loops that crash again and again, or hang."
+        yield _gauge("aqua_coordinator_loops_failing", text, (), failing)
         books = self._snapshot
         answered = [((), float(books is not None))]
         yield _gauge("aqua_redis_up", "Whether Redis answered this scrape.", (), answered)

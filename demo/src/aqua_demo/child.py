@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 from aqua_demo.messages import Command, Failure, LogLine
 from aqua_demo.parent_death import end_with
 from aqua_protocol import AquaError
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 from aqua_protocol.wire import Wire
 
 SettingsT = TypeVar("SettingsT", bound=Wire)
@@ -60,10 +60,11 @@ class Parent:
             self.tell(Failure(error=error.to_body()))
 
     def _read(self) -> None:
-        for line in sys.stdin:
-            self.wants = Command.model_validate_json(line)
-            if self.wants.finish:
-                self.finished.set()
+        with resting():  # It only listens.
+            for line in sys.stdin:
+                self.wants = Command.model_validate_json(line)
+                if self.wants.finish:
+                    self.finished.set()
         self.finished.set()
 
 

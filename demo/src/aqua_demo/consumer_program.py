@@ -34,7 +34,7 @@ from aqua_demo.messages import (
 )
 from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 from aqualib.engines.transformers import AquaCache
 from aqualib.ranges import Range
 from aqualib.transports import select
@@ -230,7 +230,10 @@ def watching(look: Callable[[], None]) -> Iterator[None]:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(SAMPLE_INTERVAL_S):
+        while True:
+            with resting():
+                if done.wait(SAMPLE_INTERVAL_S):
+                    return
             look()
 
     watcher = SupervisedThread(watch, "demo-watch")

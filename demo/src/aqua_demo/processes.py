@@ -37,7 +37,7 @@ from aqua_demo.messages import (
     Report,
 )
 from aqua_protocol import AquaError
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 from aqua_protocol.wire import Wire
 
 STOP_WAIT_S: Final = 10.0
@@ -152,13 +152,14 @@ class Child:
     def _listen(self) -> None:
         assert self._heard is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                report = REPORTS.validate_json(line)
-            except ValidationError as error:
-                body = DemoError(f"{self.name} said something unintelligible: {error}").to_body()
-                report = Failure(error=body)
-            self._heard.put(ChildMessage(self.name, report))
+        with resting():  # It only listens.
+            for line in self._process.stdout:
+                try:
+                    report = REPORTS.validate_json(line)
+                except ValidationError as error:
+                    text = f"{self.name} said something unintelligible: {error}"
+                    report = Failure(error=DemoError(text).to_body())
+                self._heard.put(ChildMessage(self.name, report))
         self._heard.put(ChildMessage(self.name, None))
 
 

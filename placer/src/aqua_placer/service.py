@@ -34,7 +34,7 @@ from aqua_placer.solve.placement import place
 from aqua_protocol import AquaError, RequestInvalidError, UnavailableError
 from aqua_protocol.errors import UnauthenticatedError
 from aqua_protocol.plan import MatchingMode, Objective, Plan
-from aqua_protocol.supervision import SupervisedTask
+from aqua_protocol.supervision import SupervisedTask, resting
 from aqua_protocol.wire import Wire
 
 MAX_BODY_BYTES: Final = 64 << 20
@@ -102,8 +102,9 @@ def create_app(token: str | None = None) -> FastAPI:  # noqa: C901 - routes clos
             interrupt = threading.Event()
 
             async def watch() -> None:
-                while not await request.is_disconnected():  # noqa: ASYNC110 - only Starlette can tell
-                    await asyncio.sleep(DISCONNECT_POLL_S)
+                while not await request.is_disconnected():
+                    with resting():
+                        await asyncio.sleep(DISCONNECT_POLL_S)
                 interrupt.set()
 
             try:

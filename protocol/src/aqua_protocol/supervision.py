@@ -8,12 +8,12 @@ run steadily: readiness and metrics then name it.
 
 What a body owes for this: what it works on stays where its next call finds it, not in its local
 variables, and the next call finishes it, repeats it or hands it back. What may be repeated is safe
-to repeat.
+to repeat. And where it waits for something to do, it says so (`resting`): a body that has worked on
+without a rest for longer than anything takes hangs, and its loop is failing as well, until it goes
+on. A thread that hangs cannot be ended, so that is all that is done about it.
 
 What is logged of a crash are places and types. The message of an unforeseen exception is left out,
 since it may quote a token, a prompt or a page.
-
-Not promised: that a body which hangs is noticed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -63,6 +64,8 @@ class RestartPolicy:
         longest_pause_s: Of any pause.
         steady_s: A body that ran so long has left its earlier crashes behind.
         crashes_allowed: In a row, before a loop is failing.
+        hang_s: Without a rest, before a loop is failing. To pin 256 GiB takes 90 s; doubled, a loop
+            that hangs is noticed as much later.
         clock: Seconds, monotonic.
         jitter: Draws the share of a pause that is waited, from its bounds.
     """
@@ -71,6 +74,7 @@ class RestartPolicy:
     longest_pause_s: float = 5.0
     steady_s: float = 30.0
     crashes_allowed: int = 3
+    hang_s: float = 120.0
     clock: Callable[[], float] = lambda: time.monotonic()  # noqa: PLW0108 - found at the call
     jitter: Callable[[float, float], float] = lambda least, most: random.uniform(least, most)  # noqa: PLW0108 - as above
 
@@ -109,20 +113,48 @@ class Loop:
         self._crashes = 0
         self._crashed_at_s = float("-inf")
         self._trace = ""
+        self._busy_since_s: float | None = None
         _restarts[kind] += 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}, {self._crashes} crashes in a row>"
 
     @property
-    def is_failing(self) -> bool:
+    def is_crashing(self) -> bool:
         """Whether it has crashed again and again, and not run steadily since."""
         since_s = self._policy.clock() - self._crashed_at_s
         return self._crashes >= self._policy.crashes_allowed and since_s < self._policy.steady_s
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether its body waits for something to do, or for its next call."""
+        return self._busy_since_s is None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it is crashing, or hangs: its work is not done."""
+        since_s = self._busy_since_s
+        hangs = since_s is not None and self._policy.clock() - since_s > self._policy.hang_s
+        return hangs or self.is_crashing
+
+    def _begin(self) -> float:
+        """Note that the body is called; the time."""
+        _current.set(self)
+        self._busy_since_s = began_s = self._policy.clock()
+        return began_s
+
+    @contextmanager
+    def _rest(self) -> Iterator[None]:
+        self._busy_since_s = None
+        try:
+            yield
+        finally:
+            self._busy_since_s = self._policy.clock()
+
     def _crash(self, error: BaseException, began_s: float) -> float:
         """Note a crash of a call that began then; the seconds to wait before the next."""
         _restarts[self.kind] += 1
+        self._busy_since_s = None
         self._crashed_at_s = self._policy.clock()
         steady = self._crashed_at_s - began_s >= self._policy.steady_s
         self._crashes = 1 if steady else self._crashes + 1
@@ -168,14 +200,14 @@ class SupervisedThread(Loop):
         _running.add(self)
         try:
             while True:
-                began_s = self._policy.clock()
+                began_s = self._begin()
                 try:
                     self.body()
                 except CRASHES as error:
                     pause_s = self._crash(error, began_s)
                 else:
                     return
-                if self._is_ending.wait(pause_s) and self.is_failing:
+                if self._is_ending.wait(pause_s) and self.is_crashing:
                     return
         finally:
             _running.discard(self)
@@ -210,7 +242,7 @@ class SupervisedTask(Loop):
         _running.add(self)
         try:
             while True:
-                began_s = self._policy.clock()
+                began_s = self._begin()
                 try:
                     await self.body()
                 except (Exception, asyncio.CancelledError) as error:
@@ -274,7 +306,11 @@ class SerialExecutor:
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+    while True:
+        with resting():
+            job = jobs.get()
+        if job is None:
+            return
         future, work = job
         try:
             future.set_result(work())
@@ -283,13 +319,28 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
         del job, future, work  # A job keeps tensors.
 
 
+def resting() -> AbstractContextManager[None]:
+    """Within the block the loop of this thread or task waits for something to do.
+
+    It begins its next work with the end of the block; elsewhere than in a loop it is nothing.
+    """
+    loop = _current.get()
+    return nullcontext() if loop is None else loop._rest()  # noqa: SLF001 - of this module
+
+
+def note_progress() -> None:
+    """The loop of this thread or task has finished a part of its work, and begins the next."""
+    with resting():
+        pass
+
+
 def running_loops() -> list[Loop]:
     """Every loop of this process that has been started and not ended, by name."""
     return sorted(_running.copy(), key=lambda loop: loop.name)
 
 
 def failing_loops() -> tuple[str, ...]:
-    """Names of the loops that crash again and again: the process does not do all of its work."""
+    """Names of the loops that crash again and again or hang: not all of the work is done."""
     return tuple(loop.name for loop in running_loops() if loop.is_failing)
 
 
@@ -315,6 +366,7 @@ def trace_of(error: BaseException) -> str:
     return "\nwhich came from\n".join(told)
 
 
+_current: Final[ContextVar[Loop | None]] = ContextVar("loop", default=None)
 _running: Final[set[Loop]] = set()
 _restarts: Final[Counter[str]] = Counter()
 os.register_at_fork(after_in_child=_running.clear)  # A child has none of its parent's threads.

@@ -7,6 +7,7 @@ members still offer, lend, page, reclaim and leave, and no loop stays behind.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -25,7 +26,7 @@ from aqualib.tensor import Location
 from aqualib.transports import select
 from harness.consumers import consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
-from harness.faults import FaultInjector, UnforeseenError, faults
+from harness.faults import FaultInjector, UnforeseenError, faults, have_rested
 from harness.producers import SLAB, socket_dir, until
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def lend_and_take_back(coordinator: CoordinatorProcess, number: int) -> set[str]
                 "everything is lent and filled",
             )
             kinds |= {loop.kind for loop in running_loops()}
+            rested = set[Loop]()
+            until(partial(have_rested, rested), "every loop has rested")
             engine.queue_length = 100
             until(lambda: not engine.lent_bytes, "the engine has everything back")
             for tensor, value in zip(tensors, values, strict=True):
@@ -147,6 +150,7 @@ def test_every_loop_of_members_outlives_a_fault_at_each_of_its_calls(
         kinds = lend_and_take_back(coordinator, 0)
     assert kinds | {site.loop for site in clean.sites} >= EXPECTED
     assert kinds <= {site.loop for site in clean.sites}, "a loop runs at which no fault can be put"
+    assert clean.unwatched == set(), "calls that may hang, and none would notice"
     hit: set[tuple[str, type[BaseException]]] = set()
     for number, (site, error) in enumerate(faults(clean.sites), 1):
         crashed = sum(restart_counts().values())

@@ -2,7 +2,7 @@
 
 The loops and their calls are found by running them (`harness/faults.py`). After each fault the
 coordinator still grants, expires, tells events, notices changed tokens, closes late connections,
-and syncs and restarts its store. One whose loop crashes again and again is not ready.
+and syncs and restarts its store. One whose loop crashes again and again, or hangs, is not ready.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from aqua_protocol.supervision import Loop, RestartPolicy, restart_counts, runni
 from harness.asgi import allocate, client_of, error_of, hear, join, without_network
 from harness.bounds import HANG_S
 from harness.coordinator_process import data_dir
-from harness.faults import FaultInjector, UnforeseenError, faults
+from harness.faults import FaultInjector, UnforeseenError, faults, have_rested
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
@@ -50,6 +51,7 @@ async def require_outlived(work: Work, loops: set[str]) -> None:
     with FaultInjector() as clean:
         await work()
     assert {site.loop for site in clean.sites} >= loops
+    assert clean.unwatched == set()
     hit: set[tuple[str, type[BaseException]]] = set()
     for site, error in faults(clean.sites):
         crashed = sum(restart_counts().values())
@@ -195,6 +197,42 @@ async def test_the_loops_of_an_embedded_store_outlive_a_fault_at_each_of_their_c
                 store.stop()
 
     await require_outlived(work, {"store-restart", "store-sync"})
+
+
+async def test_a_loop_that_hangs_fails_readiness_until_it_goes_on(
+    store: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later_s = 0.0
+    policy = RestartPolicy(clock=lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(Loop, "policy", policy)
+    service = Service(CoordinatorSettings(), store.url)
+    hangs, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def hang(**_: float) -> int:
+        hangs.set()
+        await goes_on.wait()
+        return 0
+
+    async with ledger_room(store.url), service.running(), client_of(service) as http:
+        rested = set[Loop]()
+
+        async def have_all_rested() -> bool:
+            return have_rested(rested)
+
+        await until(have_all_rested)
+        monkeypatch.setattr(service.services.ledger, "sweep", hang)
+        await asyncio.wait_for(hangs.wait(), HANG_S)
+        assert (await http.get("/readyz")).status_code == httpx.codes.OK
+        later_s = policy.hang_s + 1
+        answer = await http.get("/readyz")
+        assert error_of(answer).details == {"loops": ["sweep"]}
+        assert "aqua_coordinator_loops_failing 1.0" in (await http.get("/metrics")).text
+        goes_on.set()
+
+        async def is_ready() -> bool:
+            return (await http.get("/readyz")).status_code == httpx.codes.OK
+
+        await until(is_ready)
 
 
 async def test_a_loop_that_crashes_again_and_again_fails_readiness_and_is_counted(

@@ -17,7 +17,9 @@ from aqua_protocol.supervision import (
     SupervisedTask,
     SupervisedThread,
     failing_loops,
+    note_progress,
     restart_counts,
+    resting,
     running_loops,
     start_job,
 )
@@ -101,6 +103,66 @@ def test_a_loop_fails_when_it_has_crashed_often_enough_and_recovers_by_running_s
     assert "builtins.ValueError" in caplog.text
     assert __file__ in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_a_body_that_works_without_a_rest_for_too_long_hangs_until_it_goes_on() -> None:
+    now_s = [0.0]
+    policy = RestartPolicy(0.0, 0.0, hang_s=10.0, clock=lambda: now_s[0])
+    works, rests = threading.Event(), threading.Event()
+    go_on: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def body() -> None:
+        works.set()
+        go_on.get(timeout=HANG_S)
+        note_progress()
+        works.set()
+        go_on.get(timeout=HANG_S)
+        with resting():
+            rests.set()
+            go_on.get(timeout=HANG_S)
+
+    thread = SupervisedThread(body, "tested", "7", policy=policy)
+    assert not thread.is_failing
+    thread.start()
+    for expected in ((), ("tested-7",)):
+        assert works.wait(HANG_S)
+        assert failing_loops() == ()
+        now_s[0] += 10.0 + len(expected)
+        assert failing_loops() == expected
+        works.clear()
+        go_on.put(None)
+    assert rests.wait(HANG_S)
+    now_s[0] += 1000.0
+    assert failing_loops() == ()
+    assert thread.is_resting
+    go_on.put(None)
+    assert thread.join(HANG_S)
+
+
+async def test_a_task_hangs_likewise_and_its_pause_after_a_crash_is_a_rest() -> None:
+    now_s = [0.0]
+    policy = RestartPolicy(HANG_S, HANG_S, hang_s=10.0, clock=lambda: now_s[0])
+    hangs, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def body() -> None:
+        hangs.set()
+        await goes_on.wait()
+        raise ValueError
+
+    async with SupervisedTask(body, "tested", policy=policy) as task:
+        await hangs.wait()
+        now_s[0] = 11.0
+        assert failing_loops() == ("tested",)
+        goes_on.set()
+        for _ in range(2):  # Turns of the loop: the body raises in the first.
+            await asyncio.sleep(0)
+        assert task.is_resting
+        assert failing_loops() == ()
+
+
+def test_to_rest_outside_of_a_loop_is_nothing() -> None:
+    with resting():
+        note_progress()
 
 
 def test_causes_are_told_by_type_and_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ from aqua_protocol import (
 from aqua_protocol.ids import new_idempotency_key
 from aqua_protocol.leases import AttachFailure, LeaseRequest
 from aqua_protocol.members import ConsumerAck, ConsumerReport, UsedLease
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 from aqualib.channel import ChannelClosedError
 from aqualib.leasing.demand import LeaseBackoff, Need, RequestLease, ReturnSurplus
 from aqualib.leasing.events import EventThread
@@ -269,7 +269,8 @@ class LeaseClient:
                 if order is None:
                     until_s = self._backoff.wake_s(now_s)
                     if self._news_count == seen:
-                        self._changed.wait(None if until_s is None else until_s - now_s)
+                        with resting():
+                            self._changed.wait(None if until_s is None else until_s - now_s)
                     continue
             if isinstance(order, ReturnSurplus):
                 self._store.ask_back_unused(order.slab_count)

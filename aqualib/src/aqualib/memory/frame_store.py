@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import CapacityError, ConfigError, DataLostError, TransportError, format_bytes
+from aqua_protocol.supervision import resting
 from aqualib.memory.frame import FrameState
 from aqualib.memory.frame_table import FrameTable, StoreStats
 from aqualib.memory.migration_policy import Migration, decide, wake_s
@@ -266,7 +267,8 @@ class FrameStore:
                 until_s = wake_s(table, now_s)
                 # Closed gates may have opened above; tell those who wait at them.
                 self._changed.notify_all()
-                self._changed.wait(None if until_s is None else until_s - now_s)
+                with resting():
+                    self._changed.wait(None if until_s is None else until_s - now_s)
 
     @contextmanager
     def answering(self) -> Iterator[tuple[FrameTable, float]]:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import MIB, TransportError
-from aqua_protocol.supervision import SerialExecutor, SupervisedThread
+from aqua_protocol.supervision import SerialExecutor, SupervisedThread, resting
 from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn
 from aqualib.memory.transfers import RenewableCopier
 from aqualib.ranges import Range, split
@@ -142,9 +142,13 @@ class Migrator:
     def _finish_moves(self) -> None:
         run_promptly()
         self._tell()
-        while (copied := self._finishing or self._copied.get()) is not None:
+        while (copied := self._finishing or self._next_copied()) is not None:
             self._finishing = copied
             self._finish(*copied)
+
+    def _next_copied(self) -> tuple[Drain | SlabReturn, str] | None:
+        with resting():
+            return self._copied.get()
 
     def _finish(self, move: Drain | SlabReturn, failure: str) -> None:
         tell = _unmap(move.source)

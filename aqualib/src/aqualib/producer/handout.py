@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import AquaError, CapacityError, TransportError
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET, ConsumerMessage, SlabHandle, Slabs, Welcome
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, note_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +88,7 @@ class Handout:
                 slabs = [_announced(*pair) for pair in zip(batch, handles, strict=True)]
                 fds = [handle.fd for handle in handles if handle.fd is not None]
                 channel.send(Slabs(slabs=slabs, last=last), fds)
+            note_progress()  # The peer may take its time for each.
         self.is_complete = True
 
     def _make_foreign_anew(self) -> Sequence[LentSlab]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aqua_protocol import ConfigError, TransportError, UnavailableError, format_bytes
 from aqua_protocol.profile import PRODUCER_THRESHOLD_BYTES, ModelProfile, ProfileKind, ProfileLabel
-from aqua_protocol.supervision import RestartPolicy, SupervisedThread
+from aqua_protocol.supervision import RestartPolicy, SupervisedThread, resting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -304,7 +304,8 @@ class Informer:
         self._watch = replace(self._watch, calm_since_s=None)
         while not self._closing:
             self.look(time.monotonic())
-            self._woken.wait(self._poll_s)
+            with resting():
+                self._woken.wait(self._poll_s)
             self._woken.clear()
 
     def _offer(self, nbytes: int) -> None:

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import TransportError
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, note_progress, resting
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ class SlabMemory:
         self._look_at_what_is_owed()  # A run that crashed may have been making it.
         while True:
             try:
-                retired = self._retired.get(timeout=self._pause_s())
+                pause_s = self._pause_s()
+                with resting():
+                    retired = self._retired.get(timeout=pause_s)
             except queue.Empty:
                 self._replace()
                 continue
@@ -167,6 +169,7 @@ class SlabMemory:
         """Make what is owed, unless memory waits to be freed: that comes first."""
         self._retry_at_s = None
         while self._lending.owed_count:
+            note_progress()
             try:
                 memory = self.create()
             except TransportError as error:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aqua_protocol import TransportError
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -111,7 +111,8 @@ class DeferredFree:
                         poll.register(end, 0)
                 # What a run that crashed could not free is free to be freed now.
                 is_ready = any(not pipes for pipes, _ in self._waiting)
-            poll.poll(0 if is_ready else None)
+            with resting():
+                poll.poll(0 if is_ready else None)
             with self._lock:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)

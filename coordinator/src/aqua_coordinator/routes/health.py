@@ -33,8 +33,8 @@ async def readyz(services: ServicesDep) -> Health:
         raise UnavailableError("this coordinator is stopping", retry_after_s=1.0)
     if failing := failing_loops():
         raise UnavailableError(
-            f"not all of the work is done: {', '.join(failing)} crashed again and again",
-            remedy="Read its log; start it anew if the crashes go on.",
+            f"not all of the work is done: {', '.join(failing)} crash again and again, or hang",
+            remedy="Read its log; start it anew if that goes on.",
             retry_after_s=1.0,
             loops=list(failing),
         )

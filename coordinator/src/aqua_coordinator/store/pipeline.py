@@ -56,7 +56,7 @@ from aqua_coordinator.store.scripts import (
 )
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreFullError, StoreUnavailableError
-from aqua_protocol.supervision import SupervisedTask
+from aqua_protocol.supervision import SupervisedTask, resting
 
 Argument: TypeAlias = str | bytes | int
 Answer: TypeAlias = Any
@@ -203,7 +203,8 @@ class Pipeline:
         try:
             while True:
                 # Whatever is submitted in this turn of the loop waits by the time this goes on.
-                await self._submitted.wait()
+                with resting():
+                    await self._submitted.wait()
                 size = min(max(len(self._waiting) // MAX_SHARE, self._free_batch), MAX_BATCH)
                 size = min(size, len(self._waiting))
                 batch = deque(self._waiting.popleft() for _ in range(size))

@@ -20,6 +20,7 @@ from aqua_profiler.errors import EndpointError
 from aqua_profiler.load.endpoint import Endpoint
 from aqua_protocol import ConfigError
 from aqua_protocol.decoders import read_config
+from aqua_protocol.supervision import resting
 
 USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
@@ -116,7 +117,8 @@ class KvCachePoller:
             began_s = now()
             await self.look()
             took_s = now() - began_s
-            await asyncio.sleep(min(max(took_s / LOOKING_SHARE, LEAST_POLL_S), MOST_POLL_S))
+            with resting():
+                await asyncio.sleep(min(max(took_s / LOOKING_SHARE, LEAST_POLL_S), MOST_POLL_S))
 
 
 def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | None) -> KvCache:

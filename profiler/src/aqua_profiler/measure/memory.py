@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 
 from aqua_profiler.errors import MeterUnavailableError
-from aqua_protocol.supervision import SupervisedThread
+from aqua_protocol.supervision import SupervisedThread, resting
 
 POLL_S: Final = 0.005
 """Seconds between two looks of NVML, which take 0.1 ms each; twice as many miss shorter peaks."""
@@ -112,7 +112,10 @@ class NvmlMeter(MemoryMeter):
         self._thread.start()
 
     def _poll(self) -> None:
-        while not self._done.wait(POLL_S):
+        while True:
+            with resting():
+                if self._done.wait(POLL_S):
+                    return
             self._look()
 
     def _look(self) -> tuple[int, int]:
