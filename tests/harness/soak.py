@@ -129,10 +129,8 @@ def _run_period(
     """One period; returns how long it took to come to rest."""
     number = report.next_number
     began_s = time.monotonic()
-    cluster.begin()
     plants = report.header["plants"]
-    for how in {"bit", "tensor"} & set(plants) if number == 1 else ():
-        cluster.call(PLANTS[how], "spoil", how)
+    cluster.begin()
     # As long as the last one, this rest is a part of the period.
     works_s = period_s - min(rests_s, period_s / 2)
     faults = [
@@ -151,6 +149,8 @@ def _run_period(
     cluster.work(faults, works_s, tell)
     worked_s = time.monotonic() - began_s
     tell(worked_s, "coming to rest")
+    for how in {"bit", "tensor"} & set(plants) if number == 1 else ():
+        cluster.call(PLANTS[how], "spoil", how)
     cluster.rest()
     for kind in plants:
         if kind == "key":

@@ -273,7 +273,10 @@ class SoakCluster:
         wait_until(self._hold_nothing, "consumers give everything back")
         for slot in PRODUCERS:
             self._call(slot, "settle")
-        wait_until(self._is_at_rest, "the books say what members say at rest")
+        give_up_s = time.monotonic() + HANG_S
+        while unrest := self._unrest():
+            assert time.monotonic() < give_up_s, f"not at rest: {unrest}"
+            time.sleep(0.1)
         for slot in MEMBERS:
             counts = Tally(self._tally_paths[slot]).read()
             assert counts.pop("held") == 0, f"{slot} holds bytes at rest"
@@ -300,6 +303,8 @@ class SoakCluster:
             return self.processes[slot].call(method, *arguments)
         except DiedError as error:
             raise AssertionError(f"{slot} died by itself") from error
+        except Exception as error:
+            raise AssertionError(f"{slot}: {error!r}") from error
 
     def _url(self, coordinator: str) -> str:
         return f"http://127.0.0.1:{self._ports[coordinator]}"
@@ -315,22 +320,27 @@ class SoakCluster:
     def _hold_nothing(self) -> bool:
         return not any(self._call(slot, "held_slabs") for slot in CONSUMERS)
 
-    def _is_at_rest(self) -> bool:
-        states = {self.names[slot]: self._call(slot, "state") for slot in PRODUCERS}
+    def _unrest(self) -> dict[str, Any]:
+        """What is not as it should be at rest, by what it is; empty when all is."""
         rested = {"offered": OFFERED, "free": OFFERED, "held": 0, "committed": OFFERED}
-        if any(state != rested for state in states.values()):
-            return False
-        with contextlib.suppress(httpx.HTTPError):
+        found: dict[str, Any] = {
+            slot: state for slot in PRODUCERS if (state := self._call(slot, "state")) != rested
+        }
+        try:
             views = self.get(COORDINATORS[0], "v1/producers").json()["producers"]
             consumers = self.get(COORDINATORS[1], "v1/consumers").json()["consumers"]
             leases = self.get(COORDINATORS[1], "v1/leases").json()["leases"]
-            return (
-                {v["producer_id"]: v["free_bytes"] for v in views}
-                == dict.fromkeys(states, OFFERED * SLAB)
-                and {v["consumer_id"] for v in consumers} == {self.names[s] for s in CONSUMERS}
-                and all(lease["state"] in {"released", "lost"} for lease in leases)
-            )
-        return False
+        except httpx.HTTPError as error:
+            return found | {"coordinators": repr(error)}
+        free = {view["producer_id"]: view["free_bytes"] // SLAB for view in views}
+        if free != {self.names[slot]: OFFERED for slot in PRODUCERS}:
+            found["free slabs in the books"] = free
+        known = sorted(view["consumer_id"] for view in consumers)
+        if known != sorted(self.names[slot] for slot in CONSUMERS):
+            found["consumers in the books"] = known
+        if booked := [lease for lease in leases if lease["state"] not in {"released", "lost"}]:
+            found["leases"] = booked
+        return found
 
     def fill_events(self, most: int) -> None:
         """Repeat events until their stream is as long as it may be: as after a day of them."""

@@ -6,6 +6,7 @@ takes back. Both go on, drawing by a seed, until told to rest, and note in a tal
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -153,7 +154,7 @@ class SoakConsumer(SoakMember):
         return stats.leased_bytes // SLAB + stats.used_bytes
 
     def spoil(self, how: str) -> None:
-        """Change one bit of what is stored, or lose a tensor, as no part of Aqua ever should."""
+        """Stop, and change one bit of what is stored, or lose a tensor, as Aqua never should."""
         self.stop()
         while not self._tensors:
             self._store()
@@ -163,7 +164,6 @@ class SoakConsumer(SoakMember):
                 values[len(values) // 2] ^= 1
         else:
             tensor.release()
-        self.begin()
 
     def close(self) -> None:
         """Leave."""
@@ -270,7 +270,10 @@ class SoakConsumer(SoakMember):
     def _drop(self, entry: tuple[AquaTensor, int]) -> None:
         self._tensors.remove(entry)
         self.tally.add("held", -entry[0].nbytes)
-        entry[0].release()
+        try:
+            entry[0].release()
+        except TransportError:  # No memory to unmap a slab with; the store tries again.
+            self.tally.add("refused", 1)
 
 
 def _kind_of(error: DataLostError) -> str:
@@ -296,6 +299,12 @@ def run_member(
     """A producer or a consumer that works until told otherwise."""
     isolate()
     keep_nothing()
+    logging.disable(logging.NOTSET)
+    logging.raiseExceptions = False  # A log cannot be written without memory.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(
+        filename=tally.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(message)s"
+    )
     os.environ |= {
         "AQUA_COORDINATOR_URL": url,
         "AQUA_SOCKET_DIR": str(sockets),

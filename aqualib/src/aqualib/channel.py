@@ -49,6 +49,17 @@ ABANDONED_S: Final = 60.0
 """Seconds of age at which a socket that refuses is a dead producer's, and not one of a producer
 between its `bind` and its `listen`. Doubled, it is removed a minute later."""
 
+OUT_OF_MEMORY: Final = frozenset({errno.ENOBUFS, errno.ENOMEM})
+"""Of a send without kernel memory, as in a container at its limit: the channel lives."""
+
+MEMORY_PATIENCE_S: Final = 20.0
+"""Seconds that a send waits for such memory. To give up means that a slab stays with its holder for
+as long as that lives. Doubled, a thread may stand still for 40 s beside one that is out of memory.
+"""
+
+MEMORY_PAUSE_S: Final = 0.01
+"""Seconds between attempts; doubled, a packet is late by 10 ms more."""
+
 MessageT = TypeVar("MessageT")
 
 
@@ -86,19 +97,28 @@ class Channel(Generic[MessageT]):
         """Send one message; `fds` stay owned by the caller.
 
         Raises:
-            ChannelClosedError: The peer is gone, or has not read for `send_timeout_s`.
+            ChannelClosedError: The peer is gone, has not read for `send_timeout_s`, or the kernel
+                has had no memory for the packet for `MEMORY_PATIENCE_S`.
         """
         packet = _packed(message)
-        try:
-            if fds:
-                socket.send_fds(self._socket, [packet], list(fds))
+        give_up_at_s = time.perf_counter() + MEMORY_PATIENCE_S
+        while True:
+            try:
+                if fds:
+                    socket.send_fds(self._socket, [packet], list(fds))
+                else:
+                    self._socket.send(packet)
+            except OSError as error:
+                if error.errno not in OUT_OF_MEMORY or time.perf_counter() > give_up_at_s:
+                    raise ChannelClosedError(
+                        f"cannot send on the lease channel: {error}"
+                    ) from error
+                time.sleep(MEMORY_PAUSE_S)
             else:
-                self._socket.send(packet)
-        except OSError as error:
-            raise ChannelClosedError(f"cannot send on the lease channel: {error}") from error
+                return
 
     def try_send(self, message: Wire) -> bool:
-        """Send one message without waiting; False when the peer's queue is full now.
+        """Send one message without waiting; False when there is no room for it now.
 
         Raises:
             ChannelClosedError: The peer is gone.
@@ -109,7 +129,9 @@ class Channel(Generic[MessageT]):
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ChannelClosedError(f"cannot send on the lease channel: {error}") from error
+            if error.errno in OUT_OF_MEMORY:
+                return False
+            raise _cannot_send(error) from error
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -206,6 +228,10 @@ class LingeringSelector(selectors.DefaultSelector):
             ready = super().select(timeout)
         self._is_awake = bool(ready)
         return ready
+
+
+def _cannot_send(error: OSError) -> ChannelClosedError:
+    return ChannelClosedError(f"cannot send on the lease channel: {error}")
 
 
 def _packed(message: Wire) -> bytes:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import resource
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from aqua_protocol import TransportError
 from aqua_protocol.channel import Ping
+from aqualib import channel
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, connect
 from harness.bounds import HANG_S
 
@@ -109,3 +113,40 @@ def test_a_process_without_descriptors_is_told_so_and_blames_no_producer(tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not isinstance(caught.value, ChannelClosedError)
+
+
+class StarvedSocket(socket.socket):
+    """A socket for whose packets the kernel has no memory, for a while."""
+
+    refusals = 0
+
+    def send(self, *packet: Any) -> int:  # noqa: ANN401 - as of a socket
+        """Send, or raise what the kernel does."""
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return super().send(*packet)
+
+
+@pytest.mark.parametrize("refusals", [1, 3])
+def test_a_lack_of_kernel_memory_does_not_end_a_channel(refusals: int) -> None:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    starved = StarvedSocket(fileno=left.detach())
+    sender, receiver = Channel(starved, TypeAdapter(Ping)), Channel(right, TypeAdapter(Ping))
+    starved.refusals = refusals
+    sender.send(Ping(number=1))
+    starved.refusals = 1
+    assert not sender.try_send(Ping(number=2))
+    assert sender.try_send(Ping(number=3))
+    assert [receiver.receive()[0].number for _ in range(2)] == [1, 3]
+    sender.close()
+    receiver.close()
+
+
+def test_a_send_gives_up_when_there_is_never_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MEMORY_PATIENCE_S", 0.0)
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with StarvedSocket(fileno=left.detach()) as starved, right:
+        starved.refusals = sys.maxsize
+        with pytest.raises(ChannelClosedError, match="No buffer space"):
+            Channel(starved, TypeAdapter(Ping)).send(Ping(number=1))
