@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
+from scipy.special import ndtr, ndtri
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +35,9 @@ class Quantiles:
 def log_normal(mean: float, sigma: float, *, low: float, high: float) -> Quantiles:
     """Quantiles of a lognormal of that mean before it is cut to low..high."""
     levels = np.concatenate([[0.0, 0.0005, 0.005], np.linspace(0.02, 0.98, 49), [0.995, 0.9995, 1]])
-    scores = _normal_quantiles(np.clip(levels, 1e-6, 1 - 1e-6))
+    scores = ndtri(np.clip(levels, 1e-6, 1 - 1e-6))
     values = np.clip(mean * np.exp(sigma * scores - sigma**2 / 2), low, high)
     return Quantiles(tuple(levels.tolist()), tuple(values.tolist()))
-
-
-def _normal_quantiles(levels: Float64[np.ndarray, " ..."]) -> Float64[np.ndarray, " ..."]:
-    """Standard normal quantiles by bisection of the distribution function; no scipy needed."""
-    low, high = np.full(levels.shape, -8.0), np.full(levels.shape, 8.0)
-    for _ in range(44):
-        middle = (low + high) / 2
-        below = _normal_levels(middle) < levels
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.asarray((low + high) / 2)
-
-
-def _normal_levels(scores: Float64[np.ndarray, " ..."]) -> Float64[np.ndarray, " ..."]:
-    """Standard normal distribution function.
-
-    Source: Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
-    """
-    x = np.abs(scores) / np.sqrt(2.0)
-    t = 1.0 / (1.0 + 0.3275911 * x)
-    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
-    erf = 1.0 - (series + 0.254829592) * t * np.exp(-x * x)
-    return np.asarray(0.5 * (1.0 + np.sign(scores) * erf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +76,11 @@ class Source:
         """
         slices = np.stack([generator.permutation(count) for _ in range(2)])
         levels = (slices + generator.random((2, count))) / count
-        scores = _normal_quantiles(np.clip(levels, 1e-9, 1 - 1e-9))
+        scores = ndtri(np.clip(levels, 1e-9, 1 - 1e-9))
         rho = self.rank_correlation
         joined = rho * scores[0] + np.sqrt(1.0 - rho * rho) * scores[1]
-        prompts = self.prompt.at(_normal_levels(scores[0]))
-        outputs = self.output.at(_normal_levels(joined))
+        prompts = self.prompt.at(ndtr(scores[0]))
+        outputs = self.output.at(ndtr(joined))
         return _whole(prompts), _whole(outputs)
 
     def group_lengths(self) -> Int64[np.ndarray, " groups"]:
