@@ -1,12 +1,13 @@
-"""The runtime prefix tree: which prefixes an engine still has, bounded in memory.
+"""The runtime prefix tree: which prefixes an engine still has.
+
+Over the nodes of a pool's tree, with one number per node and nothing per token: what was computed
+is present until it is evicted, least recently used first, leaves before the prefixes they hang
+on. The simulator's engine has a `PrefixCache` for its memory.
 
 A real engine does not say before admission how much of a prompt it has cached, yet a policy that
-paces prompts must know what they will cost. This is a model of the engine's cache over the
-nodes of the offline tree: what was computed is present until memory runs out, least recently used
-first, leaves before the prefixes they hang on. It holds one number per node and nothing per token,
-and never counts more than `capacity_tokens` as present.
-
-What it does not do: decide. The engine's own cache is the truth; this only predicts it.
+paces prompts must know what they will cost. `PrefixCacheModel` is a model of that engine's cache,
+and never counts more than `capacity_tokens` as present, but for what is in use. It does not decide:
+the engine's own cache is the truth; this only predicts it.
 
 Source: BlendServe section 4, "Runtime prefix tree".
 """
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from aqua_protocol.errors import ConfigError
-from aqua_schedulers.blendserve.tree import ROOT, PrefixTree
+from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.compiled import compiled, record
 from aqua_schedulers.linked_list import Links, append, empty_lists, remove
 
@@ -34,13 +35,13 @@ class CacheTotals:
     used_tokens: int = 0
 
 
-class _Cache(NamedTuple):
-    """The model as compiled code takes it.
+class PrefixCache(NamedTuple):
+    """Which nodes are in memory, and which of them are in use, as compiled code takes it.
 
     Attributes:
-        parent, tokens: The offline tree.
-        is_present: Whether the engine has a node.
-        users: Running requests that use it.
+        parent, tokens: The tree; a root has the parent -1.
+        is_present: Whether a node's tokens are in memory.
+        users: Running requests that use each node.
         unused: Present nodes that nothing uses, least recently used first.
     """
 
@@ -52,23 +53,24 @@ class _Cache(NamedTuple):
     totals: Sequence[CacheTotals]
 
 
+def empty_cache(
+    parent: Int32[np.ndarray, " nodes"], tokens: Int64[np.ndarray, " nodes"]
+) -> PrefixCache:
+    """A cache of these nodes with none of them present."""
+    count = len(parent)
+    is_present, users = np.zeros(count, np.bool_), np.zeros(count, np.int32)
+    return PrefixCache(parent, tokens, is_present, users, empty_lists(count), record(CacheTotals()))
+
+
 class PrefixCacheModel:
     """Prefixes of a tree that an engine has, whose KV memory holds `capacity_tokens`."""
 
     def __init__(self, tree: PrefixTree, capacity_tokens: int) -> None:
         if capacity_tokens < 1:
             raise ConfigError(f"capacity_tokens must be positive, not {capacity_tokens}")
-        count = len(tree.parent)
         self._first_leaf = tree.inner_count
         self._capacity = capacity_tokens
-        self._cache = _Cache(
-            tree.parent,
-            tree.edge_tokens,
-            np.zeros(count, np.bool_),
-            np.zeros(count, np.int32),
-            empty_lists(count),
-            record(CacheTotals()),
-        )
+        self._cache = empty_cache(tree.parent, tree.edge_tokens)
 
     @property
     def present_tokens(self) -> int:
@@ -82,19 +84,20 @@ class PrefixCacheModel:
 
     def hold(self, request: int) -> int:
         """A request starts: its path is present and in use; returns the tokens it missed."""
-        return _hold(self._cache, self._capacity, self._first_leaf + request)
+        return _hold_within(self._cache, self._capacity, self._first_leaf + request)
 
     def release(self, request: int) -> None:
         """A request ended: its path stays until memory is needed."""
-        _release(self._cache, self._first_leaf + request)
+        release_path(self._cache, self._first_leaf + request)
 
 
 @compiled
-def _hold(cache: _Cache, capacity: int, leaf: int) -> int:
-    totals, sentinel = cache.totals[0], len(cache.parent)
+def hold_path(cache: PrefixCache, leaf: int) -> int:
+    """Take the path to a leaf into use; returns the tokens that were not present."""
+    totals = cache.totals[0]
     missing = 0
     node = leaf
-    while node > ROOT:
+    while node >= 0:
         if not cache.is_present[node]:
             missing += cache.tokens[node]
             cache.is_present[node] = True
@@ -105,22 +108,43 @@ def _hold(cache: _Cache, capacity: int, leaf: int) -> int:
         cache.users[node] += 1
         node = cache.parent[node]
     totals.present_tokens += missing
-    # A node in use has all its ancestors in use, and ends are released leaf first: the oldest
-    # unused node has no present child.
-    while totals.present_tokens > capacity and cache.unused[sentinel].after != sentinel:
-        victim = cache.unused[sentinel].after
-        remove(cache.unused, victim)
-        cache.is_present[victim] = False
-        totals.present_tokens -= cache.tokens[victim]
     return missing
 
 
 @compiled
-def _release(cache: _Cache, leaf: int) -> None:
+def release_path(cache: PrefixCache, leaf: int) -> None:
+    """End one use of the path to a leaf; it stays present."""
     node = leaf
-    while node > ROOT:
+    while node >= 0:
         cache.users[node] -= 1
         if cache.users[node] == 0:
             cache.totals[0].used_tokens -= cache.tokens[node]
             append(cache.unused, len(cache.parent), node)
         node = cache.parent[node]
+
+
+@compiled
+def evict(cache: PrefixCache, node: int) -> None:
+    """Drop a present node that nothing uses."""
+    remove(cache.unused, node)
+    cache.is_present[node] = False
+    cache.totals[0].present_tokens -= cache.tokens[node]
+
+
+@compiled
+def evict_oldest(cache: PrefixCache) -> None:
+    """Drop the node that has been unused for longest; the caller knows that there is one.
+
+    A node in use has all its ancestors in use, and paths are released leaf first: the oldest unused
+    node has no present child.
+    """
+    evict(cache, cache.unused[len(cache.parent)].after)
+
+
+@compiled
+def _hold_within(cache: PrefixCache, capacity: int, leaf: int) -> int:
+    missing = hold_path(cache, leaf)
+    sentinel = len(cache.parent)
+    while cache.totals[0].present_tokens > capacity and cache.unused[sentinel].after != sentinel:
+        evict_oldest(cache)
+    return missing

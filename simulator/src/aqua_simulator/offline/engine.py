@@ -150,7 +150,7 @@ def run(
         view.prefilling_count = after.prefilling_count
         view.pending_prefill_tokens = after.pending_prefill_tokens
         view.logical_kv_tokens = after.logical_kv_tokens
-        view.physical_kv_tokens = after.resident_tokens - after.evictable_tokens
+        view.physical_kv_tokens = after.used_tokens
         # Slices only where there is something: most steps end nothing.
         view.finished = view.finished_tokens = view.retracted = view.refused = NO_REQUESTS
         if after.finished_count:

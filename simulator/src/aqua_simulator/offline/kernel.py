@@ -28,6 +28,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int32
 
+from aqua_schedulers.blendserve.prefix_cache import evict, evict_oldest, hold_path, release_path
 from aqua_schedulers.compiled import compiled
 from aqua_schedulers.linked_list import append, prepend, remove
 from aqua_simulator.offline.cost import StepCost
@@ -35,88 +36,43 @@ from aqua_simulator.offline.state import DECODING, DONE, NO_NODE, POOLED, PREFIL
 
 
 @compiled
-def _cache_remove(state: EngineState, node: int) -> None:
-    remove(state.cached, node)
-    state.counters[0].evictable_tokens -= state.tokens[node]
-
-
-@compiled
-def _cache_append(state: EngineState, node: int) -> None:
-    append(state.cached, len(state.tokens), node)
-    state.counters[0].evictable_tokens += state.tokens[node]
-
-
-@compiled
 def _make_room(state: EngineState, tokens: int) -> bool:
-    """Evict cached prefixes until `tokens` more fit; False when even all of them do not do.
-
-    A parent is never released before its child, so the oldest node has no present child.
-    """
-    count = state.counters[0]
-    if count.resident_tokens - count.evictable_tokens + tokens > count.capacity_tokens:
+    """Evict cached prefixes until `tokens` more fit; False when even all of them do not do."""
+    count, totals = state.counters[0], state.cache.totals[0]
+    room = count.capacity_tokens - count.held_tokens - tokens
+    if totals.used_tokens > room:
         return False
-    while count.resident_tokens + tokens > count.capacity_tokens:
-        node = state.cached[len(state.tokens)].after
-        _cache_remove(state, node)
-        state.present[node] = 0
-        count.resident_tokens -= state.tokens[node]
+    while totals.present_tokens > room:
+        evict_oldest(state.cache)
     return True
-
-
-@compiled
-def _hold_path(state: EngineState, request: int) -> int:
-    """Take the prompt's nodes into use; returns the tokens that were not in memory.
-
-    The caller has made room for them.
-    """
-    missing = 0
-    node = state.leaf[request]
-    while node != NO_NODE:
-        if state.present[node] == 0:
-            state.present[node] = 1
-            missing += state.tokens[node]
-        elif state.users[node] == 0:
-            _cache_remove(state, node)
-        state.users[node] += 1
-        node = state.parent[node]
-    state.counters[0].resident_tokens += missing
-    return missing
-
-
-@compiled
-def _release_path(state: EngineState, request: int) -> None:
-    node = state.leaf[request]
-    while node != NO_NODE:
-        state.users[node] -= 1
-        if state.users[node] == 0:
-            _cache_append(state, node)
-        node = state.parent[node]
 
 
 @compiled
 def _missing_tokens(state: EngineState, request: int) -> tuple[int, int]:
     """Prompt tokens not in memory, and tokens of cached nodes that admission would pin."""
+    cache = state.cache
     missing = 0
     pinned = 0
     node = state.leaf[request]
     while node != NO_NODE:
-        if state.present[node] == 0:
-            missing += state.tokens[node]
-        elif state.users[node] == 0:
-            pinned += state.tokens[node]
-        node = state.parent[node]
+        if not cache.is_present[node]:
+            missing += cache.tokens[node]
+        elif cache.users[node] == 0:
+            pinned += cache.tokens[node]
+        node = cache.parent[node]
     return missing, pinned
 
 
 @compiled
 def _pin_cached(state: EngineState, request: int) -> None:
     """Move the prompt's cached nodes to the newest end, so that making room spares them."""
+    cache = state.cache
     node = state.leaf[request]
     while node != NO_NODE:
-        if state.present[node] == 1 and state.users[node] == 0:
-            _cache_remove(state, node)
-            _cache_append(state, node)
-        node = state.parent[node]
+        if cache.is_present[node] and cache.users[node] == 0:
+            remove(cache.unused, node)
+            append(cache.unused, len(cache.parent), node)
+        node = cache.parent[node]
 
 
 @compiled
@@ -125,14 +81,15 @@ def _admit(state: EngineState, request: int) -> bool:
     count = state.counters[0]
     missing, pinned = _missing_tokens(state, request)
     need = missing + state.generated[request]
-    if count.resident_tokens - count.evictable_tokens + pinned + need > count.capacity_tokens:
+    in_use = state.cache.totals[0].used_tokens + count.held_tokens
+    if in_use + pinned + need > count.capacity_tokens:
         return False
     if pinned > 0:
         _pin_cached(state, request)
     fits = _make_room(state, need)
     assert fits
-    _hold_path(state, request)
-    count.resident_tokens += state.generated[request]
+    hold_path(state.cache, state.leaf[request])
+    count.held_tokens += state.generated[request]
     if not state.was_retracted[request]:
         count.shared_tokens += state.prompt[request] - missing
     state.status[request] = PREFILLING
@@ -187,13 +144,13 @@ def _retract_latest(state: EngineState) -> None:
         state.generated[request] = held
         count.decoding_count -= 1
         count.logical_kv_tokens -= state.prompt[request] + held
-        count.resident_tokens -= held
+        count.held_tokens -= held
     else:
         _leave_prefill(state, request)
         count.pending_prefill_tokens -= state.left[request]
-        count.resident_tokens -= state.generated[request]
+        count.held_tokens -= state.generated[request]
     remove(state.admitted, request)
-    _release_path(state, request)
+    release_path(state.cache, state.leaf[request])
     if state.left[request] > 0 and state.status[request] == PREFILLING:
         _drop_uncomputed(state, request)
     state.status[request] = POOLED
@@ -210,16 +167,15 @@ def _drop_uncomputed(state: EngineState, request: int) -> None:
     The request was the latest admitted, so none behind it reads them; those that a request
     before it uses are that one's to compute.
     """
+    cache = state.cache
     node = state.leaf[request]
     left = state.left[request] - state.generated[request]
     while node != NO_NODE and left > 0:
-        if state.users[node] > 0:
+        if cache.users[node] > 0:
             break
-        _cache_remove(state, node)
-        state.present[node] = 0
-        state.counters[0].resident_tokens -= state.tokens[node]
-        left -= state.tokens[node]
-        node = state.parent[node]
+        evict(cache, node)
+        left -= cache.tokens[node]
+        node = cache.parent[node]
 
 
 @compiled
@@ -262,9 +218,9 @@ def _finish_due(state: EngineState) -> None:
         state.finish_s[request] = count.now_s
         count.decoding_count -= 1
         count.logical_kv_tokens -= state.prompt[request] + state.output[request]
-        count.resident_tokens -= state.output[request]
+        count.held_tokens -= state.output[request]
         remove(state.admitted, request)
-        _release_path(state, request)
+        release_path(state.cache, state.leaf[request])
         state.finished[count.finished_count] = request
         count.finished_count += 1
         count.done_count += 1
@@ -278,9 +234,10 @@ def _step(state: EngineState, budget: int, cost: StepCost, usage_stride: int) ->
     while not _make_room(state, count.decoding_count):
         _retract_latest(state)
     decoding = count.decoding_count
-    count.resident_tokens += decoding
+    count.held_tokens += decoding
     count.logical_kv_tokens += decoding
-    count.peak_resident_tokens = max(count.peak_resident_tokens, count.resident_tokens)
+    resident = state.cache.totals[0].present_tokens + count.held_tokens
+    count.peak_resident_tokens = max(count.peak_resident_tokens, resident)
     read_tokens = count.logical_kv_tokens
     prefilled, squares = _prefill(state, max(0, budget - decoding))
     tokens = decoding + prefilled
@@ -335,4 +292,5 @@ def advance(
         idle = count.decoding_count + count.prefilling_count == 0
         prefilled = had_prefill and count.prefilling_count == 0
         if not until_event or happened or idle or prefilled:
+            count.used_tokens = count.held_tokens + state.cache.totals[0].used_tokens
             return

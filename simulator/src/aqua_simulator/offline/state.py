@@ -14,6 +14,7 @@ from jaxtyping import Float64, Int32, Int64
 from numba import types
 from numba.experimental import structref
 
+from aqua_schedulers.blendserve.prefix_cache import PrefixCache, empty_cache
 from aqua_schedulers.compiled import record, records
 from aqua_schedulers.linked_list import Links, empty_lists
 from aqua_simulator.offline.workload import OfflineWorkload
@@ -38,7 +39,8 @@ class Counters:
 
     Attributes:
         logical_kv_tokens: Contexts of decoding requests, a shared prefix counted once per request.
-        resident_tokens: Tokens in memory, cached prefixes included; evictable_tokens are those.
+        held_tokens: Generated tokens in memory, beside the prompts' in the cache.
+        used_tokens: Those and the prompts', but for cached prefixes that nothing uses.
         finished_count, retracted_count, admitted_count: Events of the present call.
         done_count, retraction_count: Over the run.
         shared_tokens: Prompt tokens found in memory at first admission.
@@ -54,8 +56,8 @@ class Counters:
     prefilling_count: int = 0
     pending_prefill_tokens: int = 0
     logical_kv_tokens: int = 0
-    resident_tokens: int = 0
-    evictable_tokens: int = 0
+    held_tokens: int = 0
+    used_tokens: int = 0
     finished_count: int = 0
     retracted_count: int = 0
     admitted_count: int = 0
@@ -97,10 +99,7 @@ class EngineState(NamedTuple):
         due: Lists of decoding requests by the step that they will finish in, modulo their number.
         admitted: Running requests in order of admission.
         prefilling: Prefilling requests, first admitted first.
-        parent, tokens: The prefix tree.
-        users: Running requests that use each node.
-        present: Whether a node's tokens are in memory.
-        cached: Present nodes without users, oldest first.
+        cache: The prefix tree, and what of it is in memory.
         finished, retracted: Events of the present call, counted in `counters`.
         finish_s: Virtual time at which each request ended.
         usage: Rows of so many steps each.
@@ -119,11 +118,7 @@ class EngineState(NamedTuple):
     due: Links
     admitted: Links
     prefilling: Links
-    parent: Int64[np.ndarray, " nodes"]
-    tokens: Int64[np.ndarray, " nodes"]
-    users: Int32[np.ndarray, " nodes"]
-    present: Int32[np.ndarray, " nodes"]
-    cached: Links
+    cache: PrefixCache
     finished: Int32[np.ndarray, " requests"]
     retracted: Int32[np.ndarray, " requests"]
     finish_s: Float64[np.ndarray, " requests"]
@@ -152,7 +147,7 @@ def handle(state: EngineState) -> EngineState:
 
 def fresh_state(workload: OfflineWorkload, capacity_tokens: int) -> EngineState:
     """An engine before its first step, with all requests pooled."""
-    requests, nodes = workload.request_count, len(workload.node_parent)
+    requests = workload.request_count
     return EngineState(
         prompt=workload.prompt_tokens.astype(np.int64),
         output=workload.output_tokens.astype(np.int64),
@@ -166,11 +161,9 @@ def fresh_state(workload: OfflineWorkload, capacity_tokens: int) -> EngineState:
         due=empty_lists(requests, int(workload.output_tokens.max()) + 2),
         admitted=empty_lists(requests),
         prefilling=empty_lists(requests),
-        parent=workload.node_parent.astype(np.int64),
-        tokens=workload.node_tokens.astype(np.int64),
-        users=np.zeros(nodes, np.int32),
-        present=np.zeros(nodes, np.int32),
-        cached=empty_lists(nodes),
+        cache=empty_cache(
+            workload.node_parent.astype(np.int32), workload.node_tokens.astype(np.int64)
+        ),
         finished=np.zeros(requests, np.int32),
         retracted=np.zeros(requests, np.int32),
         finish_s=np.zeros(requests, np.float64),
