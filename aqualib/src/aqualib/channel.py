@@ -60,7 +60,7 @@ as long as that lives. Doubled, a thread may stand still for 40 s beside one tha
 MEMORY_PAUSE_S: Final = 0.01
 """Seconds between attempts; doubled, a packet is late by 10 ms more."""
 
-MessageT = TypeVar("MessageT")
+MessageT = TypeVar("MessageT", bound=Wire)
 
 
 class ChannelClosedError(TransportError):
@@ -68,6 +68,18 @@ class ChannelClosedError(TransportError):
 
     code = "channel_closed"
     default_remedy = "Fence on the peer's pidfd before you assume that it is gone."
+
+
+class DescriptorsLostError(ProtocolError):
+    """Not all descriptors of a packet found a place here; those that did have been closed.
+
+    Args:
+        said: The packet's message.
+    """
+
+    def __init__(self, said: Wire) -> None:
+        super().__init__("a lease channel packet has lost descriptors on its way")
+        self.said: Final = said
 
 
 class Channel(Generic[MessageT]):
@@ -150,6 +162,7 @@ class Channel(Generic[MessageT]):
         Raises:
             ChannelClosedError: The peer closed or died.
             ProtocolError: Not a message of this channel; its descriptors have been closed.
+            DescriptorsLostError: It is one, and there was no place for its descriptors.
         """
         try:
             try:
@@ -165,16 +178,18 @@ class Channel(Generic[MessageT]):
             raise ChannelClosedError("the peer closed the lease channel")
         message: MessageT | None = None
         fault = "larger than the protocol allows"
-        if not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if not flags & socket.MSG_TRUNC:
             try:
                 message = self._incoming.validate_json(packet)
             except ValidationError as error:
                 fault = f"not a message: {error}"
+        if message is not None and not flags & socket.MSG_CTRUNC:
+            return message, fds
+        for fd in fds:
+            os.close(fd)
         if message is None:
-            for fd in fds:
-                os.close(fd)
             raise ProtocolError(f"a lease channel packet is {fault}")
-        return message, fds
+        raise DescriptorsLostError(message)
 
     def _receive_packet(self) -> tuple[bytes, list[int], int]:
         packet, fds, flags, _ = socket.recv_fds(

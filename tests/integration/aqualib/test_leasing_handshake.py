@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -49,15 +50,21 @@ if TYPE_CHECKING:
     Script = Callable[["Crook"], None]
 
 COUNT: Final = 3
+LIMITS: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class Crook:
-    """The producer's end of one connection, after the Hello."""
+    """The producer's end of one connection, after the Hello.
+
+    Attributes:
+        is_full: Whether this process may have no descriptor more once slabs are on their way.
+    """
 
     def __init__(self, channel: Channel[ConsumerMessage], terms: LeaseGrant) -> None:
         self.channel = channel
         self.terms = terms
         self.heard: list[ConsumerMessage] = []
+        self.is_full = False
         self._memory = [select(TransportKind.MEMFD).create(SLAB) for _ in range(COUNT)]
 
     def welcome(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a Welcome
@@ -76,6 +83,8 @@ class Crook:
         fields: dict[str, Any] = {"generation": 1, "fd_count": 1, "payload": ""} | changes
         handles = [SlabHandle(slab_id=slab_id, **fields) for slab_id in slab_ids]
         exports = [self._memory[i].export() for i in range(len(slab_ids))]
+        if self.is_full:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, LIMITS[1]))
         self.channel.send(Slabs(slabs=handles, last=last), [e.fd for e in exports if e.fd])
         for export in exports:
             export.close()
@@ -256,6 +265,20 @@ def test_a_slab_that_is_none_is_declined_together_with_all_others(directory: Pat
     assert isinstance(found, TransportError)
     assert sorted(m.slab_id for m in heard if isinstance(m, Released)) == [1, 2, 3]
     assert isinstance(heard[-1], Goodbye)
+
+
+def test_slabs_for_which_there_are_no_descriptors_go_back(directory: Path) -> None:
+    def lend_to_one_that_is_full(crook: Crook) -> None:
+        crook.welcome()
+        crook.is_full = True
+        crook.slabs(1, 2, 3)
+
+    try:
+        found, heard = meet(directory, lend_to_one_that_is_full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, LIMITS)
+    assert "no descriptor is left" in found.message
+    assert sorted(m.slab_id for m in heard if isinstance(m, Released)) == [1, 2, 3]
 
 
 def test_a_producer_that_breaks_the_protocol_later_loses_its_channel_and_no_data(

@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from aqua_protocol import (
     PROTOCOL_VERSION,
-    AquaError,
     ConfigError,
     ProtocolError,
+    TransportError,
     require_protocol_version,
 )
 from aqua_protocol.channel import (
@@ -37,7 +37,7 @@ from aqua_protocol.channel import (
     Welcome,
 )
 from aqua_protocol.errors import error_from_body
-from aqualib.channel import Channel, ChannelClosedError, connect
+from aqualib.channel import Channel, ChannelClosedError, DescriptorsLostError, connect
 from aqualib.leasing.attachment import Attachment
 from aqualib.memory.frame import PeerSlab
 from aqualib.transports.base import Handle
@@ -129,11 +129,15 @@ class _Incoming:
         seen: set[int] = set()
         is_last = False
         while not is_last:
-            message, fds = self._next()
+            try:
+                message, fds = self._next()
+                is_whole = True
+            except DescriptorsLostError as error:  # Then none of its slabs can be opened.
+                message, fds, is_whole = cast("ProducerMessage", error.said), [], False
             try:
                 if not isinstance(message, Slabs):
                     raise self._fault(f"sent {message.type} instead of slabs")
-                if sum(handle.fd_count for handle in message.slabs) != len(fds):
+                if is_whole and sum(handle.fd_count for handle in message.slabs) != len(fds):
                     raise self._fault("sent slabs without their descriptors")
                 expected = len(seen) + len(message.slabs)
                 seen.update(handle.slab_id for handle in message.slabs)
@@ -145,7 +149,7 @@ class _Incoming:
                 _close_all(fds)
                 raise
             for handle in message.slabs:
-                yield handle, fds.pop(0) if handle.fd_count else None
+                yield handle, fds.pop(0) if handle.fd_count and is_whole else None
             is_last = message.last
 
     def _next(self) -> tuple[ProducerMessage, list[int]]:
@@ -167,13 +171,13 @@ class _Incoming:
 def _map_slabs(
     lent: Iterator[tuple[SlabHandle, int | None]], attachment: Attachment, transport: Transport
 ) -> None:
-    failure: AquaError | None = None
+    failure: Exception | None = None
     for handle, fd in lent:
         if failure is None:
             try:
                 attachment.note_lent(_open(handle, fd, attachment, transport))
                 continue
-            except AquaError as error:
+            except Exception as error:  # noqa: BLE001 - raised below, when all are declined
                 failure = error
         elif fd is not None:
             os.close(fd)
@@ -185,6 +189,11 @@ def _map_slabs(
 def _open(
     handle: SlabHandle, fd: int | None, attachment: Attachment, transport: Transport
 ) -> PeerSlab:
+    if handle.fd_count and fd is None:
+        raise TransportError(
+            f"no descriptor is left for a slab of {attachment.producer_id}",
+            remedy="Raise the limit of open files of this process (ulimit -n).",
+        )
     try:
         payload = base64.b64decode(handle.payload, validate=True)
     except binascii.Error as error:
