@@ -84,10 +84,10 @@ def _bytes_of(secret: SecretStr | None) -> bytes | None:
 HEARTBEAT_JITTER: Final = 0.2
 """Part of a heartbeat by which a member's own is shorter at most, so that none keep step. Doubled,
 there are an eighth more reports."""
-REPORT_SLOT_S: Final = 0.02
+REPORT_SLOT_S: Final = 0.04
 """Reports are asked for at multiples of this, so that some come together: what comes alone costs
-three times as much, by waking up (docs/measurements/scale.md). Doubled, twice as many wait for each
-other, 0.2 ms each."""
+twice as much, by waking up (docs/measurements/scale.md). Doubled, twice as many wait for each
+other, 0.2 to 0.4 ms each."""
 SLOTS_IN_HEARTBEAT: Final = 20
 """At least, so that a short heartbeat is shortened by a twentieth at most, chosen by hand. Doubled,
 fewer reports of short heartbeats come together."""
