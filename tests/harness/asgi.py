@@ -22,7 +22,7 @@ def without_network(app: ASGIApp, connection: Connection | None = None) -> httpx
     """Call an application in this process, by this connection or by one for each request."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        used = connection or Connection(asyncio.Transport(), strangers={})
+        used = connection or Connection(asyncio.Transport(), strangers={}, active=set())
         try:
             await app({**scope, "state": {"connection": used}}, receive, send)
         finally:

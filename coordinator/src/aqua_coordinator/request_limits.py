@@ -129,8 +129,10 @@ class RequestLimits:
             if answer is not None:
                 status, headers, body = answer
                 headers.append((b"content-length", b"%d" % len(body)))
-                await watched({"type": "http.response.start", "status": status, "headers": headers})
-                await watched({"type": "http.response.body", "body": body})
+                start = {"type": "http.response.start", "status": status, "headers": headers}
+                watched.begin(start)
+                await send(start)
+                await send({"type": "http.response.body", "body": body})
         finally:
             for counted in held:
                 counted.count -= 1
@@ -306,12 +308,16 @@ class _WatchedSend:
 
     async def __call__(self, message: Message) -> None:
         if not self.status:
-            self.status = message["status"]
-            if self.ends:
-                message["headers"] = [*message["headers"], CLOSE_HEADER]
-            if self._audit is not None and "user" in self._scope:
-                self._audit.write(self._scope, self.status)
+            self.begin(message)
         await self._send(message)
+
+    def begin(self, start: Message) -> None:
+        """Do what belongs to this beginning, which is about to be sent."""
+        self.status = start["status"]
+        if self.ends:
+            start["headers"] = [*start["headers"], CLOSE_HEADER]
+        if self._audit is not None and "user" in self._scope:
+            self._audit.write(self._scope, self.status)
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:

@@ -54,7 +54,7 @@ class Callers:
 
     def connect(self, token: str) -> Held:
         """A connection that has not said anything yet."""
-        connection = Connection(asyncio.Transport(), strangers={})
+        connection = Connection(asyncio.Transport(), strangers={}, active=set())
         return Held(connection, client_of(self.service, token, connection))
 
     async def report(self, held: Held, name: str) -> int:

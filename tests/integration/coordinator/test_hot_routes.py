@@ -58,7 +58,7 @@ def _conversation() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:
     ]
 
 
-CHANGING = {"books_id", "capability_key", "min_epoch", "fault"}
+CHANGING = {"heartbeat_s", "books_id", "capability_key", "min_epoch", "fault"}
 
 
 def _plain(content: object) -> object:
