@@ -268,8 +268,7 @@ def _agree(model: Any, real: Any) -> bool:  # noqa: ANN401 - right, name, slabs
     """Whether the books are as the model says, or more careful.
 
     An ended lease and a forgotten one differ by a record that expires. A grant that nothing is lent
-    under may end before its time: it was used up before any report, or had to make room for what
-    the producer tells once of a lease that came and went.
+    under may end before its time: it was used up before any report.
     """
     is_over = real is None or real[0] is Right.ENDED
     if model is None or model[0] is Right.ENDED:

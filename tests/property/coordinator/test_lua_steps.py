@@ -10,6 +10,7 @@ be called here, or the first test says so.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ Call: TypeAlias = tuple[str, tuple[Any, ...]]
 """A step, and its arguments."""
 
 LIBRARY: Final = load_library()
+QUOTAS: Final = [
+    *("team-a", f"{4 * SLAB} - 0 - cohort", "team-b", f"{60 * SLAB} - 0 - cohort"),
+    *("@cohort", f"{64 * SLAB}|team-a 0 {4 * SLAB} team-b 0 {60 * SLAB}"),
+    *("/consumer-1", str(40 * SLAB)),
+]
+"""What `put_quotas` is given: one tenant has borrowed of the other."""
 BRIEF: Final = settings(
     max_examples=examples(100, whole=3000), deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -91,8 +98,9 @@ async def furnish(room: LedgerRoom) -> list[Call]:
     idle = PaperProducer(name="idle", domain="elsewhere")
     for producer in (lender, other, idle):
         await room.join(producer)
-    for consumer in (llm, rival):
-        await room.hear(consumer)
+    await room.ledger.put_quotas(json.dumps(QUOTAS), "v")
+    for consumer, tenant in ((llm, "team-a"), (rival, "team-b")):
+        await room.ledger.report_consumer(consumer.report(), as_tenant=tenant)
     pairs = ((llm, [lender, other]), (rival, [other]))
     pairings = [
         Pairing(consumer_id=one.name, producers=[p.name for p in some], reason="near")
@@ -158,6 +166,8 @@ async def furnish(room: LedgerRoom) -> list[Call]:
         *(ledger.revoke_lease(lease.lease_id, epoch=lease.epoch) for lease in (active, ended)),
         *(ledger.open_reclaim(order, idempotency_key=key) for key in ("o0", "fresh")),
         ledger.put_placements(plan),
+        ledger.put_quotas(json.dumps(QUOTAS), "v"),
+        ledger.quotas(),
         ledger.put_profile("m", profile.model_dump_json()),
         *(read(**page) for read in (ledger.producers, ledger.consumers, ledger.leases)),
         *(read(**page) for read in (ledger.reclaims, ledger.placements, ledger.profiles)),
@@ -173,7 +183,8 @@ async def furnish(room: LedgerRoom) -> list[Call]:
         ),
     ]
     calls: list[Call] = [
-        ("report_producer", (lender.report().model_dump_json(exclude_none=True), "{}")),
+        ("report_producer", (lender.report().model_dump_json(exclude_none=True), "{}", "", 0)),
+        ("reclaim_borrowed", (rival.request(20).model_dump_json(exclude_none=True), "team-b")),
         *(("lose_silent_members", (silent_us, 10)) for silent_us in (20_000_000, -(10**12))),
         *((step, (10,)) for step in ("expire_leases", "forget_reclaims")),
         ("announce_library", (LIBRARY.name,)),

@@ -301,7 +301,7 @@ def test_a_lease_that_came_and_went_between_two_reports_is_reported_once() -> No
     for _ in range(2):
         made.deliver(PaperSlab(SLAB))
     (told,) = made.held_leases()
-    assert (told.lease_id, told.held_bytes) == ("lease", SLAB)
+    assert (told.lease_id, told.held_bytes, told.reclaiming_bytes) == ("lease", SLAB, SLAB)
     made.acknowledged(report_of(made))
     assert made.held_leases() == []
 

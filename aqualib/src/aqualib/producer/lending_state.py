@@ -318,7 +318,8 @@ class LendingState:
         room = self.pool.offered_count * self.pool.slab_bytes - sum(h.held_bytes for h in held)
         count = min(room // self.pool.slab_bytes, MAX_LEASES_PER_MEMBER - len(held))
         fleeting = islice(self._fleeting.values(), max(0, count))
-        return held + [_as_held(holder, self.pool.slab_bytes) for holder in fleeting]
+        nbytes = self.pool.slab_bytes
+        return held + [_as_held(holder, nbytes, nbytes) for holder in fleeting]
 
     def reclaim_reports(self, now_s: float) -> list[ReclaimReport]:
         """The oldest reclaims that the coordinator has not seen finished."""

@@ -5,6 +5,7 @@
 -- Result   {'ok'}
 
 local words = cjson.decode(ARGV[1])
+assert(type(words) == 'table' and #words % 2 == 0 and ARGV[2], 'quotas are fields and values')
 redis.call('DEL', KEY.quotas)
 for first = 1, #words, MAX_WORDS do
   redis.call('HSET', KEY.quotas, unpack(words, first, math.min(first + MAX_WORDS - 1, #words)))

@@ -6,7 +6,8 @@
 -- ARGV[4]  is_bound: 1 if it is bound to this member
 -- Calls    offer_of, member_of, why_stale, refuse, tenant_in, leases_on, load_leases, lease_of,
 --          is_borne_out, drop_lease, integer, is_name, drop_reclaim, list_lease, count, step, save,
---          retire, emit, open_lease, prolong, book, next_epoch, close_reclaim, whole, is_decimal
+--          retire, emit, open_lease, prolong, book, write_lease, next_epoch, close_reclaim, whole,
+--          is_decimal
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: orders of operators to take up
@@ -17,10 +18,11 @@
 --
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
--- ended is adopted, and so is one that they do not know, if its proof is good; not more than some
--- hundred in one report. What is not proven, or more than was granted, is booked as the producer's
--- own: under no lease, in no consumer's name. If the offer no longer covers everything, grants that
--- no consumer has attached to yet go, newest first; what is held fits by the schema.
+-- ended is adopted (not at the cost of a grant if all of it is on its way back), and so is one that
+-- they do not know, if its proof is good; not more than some hundred in one report. What is not
+-- proven, or more than was granted, is booked as the producer's own: under no lease, in no
+-- consumer's name. If the offer no longer covers everything, grants that no consumer has attached
+-- to yet go, newest first; what is held fits by the schema.
 --
 -- Of the books' own knowledge of this producer only the records of its leases count. Its sums and
 -- lists are made anew from them, so what was lost or damaged there is whole again after a report.
@@ -206,9 +208,14 @@ local function book_held(lease, held)
   save(lease)
 end
 
+-- Held after its right had ended, and all on its way back: a lease that came and went between two
+-- reports is told so as well. It does not push out the right of who was granted its bytes since.
+local late = {}
 for _, held in ipairs(report.leases) do
   local lease = lease_of(held.lease_id) or adopted(held)
-  if lease then
+  if lease and lease.state == STATE.released and held.reclaiming_bytes == held.held_bytes then
+    late[#late + 1] = held
+  elseif lease then
     book_held(lease, held)
   end
 end
@@ -218,6 +225,15 @@ for _, lease in ipairs(booked) do
   if not named[lease.lease_id] and lease.state ~= STATE.granted then
     step(lease, EVENT.return_all, 'returned')
     save(lease)
+  end
+end
+for _, held in ipairs(late) do
+  local lease = lease_of(held.lease_id)
+  if offer.leased + own_bytes + held.held_bytes <= offer.offered then
+    book_held(lease, held)
+  else
+    write_lease(lease)  -- As long as it is named, its record does not expire.
+    ended[#ended + 1] = {lease.lease_id, lease.epoch, lease.reason}
   end
 end
 
