@@ -328,12 +328,15 @@ def test_a_port_in_use_is_told() -> None:
 def test_tokens_are_made_once_listed_without_secrets_and_revoked(tmp_path: Path) -> None:
     file = str(tmp_path / "tokens.json")
     words = ["token", "--file", file, "--role", "consumer", "--member", "llm-0", "--expires", "1h"]
+    words += ["--tenant", "team"]
     made = command(*words).stdout.strip()
     assert made.startswith("aqua_")
     assert made not in Path(file).read_text()
     assert Path(file).stat().st_mode & 0o077 == 0
     listed = json.loads(command("token", "list", "--file", file, "--json").stdout)
-    assert [(entry["roles"], entry["member"]) for entry in listed] == [(["consumer"], "llm-0")]
+    assert [(entry["roles"], entry["member"], entry["tenant"]) for entry in listed] == [
+        (["consumer"], "llm-0", "team")
+    ]
     assert command("token", "revoke", listed[0]["token_id"], "--file", file).returncode == 0
     assert json.loads(command("token", "list", "--file", file, "--json").stdout) == []
     again = command("token", "revoke", listed[0]["token_id"], "--file", file)
@@ -344,9 +347,12 @@ def test_status_shows_the_books_to_people_and_programs(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     operator, _ = create_token(file, roles=[Role.OPERATOR])
     reader, _ = create_token(file, roles=[Role.READER])
+    quotas = tmp_path / "quotas.json"
+    quotas.write_text('{"tenants": {"team": {"nominal": "2GiB"}}}')
+    files = {"AQUA_TOKENS_FILE": str(file), "AQUA_QUOTAS_FILE": str(quotas)}
     with (
         short_directory() as directory,
-        CoordinatorProcess(directory / "d", AQUA_TOKENS_FILE=str(file)) as coordinator,
+        CoordinatorProcess(directory / "d", **files) as coordinator,
     ):
         httpx.put(
             f"{coordinator.url}/v1/producers/producer",
@@ -360,12 +366,15 @@ def test_status_shows_the_books_to_people_and_programs(tmp_path: Path) -> None:
         shown = command("status", "--once", COLUMNS="160", **look).stdout
         assert "producer" in shown
         assert "1 MiB" in shown
+        (team,) = json.loads(command("quotas", "--json", **look).stdout)
+        assert (team["tenant"], team["nominal_bytes"]) == ("team", 2 << 30)
+        assert "2 GiB" in command("quotas", COLUMNS="160", **look).stdout
         refused = command("status", "--once", AQUA_COORDINATOR_URL=coordinator.url)
         assert (refused.returncode, "unauthenticated" in refused.stderr) == (1, True)
 
 
 def test_help_teaches_by_example() -> None:
-    for words in (["--help"], ["serve", "--help"], ["token", "--help"], ["status", "--help"]):
+    for words in (["--help"], ["serve", "--help"], ["token", "--help"], ["quotas", "--help"]):
         done = command(*words)
         assert done.returncode == 0
         assert "aqua-coordinator" in done.stdout

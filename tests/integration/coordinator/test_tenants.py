@@ -18,11 +18,12 @@ from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.routes import ALL
 from aqua_coordinator.routes.events import stream_events
 from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, Pairing, PlacementPlan, QuotaPage, ReclaimRequest
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join
-from harness.ledger_room import ledger_room
+from harness.ledger_room import LedgerRoom, ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
 TENANTS = ("red", "blue")
@@ -206,3 +207,21 @@ async def test_who_asks_too_often_is_told_when_to_ask_again(clients: Clients) ->
     await hear(clients.of["red"], PaperConsumer(name="red-borrower", incarnation="life-2"))
     consumer = PaperConsumer(name="blue-borrower", domain="blue-domain")
     await allocate(clients.of["blue"], consumer, "another")
+
+
+async def test_where_there_are_no_tenants_and_quotas_nothing_is_read_of_them(
+    room: LedgerRoom,
+) -> None:
+    """What cannot be read would be set aside: a grant costs what it did without any of this."""
+    keys = [KEYS[name] for name in ("quotas", "tenants")]
+    for key in keys:
+        await room.command("SET", key, "no hash")
+    producer, consumer = await room.join(PaperProducer()), PaperConsumer()
+    await room.hear(consumer)
+    lease = await room.attached(producer, consumer)
+    await room.hear(consumer)
+    await room.ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None)
+    producer.take_back(lease)
+    await room.tell(producer)
+    assert await room.command("EXISTS", *keys) == len(keys)
+    await room.command("DEL", *keys)

@@ -106,6 +106,29 @@ def test_an_owner_gets_back_what_was_borrowed_and_no_more(room: QuotaRoom) -> No
     assert room.faults() == []
 
 
+def test_no_borrower_gives_back_what_is_its_own(room: QuotaRoom) -> None:
+    room.join("c", "c-0")
+    room.put(a=quota(4), b=quota(4), c=quota(4))
+    for tenant, name in (("c", "c-0"), ("a", "a-0")):
+        for _ in range(3):
+            room.grant(tenant, name, 2)
+    with pytest.raises(CapacityError):
+        room.grant("b", "b-0", 4)
+    room.report()
+    room.grant("b", "b-0", 4)
+    assert [room.leased(tenant) for tenant in "abc"] == [4, 4, 4]
+
+
+def test_what_is_left_is_lent_in_whole_slabs(room: QuotaRoom) -> None:
+    room.put(a={"nominal": 5 * SLAB // 2})
+    with pytest.raises(QuotaExceededError):
+        room.grant("a", "a-0", 3)
+    assert room.grant("a", "a-0", 3, least=1).bytes == 2 * SLAB
+    request = room.consumers["a-0"].request(1, bytes=SLAB // 4)
+    with pytest.raises(QuotaExceededError):
+        room.run(room.ledger.grant_lease(request, idempotency_key="part", attach_window_s=1.0))
+
+
 def test_a_cohort_borrows_again_when_its_owner_asks_no_more(room: QuotaRoom) -> None:
     room.put(a=quota(6), b=quota(6))
     for _ in range(6):
@@ -191,8 +214,10 @@ def test_what_a_tenant_must_not_see_does_not_exist_for_it(room: QuotaRoom) -> No
         ledger.lease(lease.lease_id, as_tenant="b"),
         ledger.consumer("a-0", as_tenant="b"),
         ledger.producer("producer", as_tenant="b"),
-        ledger.release_lease(lease.lease_id, epoch=1, as_consumer=None, as_tenant="b"),
-        ledger.renew_lease(lease.lease_id, epoch=1, ttl_s=9.0, as_consumer=None, as_tenant="b"),
+        ledger.release_lease(lease.lease_id, epoch=lease.epoch, as_consumer=None, as_tenant="b"),
+        ledger.renew_lease(
+            lease.lease_id, epoch=lease.epoch, ttl_s=9.0, as_consumer=None, as_tenant="b"
+        ),
         ledger.remove_consumer("a-0", "life-1", as_tenant="b"),
         ledger.remove_producer("producer", "life-1", as_tenant="b"),
     ):

@@ -22,10 +22,15 @@ end
 local function cohort_of(name)
   local text = redis.call('HGET', KEY.quotas, '@' .. name) or ''
   local lent, list = string.match(text, '^(%d+)|(.*)$')
-  local members = {}
+  local members, names = {}, {}
   for member, guaranteed, nominal in string.gmatch(list or '', '(%S+) (%d+) (%d+)') do
+    names[#names + 1] = member
     members[#members + 1] = {name = member, guaranteed = tonumber(guaranteed),
-      nominal = tonumber(nominal), leased = tenant_of(member).leased}
+      nominal = tonumber(nominal)}
+  end
+  load_tenants(names)
+  for _, member in ipairs(members) do
+    member.leased = tenant_of(member.name).leased
   end
   return members, tonumber(lent or 0)
 end

@@ -10,14 +10,24 @@ local function is_visible(tenant, as_tenant)
   return (as_tenant or '') == '' or tenant == as_tenant
 end
 
+-- Read what these tenants have on lease, those that are known already left out.
+local function load_tenants(names)
+  local unread = {}
+  for _, name in ipairs(names) do
+    unread[#unread + 1] = not tenants[name] and name or nil
+  end
+  local leased = #unread > 0 and redis.call('HMGET', KEY.tenants, unpack(unread)) or {}
+  for index, name in ipairs(unread) do
+    tenants[name] = {leased = whole(leased[index]) or 0, changes = {}}
+  end
+end
+
 -- Bytes on lease of a tenant, as this call leaves them; `settle` writes what has changed.
 local function tenant_of(name)
-  local tenant = tenants[name]
-  if not tenant then
-    tenant = {leased = whole(redis.call('HGET', KEY.tenants, name)) or 0, changes = {}}
-    tenants[name] = tenant
+  if not tenants[name] then
+    load_tenants({name})
   end
-  return tenant
+  return tenants[name]
 end
 
 local function count_for(name, consumer_id, change)
