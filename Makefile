@@ -113,9 +113,7 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 
 .PHONY: test
 test: $(READY) ## Run every tier but gpu and engine, the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not e2e" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
-	@# As a user runs it: with the machine to itself.
-	$(PY) -m pytest -m e2e $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not engine" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from harness.store_servers import short_directory
 
 RUN_LIMIT_S = 900
 
@@ -36,10 +39,17 @@ def _json(text: str) -> dict[str, Any]:
     return content
 
 
-def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A path short enough for the demo's Unix sockets, whichever process of pytest runs this."""
+    with short_directory() as path:
+        yield path
+
+
+def test_profiles_make_a_plan_and_the_demo_follows_it(directory: Path) -> None:
     images = _json(
         _run(
-            tmp_path,
+            directory,
             *("aqua-profile", "run", "batch", "--model", "image-service", "--largest", "2"),
             *("--program", "aqua_demo.profiled:images_quick", "--threshold", "1MiB"),
             *("--output", "images.json", "--json"),
@@ -48,7 +58,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
     assert images["label"] == "producer"
     llm = _json(
         _run(
-            tmp_path,
+            directory,
             *("aqua-profile", "run", "context", "--model", "llm", "--long-prompt-tokens", "1660"),
             *("--program", "aqua_demo.profiled:llm_quick", "--threshold", "1MiB"),
             *("--output", "llm.json", "--json"),
@@ -56,17 +66,19 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(tmp_path: Path) -> None:
     )
     assert llm["label"] == "consumer"
     problem = _run(
-        tmp_path,
+        directory,
         *("aqua-profile", "show", "images.json", "llm.json", "--format", "placer", "--gpus", "2"),
     )
-    (tmp_path / "problem.yaml").write_text(problem)
-    plan = _json(_run(tmp_path, "aqua-place", "solve", "problem.yaml", "-o", "plan.json", "--json"))
+    (directory / "problem.yaml").write_text(problem)
+    plan = _json(
+        _run(directory, "aqua-place", "solve", "problem.yaml", "-o", "plan.json", "--json")
+    )
     (match,) = plan["matches"]
     assert (match["consumer"], match["producer"]) == ("llm", "image-service")
     assert match["covered_gb"] == pytest.approx(llm["needed_bytes"] / 1e9)
     report = _json(
         _run(
-            tmp_path,
+            directory,
             *("aqua-demo", "--quick", "--transport", "memfd", "--plan", "plan.json", "--json"),
             *("--profile", "images.json", "--profile", "llm.json"),
         )
