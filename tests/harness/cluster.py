@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ import httpx
 
 from harness.bounds import HANG_S
 from harness.doom import Doom, Ledger, recorded, watch_coordinator, watch_member
+from harness.fork_server import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,18 +42,6 @@ WITHIN_S: Final = HANG_S
 HEARTBEAT_S: Final = 0.1
 POLL_S: Final = 0.01
 
-_SERVER: Final = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "aqua_coordinator.server",
-        "aqualib.consumer",
-        "aqualib.leasing.client",
-        "aqualib.producer.producer",
-        "aqualib.transports.memfd",
-        "aqualib.tensor",
-        "harness.doom",
-    ]
-)
 _MAPPED_SLAB: Final = re.compile(r"(\d+) +/memfd:aqua-slab")
 
 
@@ -82,8 +70,8 @@ class Process:
     ) -> None:
         self.name = name
         self.steps_path = directory / f"{name}-{os.urandom(4).hex()}.steps"
-        self._pipe, theirs = _SERVER.Pipe()
-        self._process = _SERVER.Process(
+        self._pipe, theirs = SERVER.Pipe()
+        self._process = SERVER.Process(
             target=_run, args=(main, name, theirs, self.steps_path, doom, options), daemon=True
         )
         self._process.start()

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import httpx
 
 from harness.bounds import HANG_S
+from harness.fork_server import ForkedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,13 +36,18 @@ class CoordinatorProcess:
 
     def __init__(self, data_dir: Path, *, port: int = 0, **environment: str) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-        command = [sys.executable, "-m", "aqua_coordinator", "serve"]
-        self.process = subprocess.Popen(
-            [*command, "--port", str(port), "--data-dir", str(data_dir)],
-            env=inherited | environment,
-            stderr=subprocess.PIPE,
-            bufsize=0,
+        inherited |= environment
+        log, theirs = os.pipe()
+        # Not a buffered reader: for what it holds already, `select` would wait in vain.
+        self._log: Final = open(log, "rb", buffering=0)  # noqa: PTH123, SIM115 - a descriptor
+        self.process: Final = ForkedProcess(
+            _serve,
+            str(port),
+            str(data_dir),
+            streams={2: theirs},
+            environment=inherited,
         )
+        os.close(theirs)
         self.data_dir: Final = data_dir
         self.url: Final[str] = self._announcement("listening")["url"]
 
@@ -73,8 +78,7 @@ class CoordinatorProcess:
                 os.kill(child, signal.SIGKILL)
         self.process.kill()
         self.process.wait(STOP_WITHIN_S)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        self._log.close()
 
     def children(self) -> list[int]:
         """Its child processes: the embedded store."""
@@ -86,13 +90,11 @@ class CoordinatorProcess:
 
     def _announcement(self, event: str) -> dict[str, Any]:
         """Read the log up to the line of this event."""
-        assert self.process.stderr is not None
         give_up_at_s = time.monotonic() + START_WITHIN_S
         seen: list[bytes] = []
-        # Not a buffered reader: for what it holds already, `select` would wait in vain.
         while (left_s := give_up_at_s - time.monotonic()) > 0:
-            ready, _, _ = select.select([self.process.stderr], [], [], left_s)
-            line = self.process.stderr.readline() if ready else b""
+            ready, _, _ = select.select([self._log], [], [], left_s)
+            line = self._log.readline() if ready else b""
             if not line:
                 break
             seen.append(line)
@@ -102,8 +104,15 @@ class CoordinatorProcess:
                     return entry
         self.process.kill()
         self.process.wait(STOP_WITHIN_S)
-        self.process.stderr.close()
+        self._log.close()
         raise TimeoutError("the coordinator did not start:\n" + b"".join(seen).decode())
+
+
+def _serve(port: str, data_dir: str) -> None:
+    from aqua_coordinator.cli import main
+
+    sys.argv = ["aqua-coordinator", "serve", "--port", port, "--data-dir", data_dir]
+    main()
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class LenderProcess(Program):
             "url": url,
             "producer_id": producer_id,
         }
-        super().__init__(__file__, json.dumps(options), within_s=WITHIN_S)
+        super().__init__(_serve, json.dumps(options), within_s=WITHIN_S)
 
     def __enter__(self) -> Self:
         self.answer()
@@ -80,7 +80,8 @@ class LenderProcess(Program):
         self.call("close")
 
 
-def _serve(options: dict[str, Any]) -> None:
+def _serve(argument: str) -> None:
+    options: dict[str, Any] = json.loads(argument)
     slab_bytes = options["slab_bytes"]
     producer = Producer(
         options["producer_id"],
@@ -117,7 +118,3 @@ def _serve(options: dict[str, Any]) -> None:
             case ["close"]:
                 producer.close()
                 say(True)
-
-
-if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]))

@@ -1,7 +1,7 @@
 """A child process that obeys lines and answers in lines of JSON.
 
-The child is a script of this folder: it reads its standard input and answers with `say`. What else
-its libraries print to standard output is up to it; whoever reads `Program.line` sees that, too.
+The child reads its standard input and answers with `say`. What else its libraries print to standard
+output is up to it; whoever reads `Program.line` sees that, too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
+
+from harness.fork_server import ForkedProcess
 
 TESTS: Final = Path(__file__).resolve().parents[1]
 
@@ -22,23 +25,35 @@ class Program:
     """The test's side of a child; a context manager that kills it.
 
     Args:
-        script: What to run. It imports `harness` as a test does.
+        run: A function, forked from the server of the tests; or the path of a script for an
+            interpreter of its own, which imports `harness` as a test does.
         argument: Its one argument.
         within_s: Bound of every wait for a line.
         environment: Further variables; of this process's own it inherits all but `AQUA_*`.
     """
 
-    def __init__(self, script: str, argument: str, *, within_s: float, **environment: str) -> None:
+    def __init__(
+        self,
+        run: str | Callable[[str], None],
+        argument: str,
+        *,
+        within_s: float,
+        **environment: str,
+    ) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
         paths = [str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
-        self.process: Final = subprocess.Popen(
-            [sys.executable, script, argument],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**inherited, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        variables = {**inherited, "PYTHONPATH": os.pathsep.join(paths), **environment}
+        (stdin, self._words), (self._answers, stdout) = os.pipe(), os.pipe()
+        self.process: Final[subprocess.Popen[bytes] | ForkedProcess] = (
+            subprocess.Popen(
+                [sys.executable, run, argument], stdin=stdin, stdout=stdout, env=variables
+            )
+            if isinstance(run, str)
+            else ForkedProcess(run, argument, streams={0: stdin, 1: stdout}, environment=variables)
         )
-        self._name = Path(script).stem
+        os.close(stdin)
+        os.close(stdout)
+        self._name = type(self).__name__
         self._within_s = within_s
         self._unread = b""
 
@@ -47,15 +62,12 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
+        os.close(self._words)
+        os.close(self._answers)
 
     def tell(self, line: str) -> None:
         """Send one line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line.encode() + b"\n")
+        os.write(self._words, line.encode() + b"\n")
 
     def call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the verb gives
         """Send `[verb, *arguments]` and wait for the answer."""
@@ -73,13 +85,12 @@ class Program:
             TimeoutError: None came in time.
             EOFError: The process has ended.
         """
-        assert self.process.stdout is not None
         # Not a buffered reader: what it holds already, `select` would wait for in vain.
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([self.process.stdout], [], [], self._within_s)
+            ready, _, _ = select.select([self._answers], [], [], self._within_s)
             if not ready:
                 raise TimeoutError(f"{self._name} said nothing for {self._within_s} s")
-            part = os.read(self.process.stdout.fileno(), 1 << 16)
+            part = os.read(self._answers, 1 << 16)
             if not part:
                 raise EOFError(f"{self._name} has ended")
             self._unread += part

@@ -262,7 +262,7 @@ class ConsumerProcess(Program):
     """
 
     def __init__(self, endpoint: str | Path) -> None:
-        super().__init__(__file__, str(endpoint), within_s=WITHIN_S)
+        super().__init__(_serve, str(endpoint), within_s=WITHIN_S)
         assert self.answer() == "connected"
 
 
@@ -302,7 +302,3 @@ def _serve(endpoint: str) -> None:
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         say(getattr(consumer, verb)(*arguments))
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

@@ -1,8 +1,8 @@
 """A second process that shares slabs with the test: started, driven and killed by it.
 
-Run as a program this file serves one command per packet of a SOCK_SEQPACKET socket; `Peer` is the
-test's side. Commands are the verbs of the transport contract, so one peer plays exporter and
-importer alike. Slabs are named by the test; an error in the peer comes back by type and message.
+The process serves one command per packet of a SOCK_SEQPACKET socket; `Peer` is the test's side.
+Commands are the verbs of the transport contract, so one peer plays exporter and importer alike.
+Slabs are named by the test; an error in the peer comes back by type and message.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import contextlib
 import json
 import signal
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from aqua_protocol import TransportKind
+from harness.fork_server import ForkedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,15 +54,8 @@ class Peer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_WITHIN_S)
         with theirs:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    str(theirs.fileno()),
-                    kind.value,
-                    *([STANDS_IN] if stands_in else []),
-                ],
-                pass_fds=[theirs.fileno()],
+            self.process = ForkedProcess(
+                _serve, theirs, kind.value, STANDS_IN if stands_in else None
             )
 
     def call(self, verb: str, *, fds: tuple[int, ...] = (), **arguments: object) -> Answer:
@@ -181,22 +173,15 @@ def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported w
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
-def _main() -> None:
-    descriptor, name, *stands_in = sys.argv[1:]
+def _serve(sock: socket.socket, name: str, stands_in: str | None) -> None:
     kind = TransportKind(name)
-    with socket.socket(fileno=int(descriptor)) as sock:
-        if not stands_in:
+    with sock:
+        if stands_in is None:
             from aqualib.transports import select
 
             _Server(select(kind)).serve(sock)
             return
-        # By path, as the tests import it: this file runs as a program.
-        sys.path.insert(0, str(Path(__file__).parents[1]))
         from harness.cuda.stand_in import stand_in
 
         with stand_in() as standing:
             _Server(standing.transport(kind), standing.machine.check).serve(sock)
-
-
-if __name__ == "__main__":
-    _main()

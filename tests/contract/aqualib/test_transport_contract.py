@@ -27,6 +27,7 @@ from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailab
 from aqualib import probe
 from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport, select
 from aqualib.transports.release_pipe import DEFERRED_FREE
+from harness import fork_server
 from harness.bounds import HANG_S
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.transport_peer import Peer, pattern
@@ -80,6 +81,7 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = HANG_S) -> No
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     kind, stands_in = request.param
+    fork_server.start_server()
     if stands_in:
         with stand_in() as standing:
             yield Case(kind, standing)
