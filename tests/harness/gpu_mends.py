@@ -13,7 +13,10 @@ from unittest import mock
 import torch
 
 from aqualib.engines.vllm import load_stream
+from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.load_stream import LoadStream
+from aqualib.leasing.client import LeaseClient
+from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
 from aqualib.transports.cuda_abi import ATTRIBUTE_RDMA
 from aqualib.transports.cuda_buffers import StagingBuffer, StagingPool
@@ -23,7 +26,11 @@ from aqualib.transports.cuda_stream import CudaEvent
 from harness import gpu_scenarios as scenarios
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+
+_start = LeaseClient.start
+_map_run = CudaDevice.map_run
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,26 @@ def _after_nothing(self: LoadStream, mark: object) -> Iterator[None]:
 def _buffer_of_all(self: StagingPool, stream: object) -> Iterator[StagingBuffer]:
     del stream
     yield self._buffers[0]
+
+
+def _domain_of_all(self: Topology, uuid: str, _visible: object = None) -> str:
+    return f"{self.boot_id}.{min(gpu.uuid for gpu in self.gpus)}" if uuid else ""
+
+
+def _asks_at_once(self: LeaseClient) -> None:
+    self.engine_has_begun()
+    _start(self)
+
+
+def _release_to_holes(self: CudaKvMemory, run: object) -> None:
+    """Show nothing."""
+
+
+def _map_one_by_one(
+    self: CudaDevice, at: int, handles: Sequence[int], nbytes: int, *, is_writable: bool = True
+) -> None:
+    for number, handle in enumerate(handles):
+        _map_run(self, at + number * nbytes, [handle], nbytes, is_writable=is_writable)
 
 
 @contextlib.contextmanager
@@ -160,5 +187,30 @@ MENDS: Final = (
         "network cards cannot register lent memory",
         scenarios.slabs_are_made_for_network_cards,
         ((CudaDevice, "_has", _has_no_rdma),),
+    ),
+    Mend(
+        "processes that do not see each other's GPUs share a domain",
+        scenarios.processes_see_one_gpu_each,
+        ((Topology, "domain_of", _domain_of_all),),
+    ),
+    Mend(
+        "leases are asked for while the engine starts",
+        scenarios.leases_wait_for_the_first_step,
+        ((LeaseClient, "start", _asks_at_once),),
+    ),
+    Mend(
+        "a granule that was given up ends the context of who looks at it",
+        scenarios.a_cache_is_given_up_and_taken_back,
+        ((CudaKvMemory, "_show_zeros", _release_to_holes),),
+    ),
+    Mend(
+        "each granule gets its rights by a call of its own",
+        scenarios.a_cache_is_given_up_and_taken_back,
+        ((CudaDevice, "map_run", _map_one_by_one),),
+    ),
+    Mend(
+        "granules are given up while kernels that use them are queued",
+        scenarios.a_cache_is_given_up_and_taken_back,
+        ((CudaDevice, "synchronize", lambda _: None),),
     ),
 )

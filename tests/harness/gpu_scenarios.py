@@ -10,13 +10,19 @@ import contextlib
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from unittest import mock
 
+import numpy as np
 import torch
 
-from aqua_protocol import MIB, TransportKind
-from aqualib import probe
+from aqua_protocol import MIB, CapacityError, TransportKind
+from aqua_protocol.leases import LeaseGrant
+from aqua_protocol.members import ConsumerAck
+from aqualib import probe, topology
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
+from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.topology import Gpu, Link, LinkKind, Topology
 from aqualib.transports import cuda_buffers
 from harness.consumers import consuming, grant
 from harness.cuda.stand_in import StandIn, stand_in
@@ -28,6 +34,31 @@ if TYPE_CHECKING:
 
     from aqualib.consumer import Aqua
     from aqualib.producer.producer import Producer
+
+
+class Coordinator:
+    """A coordinator that has memory and hands none out; counts what it is told and asked."""
+
+    def __init__(self) -> None:
+        self.reports = 0
+        self.requests = 0
+
+    def report_consumer(self, _report: object) -> ConsumerAck:
+        """As the client's."""
+        self.reports += 1
+        return ConsumerAck(books_id="books", heartbeat_s=60, available_bytes=8 * SLAB)
+
+    def grant_lease(self, _request: object, **_: object) -> LeaseGrant:
+        """As the client's."""
+        self.requests += 1
+        raise CapacityError("nothing is lent here")
+
+    def remove_consumer(self, *_: object) -> None:
+        """As the client's."""
+
+    def close(self) -> None:
+        """As the client's."""
+
 
 SLAB: Final = 2 * MIB
 GPU: Final = torch.device("cuda", 0)
@@ -270,6 +301,64 @@ def slabs_are_made_for_network_cards(seed: int) -> None:
         slab.close()
 
 
+def processes_see_one_gpu_each(seed: int) -> None:
+    """Two GPUs that reach each other, in processes that see one: they share no domain."""
+    domains = {}
+    for number in range(2):
+        with stand_in(seed=seed, gpu_count=2, visible=[number]) as standing:
+            names = [f"GPU-{standing.machine.uuid_of_gpu(n)}" for n in range(2)]
+            here = Topology(
+                node="node",
+                boot_id="boot",
+                gpus=[Gpu(uuid=name, model="H100", memory_bytes=1 << 30) for name in names],
+                links=[Link(a=names[0], b=names[1], kind=LinkKind.NVLINK)],
+            )
+            with mock.patch.object(topology, "discover", return_value=here):
+                identity = topology.place(GPU)
+            assert identity.gpu_uuid == names[number]
+            assert not standing.machine.contexts_made, "a name costs no context"
+            domains[number] = identity.domain
+    assert domains[0] != domains[1], "grants between them are never mapped"
+
+
+def leases_wait_for_the_first_step(seed: int) -> None:
+    """An engine that captures graphs when it starts is lent nothing before it serves."""
+    with stand_in(seed=seed) as standing:
+        link = Coordinator()
+        with consuming(
+            8,
+            SLAB,
+            transport=standing.transport(),
+            link=link,
+            leases_from_first_step=True,
+            wanted_bytes=SLAB,
+        ) as aqua:
+            until(lambda: link.reports > 0, "reported")
+            assert not link.requests, "asked during the start"
+            aqua.step()
+            until(lambda: link.requests > 0, "asked")
+
+
+def a_cache_is_given_up_and_taken_back(seed: int) -> None:
+    """A part of a KV cache leaves under queued kernels, is looked at, and comes back as zeros."""
+    with stand_in(seed=seed) as standing:
+        memory = CudaKvMemory(GPU)
+        tensor = memory.allocate(4 * SLAB)
+        upper = np.arange(4) >= 2
+        for number in range(2):
+            tensor.fill_(number + 5)
+            last = tensor[2 * SLAB :].clone()  # The step whose output nobody has asked for.
+            standing.machine.calls.clear()
+            memory.release(upper)
+            assert (last.cpu() == number + 5).all()
+            assert not tensor[2 * SLAB :].any()
+            memory.restore(upper)
+            assert standing.machine.calls["cuMemSetAccess"] == 2, "one a run and direction"
+            assert (tensor[: 2 * SLAB].cpu() == number + 5).all()
+            assert not tensor[2 * SLAB :].any()
+        memory.close()
+
+
 SCENARIOS: Final = (
     a_pinned_view_is_read_by_a_kernel,
     a_load_runs_beside_the_model,
@@ -283,4 +372,7 @@ SCENARIOS: Final = (
     a_lease_is_taken_up_on_a_full_gpu,
     copiers_come_and_go,
     slabs_are_made_for_network_cards,
+    processes_see_one_gpu_each,
+    leases_wait_for_the_first_step,
+    a_cache_is_given_up_and_taken_back,
 )

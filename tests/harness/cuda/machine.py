@@ -96,7 +96,12 @@ class Machine:
 
     def uuid_of(self, ordinal: int) -> uuid.UUID:
         """The name of a visible GPU."""
-        return uuid.UUID(bytes=bytes(16 * self.visible[ordinal] + i for i in range(16)))
+        return self.uuid_of_gpu(self.visible[ordinal])
+
+    @staticmethod
+    def uuid_of_gpu(number: int) -> uuid.UUID:
+        """The name of a GPU of the machine, visible or not."""
+        return uuid.UUID(bytes=bytes(16 * number + i for i in range(16)))
 
     def counts(self) -> dict[str, int]:
         """Handles, mappings, reservations, pinned ranges, and contexts current in this thread."""

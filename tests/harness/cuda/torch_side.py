@@ -251,11 +251,12 @@ class TorchSide:
         ]
         out = None
         if not any(writes):
-            meta = tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, flat)
-            meta_args, meta_kwargs = tree_unflatten(meta, shape)
+            # Zeros stand in for what is not known yet: only the shape of the result counts.
+            unknown = [x.new_zeros(x.shape) if isinstance(x, torch.Tensor) else x for x in flat]
+            zero_args, zero_kwargs = tree_unflatten(unknown, shape)
             out = tree_map(
                 lambda x: self.allocator.like(x, ordinal) if isinstance(x, torch.Tensor) else x,
-                func(*meta_args, **meta_kwargs),
+                func(*zero_args, **zero_kwargs),
             )
             written = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
         self._queue(func, flat, shape, stream, tensors, written, is_in_place=out is None)
@@ -417,6 +418,10 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
     def __init__(self, side: TorchSide) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
         self._side = side
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Skipping it takes seconds to import it.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -15,6 +15,7 @@ from hypothesis import given
 
 from aqua_protocol import ConfigError
 from aqualib import topology
+from aqualib.settings import load_settings
 from aqualib.topology import Gpu, Link, LinkKind, Topology
 
 BOOT = "3f0c0de0-0000-4000-8000-000000000001"
@@ -67,6 +68,29 @@ def test_a_fabric_is_a_domain_without_links() -> None:
     )
     assert here.domain_of("a") == here.domain_of("b") == f"{BOOT}.f.1"
     assert len({here.domain_of(name) for name in "abcd"}) == 3
+
+
+def test_processes_share_a_domain_if_they_see_the_same_part_of_it() -> None:
+    here = host("abcd", ["ab", "bc"])
+    assert here.domain_of("a", "abcd") == here.domain_of("a", "abc") == here.domain_of("a")
+    assert here.domain_of("a", "a") != here.domain_of("b", "b"), "neither maps the other's memory"
+    assert here.domain_of("a", "a") != here.domain_of("a")
+    assert here.domain_of("a", "ab") == here.domain_of("b", "bad")
+    assert here.domain_of("d", "d") == here.domain_of("d")
+    fabric = host("ab", []).model_copy(update={"gpus": [gpu("a", "f.1"), gpu("b", "f.1")]})
+    part = fabric.model_copy(update={"gpus": [gpu("a", "f.1")]})
+    assert fabric.domain_of("a", "ab") == fabric.domain_of("b", "ab") != part.domain_of("a", "a")
+    assert len(fabric.domain_of("a", "ab")) <= 128
+
+
+def test_a_fabric_over_hosts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    clique = "00010203-0405-0607-0809-0a0b0c0d0e0f.7"
+    settings = load_settings(domain=clique)
+    with pytest.raises(ConfigError, match="may span hosts") as refusal:
+        topology.find_identity(settings, torch.device("cpu"))
+    assert clique in refusal.value.message
+    monkeypatch.setenv("AQUA_DOMAIN", "rack-1")
+    assert topology.find_identity(load_settings(), torch.device("cpu")).domain == "rack-1"
 
 
 def test_an_unknown_gpu_is_an_error_that_lists_the_known() -> None:

@@ -66,6 +66,7 @@ class LeaseClient:
     Args:
         link: To the coordinator; None asks for no lease, and only `take_up` attaches.
         wished_bytes: Peer memory to hold even when nothing is in it.
+        waits_for_engine: Ask for nothing before `engine_has_begun`.
     """
 
     def __init__(  # noqa: PLR0913 - a composition root's parts, by keyword
@@ -80,9 +81,11 @@ class LeaseClient:
         heartbeat_s: float = MAX_HEARTBEAT_S,
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
+        waits_for_engine: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._consumer_id = consumer_id
+        self._may_ask = not waits_for_engine
         self._store = store
         self._transport = transport
         self._link = link
@@ -146,6 +149,12 @@ class LeaseClient:
         """The store has grown or shrunk: think again, and tell the coordinator."""
         self._reporter.changed()
         self._think_again()
+
+    def engine_has_begun(self) -> None:
+        """The engine's start is over, whose graphs and measurements leases would disturb."""
+        if not self._may_ask:
+            self._may_ask = True
+            self._think_again()
 
     def take_up(self, grant: LeaseGrant) -> Attachment:
         """Attach to a granted lease and hand its slabs to the store.
@@ -265,7 +274,7 @@ class LeaseClient:
             need = self._need()
             with self._changed:
                 now_s = self._clock()
-                order = self._backoff.decide(need, now_s)
+                order = self._backoff.decide(need, now_s) if self._may_ask else None
                 if order is None:
                     until_s = self._backoff.wake_s(now_s)
                     if self._news_count == seen:

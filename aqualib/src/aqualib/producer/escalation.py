@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import AquaError
+from aqua_protocol import AquaError, ConfigError
+from aqualib.gpu_modes import is_under_mps
 
 if TYPE_CHECKING:
+    import torch
+
     from aqua_protocol.ids import LeaseId
     from aqualib.producer.reclaims import ReclaimTicket
 
@@ -43,6 +46,19 @@ class Escalation(StrEnum):
     """Keep its slabs quarantined and go on waiting. No process is ever harmed."""
     KILL = "kill"
     """SIGKILL it after a grace period: the producer's memory matters more than the consumer."""
+
+
+def require_harmless(policy: Escalation, device: torch.device) -> None:
+    """Refuse a policy that would harm processes other than the one it is aimed at.
+
+    Raises:
+        ConfigError: Kills, among clients of MPS, who share one context.
+    """
+    if policy is Escalation.KILL and device.type == "cuda" and is_under_mps():
+        raise ConfigError(
+            "a consumer that is killed under MPS may end the work of every client of the GPU",
+            remedy="Set AQUA_ESCALATION=wait, or run producers and consumers outside MPS.",
+        )
 
 
 @dataclass(slots=True, eq=False)

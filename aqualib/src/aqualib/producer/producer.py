@@ -42,7 +42,12 @@ from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
 from aqualib.peers import trusted_uids
 from aqualib.producer.admission import Admission
-from aqualib.producer.escalation import Escalation, KillRefusedError, kill_process
+from aqualib.producer.escalation import (
+    Escalation,
+    KillRefusedError,
+    kill_process,
+    require_harmless,
+)
 from aqualib.producer.handout import Handout, Handouts
 from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
 from aqualib.producer.server import Host, LeaseServer, Peer, Stage
@@ -111,6 +116,7 @@ class Producer:
     ) -> None:
         if slab_bytes < MIN_SLAB_BYTES:
             raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
+        require_harmless(policy, transport.device)
         for what in ("node", "domain", "gpu_uuid"):
             require_name(what, getattr(identity, what))
         self.producer_id: Final = ProducerId(require_name("producer_id", producer_id))

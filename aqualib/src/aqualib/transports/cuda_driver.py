@@ -16,7 +16,7 @@ import fcntl
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from aqua_protocol import TransportError, TransportUnavailableError, format_bytes
 from aqualib.transports.cuda_abi import (
+    ACCESS_READ,
     ACCESS_READ_WRITE,
     ALLOCATION_TYPE_PINNED,
     ATTRIBUTE_POSIX_FD_HANDLES,
@@ -297,11 +298,27 @@ class CudaDevice:
         Raises:
             CudaError: The memory has another size, or this GPU cannot reach it.
         """
-        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self.ordinal), ACCESS_READ_WRITE)
+        self.map_run(address, [handle], nbytes)
+
+    def map_run(
+        self, address: int, handles: Sequence[int], nbytes: int, *, is_writable: bool = True
+    ) -> None:
+        """Put several memories of `nbytes` each behind reserved addresses, one after the other.
+
+        Rights are given once, for all.
+
+        Raises:
+            CudaError: As `map_at`; nothing is mapped.
+        """
+        rights = ACCESS_READ_WRITE if is_writable else ACCESS_READ
+        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self.ordinal), rights)
         with self._current(), contextlib.ExitStack() as undo:
-            self.driver.call("cuMemMap", address, nbytes, 0, handle, 0)
-            undo.callback(self.driver.call, "cuMemUnmap", address, nbytes)
-            self.driver.call("cuMemSetAccess", address, nbytes, byref(access), 1)
+            for number, handle in enumerate(handles):
+                at = address + number * nbytes
+                self.driver.call("cuMemMap", at, nbytes, 0, handle, 0)
+                undo.callback(self.driver.call, "cuMemUnmap", at, nbytes)
+            whole = len(handles) * nbytes
+            self.driver.call("cuMemSetAccess", address, whole, byref(access), 1)
             undo.pop_all()
 
     def unmap_at(self, address: int, nbytes: int) -> None:

@@ -136,6 +136,8 @@ class AquaConnector(KVConnectorBase_V1):
             model=self._model,
             host_bytes=settings.host_bytes or max(room, settings.wanted_bytes or 0),
             is_offline=self.options.is_offline,
+            # Graphs are captured when the KV cache is there, and only on GPUs.
+            leases_from_first_step=device.type == "cuda",
         )
         self.paging_worker = KvPagingWorker(rows, aqua, self._capacity_blocks)
         logger.info(
