@@ -142,6 +142,18 @@ def test_a_cohort_borrows_again_when_its_owner_asks_no_more(room: QuotaRoom) -> 
     room.grant("a", "a-0", 2)
 
 
+def test_a_wait_without_end_holds_neither_borrowers_nor_owners(room: QuotaRoom) -> None:
+    room.put(a=quota(6), b=quota(6))
+    waits = KEYS["quota_waits"] + "cohort"
+    room.store.redis.command("ZADD", waits, "inf", "b")
+    for _ in range(6):
+        room.grant("a", "a-0", 2)
+    with pytest.raises(CapacityError):
+        room.grant("b", "b-0", 2)
+    room.report()
+    room.grant("b", "b-0", 2)
+
+
 def test_nobody_loses_a_lease_in_vain(room: QuotaRoom) -> None:
     """An owner asks for more than can be lent to it, or for what others own."""
     room.put(a=quota(2), b=quota(10))

@@ -26,8 +26,8 @@ if borrowed_by_others(room, least) == 0 then
 end
 local waits = KEY.quota_waits .. room.cohort
 local until_us = clock_us + CONST.owner_waits_us
-local asked_us = redis.call('ZSCORE', waits, tenant)
-if asked_us and until_us - tonumber(asked_us) < CONST.owner_rests_us then
+local rested_us = until_us - (tonumber(redis.call('ZSCORE', waits, tenant) or 0))
+if rested_us >= 0 and rested_us < CONST.owner_rests_us then
   return {'ok', 0, 0}
 end
 

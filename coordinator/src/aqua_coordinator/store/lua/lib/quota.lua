@@ -38,7 +38,7 @@ end
 -- Whether an owner other than this tenant waits for what its cohort has borrowed.
 local function is_awaited(cohort, tenant)
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEY.quota_waits .. cohort, integer(clock_us),
-      '+inf', 'LIMIT', 0, 2)) do
+      integer(clock_us + CONST.owner_waits_us), 'LIMIT', 0, 2)) do
     if name ~= tenant then
       return true
     end
