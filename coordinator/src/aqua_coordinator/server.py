@@ -139,7 +139,7 @@ def _collect(tick: int) -> None:
     all connections, 0.1 s and more while thousands of members join.
     """
     if tick % TICKS_PER_COLLECTION == 0:
-        gc.set_threshold(YOUNG_OBJECTS)
+        gc.set_threshold(YOUNG_OBJECTS, 10, TICKS_PER_COLLECTION)  # The last: never by itself.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
