@@ -142,16 +142,23 @@ async def furnish(room: LedgerRoom) -> list[Call]:
     ledger = Ledger(_Capture())  # type: ignore[arg-type] # all of it that steps use
     where = {"epoch": active.epoch}
     page: dict[str, Any] = {"limit": 10}
-    window = {"attach_window_s": ATTACH_WINDOW_S}
     works: list[Any] = [
         *(ledger.report_producer(p.report()) for p in (lender, other, silent, reborn)),
         *(ledger.report_consumer(c.report()) for c in (llm, rival, PaperConsumer(name="third"))),
         ledger.update_offer(other.name, update),
         *(ledger.remove_producer(p.name, p.incarnation) for p in (lender, idle)),
         *(ledger.remove_consumer(c.name, c.incarnation) for c in (llm, rival)),
-        ledger.grant_lease(llm.request(2), idempotency_key="fresh", **window),
-        ledger.grant_lease(rival.request(40, min_bytes=SLAB), idempotency_key="next", **window),
-        ledger.grant_lease(llm.request(1), idempotency_key="key-0", **window),
+        ledger.grant_lease(
+            llm.request(2), idempotency_key="fresh", attach_window_s=ATTACH_WINDOW_S
+        ),
+        ledger.grant_lease(
+            rival.request(40, min_bytes=SLAB),
+            idempotency_key="next",
+            attach_window_s=ATTACH_WINDOW_S,
+        ),
+        ledger.grant_lease(
+            llm.request(1), idempotency_key="key-0", attach_window_s=ATTACH_WINDOW_S
+        ),
         *(
             ledger.renew_lease(lease.lease_id, epoch=lease.epoch, ttl_s=30, as_consumer=None)
             for lease in (active, granted[0], ended)
