@@ -9,7 +9,7 @@
 
 local now_us, clock_us, paused_us, swept_us, standing, spread_us
 local books_id, min_epoch, epoch, issued, planned, schema, has_quotas
-local offers, leases, unwritten, growths, of_consumers, tenants
+local offers, leases, unwritten, growths, of_consumers, tenants, cohorts
 
 local function redis_time_us()
   local time = redis.call('TIME')
@@ -46,6 +46,7 @@ local function why_not_begin(only_reads)
   now_us = redis_time_us()
   issued = false
   offers, leases, unwritten, growths, of_consumers, tenants = {}, {}, {}, {}, {}, {}
+  cohorts = {}
   -- Not swept for long: no coordinator is there. Redis time before the last sweep: it was set back.
   local stands = standing ~= '' or now_us - swept_us > CONST.max_gap_us or now_us < swept_us
   clock_us = (stands and swept_us or now_us) - paused_us

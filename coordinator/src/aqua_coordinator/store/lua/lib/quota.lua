@@ -17,22 +17,26 @@ local function quota_in(text)
     guaranteed = tonumber(guaranteed), each = whole(each), cohort = cohort ~= '-' and cohort} or nil
 end
 
--- The members of a cohort, {name, guaranteed, nominal, leased}, and the bytes that they lend in
--- all.
+-- Members of a cohort, {name, guaranteed, nominal, leased}, and the bytes that they lend in all.
 local function cohort_of(name)
-  local text = redis.call('HGET', KEY.quotas, '@' .. name) or ''
-  local lent, list = string.match(text, '^(%d+)|(.*)$')
-  local members, names = {}, {}
-  for member, guaranteed, nominal in string.gmatch(list or '', '(%S+) (%d+) (%d+)') do
-    names[#names + 1] = member
-    members[#members + 1] = {name = member, guaranteed = tonumber(guaranteed),
-      nominal = tonumber(nominal)}
+  local cohort = cohorts[name]
+  if not cohort then
+    local text = redis.call('HGET', KEY.quotas, '@' .. name) or ''
+    local lent, list = string.match(text, '^(%d+)|(.*)$')
+    local names = {}
+    cohort = {members = {}, lent = tonumber(lent or 0)}
+    for member, guaranteed, nominal in string.gmatch(list or '', '(%S+) (%d+) (%d+)') do
+      names[#names + 1] = member
+      cohort.members[#names] = {name = member, guaranteed = tonumber(guaranteed),
+        nominal = tonumber(nominal)}
+    end
+    load_tenants(names)
+    cohorts[name] = cohort
   end
-  load_tenants(names)
-  for _, member in ipairs(members) do
+  for _, member in ipairs(cohort.members) do
     member.leased = tenant_of(member.name).leased
   end
-  return members, tonumber(lent or 0)
+  return cohort.members, cohort.lent
 end
 
 -- Whether an owner other than this tenant waits for what its cohort has borrowed.
