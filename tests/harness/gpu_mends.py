@@ -41,11 +41,13 @@ class Mend:
         without: What the product does without it.
         scenario: What then goes wrong, by some seed.
         patches: An owner, a name, and what was there before.
+        is_met_by_walks: Whether random walks (`gpu_walk`) miss it as well.
     """
 
     without: str
     scenario: Callable[[int], None]
     patches: tuple[tuple[Any, str, Any], ...]
+    is_met_by_walks: bool = False
 
     @contextlib.contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -129,6 +131,7 @@ MENDS: Final = (
         "`pinned()` ends while kernels that were queued in it still run",
         scenarios.a_pinned_view_is_read_by_a_kernel,
         ((CudaSide, "synchronize", lambda _: None),),
+        is_met_by_walks=True,
     ),
     Mend(
         "loads beside the model follow none of the engine's kernels",
@@ -139,6 +142,7 @@ MENDS: Final = (
         "copies of an engine thread follow none of its kernels",
         scenarios.blocks_go_out_and_in_between_steps,
         ((CudaSide, "copier", _copier_behind),),
+        is_met_by_walks=True,
     ),
     Mend(
         "the background waits for the engine's default stream",
@@ -172,11 +176,13 @@ MENDS: Final = (
         "our driver calls mind the captures of other threads",
         scenarios.leases_are_taken_up_during_a_capture,
         ((cuda_driver, "CAPTURE_MODE_RELAXED", 0),),
+        is_met_by_walks=True,
     ),
     Mend(
         "the probe allocates on a GPU that is full",
         scenarios.a_lease_is_taken_up_on_a_full_gpu,
         ((CudaCopier, "scratch", _scratch_of_torch),),
+        is_met_by_walks=True,
     ),
     Mend(
         "each copier has a staging buffer of its own",

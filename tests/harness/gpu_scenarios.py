@@ -22,6 +22,7 @@ from aqualib import probe, topology
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.leasing.demand import LeaseBackoff
 from aqualib.topology import Gpu, Link, LinkKind, Topology
 from aqualib.transports import cuda_buffers
 from harness.consumers import consuming, grant
@@ -323,7 +324,11 @@ def processes_see_one_gpu_each(seed: int) -> None:
 
 def leases_wait_for_the_first_step(seed: int) -> None:
     """An engine that captures graphs when it starts is lent nothing before it serves."""
-    with stand_in(seed=seed) as standing:
+    think = LeaseBackoff.wake_s
+    with (
+        stand_in(seed=seed) as standing,
+        mock.patch.object(LeaseBackoff, "wake_s", autospec=True, side_effect=think) as thinks,
+    ):
         link = Coordinator()
         with consuming(
             8,
@@ -334,6 +339,11 @@ def leases_wait_for_the_first_step(seed: int) -> None:
             wanted_bytes=SLAB,
         ) as aqua:
             until(lambda: link.reports > 0, "reported")
+            aqua.empty((1,), torch.uint8).release()
+            until(lambda: link.reports > 1, "the answer to the first is known")
+            looks = thinks.call_count
+            aqua.empty((1,), torch.uint8).release()
+            until(lambda: link.requests > 0 or thinks.call_count > looks + 1, "thought again")
             assert not link.requests, "asked during the start"
             aqua.step()
             until(lambda: link.requests > 0, "asked")

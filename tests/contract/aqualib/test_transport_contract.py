@@ -1,8 +1,7 @@
 """One suite over every transport: what `transports.base` promises, between two processes.
 
-The `-on-stand-in` cases are the real CUDA transports and copies over a stand-in for the driver
-(`harness/cuda`), whose streams run late: calls, order, reference counts and descriptor passing on
-machines without a GPU.
+The `-on-stand-in` cases are the real CUDA transports over a stand-in for the driver, whose streams
+run late (`harness/cuda`): calls, order, counts and descriptors on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -120,13 +119,12 @@ def _nothing_leaks(case: Case) -> Iterator[None]:
     warmed_up = case.transport.create(NBYTES)
     warmed_up.export().close()
     warmed_up.close()
-    counts = driver_counts(case)
-    before = open_descriptors(), counts
+    before = driver_counts(case), open_descriptors()
     yield
     gc.collect()
     wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
-    counts = driver_counts(case)  # First: it gives back what torch has cached.
-    assert (open_descriptors(), counts) == before
+    # In this order: counting gives back what torch has cached.
+    assert (driver_counts(case), open_descriptors()) == before
     if case.standing is not None:
         case.standing.machine.check()
 

@@ -389,8 +389,7 @@ class TorchSide:
             plain = original(*args, **kwargs | {"device": "cpu"})
             made = self.allocator.like(plain, self.ordinal_of(device))
             if "empty" not in original.__name__ and plain.numel():
-                with torch._C.DisableTorchFunctionSubclass(), Kernels(self):
-                    self._fill(made, plain)
+                self._fill(made, plain)
             return made
 
         make.__name__ = original.__name__
