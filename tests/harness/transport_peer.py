@@ -12,6 +12,7 @@ import contextlib
 import json
 import signal
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -171,6 +172,15 @@ def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported w
 
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def open_descriptors() -> Counter[str]:
+    """What this process has open, by kind, so that a leak says what it is."""
+    targets: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.
+            targets[str(link.readlink()).partition(":[")[0]] += 1
+    return targets
 
 
 def _serve(sock: socket.socket, name: str, stands_in: str | None) -> None:

@@ -6,14 +6,12 @@ run late (`harness/cuda`): calls, order, counts and descriptors on machines with
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import socket
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness import fork_server
 from harness.bounds import HANG_S
 from harness.cuda.stand_in import StandIn, stand_in
-from harness.transport_peer import Peer, pattern
+from harness.transport_peer import Peer, open_descriptors, pattern
 
 NBYTES = 4 * MIB
 """Two CUDA granules, two huge pages."""
@@ -127,15 +125,6 @@ def _nothing_leaks(case: Case) -> Iterator[None]:
     assert (driver_counts(case), open_descriptors()) == before
     if case.standing is not None:
         case.standing.machine.check()
-
-
-def open_descriptors() -> Counter[str]:
-    """What this process has open, by kind, so that a leak says what it is."""
-    targets: Counter[str] = Counter()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.
-            targets[str(link.readlink()).partition(":[")[0]] += 1
-    return targets
 
 
 def driver_counts(case: Case) -> dict[str, int]:
