@@ -59,6 +59,7 @@ EXAMPLES: Final[dict[str, Call[Any] | Listing[Any, Any]]] = {
     "list_producers": calls.list_producers(),
     "list_consumers": calls.list_consumers(),
     "list_offers": calls.list_offers(),
+    "list_quotas": calls.list_quotas(),
     "update_offer": calls.update_offer(
         "p", OfferUpdate(incarnation="life", revision=1, offered_bytes=0)
     ),
