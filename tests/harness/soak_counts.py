@@ -35,7 +35,7 @@ JUDGED: Final = {
     "fds": EACH,
     "threads": EACH,
     "anonymous MiB": MIB,
-    "series": EACH,
+    "member series": EACH,
     "keys": EACH,
     "fields": EACH,
     "slabs": EACH,
@@ -43,7 +43,11 @@ JUDGED: Final = {
     "processes": EACH,
 }
 """Growth a period that is let pass. What is not here is told, and not judged: `rss MiB` holds what
-is mapped of files and slabs, and `keys that expire` follow the last two minutes' work."""
+is mapped of files and slabs, `keys that expire` follow the last two minutes' work, and `series`
+appear as each route gives each of its answers for the first time."""
+
+MEMBER: Final = re.compile(r'"(producer|consumer)-(steady|mortal)')
+"""A label that names a member, of which there are ever new ones."""
 
 STREAMS: Final = frozenset({"events", "quarantine"})
 """Trimmed to a length that a soak does not reach by itself."""
@@ -64,6 +68,7 @@ def count_all(cluster: SoakCluster) -> tuple[Counts, Details]:
         lines = cluster.get(name, "metrics").text.splitlines()
         series = Counter(line.partition("{")[0].split()[0] for line in lines if line[:1] != "#")
         counts[name]["series"] = series.total()
+        counts[name]["member series"] = sum(MEMBER.search(line) is not None for line in lines)
         details[f"{name} series"] = dict(series)
     with cluster.client() as client:
         counts[STORE] |= _of_store(client, details)
