@@ -209,6 +209,8 @@ class SoakCluster:
             self._disk.write_text(str(int(1 + fault.amount * SLOWEST_SYNC_MS)))
             return self._disk.unlink
         if kind is FaultKind.PRESSURE:
+            if not self._works(victim):
+                return lambda: None  # A program that starts without memory just ends.
             return self.pressure.press([self.processes[victim].pid])
         target = self.store if victim == STORE else self.processes[victim]
         if kind is FaultKind.STOP:
@@ -235,6 +237,10 @@ class SoakCluster:
             self._start_coordinator(victim)
         else:
             self._start_member(victim, anew=anew)
+
+    def _works(self, slot: str) -> bool:
+        path = self._tally_paths[slot]
+        return path.exists() and Tally(path).read()["steps"] > 0
 
     def _bury(self, slot: str) -> None:
         """Count what a killed member had counted, and what is gone with it."""
