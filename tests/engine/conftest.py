@@ -6,4 +6,6 @@ without vLLM must not be looked at there.
 
 from importlib.util import find_spec
 
-collect_ignore = ["aqualib/test_vllm_refusals.py"] if find_spec("vllm") is None else []
+NEEDS_VLLM = ["aqualib/test_vllm_interleavings.py", "aqualib/test_vllm_refusals.py"]
+
+collect_ignore = NEEDS_VLLM if find_spec("vllm") is None else []

@@ -52,6 +52,7 @@ class Scenario:
         wave_at_step: Before this step, the requests of the round are added once more.
         offers_before_wave: The wave comes later if requests wait then, and once memory is offered.
         overlaps_steps: Schedule asynchronously: a step before the last one's output is there.
+        is_beside: Our connector is one of several.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Scenario:
     wave_at_step: int = 0
     offers_before_wave: bool = False
     overlaps_steps: bool = False
+    is_beside: bool = False
 
 
 class VllmProgram(Program):
@@ -147,11 +149,14 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
         options["async_scheduling"] = True
     if scenario.aqua is not None:
         options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
-        options["kv_transfer_config"] = {
-            "kv_connector": "AquaConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": scenario.aqua,
-        }
+        options["kv_transfer_config"] = _connector("AquaConnector", scenario.aqua)
+        if scenario.is_beside:
+            other = {
+                **_connector("IdleConnector", {}),
+                "kv_connector_module_path": "harness.idle_connector",
+            }
+            several = {"connectors": [other, options["kv_transfer_config"]]}
+            options["kv_transfer_config"] = _connector("MultiConnector", several)
     if scenario.lend is not None:
         options["worker_cls"] = "aqualib.engines.vllm.LendingWorker"
         options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")
@@ -161,6 +166,10 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
             transfer = options["kv_transfer_config"]
             transfer["kv_connector_extra_config"] = {**scenario.aqua, "lend": scenario.lend}
     return LLM(model=scenario.model, disable_log_stats=False, **options).llm_engine
+
+
+def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _main(scenario: Scenario) -> None:
@@ -196,9 +205,16 @@ def _main(scenario: Scenario) -> None:
                 if output.finished:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
+    _settle(engine)
     say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, worker)})
     if scenario.lend is not None:
         engine.engine_core.engine_core.scheduler.shutdown()
+
+
+def _settle(engine: Any) -> None:  # noqa: ANN401 - vLLM's
+    """An engine goes on until what it pages out beside the model is acknowledged."""
+    while engine.engine_core.engine_core.scheduler.has_requests():
+        engine.step()
 
 
 def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - vLLM's, ours
@@ -241,7 +257,10 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
 
     if not has_kv_transfer_group():  # Of several workers, each has its own.
         return None
-    worker = get_kv_transfer_group().paging_worker
+    from aqualib.engines.vllm.connector import find_connector
+
+    connector = find_connector(get_kv_transfer_group())
+    worker: Any = None if connector is None else connector.paging_worker
     if worker is None:
         return None
     if scenario.await_leased_bytes:

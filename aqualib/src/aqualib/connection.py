@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from aqualib.tensor import AquaTensor
 
 HOST_SHARE: Final = 0.25
-"""Part of the machine's memory that spilled data may take unless `host_bytes` says otherwise: a
-machine has other processes. It is a bound, and memory is taken slab by slab. Doubled, two consumers
-could fill a machine."""
+"""Part of the memory of the machine, or of its container, that spilled data may take unless
+`host_bytes` says otherwise: a machine has other processes. It is a bound, and memory is taken slab
+by slab. Doubled, two consumers could fill a machine."""
 
 _lock = threading.Lock()
 _default: Aqua | None = None
@@ -68,7 +68,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         transport: How slabs are shared; by default the best that works on `device`.
         device: Where the engine's tensors are (`cuda:1`, `cpu`).
         host_bytes: Bound of host memory, and so of everything stored: `8GiB` or a number. By
-            default a quarter of the machine's.
+            default a quarter of what the machine, or this container, has.
         wanted_bytes: Peer memory to hold ahead of need.
         slab_bytes: Unit of leases; must be that of the producers.
         checksum: Sum what is stored and compare what comes back.
@@ -82,8 +82,9 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
         ConfigError: A value is wrong; says which and what to write instead.
         TransportUnavailableError: The transport asked for cannot work here.
     """
+    from aqualib.host_memory import host_memory_bytes
     from aqualib.settings import load_settings, require_name
-    from aqualib.topology import find_identity, host_memory_bytes
+    from aqualib.topology import find_identity
     from aqualib.transports import select
 
     settings = load_settings(

@@ -33,6 +33,7 @@ from pydantic import Field, ValidationError, model_validator
 from aqua_protocol import ConfigError
 from aqua_protocol.ids import Name
 from aqua_protocol.wire import ByteCount, Wire
+from aqualib.host_memory import host_memory_bytes
 from aqualib.reporter import Identity
 
 if TYPE_CHECKING:
@@ -225,11 +226,6 @@ def find_identity(settings: Settings, device: torch.device, model: str | None = 
     # Without a topology file an emulated GPU has the name that the settings give it.
     here = place(device, gpu_uuid=gpu_uuid if os.environ.get(TOPOLOGY_FILE_VARIABLE) else None)
     return Identity(node or here.node, domain or here.domain, gpu_uuid or here.gpu_uuid, model)
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine, used or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def place(device: torch.device, *, gpu_uuid: str | None = None) -> Identity:

@@ -147,9 +147,7 @@ def test_loads_beside_the_model_answer_as_if_never_preempted(
     assert_paged(answer)
 
 
-@pytest.mark.parametrize(
-    "aqua", [{"load": "sync"}, {"mode": "checkpoint"}, {"load": "async", "max_loading_blocks": 12}]
-)
+@pytest.mark.parametrize("aqua", [{}, {"mode": "checkpoint"}, {"max_loading_blocks": 12}])
 def test_asynchronous_scheduling_answers_as_if_never_preempted(
     model: str, stock: dict[str, list[int]], aqua: dict[str, Any]
 ) -> None:
@@ -168,14 +166,32 @@ def test_zeroed_loads_change_the_answers(model: str, stock: dict[str, list[int]]
     assert same <= len(stock) // 4, f"{same} of {len(stock)} outputs do not depend on loads"
 
 
+@pytest.mark.parametrize(
+    ("overlaps_steps", "caches_prefixes"), [(False, False), (True, False), (True, True)]
+)
 def test_blocks_that_fail_their_checksum_are_computed_again(
-    model: str, stock: dict[str, list[int]]
+    model: str, stock: dict[str, list[int]], *, overlaps_steps: bool, caches_prefixes: bool
 ) -> None:
-    scenario = dataclasses.replace(on_host(model), spoil_at_step=60)
+    scenario = dataclasses.replace(
+        on_host(model),
+        engine={"enable_prefix_caching": caches_prefixes},
+        spoil_at_step=60,
+        overlaps_steps=overlaps_steps,
+    )
     answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB), AQUA_CHECKSUM="1")
     assert answer["tokens"] == stock
     assert_paged(answer)
     assert answer["failures"].get("checksum_mismatch", 0) > 0, answer
+    assert answer["paging"]["lost_blocks"] > 0
+
+
+def test_beside_another_connector_it_answers_as_if_never_preempted(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    scenario = dataclasses.replace(on_host(model), is_beside=True, spoil_at_step=60)
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB), AQUA_CHECKSUM="1")
+    assert answer["tokens"] == stock
+    assert_paged(answer, forced=100)
     assert answer["paging"]["lost_blocks"] > 0
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from aqualib.engines.vllm.block_table import BlockTable
 
 
@@ -95,3 +97,44 @@ def test_forgetting_spares_what_is_held() -> None:
     assert table.find("a") != []
     assert table.find("b") == []
     assert table.held_count == 1
+
+
+def test_what_is_on_its_way_is_found_when_all_have_acknowledged_it() -> None:
+    table = BlockTable(2)
+    place = table.begin("a")
+    assert place is not None
+    assert table.is_known("a")
+    assert table.find(["a"]) == []
+    table.filled(place)
+    assert table.find(["a"]) == [place]
+    table.audit()
+
+
+@pytest.mark.parametrize("end", ["lose", "forget", "clear", "overtake"])
+def test_what_is_lost_or_forgotten_on_its_way_is_never_found(end: str) -> None:
+    table = BlockTable(2)
+    place = table.begin("a")
+    assert place is not None
+    if end == "overtake":  # The same block, paged out within a step meanwhile.
+        assert table.put("a") == (1, True)
+        table.release((1,))
+    elif end == "clear":
+        table.clear()
+    else:
+        table.lose([place]) if end == "lose" else table.forget(["a"])
+    table.audit()
+    assert table.held_count == 1, "workers still fill it"
+    table.filled(place)
+    table.audit()
+    assert place not in table.find(["a"])
+    assert table.held_count == 0
+    assert table.room == 2
+
+
+def test_a_table_grows() -> None:
+    table = BlockTable()
+    assert table.put("a") is None
+    table.grow(2)
+    assert table.put("a") == (0, True)
+    assert table.put("b") == (1, True)
+    assert table.put("c") is None

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from aqua_protocol import ConfigError
+from aqua_protocol import ConfigError, TransportError
 from aqualib.engines.vllm import kv_paging_worker as worker_module
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
 from aqualib.engines.vllm.rows import block_rows
 from harness.consumers import consuming
+from harness.producers import until
 
 BLOCKS = 16
 
@@ -182,3 +183,52 @@ def _raising(error: Exception) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+def reported(worker: KvPagingWorker, number: int) -> WorkerReport:
+    """The report that acknowledges this page-out."""
+    reports: list[WorkerReport] = []
+
+    def is_acknowledged() -> bool:
+        report = worker.take_report()
+        if report is not None:
+            reports.append(report)
+        return any(each.saved for each in reports)
+
+    until(is_acknowledged, "the page-out is acknowledged")
+    (found,) = [each for each in reports if each.saved]
+    assert found.saved == {number: 1}
+    return found
+
+
+def test_page_outs_beside_the_model_are_there_when_they_are_acknowledged() -> None:
+    with paging() as (worker, layers):
+        wanted = layers[1][5].clone()
+        worker.page_out(PagingPlan(async_saves={7: ([0, 3], [1, 5])}))
+        assert not reported(worker, 7).lost_places
+        for layer in layers:
+            layer.zero_()
+        worker.page_in(PagingPlan(in_places=[3], in_blocks=[2]))
+        assert torch.equal(layers[1][2], wanted)
+        assert worker.paged_blocks == {"out": 2, "in": 1}
+
+
+@pytest.mark.parametrize("error", [TransportError("no link"), RuntimeError("no device")])
+def test_page_outs_beside_the_model_that_fail_are_acknowledged_as_lost(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def page_out(*_: object) -> None:
+        raise error
+
+    with paging() as (worker, _):
+        monkeypatch.setattr(worker.store, "page_out", page_out)
+        worker.page_out(PagingPlan(async_saves={1: ([0, 3], [1, 5])}))
+        assert reported(worker, 1).lost_places == {0, 3}
+
+
+def test_a_worker_says_once_what_its_store_holds() -> None:
+    with paging(capacity=5) as (worker, _):
+        report = worker.take_report()
+        assert report is not None
+        assert report.store == WorkerStore(5, worker.block_bytes)
+        assert worker.take_report() is None

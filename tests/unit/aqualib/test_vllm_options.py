@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +8,8 @@ import pytest
 from aqua_protocol import ConfigError
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.options import PagingMode, read_options
-from aqualib.engines.vllm.paging_plan import WorkerReport
-from aqualib.engines.vllm.versions import (
-    MINORS,
-    require_pageable,
-    require_schedulable,
-    require_supported,
-)
+from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
+from aqualib.engines.vllm.versions import MINORS, require_schedulable, require_supported
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:
@@ -63,21 +58,18 @@ def test_a_scheduler_without_what_is_used_is_refused_by_the_name_of_it() -> None
         require_schedulable(scheduler)
 
 
-@pytest.mark.parametrize(
-    ("is_second_runner", "zeroes", "is_refused"),
-    [(True, True, True), (True, False, False), (False, True, False)],
-)
-def test_paging_is_refused_where_blocks_are_zeroed_first(
-    is_second_runner: bool, zeroes: bool, is_refused: bool
-) -> None:
-    scheduler = SimpleNamespace(use_v2_model_runner=is_second_runner, needs_kv_cache_zeroing=zeroes)
-    outcome = pytest.raises(ConfigError, match="zeroed") if is_refused else nullcontext()
-    with outcome:
-        require_pageable(scheduler)
-
-
 def test_workers_together_report_the_worst() -> None:
     ours = WorkerReport({1}, PagingTier.PEER, 5e9)
     theirs = WorkerReport({2}, PagingTier.HOST, 3e9)
     assert ours.aggregate(theirs) == WorkerReport({1, 2}, PagingTier.HOST, 3e9)
     assert ours.aggregate(WorkerReport()).link_bytes_per_s == 5e9
+
+
+def test_stores_together_hold_what_the_smallest_does() -> None:
+    stores = [WorkerStore(9, 100), WorkerStore(4, 300), WorkerStore(7, 200)]
+    reports = [WorkerReport(store=each, saved=Counter([at])) for at, each in enumerate(stores, 3)]
+    together = reports[0].aggregate(reports[1]).aggregate(reports[2])
+    assert together.store == WorkerStore(4, 300, worker_count=3)
+    assert together.saved == {3: 1, 4: 1, 5: 1}
+    assert WorkerReport().aggregate(reports[0]).store == stores[0]
+    assert reports[0].aggregate(WorkerReport()).store == stores[0]

@@ -10,7 +10,8 @@ Every place is in one of three states:
     free ── put ──> held (by one or more requests) ── last release ──> idle ──> free
                       ^──────────────── hold ────────────────────────────┘
 
-A block that is not `lasting` goes from held to free.
+A block that is not `lasting` goes from held to free. One whose bytes are still on their way
+(`begin`) is held, and found by its key once all workers have acknowledged them (`filled`).
 
 Held places are safe. Idle ones are a cache, of finished prefixes and of clean copies alike, and
 are given up first, the least recently used at the head. `room` counts both free and idle.
@@ -36,14 +37,21 @@ class _Place:
 class BlockTable:
     """Places for `capacity_blocks` paged blocks."""
 
-    def __init__(self, capacity_blocks: int) -> None:
-        assert capacity_blocks >= 0, capacity_blocks
-        self.capacity_blocks = capacity_blocks
-        self._unused = list(range(capacity_blocks - 1, -1, -1))
+    def __init__(self, capacity_blocks: int = 0) -> None:
+        self.capacity_blocks = 0
+        self._unused: list[int] = []
+        self._filling: dict[Hashable, int] = {}
         self._places: dict[int, _Place] = {}
         self._by_key: dict[Hashable, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._dropped: set[int] = set()
+        self.grow(capacity_blocks)
+
+    def grow(self, capacity_blocks: int) -> None:
+        """Have this many places from now on; never fewer than before."""
+        assert capacity_blocks >= self.capacity_blocks, capacity_blocks
+        self._unused[:0] = range(capacity_blocks - 1, self.capacity_blocks - 1, -1)
+        self.capacity_blocks = capacity_blocks
 
     def __len__(self) -> int:
         return len(self._places)
@@ -100,15 +108,34 @@ class BlockTable:
         if place is not None:
             self.hold((place,))
             return place, False
-        if not self._unused:
-            if not self._idle:
-                return None
-            self._free(next(iter(self._idle)))
-        place = self._unused.pop()
-        self._dropped.discard(place)
-        self._places[place] = _Place(key, 1, is_lasting)
+        place = self._take(key, is_lasting=is_lasting)
+        if place is None:
+            return None
         self._by_key[key] = place
         return place, True
+
+    def is_known(self, key: Hashable) -> bool:
+        """Whether the block is there or on its way."""
+        return key in self._by_key or key in self._filling
+
+    def begin(self, key: Hashable) -> int | None:
+        """Take and hold a place for `key`, found once it is `filled`; None without room."""
+        assert not self.is_known(key), key
+        place = self._take(key, is_lasting=True)
+        if place is not None:
+            self._filling[key] = place
+        return place
+
+    def filled(self, place: int) -> None:
+        """What began is acknowledged, and is worth keeping unless it was lost or forgotten."""
+        entry = self._places[place]
+        if self._filling.get(entry.key) == place:
+            del self._filling[entry.key]
+        if entry.is_lasting and entry.key not in self._by_key:
+            self._by_key[entry.key] = place
+        else:
+            entry.is_lasting = False
+        self.release((place,))
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         """Free idle places of `keys`: no request will ask for them again."""
@@ -116,6 +143,9 @@ class BlockTable:
             place = self._by_key.get(key)
             if place is not None and not self._places[place].holders:
                 self._free(place)
+            filling = self._filling.pop(key, None)
+            if filling is not None:
+                self._places[filling].is_lasting = False
 
     def lose(self, places: Iterable[int]) -> None:
         """These hold nothing: `find` does not find them any more.
@@ -129,9 +159,11 @@ class BlockTable:
                 continue
             if not entry.holders:
                 self._free(place)
-            elif self._by_key.get(entry.key) == place:
-                del self._by_key[entry.key]
-                entry.is_lasting = False
+            else:
+                for found in (self._by_key, self._filling):
+                    if found.get(entry.key) == place:
+                        del found[entry.key]
+                        entry.is_lasting = False
 
     def clear(self) -> None:
         """Forget all keys; what is held stays so until its last release."""
@@ -150,6 +182,17 @@ class BlockTable:
         assert len(self._places) + len(self._unused) == self.capacity_blocks, self._unused
         assert found <= self._places.keys(), found - self._places.keys()
         assert self._places.keys() - found <= held, "what is neither found nor held is free"
+        assert set(self._filling.values()) <= held - found, self._filling
+
+    def _take(self, key: Hashable, *, is_lasting: bool) -> int | None:
+        if not self._unused:
+            if not self._idle:
+                return None
+            self._free(next(iter(self._idle)))
+        place = self._unused.pop()
+        self._dropped.discard(place)
+        self._places[place] = _Place(key, 1, is_lasting)
+        return place
 
     def _free(self, place: int) -> None:
         entry = self._places.pop(place)

@@ -4,8 +4,9 @@ vLLM makes one connector in the scheduler's process and one in each worker; the 
 class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
 of `KvPagingScheduler` and `KvPagingWorker`, which know nothing of vLLM.
 
-Page-outs run in `handle_preemptions`, which vLLM calls at the start of every step, before blocks
-that were freed are written again. Synchronous page-ins run in `start_load_kv`, before the model.
+Page-outs run, or begin, in `handle_preemptions`, which vLLM calls at the start of every step,
+before blocks that were freed are written again. Synchronous page-ins run in `start_load_kv`, before
+the model.
 
 Hybrid models keep several groups of blocks, whose numbers overlap. This connector does not declare
 support for them, and vLLM then gives such models one group; the few that cannot live with one are
@@ -26,14 +27,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from aqua_protocol import ConfigError, format_bytes
+from aqua_protocol import format_bytes
 from aqualib.connection import connect
+from aqualib.engines.vllm.engine_checks import load_mode, require_attention, require_pageable
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
-from aqualib.engines.vllm.options import AquaOptions, model_name, options_of
+from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
+from aqualib.engines.vllm.store_size import store_size
 from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")
@@ -53,6 +56,8 @@ class AquaConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.options: Final = options_of(vllm_config)
+        if self.options.is_paging:
+            require_pageable(vllm_config, kv_cache_config)
         self.paging_scheduler: Final = (
             open_paging_scheduler(self.options, vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER
@@ -62,9 +67,19 @@ class AquaConnector(KVConnectorBase_V1):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self.paging_worker: KvPagingWorker | None = None
         self._block_count = kv_cache_config.num_blocks
-        self._capacity_blocks = _capacity_blocks(self.options, kv_cache_config)
+        self._parallel = vllm_config.parallel_config
         self._meter = Meter()
         self._model = model_name(vllm_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None: any layout will do. vLLM asks before it lays the cache out.
+
+        Raises:
+            ConfigError: The model has layers that cannot be paged.
+        """
+        require_attention(vllm_config)
+        return None
 
     # --- In the scheduler's process -------------------------------------------------------
 
@@ -93,11 +108,11 @@ class AquaConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers found out."""
         paging = self._scheduler_half
-        if connector_output.finished_recving:
-            paging.loads_ended(connector_output.finished_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             paging.note(report)
+        if connector_output.finished_recving:
+            paging.loads_ended(connector_output.finished_recving)
 
     def reset_cache(self) -> bool:
         """Forget everything that was paged out."""
@@ -110,6 +125,11 @@ class AquaConnector(KVConnectorBase_V1):
         self._scheduler_half.finished(request, block_ids, computed)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """Whether steps are needed to hear of what is under way, though no request is to run."""
+        half = self._scheduler_half
+        return half.is_saving or bool(half.loading_ids())
+
     @property
     def _scheduler_half(self) -> KvPagingScheduler:
         assert self.paging_scheduler is not None, "asked in a worker"
@@ -121,30 +141,37 @@ class AquaConnector(KVConnectorBase_V1):
         """Open this worker's store, once its KV cache is there.
 
         Raises:
-            ConfigError: Settings are wrong, or the cache has a layout unknown here.
+            ConfigError: Settings are wrong, or the cache has a layout unknown here, or there is no
+                room for a block.
         """
         if not self.options.is_paging:
             return
         rows = block_rows(kv_caches.values(), self._block_count)
         block_bytes = sum(row.shape[1] for row in rows)
-        nbytes = self._capacity_blocks * block_bytes
-        device = rows[0].device
-        settings = load_settings()
-        room = _with_slack(nbytes, block_bytes, settings.slab_bytes)
+        parallel = self._parallel
+        size = store_size(
+            self.options.store_bytes,
+            block_bytes=block_bytes,
+            block_count=self._block_count,
+            worker_count=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
+            settings=load_settings(),
+        )
+        if size.warning and not parallel.rank:  # It is the same for all of them.
+            logger.warning("%s", size.warning)
         aqua = connect(
-            device=str(device),
+            device=str(rows[0].device),
             model=self._model,
-            host_bytes=settings.host_bytes or max(room, settings.wanted_bytes or 0),
+            host_bytes=size.host_bytes,
             is_offline=self.options.is_offline,
             # Graphs are captured when the KV cache is there, and only on GPUs.
-            leases_from_first_step=device.type == "cuda",
+            leases_from_first_step=rows[0].is_cuda,
         )
-        self.paging_worker = KvPagingWorker(rows, aqua, self._capacity_blocks)
+        self.paging_worker = KvPagingWorker(rows, aqua, size.capacity_blocks)
         logger.info(
             "KV blocks of %s page into room for %d of them (%s)",
             format_bytes(block_bytes),
-            self._capacity_blocks,
-            format_bytes(nbytes),
+            size.capacity_blocks,
+            format_bytes(size.capacity_blocks * block_bytes),
         )
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -219,63 +246,25 @@ class AquaConnector(KVConnectorBase_V1):
 def open_paging_scheduler(
     options: AquaOptions, vllm_config: Any, kv_cache_config: Any
 ) -> KvPagingScheduler:
-    """Make the scheduler's half for an engine.
-
-    Raises:
-        ConfigError: The engine keeps its KV in a way that is not supported.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    parallel = vllm_config.parallel_config
-    shards = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    if options.is_paging and (len(groups) != 1 or shards != 1):
-        raise ConfigError(
-            f"{len(groups)} groups of KV blocks over {shards} context-parallel ranks cannot be "
-            "paged",
-            remedy="Add --disable-hybrid-kv-cache-manager, run without context parallelism, or "
-            'set "mode": "recompute".',
-        )
-    cache = vllm_config.cache_config
-    block_tokens = groups[0].kv_cache_spec.block_size
+    """Make the scheduler's half for an engine that can be paged, or will not be."""
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
     tier = options.prefix_tier
+    cache = vllm_config.cache_config
     return KvPagingScheduler(
-        options,
-        capacity_blocks=_capacity_blocks(options, kv_cache_config),
-        block_bytes=_block_bytes(kv_cache_config) if options.is_paging else 0,
+        options.model_copy(update={"load": load_mode(options, vllm_config)}),
         block_tokens=block_tokens,
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
     )
 
 
-def _capacity_blocks(options: AquaOptions, kv_cache_config: Any) -> int:
-    """Places in a worker's store: the same number in every process."""
-    if not options.is_paging:
-        return 0
-    count = int(kv_cache_config.num_blocks)
-    if options.store_bytes is None:
-        return count
-    block_bytes = _block_bytes(kv_cache_config)
-    capacity = options.store_bytes // block_bytes
-    if capacity < 1:
-        raise ConfigError(
-            f"store_bytes={options.store_bytes} does not hold one KV block of {block_bytes} bytes",
-            remedy="Raise store_bytes, or leave it out: then it is as large as the KV cache.",
-        )
-    return int(capacity)
-
-
-def _block_bytes(kv_cache_config: Any) -> int:
-    """The size of one block, all layers, on one worker."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
-    # Layers of different sizes come as one specification, which counts them all.
-    layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
-    return int(spec.page_size_bytes) * layers
-
-
-def _with_slack(nbytes: int, block_bytes: int, slab_bytes: int) -> int:
-    """Host memory for so many bytes of blocks: a slab holds a whole number of them."""
-    per_slab = max(1, slab_bytes // block_bytes)
-    count = -(-nbytes // (per_slab * block_bytes))
-    return (count + 1) * slab_bytes
+def find_connector(connector: Any) -> AquaConnector | None:
+    """Our connector, if it is what the engine uses, or among what a `MultiConnector` does."""
+    if isinstance(connector, AquaConnector):
+        return connector
+    if type(connector).__name__ != SEVERAL:
+        return None
+    # 0.28 has no public name for them.
+    children = [each for each in vars(connector)["_connectors"] if isinstance(each, AquaConnector)]
+    return children[0] if children else None

@@ -10,6 +10,10 @@ step's execution, before anything is written. Places that a load of this step re
 the plan is taken, so that no page-out of the same step can reuse them; asynchronous loads hold
 theirs until they are done.
 
+What no request waits for, blocks of finished requests and checkpoints of running ones, is paged out
+beside the model where the engine's scheduler gives a way to keep blocks from being reused
+(`save_beside`). Such a block is in the table once every worker has acknowledged it, and not before.
+
 Not promised: that a block which is in the table can be read. Then the load fails, vLLM computes
 the block again, and the worker's report removes it here.
 """
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from aqua_schedulers.cfs import PagingTier
+from aqualib.engines.vllm.async_page_out import AsyncPageOut
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
@@ -54,6 +59,7 @@ class PagingCounts:
         clean_blocks: Of preempted requests, in the store already.
         checkpointed_blocks: Paged out while their request ran.
         kept_blocks: Paged out for the prefix tier when their request finished.
+        unkept_blocks: Of finished requests, not kept because so many were on their way.
         unsaved_blocks: Dropped for want of room in the store: their tokens are computed again.
         restored_tokens: Of preempted requests, loaded instead of computed.
         prefix_hit_tokens: Of new requests, loaded instead of computed.
@@ -66,6 +72,7 @@ class PagingCounts:
     clean_blocks: int = 0
     checkpointed_blocks: int = 0
     kept_blocks: int = 0
+    unkept_blocks: int = 0
     unsaved_blocks: int = 0
     restored_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -77,10 +84,10 @@ class PagingCounts:
 class KvPagingScheduler:
     """Writes each step's plan.
 
+    Nothing is paged before the workers have reported what their stores hold.
+
     Args:
-        options: The adapter's.
-        capacity_blocks: Room of the store.
-        block_bytes: Of a KV block, on one worker.
+        options: The adapter's; how loads are done is decided.
         block_tokens: Tokens of a KV block.
         hash_tokens: Tokens of one of `block_hashes`; divides `block_tokens`.
         is_sharing: Whether requests may use each other's blocks.
@@ -90,16 +97,14 @@ class KvPagingScheduler:
         self,
         options: AquaOptions,
         *,
-        capacity_blocks: int,
-        block_bytes: int,
         block_tokens: int,
         hash_tokens: int,
         is_sharing: bool,
     ) -> None:
         assert block_tokens % hash_tokens == 0, (block_tokens, hash_tokens)
         self.is_paging: Final = options.is_paging
-        self.table: Final = BlockTable(capacity_blocks if self.is_paging else 0)
-        self.block_bytes: Final = block_bytes
+        self.table: Final = BlockTable()
+        self.block_bytes = 0
         self.block_tokens: Final = block_tokens
         self.counts: Final = PagingCounts()
         self.location = PagingTier.HOST if self.is_paging else PagingTier.NOWHERE
@@ -114,20 +119,30 @@ class KvPagingScheduler:
         self._matches: dict[str, _Match] = {}
         self._loading: dict[str, list[int]] = {}
         self._abandoned: dict[str, list[int]] = {}
+        # Their last load beside the model lost a block; none is tried again before admission.
+        self.failed_loads: set[str] = set()
         self._checkpointed: dict[str, int] = {}
         self._until_taken: list[int] = []
+        self._worker_count = 0
+        self._saves: AsyncPageOut | None = None
+
+    def save_beside(self, pool: Any, max_blocks: int) -> None:
+        """Page out beside the model what can wait, up to so many blocks of `pool` at once."""
+        self._saves = AsyncPageOut(self.table, pool, max_blocks)
 
     # --- What happens to requests ---------------------------------------------------------
 
     def preempting(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> int:
         """Have the blocks, in order, of a request that is about to lose them paged out.
 
-        `computed_tokens` have their KV in them once the steps under way are done; returns how many
-        of these will come back by a load.
+        `computed_tokens` have their KV in them once the steps under way are done, but those beyond
+        the request's last token may be drafts that will be rejected. Returns how many will come
+        back by a load.
         """
         assert request.request_id not in self._saved, request.request_id
         if request.skip_reading_prefix_cache or not self.table.capacity_blocks:
             return 0
+        computed_tokens = min(computed_tokens, request.num_tokens)
         full = computed_tokens // self.block_tokens
         keys = self._keys(request, full)
         if computed_tokens % self.block_tokens and len(keys) == full:
@@ -162,7 +177,7 @@ class KvPagingScheduler:
         computed, for vLLM has to sample after it.
         """
         match, tokens = self._match(request, local_tokens)
-        if not tokens:
+        if not tokens or request.request_id in self.failed_loads:
             self._matches.pop(request.request_id, None)
             return 0, False
         if self._is_async and self._loading:
@@ -177,6 +192,7 @@ class KvPagingScheduler:
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
         match = self._matches.pop(request_id, None)
+        self.failed_loads.discard(request_id)
         if saved is None and self.has_tier and not request.num_computed_tokens:
             self.counts.queried_tokens += request.num_tokens
         if external_tokens:
@@ -194,6 +210,7 @@ class KvPagingScheduler:
         request_id = request.request_id
         self._matches.pop(request_id, None)
         self._checkpointed.pop(request_id, None)
+        self.failed_loads.discard(request_id)
         if request_id in self._loading:
             self._abandoned[request_id] = self._loading.pop(request_id)
         saved = self._saved.pop(request_id, None)
@@ -201,7 +218,9 @@ class KvPagingScheduler:
             self.table.release(saved.places)
         count = min(computed_tokens // self.block_tokens, len(block_ids))
         if self.has_tier:
-            self.counts.kept_blocks += self._cache(self._keys(request, count), block_ids)
+            kept, begun = self._cache(self._keys(request, count), block_ids)
+            self.counts.kept_blocks += begun
+            self.counts.unkept_blocks += count - kept
         else:
             self.table.forget((request_id, index) for index in range(self._blocks_of(request)))
 
@@ -219,8 +238,9 @@ class KvPagingScheduler:
         known = min(computed_tokens, request.num_tokens - 1)
         keys = self._keys(request, known // self.block_tokens)
         done = self._checkpointed.get(request.request_id, 0)
-        self._checkpointed[request.request_id] = max(done, len(keys))
-        self.counts.checkpointed_blocks += self._cache(keys[done:], block_ids[done : len(keys)])
+        kept, begun = self._cache(keys[done:], block_ids[done : len(keys)])
+        self._checkpointed[request.request_id] = done + kept
+        self.counts.checkpointed_blocks += begun
 
     def take_plan(self) -> PagingPlan:
         """The step's plan; the next one's begins empty."""
@@ -254,9 +274,23 @@ class KvPagingScheduler:
         """Take in what the workers found out."""
         self.location = report.location
         self.link_bytes_per_s = report.link_bytes_per_s
-        if not report.lost_places:
-            return
+        if report.store is not None:
+            self.block_bytes = report.store.block_bytes
+            self._worker_count = report.store.worker_count
+            self.table.grow(report.store.capacity_blocks)
+        if report.lost_places:
+            self._forget_lost(report)
+        for number, count in report.saved.items():
+            assert self._saves is not None, "saved what was not asked for"
+            self._saves.acknowledged(number, count, self._worker_count)
+
+    def _forget_lost(self, report: WorkerReport) -> None:
         self.counts.lost_blocks += len(report.lost_places)
+        self.failed_loads.update(
+            name
+            for name, places in self._loading.items()
+            if not report.lost_places.isdisjoint(places)
+        )
         for saved in self._saved.values():
             good = next(
                 (at for at, place in enumerate(saved.places) if place in report.lost_places),
@@ -269,6 +303,7 @@ class KvPagingScheduler:
 
     def reset(self) -> None:
         """Forget everything: no load from now on brings back what was paged out before."""
+        self.let_go()
         for saved in self._saved.values():
             self.table.release(saved.places)
         self._saved.clear()
@@ -280,6 +315,16 @@ class KvPagingScheduler:
     def planned_page_out_blocks(self) -> Collection[int]:
         """Blocks that the next step pages out, whatever request owns them by now."""
         return self._plan.out_blocks
+
+    def let_go(self) -> None:
+        """Let blocks change that are being paged out beside the model: none is wanted any more."""
+        if self._saves is not None:
+            self._saves.let_go()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether page-outs beside the model are not acknowledged yet."""
+        return bool(self._saves)
 
     # --- What policies ask ----------------------------------------------------------------
 
@@ -330,19 +375,26 @@ class KvPagingScheduler:
             self._plan.in_places += match.places
             self._plan.in_blocks += blocks
 
-    def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> int:
-        """Have blocks paged out that no request holds; returns how many were not there."""
+    def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> tuple[int, int]:
+        """Have blocks paged out that no request holds.
+
+        Returns how many, from the first, are there or on their way now, and how many of them were
+        not before.
+        """
+        if self._saves is not None:
+            return self._saves.begin(keys, block_ids, self._plan)
+        pairs = list(zip(keys, block_ids, strict=False))
         count = 0
-        for key, block_id in zip(keys, block_ids, strict=False):
+        for at, (key, block_id) in enumerate(pairs):
             put = self.table.put(key)
             if put is None:
-                break
+                return at, count
             place, is_new = put
             self.table.release((place,))
             if is_new:
                 self._page_out(place, block_id)
                 count += 1
-        return count
+        return len(pairs), count
 
     def _page_out(self, place: int, block_id: int) -> None:
         self._plan.out_places.append(place)

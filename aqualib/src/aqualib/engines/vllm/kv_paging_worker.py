@@ -28,7 +28,7 @@ from aqua_protocol import MIB, AquaError, TransportError
 from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.load_stream import LoadStream
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
+from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
 from aqualib.engines.vllm.rows import BlockCopier
 from aqualib.tensor import Location
 
@@ -91,11 +91,16 @@ class KvPagingWorker:
         self._reclaim_s = 0.0
         self._reclaims: set[str] = set()
         self._reported = (PagingTier.NOWHERE, 0.0)
+        self._is_told = False
         self._lock = threading.Lock()
         self._loader = SerialExecutor("aqua-kv-load")
         self._loader_staging: torch.Tensor | None = None
         self._load_stream = LoadStream(self._blocks.device)
         self._loads: dict[str, Future[None]] = {}
+        self._saver = SerialExecutor("aqua-kv-save")
+        self._saver_staging: torch.Tensor | None = None
+        self._save_stream = LoadStream(self._blocks.device)
+        self._saves: dict[int, Future[None]] = {}
         self.store: BlockStore | None = None
         try:
             self.store = aqua.block_store(self.block_bytes, capacity_blocks)
@@ -103,8 +108,9 @@ class KvPagingWorker:
             self._fail(error, "no store for KV blocks")
 
     def close(self) -> None:
-        """Finish the loads under way, drop every block and leave. Harmless when repeated."""
+        """Finish what is under way, drop every block and leave. Harmless when repeated."""
         self._loader.shutdown()
+        self._saver.shutdown()
         if self.store is not None:
             self.store.close()
             self.store = None
@@ -113,12 +119,18 @@ class KvPagingWorker:
     # --- Each step ------------------------------------------------------------------------
 
     def page_out(self, plan: PagingPlan) -> None:
-        """Drop what is not needed and page out; done when it returns."""
+        """Drop what is not needed and page out; done when it returns, but for what may wait.
+
+        That is read once the steps under way have written it.
+        """
         self._empty(plan.drops)
         started_s = time.perf_counter()
         for part in self._parts(len(plan.out_places)):
-            self._out(plan.out_places[part], plan.out_blocks[part])
+            self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
         self._note("out", len(plan.out_places), started_s)
+        for number, (places, blocks) in plan.async_saves.items():
+            mark = self._save_stream.mark()
+            self._saves[number] = self._saver.submit(self._save, mark, places, blocks)
 
     def page_in(self, plan: PagingPlan) -> None:
         """Page in; done when it returns, but for what goes beside the model."""
@@ -145,16 +157,25 @@ class KvPagingWorker:
         """What changed since the last report; None if nothing did."""
         if self.aqua.step() is not None:
             self._note_leases()
+        # What is acknowledged has been counted and, where it failed, is among the lost.
+        saved = Counter(number for number, save in self._saves.items() if save.done())
+        for number in saved:
+            self._saves.pop(number).result()
         location, rate = self.location(), self._rate
         with self._lock:
             lost, self._lost = self._lost, set()
         told, before = self._reported
         # A rate is worth a report if it is the first, or twice or half of the last one.
         differs = max(rate, before) >= 2 * min(rate, before) and rate != before
-        if not lost and location is told and not differs:
+        if not lost and not saved and location is told and not differs and self._is_told:
             return None
         self._reported = (location, rate)
-        return WorkerReport(lost, location, rate)
+        store = None if self._is_told else self._describe()
+        self._is_told = True
+        return WorkerReport(lost, location, rate, store, saved)
+
+    def _describe(self) -> WorkerStore:
+        return WorkerStore(0 if self.store is None else len(self._slots), self.block_bytes)
 
     def totals(self) -> dict[str, float]:
         """What is counted here, by the names of `engine_metrics`."""
@@ -185,13 +206,13 @@ class KvPagingWorker:
         for start in range(0, count, self._staged_blocks):
             yield slice(start, min(start + self._staged_blocks, count))
 
-    def _out(self, places: list[int], blocks: list[int]) -> None:
+    def _out(self, places: list[int], blocks: list[int], staging: torch.Tensor) -> None:
         """Gather a staging buffer's worth of blocks and store it."""
         self._empty(places)
         if self.store is None:
             self._lose(places)
             return
-        rows = self._staging[: len(places)]
+        rows = staging[: len(places)]
         self._blocks.gather(blocks, rows)
         try:
             slots, transfer = self.store.page_out(rows)
@@ -248,6 +269,22 @@ class KvPagingWorker:
             self._give_up(list(zip(places, blocks, strict=True)))
             failure = TransportError(f"the device or its memory failed: {type(error).__name__}")
             self._fail(failure, f"{len(places)} KV blocks were not paged in and are computed again")
+
+    def _save(self, mark: Any, places: list[int], blocks: list[int]) -> None:
+        """Page out beside the model: blocks and places are the scheduler's to keep in place."""
+        try:
+            started_s = time.perf_counter()
+            with self._save_stream.after(mark):
+                if self._saver_staging is None:
+                    self._saver_staging = self._new_staging()
+                for part in self._parts(len(places)):
+                    self._out(places[part], blocks[part], self._saver_staging)
+            self._note("out", len(places), started_s)
+        except (RuntimeError, MemoryError) as error:  # As for loads.
+            self._empty(places)
+            self._lose(places)
+            failure = TransportError(f"the device or its memory failed: {type(error).__name__}")
+            self._fail(failure, f"{len(places)} KV blocks were not paged out")
 
     def _give_up(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks that cannot be loaded, from places that are empty from now on."""

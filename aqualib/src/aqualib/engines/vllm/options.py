@@ -22,6 +22,9 @@ from aqualib.settings import Size
 ADDITIONAL_CONFIG_KEY: Final = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
 
+SEVERAL: Final = "MultiConnector"
+"""vLLM's connector that has several others do the work."""
+
 SPARE_SHARE: Final = 0.5
 """Share of the KV cache that is lent unless the options say how much: by caution, since this engine
 has no profile. Doubled, an idle engine lends all but its reserve and has more to take back."""
@@ -121,7 +124,11 @@ class AquaOptions(FairSettings):
     mode: PagingMode = Field(
         default=PagingMode.SWAP, description="When KV of preempted requests is paged out."
     )
-    load: LoadMode = Field(default=LoadMode.SYNC, description="How it comes back.")
+    load: LoadMode | None = Field(
+        default=None,
+        description="How it comes back; if unset, within the step where a load that fails is exact "
+        "so, and beside the steps elsewhere.",
+    )
     max_loading_blocks: int = Field(
         default=1024,
         ge=1,
@@ -130,7 +137,8 @@ class AquaOptions(FairSettings):
     store_bytes: Size | None = Field(
         default=None,
         ge=1,
-        description="Room for paged blocks, per worker; as much as the KV cache itself if unset.",
+        description="Room for paged blocks, per worker; as much as the KV cache itself if unset, "
+        "but no more than the worker's part of a quarter of the host memory there is.",
     )
     prefix_tier: bool | None = Field(
         default=None,
@@ -146,14 +154,17 @@ class AquaOptions(FairSettings):
 
 
 def options_of(vllm_config: Any) -> AquaOptions:
-    """The connector's options, or, without our connector, those of `--additional-config`.
+    """Our connector's options, or, without our connector, those of `--additional-config`.
 
     Raises:
         ConfigError: One is wrong, or they contradict each other.
     """
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == CONNECTOR:
-        options = read_options(transfer.kv_connector_extra_config)
+    ours = None if transfer is None else _options_of_connector(transfer)
+    if ours is not None:
+        options = read_options(ours)
+        if options.lend is not None and transfer.kv_connector != CONNECTOR:
+            raise _others_read(transfer.kv_connector)
         if options.lend is not None and options.is_paging and not options.is_offline:
             raise ConfigError(
                 "an engine that lends memory does not borrow any at the same time",
@@ -165,11 +176,35 @@ def options_of(vllm_config: Any) -> AquaOptions:
     given = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
     options = read_options(given)
     if options.lend is not None and transfer is not None:
-        raise ConfigError(
-            f"{transfer.kv_connector} reads the KV cache whenever it likes, so none of it is lent",
-            remedy=f'Use {CONNECTOR}, or no connector, or drop "lend".',
-        )
+        raise _others_read(transfer.kv_connector)
     return options
+
+
+def _options_of_connector(transfer: Any) -> dict[str, Any] | None:
+    """What `--kv-transfer-config` gives our connector, by itself or among several.
+
+    Raises:
+        ConfigError: It is there twice.
+    """
+    if transfer.kv_connector == CONNECTOR:
+        return dict(transfer.kv_connector_extra_config)
+    if transfer.kv_connector != SEVERAL:
+        return None
+    children = transfer.kv_connector_extra_config.get("connectors") or []
+    ours = [child for child in children if child.get("kv_connector") == CONNECTOR]
+    if len(ours) > 1:
+        raise ConfigError(
+            f"{SEVERAL} names {CONNECTOR} {len(ours)} times",
+            remedy=f"Leave one {CONNECTOR} among its connectors.",
+        )
+    return dict(ours[0].get("kv_connector_extra_config") or {}) if ours else None
+
+
+def _others_read(connector: str) -> ConfigError:
+    return ConfigError(
+        f"{connector} reads the KV cache whenever it likes, so none of it is lent",
+        remedy=f'Use {CONNECTOR}, or no connector, or drop "lend".',
+    )
 
 
 def read_options(given: dict[str, Any]) -> AquaOptions:

@@ -10,6 +10,7 @@ and read back within one step holds what was meant.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +30,8 @@ class PagingPlan:
         in_places: Places to read, one for each of `in_blocks`.
         in_blocks: KV cache blocks to fill, before this step's model runs.
         async_loads: By request: places and blocks to fill beside the model.
+        async_saves: By number: places to fill and blocks to page out beside the model. The
+            scheduler keeps the blocks as they are until every worker has acknowledged the number.
     """
 
     drops: list[int] = field(default_factory=list)
@@ -37,6 +40,33 @@ class PagingPlan:
     in_places: list[int] = field(default_factory=list)
     in_blocks: list[int] = field(default_factory=list)
     async_loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    async_saves: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStore:
+    """What a worker says of its store, once; or the stores of all of them.
+
+    Attributes:
+        capacity_blocks: Blocks that it holds; of several, the fewest.
+        block_bytes: Size of a block there; of several, the largest: ranks of a pipeline may have
+            more layers than others.
+        worker_count: How many workers this is about.
+    """
+
+    capacity_blocks: int
+    block_bytes: int
+    worker_count: int = 1
+
+    def __or__(self, other: WorkerStore | None) -> WorkerStore:
+        """What holds for both: a block is there only if every worker has its shard."""
+        if other is None:
+            return self
+        return WorkerStore(
+            min(self.capacity_blocks, other.capacity_blocks),
+            max(self.block_bytes, other.block_bytes),
+            self.worker_count + other.worker_count,
+        )
 
 
 @dataclass(slots=True)
@@ -44,6 +74,9 @@ class WorkerReport:
     """What one worker, or all of them taken together, found out since the last report.
 
     Attributes:
+        store: What the store is like; in each worker's first report.
+        saved: By number, how many workers have acknowledged an asynchronous page-out: its blocks
+            may change now, and are in the store unless they are among `lost_places`.
         lost_places: Places that turned out to hold nothing.
         location: The tier that paged blocks are in now; the worst of all workers.
         link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
@@ -52,6 +85,8 @@ class WorkerReport:
     lost_places: set[int] = field(default_factory=set)
     location: PagingTier = PagingTier.NOWHERE
     link_bytes_per_s: float = 0.0
+    store: WorkerStore | None = None
+    saved: Counter[int] = field(default_factory=Counter)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both, as one: a block is there only if every worker has its shard."""
@@ -60,4 +95,6 @@ class WorkerReport:
             self.lost_places | other.lost_places,
             max(self.location, other.location, key=_WORST_LAST.index),
             min(rates, default=0.0),
+            self.store if other.store is None else other.store | self.store,
+            self.saved + other.saved,
         )

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
@@ -30,17 +31,13 @@ from aqua_schedulers.cfs import (
     RequestView,
     policy_named,
 )
-from aqualib.engines.vllm.connector import AquaConnector
+from aqualib.engines.vllm.connector import find_connector
+from aqualib.engines.vllm.engine_checks import require_blocks
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
-from aqualib.engines.vllm.versions import (
-    max_running,
-    require_pageable,
-    require_schedulable,
-    require_supported,
-)
+from aqualib.engines.vllm.versions import max_running, require_schedulable, require_supported
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
@@ -49,6 +46,11 @@ small token budget never measure how fast they compute prompts."""
 RATE_MEMORY: Final = 0.8
 """Weight of the past in the measured rate, by judgement: five steps decide. Nearer to 1, a change
 of the load is believed later; doubled, the rate would diverge."""
+
+SAVING_SHARE: Final = 1 / 8
+"""Share of the KV cache that page-outs that no request waits for may hold, by judgement: a request
+that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
+together, and those that wait find less memory for as long as that takes."""
 
 WEIGHT_STEPS: Final = 4
 """Priorities beyond this many steps either way count no further: a share of one sixteenth. Doubled,
@@ -62,15 +64,20 @@ class AquaScheduler(LendingScheduler):
         super().__init__(vllm_config, *args, **kwargs)
         require_supported(vllm.__version__)
         require_schedulable(self)
+        require_blocks(self.kv_cache_config)
         options = options_of(vllm_config)
         block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._policy = policy_named(options.policy, options, block_tokens=block_tokens)
         self._block_tokens = block_tokens
         self._max_running = max_running(self)
         self.paging: KvPagingScheduler | None = None
-        if isinstance(self.connector, AquaConnector):
-            self.paging = self.connector.paging_scheduler
-            require_pageable(self)
+        connector = find_connector(self.connector)
+        if connector is not None and connector.paging_scheduler is not None:
+            self.paging = connector.paging_scheduler
+            pool = self.kv_cache_manager.block_pool
+            self.paging.save_beside(pool, max(1, int(len(pool.blocks) * SAVING_SHARE)))
+            # What cannot be loaded is computed again, though another connector is asked first.
+            self.recompute_kv_load_failures = True
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue
         # Of running and loading requests, in the order of admission: what a decision does must not
@@ -85,11 +92,35 @@ class AquaScheduler(LendingScheduler):
     # --- What vLLM calls ------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the policy decide, then vLLM schedule."""
-        if self._policy.begin_step():
+        """Let the policy decide, then vLLM schedule.
+
+        A pause stops turns. One that waits for what has begun (`PAUSED_NEW`) lets requests that
+        were preempted before it end, too: else they would go on after it, for example under other
+        weights.
+        """
+        pause = self.pause_state
+        if pause is PauseState.PAUSED_NEW:
+            self._queue.admit(r.request_id for r in self._queue if _has_begun(r))
+            # vLLM admits what is shown to it, which is nothing new.
+            self._pause_state = PauseState.UNPAUSED
+        elif pause is PauseState.UNPAUSED and self._policy.begin_step():
             with self._block_lock:
                 self._decide()
+        try:
+            return self._schedule(*args, **kwargs)
+        finally:
+            self._pause_state = pause
+
+    def get_num_unfinished_requests(self) -> int:
+        """Count what a pause waits for, or what vLLM counts."""
+        if self.pause_state is not PauseState.PAUSED_NEW:
+            return int(super().get_num_unfinished_requests())
+        return sum(map(_has_begun, self.requests.values()))
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         paging = self.paging
+        if paging is not None and paging.failed_loads:
+            self._wait_again(paging.failed_loads)
         if paging is not None and paging.is_checkpointing:
             self._checkpoint(paging)
         self._step_started_s = time.perf_counter()
@@ -117,12 +148,33 @@ class AquaScheduler(LendingScheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Forget all KV, for example because the weights have changed: nothing of it may return."""
         self._preemption_mode = PreemptionMode.RECOMPUTE
+        if self.paging is not None:
+            self.paging.let_go()
+        if kwargs.get("reset_running_requests") or args[:1] == (True,):
+            self._forget_loaded()
         try:
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
             self._preemption_mode = PreemptionMode.SWAP
             if self.paging is not None:
                 self.paging.reset()
+
+    def _forget_loaded(self) -> None:
+        """Have requests whose load has ended, and that do not run yet, begin again.
+
+        vLLM would find their blocks in use, and give up.
+        """
+        for request in self.requests.values():
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                if request.request_id not in self.finished_recving_kv_req_ids:
+                    continue
+                # As after a load that brought nothing.
+                self.failed_recving_kv_req_ids.add(request.request_id)
+            elif request.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
+                continue
+            if request.num_computed_tokens:
+                self.kv_cache_manager.free(request)
+                request.num_computed_tokens = 0
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id)
@@ -163,7 +215,11 @@ class AquaScheduler(LendingScheduler):
             self.running[:] = [r for r in self.running if r.request_id not in leaving]
             for preemption in decision.preempt:
                 self._preemption_mode = preemption.mode
-                self._preempt_request(self.requests[preemption.request_id], now_s)
+                self._preempt_request(
+                    self.requests[preemption.request_id],
+                    now_s,
+                    drop_stale_output=self.requires_kv_delivery,
+                )
             self._preemption_mode = PreemptionMode.SWAP
             self.forced_preemptions += len(leaving)
             if paging is not None:
@@ -185,6 +241,24 @@ class AquaScheduler(LendingScheduler):
             if prompts:
                 decodes = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
                 running[:] = decodes + prompts
+
+    def _wait_again(self, failed: Collection[str]) -> None:
+        """Queue requests that hold nothing after a failed load with those that wait for memory.
+
+        vLLM leaves them before requests whose loads have ended, with their memory reserved. What
+        does not fit then stops all that is behind it, for ever if nothing runs.
+        """
+        # Until 0.30 vLLM has one queue for all that it skips.
+        queue = getattr(self, "kv_holding_waiting", None)
+        queue = self.skipped_waiting if queue is None else queue
+        for request in [each for each in queue if each.request_id in failed]:
+            is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if not is_loading and not request.num_computed_tokens:
+                queue.remove_request(request)
+                self._inflight_prefills.discard(request)
+                self._queue.add_request(request)
+                self._holding.pop(request.request_id, None)
+                self._policy.preempted(self._waiting_view(request))
 
     def _checkpoint(self, paging: KvPagingScheduler) -> None:
         """Have blocks paged out that the steps until now have filled."""
@@ -245,6 +319,17 @@ class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
 
 
 AquaScheduler.asynchronous = AsyncAquaScheduler
+
+
+def _has_begun(request: Any) -> bool:
+    """Whether a request has got anywhere and has not ended: running, preempted or loading."""
+    if request.is_finished() or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+        return False
+    return request.num_computed_tokens > 0 or request.status in {
+        RequestStatus.RUNNING,
+        RequestStatus.PREEMPTED,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+    }
 
 
 def _weight(request: Any) -> float:

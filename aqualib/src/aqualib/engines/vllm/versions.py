@@ -20,12 +20,14 @@ USED: Final = {
     "Scheduler": (
         *("cache_config", "connector", "kv_cache_config", "kv_cache_manager"),
         *("max_num_running_reqs", "max_num_scheduled_tokens", "requests", "running"),
+        *("pause_state", "_pause_state", "recompute_kv_load_failures", "requires_kv_delivery"),
+        *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids"),
         *("scheduler_config", "vllm_config", "waiting"),
         *("_free_request", "_preempt_request", "add_request", "reset_prefix_cache", "schedule"),
         "update_from_output",
     ),
-    "KVCacheManager": ("block_pool", "get_block_ids", "get_blocks"),
-    "BlockPool": ("free_block_queue", "get_num_free_blocks"),
+    "KVCacheManager": ("block_pool", "free", "get_block_ids", "get_blocks"),
+    "BlockPool": ("blocks", "free_blocks", "get_num_free_blocks", "touch"),
 }
 """Attributes of vLLM's classes that fair scheduling and paging use."""
 
@@ -73,23 +75,6 @@ def require_lendable(scheduler: Any) -> None:
         ConfigError: Names what is missing.
     """
     _require(scheduler, USED_TO_LEND, 'Run without "lend"')
-
-
-def require_pageable(scheduler: Any) -> None:
-    """Check that blocks keep their bytes until they can be paged out.
-
-    The second model runner zeroes new blocks, where a model needs that, before it asks a connector
-    to save what was in them.
-
-    Raises:
-        ConfigError: They would be zeroed first.
-    """
-    is_early = getattr(scheduler, "use_v2_model_runner", False)
-    if is_early and getattr(scheduler, "needs_kv_cache_zeroing", False):
-        raise ConfigError(
-            "this model's blocks are zeroed before they could be paged out",
-            remedy='Set "mode": "recompute", or VLLM_USE_V2_MODEL_RUNNER=0.',
-        )
 
 
 def max_running(scheduler: Any) -> int:

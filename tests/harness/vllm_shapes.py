@@ -1,0 +1,130 @@
+"""Shapes of simulated engines (`harness.vllm_simulation`), and vLLM's configuration of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final
+
+BLOCK_TOKENS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is simulated.
+
+    Attributes:
+        aqua: Options of the adapter.
+        depth: Steps under way at once; more than one schedules asynchronously.
+        drafts: Speculative tokens of a step.
+        caches_prefixes: vLLM's own prefix cache.
+        is_second_runner: The second model runner's way of keeping how far a request is.
+        loss: Chance that a load finds nothing.
+        turns: Chance that a request goes on where an earlier one ends.
+        speed: Chance that a load or a save beside the model ends within a step.
+        blocks: Of the KV cache.
+        requests: How many run.
+        connectors: Where our connector is among several; None makes it the only one.
+        store_blocks: Places that each worker has.
+        storage: Folder of a connector beside ours.
+    """
+
+    aqua: dict[str, Any] = field(default_factory=dict)
+    depth: int = 1
+    drafts: int = 0
+    caches_prefixes: bool = False
+    is_second_runner: bool = False
+    loss: float = 0.0
+    turns: float = 0.0
+    speed: float = 0.4
+    blocks: int = 24
+    requests: int = 8
+    connectors: tuple[str, ...] = ("AquaConnector",)
+    store_blocks: tuple[int, ...] = (1000,)
+    storage: str = ""
+
+
+def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """What vLLM makes of the command line of an engine of this shape."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    transfer: dict[str, Any] = {
+        "kv_connector": "AquaConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"is_offline": True, **shape.aqua},
+    }
+    if shape.connectors != ("AquaConnector",):
+        children = [
+            transfer
+            if name == "AquaConnector"
+            else {
+                "kv_connector": name,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": shape.storage},
+            }
+            for name in shape.connectors
+        ]
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }
+    speculative = None
+    if shape.drafts:
+        speculative = {
+            "method": "ngram",
+            "num_speculative_tokens": shape.drafts,
+            "prompt_lookup_max": 2,
+        }
+    config = EngineArgs(
+        model=model,
+        max_model_len=128,
+        block_size=32,
+        max_num_batched_tokens=48,
+        max_num_seqs=16,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=shape.caches_prefixes,
+        scheduler_cls="aqualib.engines.vllm.AquaScheduler",
+        kv_transfer_config=transfer,
+        speculative_config=speculative,
+        **engine,
+    ).create_engine_config()
+    # A CPU's platform says no to what is only the scheduler's affair here.
+    config.scheduler_config.async_scheduling = shape.depth > 1
+    runner = {"use_v2_model_runner": shape.is_second_runner}
+    config.__class__ = type("SimulatedConfig", (type(config),), runner)
+    config.cache_config.block_size = BLOCK_TOKENS
+    return config
+
+
+def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLLM's
+    """Our scheduler over a KV cache of `shape.blocks` blocks."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+    )
+
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    cache = KVCacheConfig(
+        num_blocks=shape.blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    vllm_config.cache_config.num_gpu_blocks = shape.blocks
+    return vllm_config.scheduler_config.get_scheduler_cls()(
+        vllm_config=vllm_config,
+        kv_cache_config=cache,
+        structured_output_manager=SimpleNamespace(
+            accept_tokens=lambda *_: True,
+            validate_tokens=lambda _, tokens: tokens,
+            should_advance=lambda _: False,
+        ),
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        log_stats=False,
+    )
