@@ -238,10 +238,10 @@ def test_a_program_that_is_not_there_is_told() -> None:
 async def test_a_full_disk_is_told_by_name_reads_go_on_and_room_heals_it(kind: str) -> None:
     program = server_program(kind)
     with short_directory() as directory:
-        # Files may not grow past 100 KiB; without the signal, a write fails as on a full disk.
+        # Files may not grow past 512 KiB; without the signal, a write fails as on a full disk.
         wrapper = directory / "full-disk"
         wrapper.write_text(
-            f'#!/bin/sh\ntrap "" XFSZ\nulimit -S -f 200\nexec {_path(program)} "$@"\n'
+            f'#!/bin/sh\ntrap "" XFSZ\nulimit -S -f 1024\nexec {_path(program)} "$@"\n'
         )
         wrapper.chmod(0o700)
         store = EmbeddedValkey(directory / "d", binary=wrapper)

@@ -349,10 +349,11 @@ def test_status_shows_the_books_to_people_and_programs(tmp_path: Path) -> None:
     reader, _ = create_token(file, roles=[Role.READER])
     quotas = tmp_path / "quotas.json"
     quotas.write_text('{"tenants": {"team": {"nominal": "2GiB"}}}')
-    files = {"AQUA_TOKENS_FILE": str(file), "AQUA_QUOTAS_FILE": str(quotas)}
     with (
         short_directory() as directory,
-        CoordinatorProcess(directory / "d", **files) as coordinator,
+        CoordinatorProcess(
+            directory / "d", AQUA_TOKENS_FILE=str(file), AQUA_QUOTAS_FILE=str(quotas)
+        ) as coordinator,
     ):
         httpx.put(
             f"{coordinator.url}/v1/producers/producer",
