@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from aqua_protocol import (
 )
 from aqua_protocol.errors import CapabilityError, VersionMismatchError
 from aqua_protocol.leases import LeaseGrant
-from aqualib.channel import ChannelClosedError
+from aqualib.channel import ChannelClosedError, LingeringSelector
 from aqualib.consumer import Aqua
 from aqualib.leasing import handshake
+from aqualib.leasing.attachment import Attachment
 from aqualib.producer.producer import Producer
 from aqualib.tensor import Location
 from aqualib.transports import select
@@ -33,6 +35,26 @@ if TYPE_CHECKING:
 
 
 class TestAttaching:
+    def test_a_producer_that_cannot_be_listened_to_for_want_of_memory_is_heard_later(
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain, refused = LingeringSelector.register, [errno.ENOMEM, errno.ENOSPC]
+
+        def register(selector: LingeringSelector, watched: Any, mask: int, data: Any = None) -> Any:  # noqa: ANN401 - as of a selector
+            if isinstance(data, Attachment) and refused:
+                raise OSError(refused.pop(), "the kernel has no room")
+            return plain(selector, watched, mask, data)
+
+        monkeypatch.setattr(LingeringSelector, "register", register)
+        stored = values()
+        tensors = [aqua.offload(value) for value in stored]
+        lend(aqua, issuer, producer)
+        until(lambda: not refused, "the kernel refused")
+        reclaim = producer.reclaim(COUNT * SLAB)
+        assert reclaim.wait(WITHIN_S)
+        assert producer.quarantined_bytes == producer.leased_bytes == 0
+        require_intact(tensors, stored)
+
     def test_data_in_host_memory_moves_to_a_peer_that_begins_to_lend(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
     ) -> None:

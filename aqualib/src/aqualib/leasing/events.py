@@ -5,7 +5,8 @@ here and served by the migrator, however long an engine thread keeps a frame pin
 ends, for whatever reason, ends the attachment: what is still mapped is drained like a reclaim.
 
 A message that could not be handled is handled once more, and then ends its attachment, too: it may
-have been a reclaim.
+have been a reclaim. An attachment that could not be listened to is tried once more in the same way,
+and as often as it takes if the kernel has no memory for it.
 
 Death is read from the pidfd as well as from the channel, because a child of a dead producer may
 keep its socket open.
@@ -13,12 +14,13 @@ keep its socket open.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import selectors
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import ProtocolError, TransportError
 from aqua_protocol.channel import Goodbye, Ping, Pong, Reclaim
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
     from aqualib.memory.frame_store import FrameStore
 
 logger = logging.getLogger("aqualib")
+
+NO_ROOM: Final = frozenset({errno.ENOMEM, errno.ENOSPC})
+"""Of a kernel that cannot watch one more descriptor now. To end the attachment instead would leave
+its slabs with this process until it ends: the producer hears of them by its channel only."""
+
+RETRY_S: Final = 0.05
+"""Seconds until such a descriptor is tried again; doubled, a reclaim is heard 50 ms later then."""
 
 
 class EventThread:
@@ -50,6 +59,7 @@ class EventThread:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._arrivals: deque[Attachment] = deque()
         self._attachments: set[Attachment] = set()
+        self._unheard: set[Attachment] = set()
         self._undone: tuple[Attachment, ProducerMessage | str] | None = None
         self._is_closing = False
         self._thread = SupervisedThread(self._run, "aqua-events")
@@ -85,7 +95,7 @@ class EventThread:
         self._make_up()
         while not self._is_closing:
             self._register_arrivals()
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(RETRY_S if self._arrivals else None):
                 attachment = key.data
                 if attachment is None:
                     os.eventfd_read(self._wakeup)
@@ -113,10 +123,30 @@ class EventThread:
         while self._arrivals:
             attachment = self._arrivals.popleft()
             self._attachments.add(attachment)
-            self._undone = attachment, "it cannot be listened to"
-            self._selector.register(attachment.channel, selectors.EVENT_READ, attachment)
-            self._selector.register(attachment.pidfd, selectors.EVENT_READ, attachment)
+            if attachment in self._unheard:
+                self._undone = attachment, "it cannot be listened to"
+            try:
+                self._watch(attachment)
+            except BaseException as error:
+                if isinstance(error, OSError) and error.errno in NO_ROOM:
+                    self._undone = None
+                    self._arrivals.append(attachment)
+                    return
+                if self._undone is None:  # Once more.
+                    self._unheard.add(attachment)
+                    self._arrivals.append(attachment)
+                raise
+            self._unheard.discard(attachment)
             self._undone = None
+
+    def _watch(self, attachment: Attachment) -> None:
+        for watched in (attachment.channel, attachment.pidfd):
+            # It may have ended while only its channel was watched.
+            if attachment.channel.fileno() >= 0 and watched not in self._watched():
+                self._selector.register(watched, selectors.EVENT_READ, attachment)
+
+    def _watched(self) -> set[object]:
+        return {key.fileobj for key in self._selector.get_map().values()}
 
     def _read(self, attachment: Attachment) -> None:
         try:
@@ -164,3 +194,4 @@ class EventThread:
             self._store.ask_back(left)
         self._client.on_closed(attachment, is_lost=bool(left))
         self._attachments.discard(attachment)
+        self._unheard.discard(attachment)
