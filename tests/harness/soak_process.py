@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -75,8 +76,16 @@ _libc = ctypes.CDLL(None)
 
 
 def isolate() -> None:
-    """Begin a session, and end with the parent, SIGSTOPped or not."""
+    """Begin a session, and end with the parent, SIGSTOPped or not.
+
+    The fork server ends when nobody holds a pipe of its any more, of which each of its children has
+    an end.
+    """
     os.setsid()
+    held = vars(vars(forkserver)["_forkserver"])  # Of the standard library; it has no other name.
+    if (alive_fd := held["_forkserver_alive_fd"]) is not None:
+        os.close(alive_fd)
+        held["_forkserver_alive_fd"] = None
     _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
