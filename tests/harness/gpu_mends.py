@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from aqualib.engines.vllm import load_stream
+from aqualib.engines.vllm import side_stream
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.engines.vllm.load_stream import LoadStream
+from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.leasing.client import LeaseClient
 from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
@@ -60,7 +60,7 @@ class Mend:
 
 
 @contextlib.contextmanager
-def _after_nothing(self: LoadStream, mark: object) -> Iterator[None]:
+def _after_nothing(self: SideStream, mark: object) -> Iterator[None]:
     del mark
     yield
     torch.cuda.current_stream(self._device).synchronize()
@@ -136,7 +136,7 @@ MENDS: Final = (
     Mend(
         "loads beside the model follow none of the engine's kernels",
         scenarios.a_load_runs_beside_the_model,
-        ((LoadStream, "after", _after_nothing),),
+        ((SideStream, "after", _after_nothing),),
     ),
     Mend(
         "copies of an engine thread follow none of its kernels",
@@ -169,7 +169,7 @@ MENDS: Final = (
         scenarios.a_thread_uses_the_second_gpu_only,
         (
             (cuda_copier, "on_stream", _on_stream_alone),
-            (load_stream, "on_stream", _on_stream_alone),
+            (side_stream, "on_stream", _on_stream_alone),
         ),
     ),
     Mend(

@@ -152,6 +152,9 @@ def read_quotas(path: Path) -> QuotasFile:
         ) from error
 
 
+_NO_QUOTAS: Final = QuotasFile()
+
+
 class Quotas:
     """The quotas file, and whether the books have what it says.
 
@@ -169,7 +172,7 @@ class Quotas:
     @property
     def content(self) -> QuotasFile:
         """What the file said when it could last be read."""
-        return QuotasFile() if self._file is None else self._file.content
+        return _NO_QUOTAS if self._file is None else self._file.content
 
     async def keep(self, ledger: Ledger, books_id: str) -> None:
         """Write to the books what they do not have from here: they are new, or the file is.

@@ -27,9 +27,9 @@ import torch
 from aqua_protocol import MIB, AquaError, TransportError
 from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.load_stream import LoadStream
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
 from aqualib.engines.vllm.rows import BlockCopier
+from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.tensor import Location
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ class KvPagingWorker:
         self._lock = threading.Lock()
         self._loader = SerialExecutor("aqua-kv-load")
         self._loader_staging: torch.Tensor | None = None
-        self._load_stream = LoadStream(self._blocks.device)
+        self._load_stream = SideStream(self._blocks.device, is_urgent=True)
         self._loads: dict[str, Future[None]] = {}
         self._saver = SerialExecutor("aqua-kv-save")
         self._saver_staging: torch.Tensor | None = None
-        self._save_stream = LoadStream(self._blocks.device)
+        self._save_stream = SideStream(self._blocks.device, is_urgent=False)
         self._saves: dict[int, Future[None]] = {}
         self.store: BlockStore | None = None
         try:

@@ -1,9 +1,10 @@
-"""The order between an engine's kernels and what is loaded into its KV cache beside them.
+"""The order between an engine's kernels and what is loaded or saved beside them.
 
 Blocks that are to be loaded may have been another request's until a moment ago, and kernels that
-read or write them may still be queued. So a load begins with a mark on the engine's stream, made on
-the engine's thread; what the loading thread launches comes after the mark, on a stream of its own,
-and has ended before the load counts as arrived. The engine's stream waits for nothing.
+read or write them may still be queued; those that write what is to be saved may be, too. So a load
+or a save begins with a mark on the engine's stream, made on the engine's thread; what the other
+thread launches comes after the mark, on a stream of its own, and has ended before the load counts
+as arrived, or the save as acknowledged. The engine's stream waits for nothing.
 
 On a CPU everything is done when its call returns, and none of this does anything.
 
@@ -23,18 +24,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 URGENT: Final = -1
-"""Priority of the stream in torch's terms, where lower goes first: requests wait for a load. CUDA's
-levels go from 0 to -5, and engines use 0. Doubled, loads go before other urgent work as well."""
+"""Priority in torch's terms, where lower goes first, of what requests wait for. CUDA's levels go
+from 0 to -5, and engines use 0, as does what no request waits for. Doubled, loads go before other
+urgent work as well."""
 
 
-class LoadStream:
-    """The stream of one loading thread; made by the engine's."""
+class SideStream:
+    """The stream of one thread beside the engine's, which makes it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The engine's.
+        is_urgent: Whether requests wait for what is launched there.
+    """
+
+    def __init__(self, device: torch.device, *, is_urgent: bool) -> None:
         self._device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=URGENT)  # type: ignore[no-untyped-call] # torch's
+            priority = URGENT if is_urgent else 0
+            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call] # torch's
 
     def mark(self) -> Any:
         """What the calling thread's stream has been given so far; for `after`."""
