@@ -2,9 +2,10 @@
 
 Drawn by seed: who sends what to which route (the routes are those that the application has), with
 tokens of every role: bound, unbound, revoked, expired, none; bodies that are good, nearly good and
-hostile; and, in histories of their own, poison in the books themselves. After each step no answer
-is a fault, what is refused is refused for a reason, no request makes Redis work without a bound,
-the books agree with themselves, and honest members keep, renew and give back what is theirs.
+hostile; what an honest member may send, sent by another; and, in histories of their own, poison in
+the books themselves. After each step no answer is a fault, what is refused is refused for a reason,
+no request makes Redis work without a bound, the books agree with themselves, and honest members
+keep, renew and give back what is theirs. Two holes that are made on purpose have to be found.
 
 What tokens that are not bound may do to others by their role, as an operator's, is no attack: these
 name only members and leases that nobody has. Poison may be taken for the truth until a member
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import httpx
 import pytest
@@ -31,8 +33,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aqua_coordinator.app import Service
+from aqua_coordinator.auth import Caller
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.store import Ledger
 from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
@@ -47,13 +51,21 @@ BRIEF: Final = settings(
     max_examples=examples(2, whole=200), deadline=None, suppress_health_check=list(HealthCheck)
 )
 STEPS: Final = 25
+STEALS: Final = 3
+"""In each step: most of what is drawn otherwise falls before anybody asks whose it is."""
 MAX_COMMANDS: Final = 1000
 """Of Redis for one request, and for a sweep beside it. What was measured is 107."""
 ROUNDS_TO_HEAL: Final = 8
+SEEDS_TO_FIND: Final = 8
+"""In which a hole that was planted has to be found."""
 VALUES: Final[list[Any]] = [
     *(None, True, -1, 0, 1, 2**53 - 1, 2**53, 2**64, -(2**63), 1e308, float("nan"), 0.5),
     *("", "x", "x" * 5000, "é\u202e", "\0", "a b", "../..", "{aqua}:books", "1", [], {}, [[]]),
 ]
+REFUSALS: Final = {
+    *(httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND),
+}
+"""Of what belongs to others: no other fault may come first and hide who asked."""
 DEAD: Final = ("revoked", "expired", "invented", "nobody")
 """Callers that get no answer under `/v1`, whatever they send."""
 
@@ -297,6 +309,33 @@ class Siege:
             self.seen.append(answer.json()["lease"]["lease_id"])
         self.answers[f"{caller} {answer.status_code}"] += 1
 
+    async def steal(self) -> None:
+        """Something that an honest member may send, word by word, sent by another."""
+        draw = self.draw
+        lease = draw.choice([*self.kept.values()])
+        lender, user = draw.choice(self.producers), draw.choice(self.consumers)
+        on_lease = f"/v1/leases/{lease.lease_id}"
+        offer = {"incarnation": lender.incarnation, "revision": 2**40, "offered_bytes": 0}
+        method, path, body = draw.choice(
+            [
+                ("POST", f"{on_lease}/release", {"epoch": lease.epoch}),
+                ("POST", f"{on_lease}/renew", {"epoch": lease.epoch}),
+                ("POST", "/v1/leases", as_json(user.request())),
+                ("PUT", f"/v1/producers/{lender.name}", as_json(lender.report())),
+                ("PUT", f"/v1/consumers/{user.name}", as_json(user.report())),
+                ("PUT", f"/v1/offers/{lender.name}", offer),
+                ("DELETE", f"/v1/producers/{lender.name}?incarnation={lender.incarnation}", None),
+                ("DELETE", f"/v1/consumers/{user.name}?incarnation={user.incarnation}", None),
+            ]
+        )
+        caller = draw.choice(["evil-lender", "evil-llm", "reader", draw.choice(DEAD)])
+        answer = await self.clients[caller].request(
+            method, path, json=body, headers={"Idempotency-Key": f"stolen-{next(self.numbers)}"}
+        )
+        did = f"{caller}: {method} {path}: {answer.text}"
+        assert answer.status_code in REFUSALS, did
+        self.answers[f"{caller} {answer.status_code}"] += 1
+
     def require_sound(self, answer: httpx.Response, did: str) -> None:
         """No answer is a fault of the coordinator's."""
         waits = answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
@@ -367,6 +406,8 @@ async def besiege(
                 words = poison(siege.redis, draw)
                 await siege.heal(words)
             elif not poisons:
+                for _ in range(STEALS):
+                    await siege.steal()
                 assert await room.ledger.audit() == []
                 await siege.require_kept()
         if not poisons:
@@ -402,3 +443,35 @@ def test_books_that_are_poisoned_heal_and_end_nothing(
 ) -> None:
     tokens = tmp_path_factory.mktemp("tokens") / "tokens.json"
     asyncio.run(besiege(store, random.Random(seed), tokens, poisons=True))
+
+
+def require_nothing(self: Caller, role: Role, *, member: str | None = None) -> None:
+    """Let every token do everything."""
+
+
+_release = Ledger.release_lease
+
+
+async def release_of_any(self: Ledger, lease_id: str, **words: Any) -> LeaseView:  # noqa: ANN401 - as of the step
+    """Release a lease, whoever asks."""
+    return await _release(self, lease_id, **words | {"as_consumer": None, "as_tenant": ""})
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "hole"),
+    [
+        pytest.param(Caller, "require", require_nothing, id="roles and bindings do not count"),
+        pytest.param(
+            Ledger, "release_lease", release_of_any, id="who holds a lease does not count"
+        ),
+    ],
+)
+def test_a_hole_is_found(
+    store: EmbeddedValkey, tmp_path: Path, owner: type, name: str, hole: object
+) -> None:
+    async def search() -> None:
+        for seed in range(SEEDS_TO_FIND):
+            await besiege(store, random.Random(seed), tmp_path / str(seed), poisons=False)
+
+    with mock.patch.object(owner, name, hole), pytest.raises(AssertionError, match=r"evil|reader"):
+        asyncio.run(search())
