@@ -273,13 +273,15 @@ class ConnectionLimits:
 
     def _decrypted(self, connection: Connection, data: bytes) -> bytes:
         assert isinstance(connection, TlsConnection), connection
-        connection.ages(self._context, time.time())
         try:
-            return connection.decrypt(data)
+            plain = connection.decrypt(data)
         except ssl.SSLError as error:
             self._refused.append(str(error))
             self._close(connection, "refused")
             return b""
+        # A first request may come with the end of the handshake.
+        connection.ages(self._context, time.time())
+        return plain
 
     async def close_late_ones(self) -> None:
         """Close those whose time is over, for ever, looking at a tenth of the active at a time."""

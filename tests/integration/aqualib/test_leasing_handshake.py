@@ -84,7 +84,8 @@ class Crook:
         handles = [SlabHandle(slab_id=slab_id, **fields) for slab_id in slab_ids]
         exports = [self._memory[i].export() for i in range(len(slab_ids))]
         if self.is_full:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, LIMITS[1]))
+            # Not 0, under which the kernel refuses to wait on the one socket as well.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, LIMITS[1]))
         self.channel.send(Slabs(slabs=handles, last=last), [e.fd for e in exports if e.fd])
         for export in exports:
             export.close()

@@ -73,7 +73,8 @@ def test_a_connection_that_has_ended_leaves_no_cycle(way: str) -> None:
         await server.wait_closed()
 
     uvloop.run(come_and_go())
-    assert [one for one in gc.get_objects() if isinstance(one, KINDS)] == []
+    # By type: `isinstance` asks the objects, and some of other libraries warn when they are asked.
+    assert [one for one in gc.get_objects() if issubclass(type(one), KINDS)] == []
 
 
 async def test_only_connections_that_may_owe_something_are_looked_at(
