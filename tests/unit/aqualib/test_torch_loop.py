@@ -31,12 +31,6 @@ def test_the_load_is_what_the_program_and_the_device_say(
     assert (load.memory_used_bytes, load.memory_total_bytes) == (400, 1000)
 
 
-def test_a_diffusers_pipeline_gets_its_tensors_back_unchanged(limit: CountedMemoryLimit) -> None:
-    loop = TorchLoop(limit, queue_length=lambda: 0)
-    kwargs = {"latents": torch.ones(1)}
-    assert loop.on_step_end(object(), 3, torch.tensor(7), kwargs) is kwargs
-
-
 def test_unused_memory_is_given_up_at_once_and_used_memory_as_it_becomes_free(
     limit: CountedMemoryLimit,
 ) -> None:

@@ -2,7 +2,8 @@
 
     loop = TorchLoop(CudaMemoryLimit(device), queue_length=lambda: len(requests))
     with Producer(...) as producer, Informer(producer, loop, profile):
-        pipeline(prompt, callback_on_step_end=loop.on_step_end)
+        pipeline(prompt, callback_on_step_end=loop.on_step_end)      # diffusers
+        model.generate(**prompt, stopping_criteria=[loop.on_token])  # transformers
 
 Such a program allocates while a step runs and frees when it ends, so memory that is unused between
 two steps is not spare: the next one wants it. What is spare is what the highest of the recent steps
@@ -11,8 +12,8 @@ limit that stays above the recent peak, and may happen at any time, on the infor
 
 On a GPU the limit is torch's own: the allocator gives cached memory back to the driver and fails
 beyond `set_per_process_memory_fraction`. Slabs are not made by torch's allocator and do not count
-against it. A program that asks before it allocates, as one on an emulated device has to, is limited
-by the answer, and gives up gradually what it still uses.
+against it. On a CPU, `aqualib.engines.cpu_memory` counts tensors and refuses alike. A program that
+asks before it allocates is limited by the answer, and gives up gradually what it still uses.
 
 Not promised: that a step which needs more than any recent one succeeds while memory is lent. It
 fails with torch's out-of-memory error, as it would on a smaller GPU.
@@ -24,6 +25,7 @@ their engines.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +35,7 @@ from aqua_protocol.members import LoadReport
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Bool, Int64
 
     from aqualib.producer.device import EmulatedMemory
 
@@ -61,7 +64,7 @@ class TorchLoop:
 
     def __init__(
         self,
-        limit: CudaMemoryLimit | CountedMemoryLimit,
+        limit: PeakMemoryLimit | CountedMemoryLimit,
         *,
         queue_length: Callable[[], int],
         requests_per_s: Callable[[], float] | None = None,
@@ -85,6 +88,17 @@ class TorchLoop:
         self.step_ended()
         return callback_kwargs
 
+    def on_token(
+        self,
+        input_ids: Int64[torch.Tensor, "sequences tokens"],
+        scores: object,
+        **_: object,
+    ) -> Bool[torch.Tensor, " sequences"]:
+        """Serve transformers' `generate` as one of its `stopping_criteria`; stops nothing."""
+        del scores
+        self.step_ended()
+        return input_ids.new_zeros(len(input_ids)).bool()
+
     def load(self) -> LoadReport:
         """The load now."""
         return LoadReport(
@@ -95,8 +109,70 @@ class TorchLoop:
         )
 
 
-class CudaMemoryLimit:
-    """A limit on a GPU's caching allocator in torch, `headroom_bytes` above the recent peak.
+class PeakMemoryLimit(ABC):
+    """A limit on a torch program's memory, `headroom_bytes` above its recent peak; thread-safe.
+
+    Args:
+        limit_bytes: What the program may take before anything is lent.
+        total_bytes: Memory of the device.
+        headroom_bytes: Never lent.
+    """
+
+    def __init__(self, limit_bytes: int, total_bytes: int, headroom_bytes: int) -> None:
+        self.total_bytes: Final = total_bytes
+        self.limit_bytes = limit_bytes  # What the program may take now.
+        self._headroom_bytes = headroom_bytes
+        self._peaks: deque[int] = deque(maxlen=RECENT_STEPS)
+        self._lock = threading.RLock()
+
+    @property
+    def used_bytes(self) -> int:
+        """The recent peak, and whatever on the device is not the program's: slabs, others."""
+        with self._lock:
+            return min(self.total_bytes, self._elsewhere_bytes() + self._peak_bytes())
+
+    def step_ended(self) -> None:
+        """Note the peak since the last step ended."""
+        with self._lock:
+            self._peaks.append(self._take_peak_bytes())
+
+    def shrink(self, nbytes: int) -> int:
+        """Lower the limit, at most to the recent peak and the headroom."""
+        with self._lock:
+            spare = self.limit_bytes - self._peak_bytes() - self._headroom_bytes
+            given = max(0, min(nbytes, spare))
+            self.limit_bytes -= given
+            self._limit_moved()
+            return given
+
+    def grow(self, nbytes: int) -> None:
+        """Raise the limit."""
+        with self._lock:
+            self.limit_bytes += nbytes
+            self._limit_moved()
+
+    def _peak_bytes(self) -> int:
+        return max([self._own_bytes(), *self._peaks])
+
+    @abstractmethod
+    def _own_bytes(self) -> int:
+        """What the program has now."""
+
+    @abstractmethod
+    def _elsewhere_bytes(self) -> int:
+        """What others have."""
+
+    @abstractmethod
+    def _take_peak_bytes(self) -> int:
+        """The program's peak; the next one is counted from now."""
+
+    @abstractmethod
+    def _limit_moved(self) -> None:
+        """Enforce `limit_bytes`."""
+
+
+class CudaMemoryLimit(PeakMemoryLimit):
+    """A limit on a GPU's caching allocator in torch; what is cached above it is freed.
 
     Raises:
         ConfigError: Not a GPU.
@@ -110,47 +186,31 @@ class CudaMemoryLimit:
         if device.type != "cuda":
             raise ConfigError(
                 f"{device} has no allocator to limit",
-                remedy="Count the program's memory, and use CountedMemoryLimit.",
+                remedy="Use CpuMemoryLimit; or CountedMemoryLimit, if the program asks before it "
+                "allocates.",
             )
         self._cuda = torch.cuda
         self._device = device
-        self._headroom_bytes = headroom_bytes
-        self._peaks: deque[int] = deque(maxlen=RECENT_STEPS)
         # What torch may hold: all that it holds now, and all that is free.
-        free, self.total_bytes = torch.cuda.mem_get_info(device)
-        self._limit_bytes = torch.cuda.memory_reserved(device) + free
+        free, total = torch.cuda.mem_get_info(device)
+        super().__init__(torch.cuda.memory_reserved(device) + free, total, headroom_bytes)
 
-    @property
-    def used_bytes(self) -> int:
-        """The recent peak, and whatever on the device is not torch's here: slabs, others."""
+    def _own_bytes(self) -> int:
+        return self._cuda.memory_allocated(self._device)
+
+    def _elsewhere_bytes(self) -> int:
         free, total = self._cuda.mem_get_info(self._device)
-        elsewhere = total - free - self._cuda.memory_reserved(self._device)
-        return min(total, elsewhere + self._peak_bytes())
+        return total - free - self._cuda.memory_reserved(self._device)
 
-    def step_ended(self) -> None:
-        """Note the peak since the last step ended."""
-        self._peaks.append(self._cuda.max_memory_allocated(self._device))
+    def _take_peak_bytes(self) -> int:
+        peak_bytes = self._cuda.max_memory_allocated(self._device)
         self._cuda.reset_peak_memory_stats(self._device)
+        return peak_bytes
 
-    def shrink(self, nbytes: int) -> int:
-        """Lower the limit, at most to the recent peak and the headroom; free what is cached."""
-        spare = self._limit_bytes - self._peak_bytes() - self._headroom_bytes
-        given = max(0, min(nbytes, spare))
-        self._set_limit(self._limit_bytes - given)
-        self._cuda.empty_cache()
-        return given
-
-    def grow(self, nbytes: int) -> None:
-        """Raise the limit."""
-        self._set_limit(self._limit_bytes + nbytes)
-
-    def _peak_bytes(self) -> int:
-        return max([self._cuda.memory_allocated(self._device), *self._peaks])
-
-    def _set_limit(self, nbytes: int) -> None:
-        self._limit_bytes = nbytes
-        fraction = min(1.0, nbytes / self.total_bytes)
+    def _limit_moved(self) -> None:
+        fraction = min(1.0, self.limit_bytes / self.total_bytes)
         self._cuda.set_per_process_memory_fraction(fraction, self._device)
+        self._cuda.empty_cache()
 
 
 class CountedMemoryLimit:

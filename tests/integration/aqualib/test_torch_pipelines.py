@@ -1,0 +1,190 @@
+"""Stock pipelines of diffusers and transformers lend and take back, as the tutorial has them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+
+from aqualib.engines.cpu_memory import CpuMemoryLimit
+from aqualib.engines.torch_loop import TorchLoop
+from aqualib.producer.device import EmulatedMemory
+from aqualib.producer.informer import Informer, OfferBytes, Profile, ReclaimBytes
+from harness.bounds import HANG_S
+from harness.cluster import new_cluster
+from harness.producers import lending, until
+from harness.raw_consumer import RawConsumer, TokenIssuer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TUTORIAL: Final = Path(__file__).resolve().parents[3] / "docs/tutorials/lending-pipelines.md"
+SLAB: Final = 256 << 10
+MEMORY: Final = 8 << 20
+CALM_S: Final = 5.0
+PROFILE: Final = Profile(
+    slab_bytes=SLAB,
+    spare_bytes=MEMORY,
+    steady_queue_length=1,
+    least_offer_bytes=SLAB,
+    calm_s=CALM_S,
+)
+
+# Both warn about themselves and each other; not ours to mend.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def tutorial() -> Any:  # noqa: ANN401 - a script, by its path
+    spec = importlib.util.spec_from_file_location(
+        "lending_pipelines", TUTORIAL.with_name("lending_pipelines.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+SCRIPT: Final = tutorial()
+
+
+class SteppedLimit(CpuMemoryLimit):
+    """Does something at the end of chosen steps, on the pipeline's own thread and in its midst."""
+
+    def __init__(self, memory: EmulatedMemory) -> None:
+        super().__init__(memory, headroom_bytes=SCRIPT.HEADROOM_BYTES)
+        self.after: deque[Callable[[], object]] = deque()
+
+    def step_ended(self) -> None:
+        super().step_ended()
+        if self.after:
+            self.after.popleft()()
+
+
+@pytest.mark.parametrize("kind", SCRIPT.MAKERS)
+def test_a_stock_pipeline_lends_and_takes_back_between_its_own_steps(kind: str) -> None:
+    def maker() -> Callable[[TorchLoop, range], torch.Tensor]:
+        torch.manual_seed(0)
+        made: Callable[[TorchLoop, range], torch.Tensor] = SCRIPT.MAKERS[kind]()
+        return made
+
+    with CpuMemoryLimit(EmulatedMemory(MEMORY)) as alone:
+        loop = TorchLoop(alone, queue_length=lambda: 0)
+        make = maker()
+        expected, expected_four = make(loop, range(1)), make(loop, range(4))
+
+    issuer = TokenIssuer()
+    memory = EmulatedMemory(MEMORY)
+    waiting: deque[int] = deque([0])
+    with (
+        SteppedLimit(memory) as limit,
+        lending(issuer, 0, device=memory, slab_bytes=SLAB) as producer,
+        ExitStack() as consumers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        make = maker()
+        loop = TorchLoop(limit, queue_length=lambda: len(waiting))
+        informer = Informer(producer, loop, PROFILE)
+        decisions: list[object] = []
+
+        def look(now_s: float) -> None:
+            decisions.append(thread.submit(informer.look, now_s).result())
+
+        SCRIPT.serve_some(make, loop, waiting)
+
+        def attach() -> None:
+            consumer = consumers.enter_context(RawConsumer(producer.endpoint))
+            consumer.attach(issuer.token(producer.offered_bytes))
+            attached.append(consumer)
+
+        attached: list[RawConsumer] = []
+        limit.after.extend(
+            [
+                lambda: look(0.0),
+                lambda: look(CALM_S),
+                attach,
+            ]
+        )
+        waiting.append(0)
+        assert torch.equal(SCRIPT.serve_some(make, loop, waiting), expected)
+        assert not limit.after
+        lent = producer.leased_bytes
+        assert decisions == [None, OfferBytes(MEMORY)]
+        assert lent == producer.offered_bytes > MEMORY // 2
+        assert limit.limit_bytes + lent <= MEMORY
+
+        # What a batch needs is lent: the requests are served one by one.
+        waiting.extend(range(4))
+        assert torch.equal(SCRIPT.serve_some(make, loop, waiting), expected)
+        assert list(waiting) == [1, 2, 3]
+
+        def give_back() -> None:
+            for slab in attached[0].await_reclaim():
+                attached[0].give_back(slab)
+            until(lambda: not producer.committed_bytes, "all slabs are closed")
+
+        # A request's steps, in which a burst arrives.
+        limit.after.extend(
+            [
+                lambda: waiting.extend(range(4)),
+                lambda: look(CALM_S),
+                give_back,
+                lambda: look(CALM_S),
+            ]
+        )
+        waiting.clear()
+        waiting.append(0)
+        assert torch.equal(SCRIPT.serve_some(make, loop, waiting), expected)
+        assert not limit.after
+        assert decisions[2:] == [ReclaimBytes(lent), None]
+        assert MEMORY - limit.limit_bytes < SLAB
+        assert torch.equal(SCRIPT.serve_some(make, loop, waiting), expected_four)
+
+
+def test_the_tutorial_goes_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (borrow,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+    borrowers = []
+    with new_cluster() as cluster:
+        cluster.start_coordinator()
+        monkeypatch.setenv("AQUA_COORDINATOR_URL", cluster.url)
+        monkeypatch.setenv("AQUA_SOCKET_DIR", str(cluster.directory))
+        monkeypatch.setenv("AQUA_SLAB_BYTES", "1MiB")
+
+        def press_enter(prompt: str) -> str:
+            assert "burst" in prompt
+            borrower = subprocess.Popen(
+                [sys.executable, "-u", "-c", borrow],
+                stdout=subprocess.PIPE,
+                env=os.environ,
+                text=True,
+            )
+            borrowers.append(borrower)
+            assert borrower.stdout is not None
+            assert borrower.stdout.readline() == "in borrowed memory\n"
+            return ""
+
+        monkeypatch.setattr("builtins.input", press_enter)
+        try:
+            SCRIPT.main("images")
+            (borrower,) = borrowers
+            told, _ = borrower.communicate(timeout=HANG_S)
+        finally:
+            for borrower in borrowers:
+                borrower.kill()
+                borrower.wait()
+    assert told.endswith("every byte is there\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "lending 14 MiB"
+    assert lines[-1] == "4 at once, 0 MiB lent"
