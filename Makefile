@@ -69,7 +69,7 @@ else
 endif
 
 # Python that is linted and type-checked.
-PYTHON_DIRS := $(wildcard */src tests benchmarks docs)
+PYTHON_DIRS := $(wildcard */src tests benchmarks docs deploy/grafana)
 # Those of vLLM need its environment: `make bench-engine`.
 ENGINE_BENCHMARKS := $(wildcard benchmarks/vllm_*.py)
 BENCHMARKS := $(filter-out benchmarks/_% $(ENGINE_BENCHMARKS),$(wildcard benchmarks/*.py))
@@ -112,8 +112,8 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 	$(PY) -m pytest -q -m "unit and not slow" --numprocesses $(TEST_PROCESSES) --dist loadfile tests/unit $(PYTEST_ARGS)
 
 .PHONY: test
-test: $(READY) ## Run every tier but gpu and engine, the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+test: $(READY) ## Run every tier but gpu, engine and dashboards, the same slice of slow ones each time
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -160,6 +160,12 @@ test-gpu: $(READY) ## Run the gpu tests; they skip without a CUDA device
 test-engine: .venv-engine/.ready ## Run the engine tests: a real vLLM on CPU, in its own .venv-engine
 	OMP_NUM_THREADS=1 .venv-engine/bin/python -m pytest -m engine tests/engine $(PYTEST_ARGS)
 
+.PHONY: test-dashboards
+test-dashboards: $(READY) .venv-engine/.ready ## Run every rule and dashboard on a real Prometheus over a live cluster
+	@{ command -v prometheus && command -v promtool; } >/dev/null || \
+	  { echo "no prometheus and promtool here. On Debian and Ubuntu: apt-get install prometheus" >&2; exit 1; }
+	$(PY) -m pytest tests/unit/deploy tests/integration/deploy tests/dashboards $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(READY) ## Check style, format, types, import arrows and generated docs
 	$(PY) -m ruff check .
@@ -167,6 +173,7 @@ lint: $(READY) ## Check style, format, types, import arrows and generated docs
 	$(PY) -m mypy $(PYTHON_DIRS)
 	$(BIN)lint-imports --no-logo
 	$(PY) docs/generate.py --check
+	PYTHONPATH=deploy/grafana $(PY) -W ignore::DeprecationWarning -m aqua_dashboards --check
 
 # Not in .ci/run: it asks the network, and fails on advisories of today. In an environment of its own,
 # so that its dependencies are not among the audited.
@@ -183,6 +190,10 @@ format: $(READY) ## Mend style and format where a tool can
 .PHONY: docs
 docs: $(READY) ## Write the generated parts of docs/
 	$(PY) docs/generate.py
+
+.PHONY: dashboards
+dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
+	PYTHONPATH=deploy/grafana $(PY) -W ignore::DeprecationWarning -m aqua_dashboards
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind

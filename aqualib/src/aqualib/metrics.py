@@ -37,7 +37,13 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from aqua_protocol import ConfigError
+from aqua_protocol import (
+    ChecksumMismatchError,
+    ConfigError,
+    DataLostError,
+    LeaseLostError,
+    TransportError,
+)
 from aqua_protocol.supervision import failing_loops, restart_counts
 from aqualib.memory.frame_table import StoreStats
 
@@ -50,6 +56,9 @@ if TYPE_CHECKING:
 DURATION_BUCKETS_S: Final = tuple(1e-5 * 4**step for step in range(10))
 """Seconds: from 10 us, a small page over NVLink, to 2.6 s, tens of gigabytes from host memory.
 Twice as many buckets would double the time series."""
+
+TRANSFER_ERRORS: Final = (ChecksumMismatchError, DataLostError, LeaseLostError, TransportError)
+"""What transfers raise."""
 
 MAX_UNCOUNTED: Final = 1024
 """Transfers whose durations wait to be counted until somebody looks. Doubled, the one that counts
@@ -116,6 +125,8 @@ class ConsumerMetrics(Collector):
         }
         name, text = "aqua_transfer_failures", "Transfers that raised, by error code."
         self._failures = Counter(name, text, ["reason"], registry=None)
+        for kind in TRANSFER_ERRORS:  # A rate needs the zero before the first.
+            self._failures.labels(kind.code)
         try:
             self.registry.register(self)
         except ValueError as error:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from aqua_coordinator import __version__
-from aqua_coordinator.store.rows import BooksSummary, ProducerRow
+from aqua_coordinator.store.rows import BooksSummary, ClosedReclaim, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
 from aqua_protocol.leases import QuotaView
 from aqua_protocol.members import ConsumerView
@@ -137,6 +137,11 @@ class Metrics:
             "Time from the start of a reclaim to its last slab, measured by the producer.",
             buckets=_RECLAIM_BUCKETS,
         )
+        self._first_slab_seconds = histogram(
+            "aqua_reclaim_first_slab_seconds",
+            "Time from the start of a reclaim to its first slab, measured by the producer.",
+            buckets=_RECLAIM_BUCKETS,
+        )
         self._reclaims = counter(
             "aqua_reclaims",
             "Reclaims closed: returned in time, escalated past the deadline, or dropped.",
@@ -150,6 +155,14 @@ class Metrics:
             "aqua_sweep_endings", "Leases expired and members given up by this coordinator's sweep."
         )
         gauge("aqua_coordinator_info", "Always 1.", ("version",)).labels(__version__).set(1)
+        # A rate needs the zero before the first.
+        for counted, reasons in (
+            (self.quota_refusals, ("consumer", "tenant", "cohort")),
+            (self.rate_refusals, ("grants", "reports")),
+            (self._reclaims, ("returned", "escalated", "dropped")),
+        ):
+            for reason in reasons:
+                counted.labels(reason)
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """Count one request."""
@@ -165,12 +178,14 @@ class Metrics:
         for wait_s in waits_s:
             self._attach_seconds.observe(wait_s)
 
-    def reclaimed(self, outcomes: Iterable[tuple[str, float | None]]) -> None:
+    def reclaimed(self, closed: Iterable[ClosedReclaim]) -> None:
         """Count reclaims that have closed."""
-        for outcome, seconds in outcomes:
-            self._reclaims.labels(outcome).inc()
-            if seconds is not None:
-                self._reclaim_seconds.observe(seconds)
+        for reclaim in closed:
+            self._reclaims.labels(reclaim.outcome).inc()
+            if reclaim.total_s is not None:
+                self._reclaim_seconds.observe(reclaim.total_s)
+            if reclaim.first_slab_s is not None:
+                self._first_slab_seconds.observe(reclaim.first_slab_s)
 
     def render(self, snapshot: BooksSnapshot | None) -> bytes:
         """Text for Prometheus; without a snapshot, Redis is down and so are the gauges."""

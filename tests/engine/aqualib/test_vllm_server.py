@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +14,7 @@ import pytest
 
 from aqua_protocol import MIB
 from harness.tiny_llama import write_tiny_llama
+from harness.vllm_server import free_port, vllm_server
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -28,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-START_WITHIN_S: Final = 400.0
 AQUA: Final = [
     "--scheduler-cls",
     "aqualib.engines.vllm.AquaScheduler",
@@ -48,71 +41,6 @@ AQUA: Final = [
 ]
 RNG: Final = random.Random(1)
 PROMPTS: Final = [[RNG.randrange(2, 320) for _ in range(RNG.randrange(20, 90))] for _ in range(12)]
-
-
-@contextmanager
-def server(model: Path, log: Path, *flags: str) -> Iterator[httpx.Client]:
-    """A vLLM that answers on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    options = {
-        "--served-model-name": "tiny",
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--max-model-len": "512",
-        "--num-gpu-blocks-override": "24",
-        "--block-size": "32",
-        "--max-num-batched-tokens": "256",
-        "--gpu-memory-utilization": "0.1",
-        "--dtype": "float32",
-    }
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            [
-                *command,
-                *chain.from_iterable(options.items()),
-                "--enforce-eager",
-                *flags,
-            ],
-            stdout=sink,
-            stderr=sink,
-            env={**inherited, "OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB)},
-        )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-                await_health(client, process, log)
-                yield client
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(30)
-
-
-def await_health(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    give_up_s = time.monotonic() + START_WITHIN_S
-    while True:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < give_up_s, log.read_text()[-3000:]
-        try:
-            if client.get("/health").is_success:
-                return
-        except httpx.TransportError:
-            # Nobody listens yet; there is no event to wait for across processes. Bounded above.
-            process_ended(process)
-
-
-def process_ended(process: subprocess.Popen[bytes]) -> None:
-    """Wait a moment, or less if the server dies."""
-    try:
-        process.wait(0.2)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def answers(client: httpx.Client) -> list[list[int]]:
@@ -150,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """What vLLM answers by itself."""
-    with server(model, tmp_path_factory.mktemp("stock") / "log") as client:
+    with vllm_server(model, tmp_path_factory.mktemp("stock") / "log") as client:
         found = answers(client)
         assert counters(client) == {}
     assert len(set(map(tuple, found))) == len(found), "degenerate outputs prove nothing"
@@ -160,7 +88,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    with server(model, tmp_path / "aqua.log", *AQUA) as client:
+    with vllm_server(model, tmp_path / "aqua.log", *AQUA) as client:
         assert answers(client) == expected
         found = counters(client)
     assert found["aqua:forced_preemptions_total"] > 10, found
@@ -176,9 +104,7 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
 ) -> None:
     from aqualib.engines.vllm.lending.scheduler import SAME_PROCESS
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     lend = {"bytes": "4MiB", "reserve_bytes": 0, "calm_s": 0, "metrics_port": port}
     flags = [
         *("--num-gpu-blocks-override", "96"),
@@ -188,7 +114,7 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         *("--additional-config", json.dumps({"aqua": {"lend": lend}})),
     ]
     with (
-        server(model, tmp_path / "lender.log", *flags) as client,
+        vllm_server(model, tmp_path / "lender.log", *flags) as client,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as lender,
     ):
         await_offer(lender, 4 * MIB)
@@ -197,6 +123,8 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         found = lending(lender)
         assert found["reclaims_total"] >= 1, found
         assert found["reclaimed_bytes_total"] >= 4 * MIB, found
+        steps = [n for name, n in found.items() if name.startswith("step_duration_seconds_count")]
+        assert sum(steps) > 100, "steps of 12 requests with 100 tokens each"
         await_offer(lender, 4 * MIB)
 
 

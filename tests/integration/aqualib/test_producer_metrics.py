@@ -24,7 +24,7 @@ def found(registry: CollectorRegistry) -> dict[str, float]:
         sample.name.removeprefix("aqua_lender_"): sample.value
         for metric in registry.collect()
         for sample in metric.samples
-        if not sample.name.endswith("_created") and "_loop" not in sample.name
+        if not sample.name.endswith(("_created", "_info")) and "_loop" not in sample.name
     }
 
 
@@ -79,6 +79,13 @@ def test_a_consumer_that_overruns_its_deadline_shows_as_quarantined() -> None:
         consumer.attach(issuer.token(SLAB))
         producer.reclaim(SLAB, deadline_s=0.001)
         until(lambda: found(registry)["quarantined_bytes"] == SLAB, "the slab is quarantined")
+
+
+def test_a_producer_says_by_which_names_the_books_know_it() -> None:
+    with lending(TokenIssuer(), 1) as producer:
+        names = {"producer": producer.producer_id, "node": "node", "gpu_uuid": "GPU-0", "model": ""}
+        metrics = ProducerMetrics(producer)
+        assert metrics.registry.get_sample_value("aqua_lender_info", names) == 1
 
 
 def test_a_producer_is_on_the_registry_of_choice_until_it_is_closed(

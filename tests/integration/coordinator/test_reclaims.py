@@ -46,7 +46,7 @@ async def test_a_producers_own_reclaim_is_booked_as_it_goes(
     assert (view.origin, view.done, view.first_slab_ms) == (ReclaimOrigin.PRODUCER, False, 3.5)
     assert (await room.ledger.summary()).open_reclaim_count == 1
     producer.reclaims = [finished("mine")]
-    assert (await room.tell(producer)).reclaimed == [("returned", 0.01225)]
+    assert (await room.tell(producer)).reclaimed == [("returned", 0.01225, 0.0035)]
     view = await room.ledger.reclaim("mine")
     assert (view.done, view.returned_bytes, view.total_ms) == (True, 2 * SLAB, 12.25)
     assert (await room.ledger.summary()).open_reclaim_count == 0
@@ -57,7 +57,7 @@ async def test_a_finished_reclaim_counts_once_however_often_it_is_reported(
 ) -> None:
     producer.reclaims = [finished("mine", escalated=True)]
     counted = [(await room.tell(producer)).reclaimed for _ in range(3)]
-    assert counted == [[("escalated", 0.01225)], [], []]
+    assert counted == [[("escalated", 0.01225, 0.0035)], [], []]
 
 
 async def test_an_order_is_repeated_until_the_producer_takes_it_up(
@@ -85,7 +85,7 @@ async def test_a_reclaim_that_is_no_longer_reported_is_closed_as_dropped(
     producer.reclaims = [measured("mine")]
     await room.tell(producer)
     producer.reclaims = []
-    assert (await room.tell(producer)).reclaimed == [("dropped", None)]
+    assert (await room.tell(producer)).reclaimed == [("dropped", None, None)]
     view = await room.ledger.reclaim("mine")
     assert view.done
     assert view.total_ms is None

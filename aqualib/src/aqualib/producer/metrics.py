@@ -2,7 +2,8 @@
 
 Read from the producer when somebody looks; nothing is counted twice and nothing costs a step. The
 coordinator's `aqua_producer_*` say the same as its books have it, by producer; these carry no
-labels, because a process has one producer and its scraper knows which.
+labels, because a process has one producer and its scraper knows which. `aqua_lender_info` says what
+the books call it, and joins the two.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from aqua_protocol import ConfigError
@@ -60,6 +66,10 @@ class ProducerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything, as of now."""
         producer, ended = self._producer, self.ended_reclaims
+        who = producer.identity
+        names = {"producer": producer.producer_id, "model": who.model or ""}
+        place = {"node": who.node, "gpu_uuid": who.gpu_uuid}
+        yield InfoMetricFamily("aqua_lender", "The producer in the books.", names | place)
         for name, text, value in (
             ("offered_bytes", "Slabs under the offer, lent or not.", producer.offered_bytes),
             ("leased_bytes", "Slabs held by consumers.", producer.leased_bytes),

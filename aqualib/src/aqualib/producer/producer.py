@@ -129,7 +129,7 @@ class Producer:
         self._deadline_s = require_deadline(deadline_s)
         self._transport = transport
         self._memory = SlabMemory(transport, slab_bytes, device)
-        self._identity = identity
+        self.identity: Final = identity
         self._closed = False
         self._pid = os.getpid()
         self._offer_lock = threading.Lock()
@@ -353,13 +353,13 @@ class Producer:
 
     def _remove(self) -> None:
         if self._link is not None and not self.offered_bytes:
-            self._link.remove_producer(self.producer_id, self._identity.incarnation)
+            self._link.remove_producer(self.producer_id, self.identity.incarnation)
 
     def _build_report(self, revision: Revision, books_id: BooksId | None) -> ProducerReport:
         now_s = time.monotonic()
         with self._lock:
             return ProducerReport(
-                **self._identity.stamp(revision, books_id),
+                **self.identity.stamp(revision, books_id),
                 producer_id=self.producer_id,
                 endpoint=str(self.endpoint),
                 transport=self._transport.kind,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from pydantic import Field
@@ -92,6 +92,14 @@ class Grant:
     slab_bytes: int
 
 
+class ClosedReclaim(NamedTuple):
+    """How a reclaim ended, and how long all of it and its first slab took, as far as it got."""
+
+    outcome: str
+    total_s: float | None
+    first_slab_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class ProducerBooked:
     """What a producer's report did to the books.
@@ -99,7 +107,7 @@ class ProducerBooked:
     Attributes:
         books_id, min_epoch, grantable, ended, orders: For the answer to the producer.
         attached_s: Seconds from grant to attachment, for leases attached just now.
-        reclaimed: (outcome, seconds or None) of reclaims closed just now.
+        reclaimed: Reclaims closed just now.
     """
 
     books_id: str
@@ -108,7 +116,7 @@ class ProducerBooked:
     ended: list[LeaseNotice]
     orders: list[ReclaimOrder]
     attached_s: list[float]
-    reclaimed: list[tuple[str, float | None]]
+    reclaimed: list[ClosedReclaim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +275,8 @@ def producer_booked(answer: Sequence[Any]) -> ProducerBooked | list[str]:
         ],
         attached_s=[wait / MICROSECONDS for wait in attached_us],
         reclaimed=[
-            (text(outcome), float(total_ms) / 1e3 if total_ms else None)
-            for outcome, total_ms in reclaimed
+            ClosedReclaim(text(outcome), *(float(ms) / 1e3 if ms else None for ms in took_ms))
+            for outcome, *took_ms in reclaimed
         ],
     )
 

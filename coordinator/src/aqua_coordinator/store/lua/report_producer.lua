@@ -12,7 +12,7 @@
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: orders of operators to take up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
---            reclaimed   {{outcome, total_ms or ''}, ...}: reclaims closed now
+--            reclaimed   {{outcome, total_ms or '', first_slab_ms or ''}, ...}: reclaims closed now
 --          {'ok', asked}: nothing is written yet; leases whose proofs have to be checked before
 -- Refuses  stale_revision, stale_epoch, protocol_violation, forbidden
 --
@@ -277,7 +277,8 @@ for _, reclaim in ipairs(report.reclaims) do
     if reclaim.total_ms then
       local outcome = reclaim.escalated and 'escalated' or 'returned'
       close_reclaim(reclaim_id, producer_id, outcome)
-      reclaimed[#reclaimed + 1] = {outcome, tostring(reclaim.total_ms)}
+      reclaimed[#reclaimed + 1] = {outcome, tostring(reclaim.total_ms),
+        reclaim.first_slab_ms and tostring(reclaim.first_slab_ms) or ''}
     end
   else
     -- Still named, so its record must outlive the naming, or it would be counted anew.
@@ -292,7 +293,7 @@ for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.producer_reclaims .. produc
       'taken_up', 'requested_bytes', 'deadline_s')
     if field[1] == '1' then
       close_reclaim(reclaim_id, producer_id, 'dropped')
-      reclaimed[#reclaimed + 1] = {'dropped', ''}
+      reclaimed[#reclaimed + 1] = {'dropped', '', ''}
     elseif whole(field[2]) and is_decimal(field[3]) then
       orders[#orders + 1] = {reclaim_id, tonumber(field[2]), field[3]}
     else

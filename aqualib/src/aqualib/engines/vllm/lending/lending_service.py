@@ -16,6 +16,7 @@ vLLM carries figures from here to there for connectors only. Beside a producer's
 
     aqua_lender_absent_blocks           KV blocks that the engine does without
     aqua_lender_reclaim_seconds_total   from the decision until the engine had its blocks again
+    aqua_lender_step_duration_seconds   steps with loans and without, by their number of tokens
 
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
 informer's and the producer's affair, and the engine goes on with the blocks that it has.
@@ -36,6 +37,7 @@ from aqua_protocol import ConfigError, format_bytes
 from aqualib.connection import open_producer
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import KvLending
+from aqualib.engines.vllm.lending.step_meter import LentState, StepMeter
 from aqualib.producer.informer import Informer
 from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.reclaims import ReclaimTotals
@@ -143,12 +145,20 @@ class LenderMetrics(ProducerMetrics):
         self._lock = threading.Lock()
         self._open: list[tuple[ReclaimTicket, float]] = []
         self._ended = ReclaimTotals()
+        self.steps: Final = StepMeter()
         super().__init__(producer)
 
     @property
     def ended_reclaims(self) -> ReclaimTotals:
         """The informer's reclaims that brought their blocks back."""
         return self._ended
+
+    @property
+    def loans(self) -> LentState:
+        """What is lent at this moment; a reclaim lasts until the engine has its blocks."""
+        if self._open:
+            return LentState.RECLAIMING
+        return LentState.HELD if self._producer.leased_bytes else LentState.NONE
 
     def reclaim_began(self, reclaim: ReclaimTicket) -> None:
         """Memory was asked back."""
@@ -172,3 +182,4 @@ class LenderMetrics(ProducerMetrics):
             "KV blocks that the engine does without.",
             value=self._lending.out_blocks,
         )
+        yield from self.steps.collect()

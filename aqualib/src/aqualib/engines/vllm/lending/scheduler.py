@@ -90,10 +90,13 @@ class LendingScheduler(Scheduler):
         service = self.lending_service
         if service is None:
             return super().schedule(*args, **kwargs)
+        began_s = time.perf_counter()
         with self._block_lock:
             service.lending.before_step(has_waiting=self._left_waiting > 0)
             output = super().schedule(*args, **kwargs)
             service.lending.step_begun()
+            metrics = service.metrics
+            metrics.steps.begun(output.total_num_scheduled_tokens, metrics.loans, began_s)
             was_waiting = self._left_waiting > 0
             self._left_waiting = self.get_request_counts()[1]
         if self._left_waiting and not was_waiting:
@@ -107,7 +110,10 @@ class LendingScheduler(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
         with self._block_lock:
             service.lending.step_ended()
-            return super().update_from_output(scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        token_count = scheduler_output.total_num_scheduled_tokens
+        service.metrics.steps.ended(token_count, time.perf_counter())
+        return outputs
 
     def add_request(self, request: Any) -> None:
         """Note an arrival, and go on as vLLM does."""

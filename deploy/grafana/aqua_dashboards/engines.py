@@ -1,0 +1,208 @@
+"""Engine view: vLLM's own series beside Aqua's and DCGM's, engine by engine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+
+from aqua_dashboards.panels import Query, dashboard, engine_choices, lines
+
+OF: Final = 'namespace=~"$namespace",pod=~"$pod"'
+
+
+def engines() -> Dashboard:
+    """Load, latency, paging and memory of each engine."""
+    board = engine_choices(
+        dashboard(
+            "aqua-engines",
+            "Aqua / Engines",
+            "vLLM's load and latency, what Aqua pages and lends for it, and what its GPU holds.",
+        )
+    )
+    return _paging(_memory(_load(board)))
+
+
+def _load(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(Row("Load and latency"))
+        .with_panel(
+            lines(
+                "Requests",
+                "Running and waiting, by vLLM.",
+                "short",
+                Query(f"pod:vllm_requests_running:sum{{{OF}}}", "{{pod}} running"),
+                Query(f"pod:vllm_requests_waiting:sum{{{OF}}}", "{{pod}} waiting"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens",
+                "Generated tokens a second.",
+                "short",
+                Query(
+                    f"sum by (pod) (rate(vllm:generation_tokens_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Time to first token, p99",
+                "What a user waits for the first word. Time slices are there to keep it short when "
+                "memory is not enough for all.",
+                "s",
+                Query(f"pod:vllm_time_to_first_token_seconds:p99_rate5m{{{OF}}}", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Time between tokens, p99",
+                "Time slices lengthen it for those that are put out, and nothing else should.",
+                "s",
+                Query(f"pod:vllm_inter_token_latency_seconds:p99_rate5m{{{OF}}}", "{{pod}}"),
+            )
+        )
+    )
+
+
+def _memory(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(Row("Memory"))
+        .with_panel(
+            lines(
+                "Borrowed, lent and spilled",
+                "By the books, for the GPU that the engine is on.",
+                "bytes",
+                Query(f"sum by (pod) (pod:aqua_borrowed_bytes:max{{{OF}}})", "{{pod}} borrowed"),
+                Query(f"sum by (pod) (pod:aqua_leased_out_bytes:max{{{OF}}})", "{{pod}} lent"),
+                Query(
+                    f"sum by (pod) (pod:aqua_spilled_host_bytes:max{{{OF}}})",
+                    "{{pod}} in host memory",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Memory in use on the GPU",
+                "By DCGM. Lent memory is in use, too: what an engine lends and no one holds is "
+                "free only on the books.",
+                "bytes",
+                Query(
+                    f"pod:dcgm_fb_used_bytes:max{{{OF}}}",
+                    "{{pod}} {{gpu_uuid}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "KV cache in use",
+                "By vLLM, of the blocks that are there. Near 1 requests wait, or are put out.",
+                "percentunit",
+                Query(f"max by (pod) (vllm:kv_cache_usage_perc{{{OF}}})", "{{pod}}"),
+                highest=1,
+            )
+        )
+        .with_panel(
+            lines(
+                "GPU at work",
+                "Part of the time in which the GPU computed, by DCGM.",
+                "percent",
+                Query(f"max by (pod, UUID) (DCGM_FI_DEV_GPU_UTIL{{{OF}}})", "{{pod}} {{UUID}}"),
+                highest=100,
+            )
+        )
+    )
+
+
+def _paging(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(Row("Paging"))
+        .with_panel(
+            lines(
+                "KV paged",
+                "Bytes a second from the engine to peers or host memory, and back.",
+                "Bps",
+                *(
+                    Query(
+                        f"sum by (pod) (rate(aqua:kv_paged_{way}_bytes_total{{{OF}}}"
+                        "[$__rate_interval]))",
+                        f"{{{{pod}}}} {way}",
+                    )
+                    for way in ("out", "in")
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Time spent paging",
+                "Seconds a second, summed over workers: the part of its time that an engine spends "
+                "on copies.",
+                "percentunit",
+                Query(
+                    f"sum by (pod) (rate(aqua:kv_paging_seconds_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Preemptions",
+                "By Aqua, at the end of a slice; and by vLLM in all, those for want of memory "
+                "included.",
+                "reqps",
+                Query(
+                    f"sum by (pod) (rate(aqua:forced_preemptions_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} end of a slice",
+                ),
+                Query(
+                    f"sum by (pod) (rate(vllm:num_preemptions_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} all",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens that were not computed again",
+                "Loaded after a preemption, and loaded from the prefix tier.",
+                "short",
+                Query(
+                    f"sum by (pod) (rate(aqua:restored_tokens_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} after a preemption",
+                ),
+                Query(
+                    f"sum by (pod) (rate(aqua:prefix_hit_tokens_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} of a prefix",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Blocks dropped or lost",
+                "Dropped for want of room in the store, or not there when they were needed. Each "
+                "is computed again.",
+                "short",
+                Query(
+                    f"sum by (pod) (rate(aqua:unsaved_blocks_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} dropped",
+                ),
+                Query(
+                    f"sum by (pod) (rate(aqua:lost_blocks_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} lost",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Rate of the path to peers",
+                "Measured when a lease begins, of the slowest path in use: programs that serve "
+                "their consumer's own metrics. Far below what NVLink gives: copies take another "
+                "way.",
+                "Bps",
+                Query(
+                    f"min by (pod, transport, direction) (aqua_ipc_link_bytes_per_second{{{OF}}})",
+                    "{{pod}} {{transport}} {{direction}}",
+                ),
+            )
+        )
+    )

@@ -1,0 +1,94 @@
+"""vLLM's API server in a process of its own, as a serving engineer runs it, with a tiny model."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from aqua_protocol import MIB
+
+START_WITHIN_S: Final = 400.0
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextmanager
+def vllm_server(
+    model: Path,
+    log: Path,
+    *flags: str,
+    port: int | None = None,
+    python: str = sys.executable,
+    **environment: str,
+) -> Iterator[httpx.Client]:
+    """A vLLM that answers; `python` is that of an environment with vLLM."""
+    port = port or free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    options = {
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--max-model-len": "512",
+        "--num-gpu-blocks-override": "24",
+        "--block-size": "32",
+        "--max-num-batched-tokens": "256",
+        "--gpu-memory-utilization": "0.1",
+        "--dtype": "float32",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
+    ours = {"OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB), **environment}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [*command, *chain.from_iterable(options.items()), "--enforce-eager", *flags],
+            stdout=sink,
+            stderr=sink,
+            env={**inherited, **ours},
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                _await_health(client, process, log)
+                yield client
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(30)
+
+
+def _await_health(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    give_up_s = time.monotonic() + START_WITHIN_S
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < give_up_s, log.read_text()[-3000:]
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.TransportError:
+            # No one listens yet; there is no event to wait for across processes. Bounded above.
+            _await_end(process)
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment, or less if the server dies."""
+    try:
+        process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return
