@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqualib.engines.vllm.kv_groups import KvGroup, KvGroups
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
@@ -54,12 +55,12 @@ class World:
         self.rng = rng
         self.paging = KvPagingScheduler(
             options,
-            block_tokens=BLOCK,
+            groups=KvGroups([KvGroup(BLOCK)]),
             hash_tokens=BLOCK,
             is_sharing=is_sharing,
         )
         self.paging.note(WorkerReport(store=WorkerStore(rng.randrange(1, 30), block_bytes=1)))
-        self.free = list(range(24))
+        self.free = list(range(1, 25))
         self.cache: dict[int, Bytes] = {}
         self.places: dict[int, Bytes] = {}
         self.requests: dict[str, Request] = {}
@@ -80,7 +81,7 @@ class World:
         for request in running if paging.is_checkpointing else ():
             is_loading = request.request_id in self.loading
             if not is_loading and paging.is_behind(request.request_id, request.computed):
-                paging.checkpoint(request, request.computed, request.blocks)
+                paging.checkpoint(request, request.computed, [request.blocks])
         for request in self.requests.values():
             if not request.is_inside and request.request_id not in left and rng.random() < 0.5:
                 self.admit(request)
@@ -110,7 +111,7 @@ class World:
         drafts = self.rng.choice((0, 0, 3))
         self.draft(request, drafts)
         written = request.computed + drafts
-        saved = self.paging.preempting(request, request.blocks, written)
+        saved = self.paging.preempting(request, [request.blocks], written)
         assert saved == self.paging.saved_tokens(request.request_id) <= written
         self.free += request.blocks
         request.blocks, request.computed, request.is_inside = [], 0, False
@@ -128,7 +129,7 @@ class World:
     def finish(self, request: Request) -> None:
         if request.request_id in self.loading:
             return  # vLLM keeps such a request until its load has ended.
-        self.paging.finished(request, request.blocks, request.computed)
+        self.paging.finished(request, [request.blocks], request.computed)
         self.free += request.blocks
         del self.requests[request.request_id]
 
@@ -145,7 +146,7 @@ class World:
         request.blocks = [self.free.pop() for _ in range(need)]
         request.is_inside = True
         request.computed = count
-        self.paging.allocated(request, request.blocks, count)
+        self.paging.allocated(request, [request.blocks], count)
         self.restored += count
         if is_async and count:
             self.loading[request.request_id] = ([], [])

@@ -15,6 +15,7 @@ from aqualib.engines.vllm.engine_checks import (
     require_blocks,
     require_pageable,
 )
+from aqualib.engines.vllm.kv_groups import KvGroup, KvGroups
 from aqualib.engines.vllm.options import LoadMode, options_of, read_options
 
 
@@ -26,6 +27,7 @@ def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM
         "max_concurrent_batches": 1,
         "enable_prefix_caching": False,
         "context_ranks": 1,
+        "scheduler": object,
         **changed,
     }
     return SimpleNamespace(
@@ -36,13 +38,24 @@ def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM
             decode_context_parallel_size=given["context_ranks"], prefill_context_parallel_size=1
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=given["enable_prefix_caching"]),
+        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: given["scheduler"]),
         use_v2_model_runner=given["use_v2_model_runner"],
         max_concurrent_batches=given["max_concurrent_batches"],
     )
 
 
-def cache(groups: int = 1, *, zeroes: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=["group"] * groups, needs_kv_cache_zeroing=zeroes)
+def cache(*kinds: str, zeroes: bool = False) -> SimpleNamespace:
+    groups = [
+        SimpleNamespace(kv_cache_spec=type(kind, (), {"block_size": 16, "sliding_window": 40})())
+        for kind in kinds
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes)
+
+
+FULL = "FullAttentionSpec"
+WINDOW = "SlidingWindowSpec"
+OURS = type("AquaScheduler", (), {"has_requests_begin_again": True})
+ALONE = KvGroups([KvGroup(16)])
 
 
 @pytest.mark.parametrize(
@@ -50,15 +63,21 @@ def cache(groups: int = 1, *, zeroes: bool = False) -> SimpleNamespace:
     [
         (lambda: require_attention(engine(is_hybrid=True)), "state", "Drop --kv-transfer-config"),
         (lambda: require_attention(engine(is_attention_free=True)), "state", "additional-config"),
-        (lambda: require_pageable(engine(), cache(0)), "no KV cache", "Drop --kv-transfer"),
-        (lambda: require_pageable(engine(), cache(2)), "2 groups", "disable-hybrid"),
-        (lambda: require_pageable(engine(context_ranks=2), cache()), "2 context", "recompute"),
+        (lambda: require_pageable(engine(), cache()), "no KV cache", "Drop --kv-transfer"),
+        (lambda: require_pageable(engine(), cache(FULL, WINDOW)), "windows", "AquaScheduler"),
+        (lambda: require_pageable(engine(), cache(WINDOW)), "windows", "AquaScheduler"),
         (
-            lambda: require_pageable(engine(use_v2_model_runner=True), cache(zeroes=True)),
+            lambda: require_pageable(engine(scheduler=OURS), cache(FULL, "RSWASpec", "NewSpec")),
+            "NewSpec, RSWASpec: layers that keep",
+            "recompute",
+        ),
+        (lambda: require_pageable(engine(context_ranks=2), cache(FULL)), "2 context", "recompute"),
+        (
+            lambda: require_pageable(engine(use_v2_model_runner=True), cache(FULL, zeroes=True)),
             "zeroed",
             "VLLM_USE_V2_MODEL_RUNNER=0",
         ),
-        (lambda: require_blocks(cache(0)), "no KV cache", "without --scheduler-cls"),
+        (lambda: require_blocks(cache()), "no KV cache", "without --scheduler-cls"),
     ],
 )
 def test_what_cannot_be_paged_is_refused(check: Callable[[], None], said: str, remedy: str) -> None:
@@ -69,9 +88,10 @@ def test_what_cannot_be_paged_is_refused(check: Callable[[], None], said: str, r
 
 def test_what_can_be_is_not() -> None:
     require_attention(engine())
-    require_pageable(engine(), cache(zeroes=True))
-    require_pageable(engine(use_v2_model_runner=True), cache())
-    require_blocks(cache(3))
+    require_pageable(engine(), cache(FULL, zeroes=True))
+    require_pageable(engine(use_v2_model_runner=True), cache(FULL))
+    require_pageable(engine(scheduler=OURS), cache(FULL, WINDOW, WINDOW))
+    require_blocks(cache(FULL))
 
 
 INEXACT = [
@@ -85,15 +105,22 @@ INEXACT = [
 def test_loads_go_beside_the_steps_where_one_that_fails_within_is_not_exact(
     given: dict[str, Any],
 ) -> None:
-    assert load_mode(read_options({}), engine(**given)) is LoadMode.ASYNC
+    assert load_mode(read_options({}), engine(**given), ALONE) is LoadMode.ASYNC
     with pytest.raises(ConfigError, match="wrong tokens"):
-        load_mode(read_options({"load": "sync"}), engine(**given))
-    assert load_mode(read_options({"load": "sync", "mode": "recompute"}), engine(**given))
+        load_mode(read_options({"load": "sync"}), engine(**given), ALONE)
+    assert load_mode(read_options({"load": "sync", "mode": "recompute"}), engine(**given), ALONE)
 
 
 def test_loads_are_done_within_the_step_where_they_are_exact() -> None:
-    assert load_mode(read_options({}), engine()) is LoadMode.SYNC
-    assert load_mode(read_options({"load": "async"}), engine()) is LoadMode.ASYNC
+    assert load_mode(read_options({}), engine(), ALONE) is LoadMode.SYNC
+    assert load_mode(read_options({"load": "async"}), engine(), ALONE) is LoadMode.ASYNC
+
+
+def test_loads_go_beside_the_steps_where_a_block_that_is_lost_loses_all() -> None:
+    groups = KvGroups([KvGroup(16), KvGroup(16)])
+    assert load_mode(read_options({}), engine(), groups) is LoadMode.ASYNC
+    with pytest.raises(ConfigError, match="several groups"):
+        load_mode(read_options({"load": "sync"}), engine(), groups)
 
 
 def several(*children: dict[str, Any]) -> SimpleNamespace:

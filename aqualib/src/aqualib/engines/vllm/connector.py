@@ -8,9 +8,8 @@ Page-outs run, or begin, in `handle_preemptions`, which vLLM calls at the start 
 before blocks that were freed are written again. Synchronous page-ins run in `start_load_kv`, before
 the model.
 
-Hybrid models keep several groups of blocks, whose numbers overlap. This connector does not declare
-support for them, and vLLM then gives such models one group; the few that cannot live with one are
-refused by vLLM itself at its start.
+Models whose layers keep different things have several groups of blocks (`kv_groups`), which vLLM
+gives them because this connector says that it can page them (`SupportsHMA`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from aqua_protocol import format_bytes
 from aqualib.connection import connect
 from aqualib.engines.vllm.engine_checks import load_mode, require_attention, require_pageable
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
+from aqualib.engines.vllm.kv_groups import kv_groups
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of
@@ -50,7 +52,7 @@ class AquaWorkerReport(WorkerReport, KVConnectorWorkerMetadata):
     """A worker's report, as vLLM passes it back."""
 
 
-class AquaConnector(KVConnectorBase_V1):
+class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     """Translates vLLM's connector calls for one half of paging; vLLM makes it."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -58,6 +60,7 @@ class AquaConnector(KVConnectorBase_V1):
         self.options: Final = options_of(vllm_config)
         if self.options.is_paging:
             require_pageable(vllm_config, kv_cache_config)
+            self._loses_all = kv_groups(kv_cache_config).loses_all
         self.paging_scheduler: Final = (
             open_paging_scheduler(self.options, vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER
@@ -96,7 +99,7 @@ class AquaConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Pass it on to `KvPagingScheduler.allocated`."""
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler_half.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> AquaPagingPlan:
@@ -120,6 +123,12 @@ class AquaConnector(KVConnectorBase_V1):
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """As `request_finished_all_groups`, of an engine that has one."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
         """Tell `KvPagingScheduler.finished`; vLLM may free the blocks at once."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         self._scheduler_half.finished(request, block_ids, computed)
@@ -201,8 +210,11 @@ class AquaConnector(KVConnectorBase_V1):
         return None, arrived or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to compute again."""
-        return self.paging_worker.take_failed_blocks() if self.paging_worker is not None else set()
+        """Blocks to compute again; none where requests begin again instead."""
+        if self.paging_worker is None:
+            return set()
+        failed = self.paging_worker.take_failed_blocks()
+        return set() if self._loses_all else failed
 
     def build_connector_worker_meta(self) -> AquaWorkerReport | None:
         """Report what the scheduler's half should know, if anything is new."""
@@ -247,13 +259,13 @@ def open_paging_scheduler(
     options: AquaOptions, vllm_config: Any, kv_cache_config: Any
 ) -> KvPagingScheduler:
     """Make the scheduler's half for an engine that can be paged, or will not be."""
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
+    groups = kv_groups(kv_cache_config)
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     tier = options.prefix_tier
     cache = vllm_config.cache_config
     return KvPagingScheduler(
-        options.model_copy(update={"load": load_mode(options, vllm_config)}),
-        block_tokens=block_tokens,
+        options.model_copy(update={"load": load_mode(options, vllm_config, groups)}),
+        groups=groups,
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
     )

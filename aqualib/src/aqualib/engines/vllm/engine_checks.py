@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
+from aqualib.engines.vllm.kv_groups import KvGroups, kv_groups
 from aqualib.engines.vllm.options import AquaOptions, LoadMode
 
 WITHOUT_CONNECTOR: Final = (
@@ -42,12 +43,18 @@ def require_pageable(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("this model keeps no KV cache to page", remedy=WITHOUT_CONNECTOR)
     parallel = vllm_config.parallel_config
     shards = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    if len(groups) != 1 or shards != 1:
+    if shards != 1:
         raise ConfigError(
-            f"{len(groups)} groups of KV blocks over {shards} context-parallel ranks cannot be "
-            "paged",
-            remedy="Add --disable-hybrid-kv-cache-manager, run without context parallelism, or "
-            'set "mode": "recompute".',
+            f"KV blocks over {shards} context-parallel ranks cannot be paged",
+            remedy='Run without context parallelism, or set "mode": "recompute".',
+        )
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    begins_again = getattr(scheduler, "has_requests_begin_again", False)
+    if kv_groups(kv_cache_config).loses_all and not begins_again:
+        raise ConfigError(
+            "a model with sliding windows or several groups of KV blocks needs Aqua's scheduler, "
+            "which knows what to do when a block cannot be loaded",
+            remedy="Add --scheduler-cls aqualib.engines.vllm.AquaScheduler.",
         )
     # The second model runner zeroes new blocks before a connector may save what was in them.
     if vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
@@ -71,7 +78,7 @@ def require_blocks(kv_cache_config: Any) -> None:
         )
 
 
-def load_mode(options: AquaOptions, vllm_config: Any) -> LoadMode:
+def load_mode(options: AquaOptions, vllm_config: Any, groups: KvGroups) -> LoadMode:
     """Choose how KV comes back: within the step only where a load that fails is exact.
 
     vLLM takes a request back to its last good block when a load within a step fails. That is right
@@ -94,6 +101,7 @@ def load_mode(options: AquaOptions, vllm_config: Any) -> LoadMode:
             vllm_config.cache_config.enable_prefix_caching,
             "--no-enable-prefix-caching",
         ),
+        "windows or several groups of blocks": (groups.loses_all, "a model with neither"),
     }
     found = {name: remedy for name, (is_so, remedy) in ways.items() if is_so}
     if options.load is LoadMode.SYNC and found and options.is_paging:

@@ -14,40 +14,41 @@ What no request waits for, blocks of finished requests and checkpoints of runnin
 beside the model where the engine's scheduler gives a way to keep blocks from being reused
 (`save_beside`). Such a block is in the table once every worker has acknowledged it, and not before.
 
+A model may keep several groups of blocks (`kv_groups`). Block ids come as one table for each group;
+what was freed behind a window is neither paged out nor loaded. A request comes back where every
+group has what the next token reads: with full attention alone anywhere up to what is there, with a
+window only where its blocks still were, with a state only after the very token that left it.
+
 Not promised: that a block which is in the table can be read. Then the load fails, vLLM computes
-the block again, and the worker's report removes it here.
+the block again, and the worker's report removes it here. Without full attention alone there is no
+going back to a good block, and the request begins again (`KvGroups.loses_all`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.async_page_out import AsyncPageOut
 from aqualib.engines.vllm.block_table import BlockTable
+from aqualib.engines.vllm.kv_groups import NULL_BLOCK, BlockKeys, BlockRun, KvGroups
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
-
-TAIL: Final = "tail"
-"""Marks the key of a request's partial last block, beside the number of its tokens."""
 
 
 @dataclass(slots=True)
 class _Saved:
-    """Held places of a preempted request's blocks, from the first on, and the tokens in them."""
+    """Held places of a preempted request's blocks, by group, and the tokens in them."""
 
-    places: list[int]
+    runs: list[BlockRun]
     tokens: int
 
-
-@dataclass(slots=True)
-class _Match:
-    """What was last answered about a request: `places` of blocks from `first_block` on."""
-
-    first_block: int
-    places: list[int]
+    @property
+    def places(self) -> Iterator[int]:
+        return chain.from_iterable(run.places for run in self.runs)
 
 
 @dataclass(slots=True)
@@ -88,8 +89,8 @@ class KvPagingScheduler:
 
     Args:
         options: The adapter's; how loads are done is decided.
-        block_tokens: Tokens of a KV block.
-        hash_tokens: Tokens of one of `block_hashes`; divides `block_tokens`.
+        groups: How each group of layers keeps its blocks.
+        hash_tokens: Tokens of one of `block_hashes`; divides those of each group's blocks.
         is_sharing: Whether requests may use each other's blocks.
     """
 
@@ -97,31 +98,32 @@ class KvPagingScheduler:
         self,
         options: AquaOptions,
         *,
-        block_tokens: int,
+        groups: KvGroups,
         hash_tokens: int,
         is_sharing: bool,
     ) -> None:
-        assert block_tokens % hash_tokens == 0, (block_tokens, hash_tokens)
         self.is_paging: Final = options.is_paging
         self.table: Final = BlockTable()
         self.block_bytes = 0
-        self.block_tokens: Final = block_tokens
+        self.groups: Final = groups
         self.counts: Final = PagingCounts()
         self.location = PagingTier.HOST if self.is_paging else PagingTier.NOWHERE
         self.link_bytes_per_s = 0.0
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
         self.has_tier: Final = is_sharing and self.is_paging
-        self._hashes_per_block = block_tokens // hash_tokens
+        self._keys = BlockKeys(groups, hash_tokens if self.has_tier else None)
         self._is_async = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
         self._plan = PagingPlan()
         self._saved: dict[str, _Saved] = {}
-        self._matches: dict[str, _Match] = {}
+        # What was last answered about a request.
+        self._matches: dict[str, list[BlockRun]] = {}
         self._loading: dict[str, list[int]] = {}
         self._abandoned: dict[str, list[int]] = {}
         # Their last load beside the model lost a block; none is tried again before admission.
         self.failed_loads: set[str] = set()
-        self._checkpointed: dict[str, int] = {}
+        # Blocks of each group that need not be looked at again.
+        self._checkpointed: dict[str, list[int]] = {}
         self._until_taken: list[int] = []
         self._worker_count = 0
         self._saves: AsyncPageOut | None = None
@@ -132,43 +134,55 @@ class KvPagingScheduler:
 
     # --- What happens to requests ---------------------------------------------------------
 
-    def preempting(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> int:
-        """Have the blocks, in order, of a request that is about to lose them paged out.
+    def preempting(
+        self, request: Any, block_ids: Sequence[Sequence[int]], computed_tokens: int
+    ) -> int:
+        """Have the blocks of a request that is about to lose them paged out.
 
-        `computed_tokens` have their KV in them once the steps under way are done, but those beyond
-        the request's last token may be drafts that will be rejected. Returns how many will come
-        back by a load.
+        `block_ids` are its table of each group. `computed_tokens` have their KV in the blocks once
+        the steps under way are done, but those beyond the request's last token may be drafts that
+        will be rejected. Returns how many will come back by a load.
         """
         assert request.request_id not in self._saved, request.request_id
         if request.skip_reading_prefix_cache or not self.table.capacity_blocks:
             return 0
-        computed_tokens = min(computed_tokens, request.num_tokens)
-        full = computed_tokens // self.block_tokens
-        keys = self._keys(request, full)
-        if computed_tokens % self.block_tokens and len(keys) == full:
-            keys = [*keys, (request.request_id, TAIL, computed_tokens)]
+        if not self.groups.has_state:
+            computed_tokens = min(computed_tokens, request.num_tokens)
+        wanted = self.groups.wanted(block_ids, computed_tokens)
+        keys = [
+            self._keys.upto(request, index, blocks, computed_tokens)
+            for index, blocks in enumerate(wanted)
+        ]
         # Its own clean copies must not be what the others are given room by.
-        clean = self.table.present(keys)
+        clean = self.table.present(chain.from_iterable(keys))
         self.table.hold(clean)
-        places = []
-        for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=False)):
+        runs = [BlockRun(blocks.start, []) for blocks in wanted]
+        # Without full attention alone, a part is of no use.
+        if not self.groups.loses_all or sum(map(len, keys)) - len(clean) <= self.table.room:
+            for group, run, names, ids in zip(self.groups, runs, keys, block_ids, strict=True):
+                full = computed_tokens // group.block_tokens
+                self._put(run, names, ids, full)
+        self.table.release(clean)
+        saved = _Saved(runs, computed_tokens)
+        self.counts.unsaved_blocks += sum(map(len, wanted)) - sum(1 for _ in saved.places)
+        self._saved[request.request_id] = saved
+        return self.saved_tokens(request.request_id)
+
+    def _put(
+        self, run: BlockRun, keys: Sequence[Hashable], block_ids: Sequence[int], full: int
+    ) -> None:
+        """Hold a place for each key, as far as there is room, and page out what is not there."""
+        for at, key in enumerate(keys, start=run.first):
             put = self.table.put(key, is_lasting=at < full)
             if put is None:
                 break
             place, is_new = put
-            places.append(place)
+            run.places.append(place)
             if is_new:
-                self._page_out(place, block_id)
+                self._page_out(place, block_ids[at])
                 self.counts.saved_blocks += 1
             else:
                 self.counts.clean_blocks += 1
-        self.table.release(clean)
-        self.counts.unsaved_blocks += -(-computed_tokens // self.block_tokens) - len(places)
-        if not places:
-            return 0
-        tokens = min(computed_tokens, len(places) * self.block_tokens)
-        self._saved[request.request_id] = _Saved(places, tokens)
-        return tokens
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` a load would bring, and whether beside the model.
@@ -176,28 +190,31 @@ class KvPagingScheduler:
         None as the number: ask again, other loads hold too many blocks. The last token is always
         computed, for vLLM has to sample after it.
         """
-        match, tokens = self._match(request, local_tokens)
+        runs, tokens = self._match(request, local_tokens)
         if not tokens or request.request_id in self.failed_loads:
             self._matches.pop(request.request_id, None)
             return 0, False
         if self._is_async and self._loading:
             under_way = sum(map(len, self._loading.values()))
-            if under_way + len(match.places) > self._max_loading_blocks:
+            coming = sum(len(run.places) for run in runs)
+            if under_way + coming > self._max_loading_blocks:
                 return None, False
-        self._matches[request.request_id] = match
+        self._matches[request.request_id] = runs
         return tokens, self._is_async
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """A request was admitted with these blocks, in order, and loads what `matched` answered."""
+    def allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """A request was admitted with these tables, and loads what `matched` answered."""
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
-        match = self._matches.pop(request_id, None)
+        runs = self._matches.pop(request_id, None)
         self.failed_loads.discard(request_id)
         if saved is None and self.has_tier and not request.num_computed_tokens:
             self.counts.queried_tokens += request.num_tokens
         if external_tokens:
-            assert match is not None, f"a load for {request_id} that was not matched"
-            self._load(request_id, match, block_ids)
+            assert runs is not None, f"a load for {request_id} that was not matched"
+            self._load(request_id, runs, block_ids)
             if saved is not None:
                 self.counts.restored_tokens += external_tokens
             else:
@@ -205,7 +222,9 @@ class KvPagingScheduler:
         if saved is not None:
             self.table.release(saved.places)
 
-    def finished(self, request: Any, block_ids: Sequence[int], computed_tokens: int) -> None:
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], computed_tokens: int
+    ) -> None:
         """Keep the blocks of a request that has ended for others; none if it was preempted."""
         request_id = request.request_id
         self._matches.pop(request_id, None)
@@ -216,19 +235,25 @@ class KvPagingScheduler:
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.table.release(saved.places)
-        count = min(computed_tokens // self.block_tokens, len(block_ids))
-        if self.has_tier:
-            kept, begun = self._cache(self._keys(request, count), block_ids)
-            self.counts.kept_blocks += begun
-            self.counts.unkept_blocks += count - kept
-        else:
-            self.table.forget((request_id, index) for index in range(self._blocks_of(request)))
+        for index, (group, ids) in enumerate(zip(self.groups, block_ids, strict=False)):
+            blocks = range(request.num_tokens // group.block_tokens)
+            if self.has_tier:
+                stop = min(computed_tokens // group.block_tokens, len(ids))
+                end, begun = self._cache(request, index, ids, range(stop))
+                self.counts.kept_blocks += begun
+                self.counts.unkept_blocks += stop - end
+            else:
+                self.table.forget(self._keys.full(request, index, blocks))
 
     def is_behind(self, request_id: str, computed_tokens: int) -> bool:
         """Whether a running request may have filled blocks since its last checkpoint."""
-        return computed_tokens // self.block_tokens > self._checkpointed.get(request_id, 0)
+        done = self._checkpointed.get(request_id) or [0] * len(self.groups)
+        pairs = zip(self.groups, done, strict=True)
+        return any(computed_tokens // group.block_tokens > count for group, count in pairs)
 
-    def checkpoint(self, request: Any, computed_tokens: int, block_ids: Sequence[int]) -> None:
+    def checkpoint(
+        self, request: Any, computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
         """Page out which of its blocks a running request has filled since the last call.
 
         `computed_tokens` have their KV in them before this step.
@@ -236,11 +261,11 @@ class KvPagingScheduler:
         if request.skip_reading_prefix_cache:
             return
         known = min(computed_tokens, request.num_tokens - 1)
-        keys = self._keys(request, known // self.block_tokens)
-        done = self._checkpointed.get(request.request_id, 0)
-        kept, begun = self._cache(keys[done:], block_ids[done : len(keys)])
-        self._checkpointed[request.request_id] = done + kept
-        self.counts.checkpointed_blocks += begun
+        done = self._checkpointed.setdefault(request.request_id, [0] * len(self.groups))
+        for index, (group, ids) in enumerate(zip(self.groups, block_ids, strict=True)):
+            blocks = range(done[index], min(known // group.block_tokens, len(ids)))
+            done[index], begun = self._cache(request, index, ids, blocks)
+            self.counts.checkpointed_blocks += begun
 
     def take_plan(self) -> PagingPlan:
         """The step's plan; the next one's begins empty."""
@@ -291,14 +316,13 @@ class KvPagingScheduler:
             for name, places in self._loading.items()
             if not report.lost_places.isdisjoint(places)
         )
-        for saved in self._saved.values():
+        for run in chain.from_iterable(saved.runs for saved in self._saved.values()):
             good = next(
-                (at for at, place in enumerate(saved.places) if place in report.lost_places),
-                len(saved.places),
+                (at for at, place in enumerate(run.places) if place in report.lost_places),
+                len(run.places),
             )
-            self.table.release(saved.places[good:])
-            del saved.places[good:]
-            saved.tokens = min(saved.tokens, good * self.block_tokens)
+            self.table.release(run.places[good:])
+            del run.places[good:]
         self.table.lose(report.lost_places)
 
     def reset(self) -> None:
@@ -331,7 +355,7 @@ class KvPagingScheduler:
     def saved_tokens(self, request_id: str) -> int:
         """Tokens of a preempted request that a load would bring back."""
         saved = self._saved.get(request_id)
-        return 0 if saved is None else saved.tokens
+        return 0 if saved is None else self.groups.reach(saved.runs, saved.tokens, saved.tokens)
 
     def clean_blocks(self, request: Any) -> int:
         """Full blocks of a running request that are in the store already."""
@@ -339,8 +363,11 @@ class KvPagingScheduler:
             return 0
         # A view is made of each running request at every slice's end, and of most not even the
         # first block is there: keys of their own are made as far as they are looked for.
-        keys_of = self._keys if self.has_tier else _own_keys
-        return len(self.table.find(keys_of(request, self._blocks_of(request))))
+        tokens, count = request.num_tokens, 0
+        for index, group in enumerate(self.groups):
+            blocks = range(group.first(tokens), tokens // group.block_tokens)
+            count += len(self.table.find(self._keys.full(request, index, blocks)))
+        return count
 
     def loading_ids(self) -> Collection[str]:
         """Requests whose blocks are being filled beside the model."""
@@ -348,34 +375,60 @@ class KvPagingScheduler:
 
     # --- Inside ---------------------------------------------------------------------------
 
-    def _match(self, request: Any, local_tokens: int) -> tuple[_Match, int]:
-        first = local_tokens // self.block_tokens
+    def _match(self, request: Any, local_tokens: int) -> tuple[list[BlockRun], int]:
+        """Places of the blocks that a load would fill, and how many more tokens it brings."""
         most = request.num_tokens - 1
         saved = self._saved.get(request.request_id)
         if saved is not None:
-            total = min(saved.tokens, most)
-            places = saved.places[first : -(-total // self.block_tokens)]
+            runs = saved.runs
+            total = self.groups.reach(runs, saved.tokens, most)
         elif self.has_tier and not request.skip_reading_prefix_cache:
-            keys = self._keys(request, most // self.block_tokens)
-            places = self.table.find(keys[first:])
-            total = (first + len(places)) * self.block_tokens
+            total, runs = self.groups.longest(
+                lambda index, blocks: self.table.find(self._keys.full(request, index, blocks)),
+                local_tokens,
+                most,
+            )
         else:
-            places, total = [], 0
-        return _Match(first, places), max(0, total - local_tokens) if places else 0
+            return [], 0
+        if total <= local_tokens:
+            return [], 0
+        return self.groups.cut(runs, local_tokens, total), total - local_tokens
 
-    def _load(self, request_id: str, match: _Match, block_ids: Sequence[int]) -> None:
-        blocks = list(block_ids[match.first_block : match.first_block + len(match.places)])
-        assert len(blocks) == len(match.places), (request_id, match, block_ids)
-        self.table.hold(match.places)
+    def _load(
+        self, request_id: str, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        places: list[int] = []
+        blocks: list[int] = []
+        for run, ids in zip(runs, block_ids, strict=True):
+            places += run.places
+            blocks += ids[run.first : run.end]
+        assert len(blocks) == len(places), (request_id, runs, block_ids)
+        assert NULL_BLOCK not in blocks, (request_id, runs, block_ids)
+        self.table.hold(places)
         if self._is_async:
-            self._loading[request_id] = match.places
-            self._plan.async_loads[request_id] = (match.places, blocks)
+            self._loading[request_id] = places
+            self._plan.async_loads[request_id] = (places, blocks)
         else:
-            self._until_taken += match.places
-            self._plan.in_places += match.places
+            self._until_taken += places
+            self._plan.in_places += places
             self._plan.in_blocks += blocks
 
-    def _cache(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> tuple[int, int]:
+    def _cache(
+        self, request: Any, index: int, block_ids: Sequence[int], blocks: range
+    ) -> tuple[int, int]:
+        """Have full blocks of a group paged out that no request holds.
+
+        Returns the end of those that are there or on their way now or were freed before, and how
+        many of them were not before.
+        """
+        keys = list(self._keys.full(request, index, blocks))
+        there = [at for at in blocks[: len(keys)] if block_ids[at] != NULL_BLOCK]
+        kept, begun = self._keep(
+            [keys[at - blocks.start] for at in there], [block_ids[at] for at in there]
+        )
+        return there[kept] if kept < len(there) else blocks.start + len(keys), begun
+
+    def _keep(self, keys: Sequence[Hashable], block_ids: Sequence[int]) -> tuple[int, int]:
         """Have blocks paged out that no request holds.
 
         Returns how many, from the first, are there or on their way now, and how many of them were
@@ -399,19 +452,3 @@ class KvPagingScheduler:
     def _page_out(self, place: int, block_id: int) -> None:
         self._plan.out_places.append(place)
         self._plan.out_blocks.append(block_id)
-
-    def _keys(self, request: Any, count: int) -> list[Hashable]:
-        """Keys of the first `count` full blocks, or of as many as have one."""
-        if not self.has_tier:
-            return list(_own_keys(request, count))
-        step = self._hashes_per_block
-        hashes: list[Hashable] = request.block_hashes[step - 1 : count * step : step]
-        return hashes
-
-    def _blocks_of(self, request: Any) -> int:
-        return int(request.num_tokens) // self.block_tokens
-
-
-def _own_keys(request: Any, count: int) -> Iterator[Hashable]:
-    """Keys of a request's first blocks that no other request shares."""
-    return ((request.request_id, index) for index in range(count))

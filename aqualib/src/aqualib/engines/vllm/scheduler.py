@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -60,15 +60,18 @@ a request could get 1/256 of another's share and seem to hang."""
 class AquaScheduler(LendingScheduler):
     """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
 
+    has_requests_begin_again: ClassVar = True
+    """Whether a load that fails is right though a request cannot go back to its last good block."""
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         require_supported(vllm.__version__)
         require_schedulable(self)
         require_blocks(self.kv_cache_config)
         options = options_of(vllm_config)
-        block_tokens = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._managers = self.kv_cache_manager.coordinator.single_type_managers
+        block_tokens = self._tokens_per_new_block()
         self._policy = policy_named(options.policy, options, block_tokens=block_tokens)
-        self._block_tokens = block_tokens
         self._max_running = max_running(self)
         self.paging: KvPagingScheduler | None = None
         connector = find_connector(self.connector)
@@ -136,7 +139,22 @@ class AquaScheduler(LendingScheduler):
         # Steps overlap under asynchronous scheduling: their time says nothing then.
         if token_count >= MIN_PREFILL_TOKENS and not self._overlaps:
             self._note_step(token_count)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:
+            self._begin_again(self.paging.failed_loads)
+        return outputs
+
+    def _begin_again(self, failed: Collection[str]) -> None:
+        """Have requests computed anew whose load lost a block, once it has ended.
+
+        vLLM takes a request back to its last good block by that block's number, which says nothing
+        where groups are several, and is too far where blocks behind a window were not loaded.
+        """
+        for name in failed:
+            request = self.requests.get(name)
+            if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(name)
 
     def add_request(self, request: Any) -> None:
         """A request arrived."""
@@ -184,7 +202,7 @@ class AquaScheduler(LendingScheduler):
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         paging = self.paging
         if paging is not None and paging.is_paging and self._preemption_mode is PreemptionMode.SWAP:
-            (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
             paging.preempting(request, block_ids, request.num_computed_tokens)
         super()._preempt_request(request, *args, **kwargs)
         self._holding.pop(request.request_id, None)
@@ -265,7 +283,7 @@ class AquaScheduler(LendingScheduler):
         for request in self.running:
             computed_tokens = request.num_computed_tokens
             if paging.is_behind(request.request_id, computed_tokens):
-                (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+                block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
                 paging.checkpoint(request, computed_tokens, block_ids)
 
     def _rates(self) -> PagingRates | None:
@@ -301,8 +319,27 @@ class AquaScheduler(LendingScheduler):
         paging = self.paging
         return self._view(request)._replace(
             computed_tokens=0 if paging is None else paging.saved_tokens(request.request_id),
-            missing_blocks=-(-request.num_tokens // self._block_tokens),
+            missing_blocks=self._blocks_of(request.num_tokens),
         )
+
+    def _blocks_of(self, tokens: int) -> int:
+        """Blocks that the next token after so many reads, in all groups."""
+        count = 0
+        for each in self._managers:
+            size = each.block_size
+            count += -(-tokens // size) - each.get_num_skipped_tokens(tokens) // size
+        return count
+
+    def _tokens_per_new_block(self) -> int:
+        """Tokens after which a long request holds a block more; windows slide."""
+        growing = [
+            each.block_size
+            for each in self._managers
+            if not each.get_num_skipped_tokens(self.max_model_len)
+        ]
+        # With windows alone a request stops growing; until then it grows as if it had none.
+        sizes = growing or [each.block_size for each in self._managers]
+        return max(1, round(1 / sum(1 / size for size in sizes)))
 
     def _view(self, request: Any) -> RequestView:
         return RequestView(

@@ -26,7 +26,7 @@ USED: Final = {
         *("_free_request", "_preempt_request", "add_request", "reset_prefix_cache", "schedule"),
         "update_from_output",
     ),
-    "KVCacheManager": ("block_pool", "free", "get_block_ids", "get_blocks"),
+    "KVCacheManager": ("block_pool", "coordinator", "free", "get_block_ids", "get_blocks"),
     "BlockPool": ("blocks", "free_blocks", "get_num_free_blocks", "touch"),
 }
 """Attributes of vLLM's classes that fair scheduling and paging use."""
