@@ -8,6 +8,9 @@ from typing import Any, Final
 
 BLOCK_TOKENS: Final = 4
 
+WINDOW_TOKENS: Final = 7
+CHUNK_TOKENS: Final = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -22,6 +25,8 @@ class Shape:
         loss: Chance that a load finds nothing.
         turns: Chance that a request goes on where an earlier one ends.
         speed: Chance that a load or a save beside the model ends within a step.
+        groups: What each group of layers reads: all tokens (`full`), a `window` of them, a window
+            in blocks of twice the size (`wide`), the `chunk` that the next token is in.
         blocks: Of the KV cache.
         requests: How many run.
         connectors: Where our connector is among several; None makes it the only one.
@@ -37,6 +42,7 @@ class Shape:
     loss: float = 0.0
     turns: float = 0.0
     speed: float = 0.4
+    groups: tuple[str, ...] = ("full",)
     blocks: int = 24
     requests: int = 8
     connectors: tuple[str, ...] = ("AquaConnector",)
@@ -98,22 +104,45 @@ def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401
     return config
 
 
-def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLLM's
-    """Our scheduler over a KV cache of `shape.blocks` blocks."""
+def block_tokens(kind: str) -> int:
+    """Tokens of a block of such a group."""
+    return 2 * BLOCK_TOKENS if kind == "wide" else BLOCK_TOKENS
+
+
+def first_read(kind: str, position: int) -> int:
+    """The first position that the token at this one reads."""
+    if kind == "full":
+        return 0
+    if kind == "chunk":
+        return position // CHUNK_TOKENS * CHUNK_TOKENS
+    return max(0, position + 1 - WINDOW_TOKENS)
+
+
+def _spec(kind: str) -> Any:  # noqa: ANN401 - vLLM's
     import torch
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
+        SlidingWindowSpec,
     )
 
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
+    plain: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    plain["block_size"] = block_tokens(kind)
+    if kind == "full":
+        return FullAttentionSpec(**plain)
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(**plain, attention_chunk_size=CHUNK_TOKENS)
+    return SlidingWindowSpec(**plain, sliding_window=WINDOW_TOKENS)
+
+
+def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLLM's
+    """Our scheduler over a KV cache of `shape.blocks` blocks."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
     cache = KVCacheConfig(
         num_blocks=shape.blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_groups=[KVCacheGroupSpec([kind], _spec(kind)) for kind in shape.groups],
     )
     vllm_config.cache_config.num_gpu_blocks = shape.blocks
     return vllm_config.scheduler_config.get_scheduler_cls()(
@@ -124,7 +153,7 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
             validate_tokens=lambda _, tokens: tokens,
             should_advance=lambda _: False,
         ),
-        block_size=BLOCK_TOKENS,
+        block_size=max(map(block_tokens, shape.groups)),
         hash_block_size=BLOCK_TOKENS,
         log_stats=False,
     )

@@ -5,9 +5,10 @@ block manager with prefix caching, `AquaConnector`'s half and `KvPagingScheduler
 has in addition is simulated: a runner whose KV cache is a table of numbers, and the link to the
 store, which is slow, loses blocks and answers late as the seed says.
 
-A token's KV is a number made of the token and of the KV before it, and the next token is made of
-all KV read. So one slot with anything but what belongs there changes an output, and what an engine
-would have answered that was never preempted is known beforehand (`SimulatedEngine.expected`).
+A token's KV is a number made of the token and of the KV before it, in each group of layers, and the
+next token is made of all KV that the groups read. So one slot with anything but what belongs there
+changes an output, and what an engine would have answered that was never preempted is known
+beforehand (`SimulatedEngine.expected`).
 
 The runner executes steps in the order in which they were scheduled and hands their outputs over
 up to `depth - 1` steps later, as vLLM's queue of batches does.
@@ -17,36 +18,41 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from aqualib.engines.vllm.kv_groups import NULL_BLOCK
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
-from harness.vllm_shapes import BLOCK_TOKENS, Shape, make_scheduler
+from harness.vllm_shapes import BLOCK_TOKENS, Shape, block_tokens, first_read, make_scheduler
 
 VOCABULARY: Final = 97
 LONGEST_HISTORY: Final = 40
 
 
-def kv_of(kv: list[int], token: int, weights: int) -> int:
-    """What a token leaves in its slot after these."""
-    return hash((kv[-1] if kv else 0, token, weights))
+def kv_of(kind: str, slots: list[int], token: int, weights: int) -> int:
+    """What a token leaves in its slot of a group, after those before it."""
+    is_read = bool(slots) and first_read(kind, len(slots)) < len(slots)
+    return hash((slots[-1] if is_read else 0, token, weights))
 
 
-def next_of(kv: list[int]) -> int:
-    """The token that follows all of these."""
-    return hash(tuple(kv)) % VOCABULARY
+def next_of(kinds: Sequence[str], kv: list[list[int]]) -> int:
+    """The token that follows, of the slots of each group up to the last token's."""
+    pairs = zip(kinds, kv, strict=True)
+    read = [tuple(slots[first_read(kind, len(slots) - 1) :]) for kind, slots in pairs]
+    return hash(tuple(read)) % VOCABULARY
 
 
-def continuation(prompt: list[int], count: int, weights: int) -> list[int]:
+def continuation(kinds: Sequence[str], prompt: list[int], count: int, weights: int) -> list[int]:
     """What the model answers."""
-    kv: list[int] = []
-    for token in prompt:
-        kv.append(kv_of(kv, token, weights))
-    answer = []
-    for _ in range(count):
-        answer.append(next_of(kv))
-        kv.append(kv_of(kv, answer[-1], weights))
-    return answer
+    kv: list[list[int]] = [[] for _ in kinds]
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        for token in tokens[len(kv[0]) :]:
+            for kind, slots in zip(kinds, kv, strict=True):
+                slots.append(kv_of(kind, slots, token, weights))
+        tokens.append(next_of(kinds, kv))
+    return tokens[len(prompt) :]
 
 
 class SimulatedEngine:
@@ -91,7 +97,7 @@ class SimulatedEngine:
             )
             self.runner.requests[name] = request
             self.outputs[name] = []
-            self.expected[name] = continuation(prompt, count, self.runner.weights)
+            self.expected[name] = continuation(shape.groups, prompt, count, self.runner.weights)
             self._late.append(request)
         self.add(1 + shape.requests // 2)
 
@@ -142,7 +148,7 @@ class SimulatedEngine:
         for name, tokens in self.outputs.items():
             prompt = list(self.runner.requests[name].prompt_token_ids)
             left = len(self.expected[name]) - len(tokens)
-            rest = continuation(prompt + tokens, left, self.runner.weights)
+            rest = continuation(self.shape.groups, prompt + tokens, left, self.runner.weights)
             self.expected[name] = tokens + rest
 
     def _take_output(self) -> None:
@@ -157,7 +163,7 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class _State:
-    blocks: list[int]
+    blocks: list[list[int]]
     tokens: list[int]
     computed: int
     rejected: dict[int, int] = field(default_factory=dict)
@@ -171,7 +177,8 @@ class Runner:
         self.rng = rng
         self.requests: dict[str, Any] = {}
         self._expected_at = expected_at
-        self._cache = [[-1] * BLOCK_TOKENS for _ in range(shape.blocks)]
+        self._most_tokens = max(map(block_tokens, shape.groups))
+        self._cache = [[-1] * self._most_tokens for _ in range(shape.blocks)]
         self._places: dict[int, list[int]] = {}
         self._states: dict[str, _State] = {}
         self._loading: dict[str, tuple[list[int], list[int]]] = {}
@@ -181,6 +188,7 @@ class Runner:
         self._taken = 0
         self._drafts: dict[str, list[int]] = {}
         self._is_told = False
+        self._loses_all = shape.groups != ("full",)
         self.weights = 0
         self.loaded_blocks = self.lost_blocks = self.saved_blocks = 0
 
@@ -206,7 +214,7 @@ class Runner:
             self._load(*self._loading.pop(name), invalid, lost)
         connector = KVConnectorOutput(
             finished_recving=arrived or None,
-            invalid_block_ids=invalid,
+            invalid_block_ids=set() if self._loses_all else invalid,
             kv_connector_worker_meta=wrap(self._report(lost)),
         )
         return ModelRunnerOutput(
@@ -236,9 +244,8 @@ class Runner:
             self._states.pop(name, None)
         for new in output.scheduled_new_reqs:
             tokens = list(self.requests[new.req_id].all_token_ids)
-            self._states[new.req_id] = _State(
-                list(new.block_ids[0]), tokens, new.num_computed_tokens
-            )
+            tables = [list(blocks) for blocks in new.block_ids]
+            self._states[new.req_id] = _State(tables, tokens, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
@@ -247,10 +254,11 @@ class Runner:
                 tokens = list(self.requests[name].all_token_ids)
                 assert blocks is not None
                 computed = cached.num_computed_tokens[index]
-                self._states[name] = _State(list(blocks[0]), tokens, computed)
+                self._states[name] = _State([list(each) for each in blocks], tokens, computed)
                 continue
             if blocks is not None:
-                state.blocks += blocks[0]
+                for table, more in zip(state.blocks, blocks, strict=True):
+                    table.extend(more)
             # The second runner keeps count by itself, and neither number of its ever falls.
             if not self.shape.is_second_runner:
                 rejected = sum(state.rejected.values())
@@ -269,17 +277,20 @@ class Runner:
         inputs += (guesses + [0] * len(drafts))[: len(drafts)]
         # A scheduler that is out of step asks for tokens that there are none of.
         inputs += [0] * (count - len(inputs))
-        kv = [self._slot(state, position) for position in range(start)]
+        kv = [
+            [self._slot(state, group, position) for position in range(start)]
+            for group in range(len(self.shape.groups))
+        ]
         sampled: list[int] = []
         is_good = True
         for offset, token in enumerate(inputs):
-            value = kv_of(kv, token, self.weights)
-            kv.append(value)
-            self._set_slot(state, start + offset, value)
+            for group, slots in enumerate(kv):
+                slots.append(kv_of(self.shape.groups[group], slots, token, self.weights))
+                self._set_slot(state, group, start + offset, slots[-1])
             position = start + offset
             if position + 1 < known or not is_good:
                 continue
-            sampled.append(next_of(kv))
+            sampled.append(next_of(self.shape.groups, kv))
             is_last = offset + 1 == len(inputs)
             is_good = not is_last and inputs[offset + 1] == sampled[-1]
         if not sampled:
@@ -298,15 +309,19 @@ class Runner:
         ]
         return sampled
 
-    def _slot(self, state: _State, position: int) -> int:
-        index, slot = divmod(position, BLOCK_TOKENS)
+    def _slot(self, state: _State, group: int, position: int) -> int:
+        """What is in a slot; of one that no token from here on reads, anything."""
+        index, slot = divmod(position, block_tokens(self.shape.groups[group]))
         # Beyond its blocks a request that is out of step reads and writes anything.
-        return self._cache[state.blocks[index]][slot] if index < len(state.blocks) else -3
+        blocks = state.blocks[group]
+        return self._cache[blocks[index]][slot] if index < len(blocks) else -3
 
-    def _set_slot(self, state: _State, position: int, value: int) -> None:
-        index, slot = divmod(position, BLOCK_TOKENS)
-        if index < len(state.blocks):
-            self._cache[state.blocks[index]][slot] = value
+    def _set_slot(self, state: _State, group: int, position: int, value: int) -> None:
+        index, slot = divmod(position, block_tokens(self.shape.groups[group]))
+        blocks = state.blocks[group]
+        if index < len(blocks):
+            assert blocks[index] != NULL_BLOCK, "what is computed has no block"
+            self._cache[blocks[index]][slot] = value
 
     # --- The store ------------------------------------------------------------------------
 
@@ -315,6 +330,7 @@ class Runner:
             self._places.pop(place, None)
         for place, block in zip(plan.out_places, plan.out_blocks, strict=True):
             assert place < min(self.shape.store_blocks), "a place that a worker does not have"
+            assert block != NULL_BLOCK, "what was freed is paged out"
             self._places[place] = list(self._cache[block])
         for number, (places, blocks) in plan.async_saves.items():
             for place in places:
@@ -327,6 +343,7 @@ class Runner:
         for number in [number for number in self._saving if self.rng.random() < self.shape.speed]:
             places, blocks = self._saving.pop(number)
             self._unacknowledged[number] = len(self.shape.store_blocks)
+            assert NULL_BLOCK not in blocks, "what was freed is paged out"
             for place, block in zip(places, blocks, strict=True):
                 self.saved_blocks += 1
                 self._places[place] = list(self._cache[block])
@@ -344,6 +361,7 @@ class Runner:
     def _load(
         self, places: list[int], blocks: list[int], invalid: set[int], lost: set[int]
     ) -> None:
+        assert NULL_BLOCK not in blocks, "what was freed is loaded"
         for place, block in zip(places, blocks, strict=True):
             if self.rng.random() < self.shape.loss:
                 self._places.pop(place, None)
@@ -351,7 +369,7 @@ class Runner:
                 self._cache[block] = list(self._places[place])
                 self.loaded_blocks += 1
             else:
-                self._cache[block] = [-2] * BLOCK_TOKENS
+                self._cache[block] = [-2] * self._most_tokens
                 invalid.add(block)
                 lost.add(place)
                 self.lost_blocks += 1

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import connector as connector_module
+from aqualib.engines.vllm.kv_groups import KvGroup
 from aqualib.engines.vllm.options import LoadMode
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_shapes import Shape, make_config, make_scheduler
@@ -228,6 +229,47 @@ def test_a_reset_in_the_middle_brings_nothing_back(model: str, shape: Shape) -> 
                 assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
                 engine.change_weights()
         assert wrong([finish(engine)]) == 0
+
+
+WINDOWS: Final = [
+    Shape(TURNS, groups=("full", "window"), blocks=48),
+    Shape(TURNS, depth=2, groups=("window", "full", "window"), blocks=60, loss=0.03),
+    Shape(TURNS, depth=2, groups=("window",), blocks=12, loss=0.03),
+    Shape(TURNS, depth=2, groups=("full", "wide"), blocks=40, caches_prefixes=True),
+    Shape(TURNS, groups=("chunk", "full"), blocks=48, loss=0.03),
+    Shape(TURNS, depth=2, drafts=3, groups=("full", "window"), blocks=48),
+    Shape({**TURNS, "mode": "checkpoint"}, depth=2, groups=("full", "window"), blocks=48),
+]
+TIERS: Final = [
+    replace(TIER, depth=2, groups=("full", "window"), blocks=48),
+    replace(TIER, depth=2, groups=("window",), blocks=12, loss=0.03),
+    replace(TIER, depth=2, groups=("wide", "full"), blocks=40, caches_prefixes=True),
+]
+
+
+@pytest.mark.parametrize("shape", [*WINDOWS, *TIERS], ids=repr)
+def test_groups_of_blocks_come_back_as_they_were(model: str, shape: Shape) -> None:
+    engines = lives(model, shape, range(SEEDS // 10))
+    assert wrong(engines) == 0
+    assert total(engines, "loaded_blocks") > 100
+    for engine in engines:
+        engine.scheduler.paging.table.audit()
+        engine.settle()
+        assert engine.scheduler.paging.table.held_count == 0
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "the null block alone is used"
+
+
+def test_what_lies_behind_a_window_is_not_what_comes_back(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A window that is one block short of what the next token reads.
+    short = replace(WINDOWS[0], loss=0.0)
+    longer = KvGroup.first
+    monkeypatch.setattr(
+        KvGroup, "first", lambda self, tokens: longer(self, tokens) + (self.skipped is not None)
+    )
+    assert wrong(lives(model, short, range(10))) > 2
 
 
 def test_loads_within_the_step_are_refused_where_they_are_not_exact(model: str) -> None:

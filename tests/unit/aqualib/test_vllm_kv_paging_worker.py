@@ -11,7 +11,7 @@ from aqua_protocol import ConfigError, TransportError
 from aqualib.engines.vllm import kv_paging_worker as worker_module
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
-from aqualib.engines.vllm.rows import block_rows
+from aqualib.engines.vllm.rows import BlockCopier, block_rows
 from harness.consumers import consuming
 from harness.producers import until
 
@@ -154,11 +154,34 @@ def test_a_layout_without_blocks_is_refused() -> None:
         block_rows([torch.zeros((3, 5, 7))], BLOCKS)
 
 
-def test_a_layout_that_keeps_the_layers_of_a_block_together_is_refused_whatever_divides() -> None:
+def test_layers_that_lie_together_in_a_block_are_one_row() -> None:
     # 32 elements of a layer are a multiple of 16 as well, but they are no blocks.
     both = torch.zeros((BLOCKS, 2, 32))
-    with pytest.raises(ConfigError, match="cannot find 16 blocks"):
-        block_rows([both[:, 0], both[:, 1]], BLOCKS)
+    (row,) = block_rows([both[:, 1], both[:, 0]], BLOCKS)
+    assert row.is_contiguous()
+    assert row.shape == (BLOCKS, 2 * 32 * 4)
+
+
+def test_groups_that_lie_over_each_other_are_one_row_without_the_gap() -> None:
+    memory = torch.zeros((BLOCKS, 100), dtype=torch.uint8)
+    layers = [memory[:, 0:24], memory[:, 24:40], memory[:, 0:32], memory[:, 48:56]]
+    rows = block_rows([layers[0], layers[1:]], BLOCKS)
+    assert [(row.storage_offset(), row.shape[1]) for row in rows] == [(0, 40), (48, 8)]
+    memory[3] = torch.arange(100, dtype=torch.uint8)
+    copier = BlockCopier(rows)
+    staged = torch.zeros((1, 48), dtype=torch.uint8)
+    copier.gather([3], staged)
+    copier.scatter(staged, [5])
+    assert [memory[5, at].item() for at in (0, 39, 40, 47, 48, 55, 56)] == [0, 39, 0, 0, 48, 55, 0]
+
+
+def test_blocks_that_a_kernel_cuts_with_a_gap_behind_each_are_rows_of_their_own() -> None:
+    padded = torch.zeros((2 * BLOCKS, 40), dtype=torch.uint8)
+    rows = block_rows([padded[:, :32]], BLOCKS)
+    assert [(row.storage_offset(), tuple(row.shape), row.stride(0)) for row in rows] == [
+        (0, (BLOCKS, 32), 80),
+        (40, (BLOCKS, 32), 80),
+    ]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("of the device")])

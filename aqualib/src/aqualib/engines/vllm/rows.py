@@ -1,10 +1,13 @@
-"""KV caches as rows of bytes: row b is all that one layer keeps in block b.
+"""KV caches as rows of bytes: row b is all that layers keep next to each other in block b.
 
 Layers keep their blocks in tensors of many layouts: keys and values apart or together, heads
-before tokens or after, a view permuted from what lies in memory. Aqua only moves bytes, so it
-looks at memory: the dimensions in the order of their strides, the one that counts blocks, and
-below it the dense bytes of a block. Dimensions above it (keys and values apart) make several rows
-of a block.
+before tokens or after, a view permuted from what lies in memory, pages of all layers side by side
+in a block, pages with a gap behind them. Aqua only moves bytes, so it looks at memory: the
+dimensions in the order of their strides, the one that counts blocks, and below it the dense bytes
+of a block. Dimensions above it (keys and values apart) make several rows of a block.
+
+Groups of layers lie over each other in the same memory, where a block is one group's at a time. So
+rows that share bytes, or touch, are one row: a block is moved whole, whichever group it is of.
 
 `BlockCopier` gathers blocks from all rows into one tensor and scatters them back.
 """
@@ -21,22 +24,35 @@ from aqua_protocol import ConfigError
 
 
 def block_rows(
-    caches: Iterable[torch.Tensor], block_count: int
+    caches: Iterable[torch.Tensor | Iterable[torch.Tensor]], block_count: int
 ) -> list[UInt8[torch.Tensor, "blocks row_bytes"]]:
     """Views of KV caches, each of shape (block_count, row_bytes) and dtype uint8.
 
     Args:
-        caches: One for each layer; layers that share one count once.
+        caches: One for each layer, or several where a layer keeps a state in parts.
         block_count: Blocks that the engine hands out.
 
     Raises:
         ConfigError: A cache keeps the bytes of a block apart in a way unknown here.
     """
-    rows: dict[tuple[int, int], torch.Tensor] = {}
+    tensors: list[torch.Tensor] = []
     for cache in caches:
-        for row in _rows_of(cache, block_count):
-            rows.setdefault((row.data_ptr(), row.shape[1]), row)
-    return list(rows.values())
+        tensors += [cache] if isinstance(cache, torch.Tensor) else cache
+    found = [row for each in tensors for row in _rows_of(each, block_count)]
+    rows: list[torch.Tensor] = []
+    for row in sorted(found, key=_place_of):
+        last = rows[-1] if rows else row
+        (memory, stride, start), (*before, begin) = _place_of(row), _place_of(last)
+        if rows and [memory, stride] == before and start <= begin + last.shape[1]:
+            end = max(begin + last.shape[1], start + row.shape[1])
+            rows[-1] = last.as_strided((block_count, end - begin), last.stride())
+        else:
+            rows.append(row)
+    return rows
+
+
+def _place_of(row: torch.Tensor) -> tuple[int, int, int]:
+    return row.untyped_storage().data_ptr(), row.stride(0), int(row.storage_offset())
 
 
 class BlockCopier:
@@ -45,7 +61,10 @@ class BlockCopier:
     def __init__(self, rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]]) -> None:
         # On a CPU torch gathers and scatters element by element: long ones where they fit.
         size = torch.int64.itemsize
-        fits = all(not (row.shape[1] % size or row.storage_offset() % size) for row in rows)
+        sizes = [
+            each for row in rows for each in (row.shape[1], row.stride(0), row.storage_offset())
+        ]
+        fits = not any(each % size for each in sizes)
         self._word = torch.int64 if fits else torch.uint8
         self._layers = [row.view(self._word) for row in rows]
         self._bounds = list(pairwise(accumulate((x.shape[1] for x in self._layers), initial=0)))
@@ -75,17 +94,32 @@ def _rows_of(cache: torch.Tensor, block_count: int) -> list[torch.Tensor]:
     order = sorted(range(cache.dim()), key=cache.stride, reverse=True)
     memory = cache.permute(order)
     for dim, size in enumerate(memory.shape):
-        # A kernel may cut a block in several; they lie next to each other.
-        if size % block_count == 0:
-            above = memory.shape[:dim]
-            parts = [memory[index] for index in product(*map(range, above))]
-            if all(part.is_contiguous() for part in parts):
-                return [part.reshape(block_count, -1).view(torch.uint8) for part in parts]
-            # Further in, a size may be a multiple by chance, and mean something else.
-            break
+        if size % block_count:
+            continue
+        parts = [memory[index] for index in product(*map(range, memory.shape[:dim]))]
+        if all(part[0].is_contiguous() for part in parts):
+            return [row for part in parts for row in _rows_of_blocks(part, block_count)]
+        # Further in, a size may be a multiple by chance, and mean something else.
+        break
     raise ConfigError(
         f"cannot find {block_count} blocks in a KV cache of shape {tuple(cache.shape)} and "
         f"strides {cache.stride()}",
         remedy="Please report the model and the attention backend; meanwhile set "
         '"mode": "recompute".',
     )
+
+
+def _rows_of_blocks(blocks: torch.Tensor, block_count: int) -> list[torch.Tensor]:
+    """Rows of dense blocks, or of the blocks that a kernel cuts each of them in, one by one."""
+    cuts, stride = len(blocks) // block_count, blocks.stride(0)
+    length = blocks[0].numel()
+    if length == stride:  # Nothing lies between.
+        cuts, length = 1, cuts * length
+    return [
+        blocks.as_strided(
+            (block_count, length),
+            (len(blocks) // block_count * stride, 1),
+            blocks.storage_offset() + at * stride,
+        ).view(torch.uint8)
+        for at in range(cuts)
+    ]

@@ -326,8 +326,8 @@ class AquaScheduler(LendingScheduler):
         """Blocks that the next token after so many reads, in all groups."""
         count = 0
         for each in self._managers:
-            size = each.block_size
-            count += -(-tokens // size) - each.get_num_skipped_tokens(tokens) // size
+            size: int = each.block_size
+            count += -(-tokens // size) - int(each.get_num_skipped_tokens(tokens)) // size
         return count
 
     def _tokens_per_new_block(self) -> int:

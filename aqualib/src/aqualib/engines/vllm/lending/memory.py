@@ -180,6 +180,11 @@ def lendable_cache(
         ConfigError: Some lie elsewhere, or in a layout that is not known here.
     """
     pieces = block_rows(caches, block_count)
+    if not all(piece.is_contiguous() for piece in pieces):
+        raise ConfigError(
+            "other layers' bytes, or gaps, lie between the blocks of a KV cache",
+            remedy='Run without "lend".',
+        )
     rows = [Range(piece.data_ptr(), piece.nbytes) for piece in pieces]
     regions = memory.regions
     strays = [
