@@ -332,7 +332,7 @@ class AquaScheduler(LendingScheduler):
 
     def _tokens_per_new_block(self) -> int:
         """Tokens after which a long request holds a block more; windows slide."""
-        growing = [
+        growing: list[int] = [
             each.block_size
             for each in self._managers
             if not each.get_num_skipped_tokens(self.max_model_len)
