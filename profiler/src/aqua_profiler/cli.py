@@ -1,4 +1,4 @@
-"""`aqua-profile`: run, show, diff, push.
+"""`aqua-profile`: run, show, diff, push, label.
 
 Errors, exit codes and files are those of all commands (`aqua_cli`). Exit code 1 says that the
 profile is partial because the budget was spent, or that two profiles differ; 3 that the endpoint
@@ -316,6 +316,42 @@ def push(
         print_json({"model": profile.model, "label": profile.label.value, "url": url})
     else:
         say(f"{url}: the profile of {profile.model}")
+
+
+@app.command()
+def label(
+    file: ProfileFile,
+    target: Annotated[str, typer.Argument(help="Such as deployment/llama.")],
+    namespace: Annotated[
+        str | None, typer.Option(help="Of the target; default: this pod's own.")
+    ] = None,
+    api_url: Annotated[
+        str | None, typer.Option(help="Of the API server; default: this cluster's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Label the Kubernetes object whose engine was measured; its pods do not restart.
+
+    In a pod:      aqua-profile label llama.json deployment/llama
+    From outside:  kubectl proxy &
+                   aqua-profile label llama.json deployment/llama --namespace serving
+                   --api-url http://127.0.0.1:8001
+    """
+    from aqua_profiler.report.files import read_profile
+    from aqua_profiler.report.kubernetes_api import KubernetesApi
+
+    profile = read_profile(file)
+    if api_url is None:
+        api = KubernetesApi.from_pod()
+        api.namespace = namespace or api.namespace
+    else:
+        api = KubernetesApi(api_url, namespace or "default")
+    metadata = api.label(profile, target)
+    if as_json:
+        print_json({"target": target, "namespace": api.namespace, "metadata": metadata})
+    else:
+        role = metadata["labels"]["aqua.dev/role"]
+        say(f"{target} in {api.namespace}: a {role}")
 
 
 def _factors(text: str) -> tuple[float, ...]:

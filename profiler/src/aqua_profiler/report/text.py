@@ -13,6 +13,13 @@ from aqua_protocol.profile import ModelProfile, ProfileLabel
 PREFIX: Final = "aqua.dev/"
 """Of Kubernetes labels and annotations."""
 
+FIELDS: Final = ("spare_bytes", "needed_bytes", "stable_rate_per_s", "confidence")
+ORIGINS: Final = ("measured_at", "workload_sha256", "engine", "hardware")
+# Of a profile and of its provenance, those that annotations have where they have a value.
+ANNOTATIONS: Final = tuple(
+    PREFIX + name.replace("_", "-") for name in ("profile_version", "partial", *FIELDS, *ORIGINS)
+)
+
 LABEL_LENGTH: Final = 63
 """Fixed by Kubernetes: characters of a label's value."""
 
@@ -140,11 +147,11 @@ def kubernetes(profile: ModelProfile) -> dict[str, dict[str, str]]:
         f"{PREFIX}profile-version": str(profile.version),
         f"{PREFIX}partial": str(profile.partial).lower(),
     }
-    for name in ("spare_bytes", "needed_bytes", "stable_rate_per_s", "confidence"):
+    for name in FIELDS:
         value = getattr(profile, name)
         if value is not None:
             annotations[PREFIX + name.replace("_", "-")] = json.dumps(value)
-    for name in ("measured_at", "workload_sha256", "engine", "hardware"):
+    for name in ORIGINS:
         if value := getattr(profile.provenance, name):
             annotations[PREFIX + name.replace("_", "-")] = value
     return {"labels": labels, "annotations": annotations}

@@ -1,0 +1,69 @@
+{{/* What the schema cannot say: values that were renamed, and values that do not fit together. */}}
+
+{{- define "aqua.checks" -}}
+{{- range $old, $new := .Files.Get "files/renamed.yaml" | fromYaml -}}
+{{- $here := $.Values -}}
+{{- range $part := splitList "." $old -}}
+{{- if and (kindIs "map" $here) (hasKey $here $part) }}{{ $here = index $here $part }}{{ else }}{{ $here = "aqua.absent" }}{{ end -}}
+{{- end -}}
+{{- if not (eq (toString $here) "aqua.absent") }}{{ fail (printf "%s is now %s" $old $new) }}{{ end -}}
+{{- end -}}
+
+{{- $redis := .Values.redis.external -}}
+{{- $named := or $redis.urlSecret.name $redis.host $redis.sentinel.hosts -}}
+{{- if and .Values.redis.bundled.enabled $named -}}
+{{- fail "redis.external names a Redis and redis.bundled.enabled is true: set it to false" -}}
+{{- end -}}
+{{- if not (or .Values.redis.bundled.enabled $named) -}}
+{{- fail "no Redis: set redis.external.host, .sentinel.hosts or .urlSecret.name, or redis.bundled.enabled" -}}
+{{- end -}}
+{{- if and $redis.host $redis.sentinel.hosts -}}
+{{- fail "redis.external has a host and Sentinels: leave one out" -}}
+{{- end -}}
+{{- if and $redis.sentinel.hosts (not $redis.sentinel.service) -}}
+{{- fail "redis.external.sentinel.service is required: the name that Sentinels know the master by" -}}
+{{- end -}}
+{{- if and $redis.tls.clientCertificate (not $redis.tls.secret) -}}
+{{- fail "redis.external.tls.clientCertificate needs redis.external.tls.secret" -}}
+{{- end -}}
+{{- if and .Values.production .Values.redis.bundled.enabled -}}
+{{- fail "production: true needs redis.external: the bundled Valkey is for trials" -}}
+{{- end -}}
+
+{{- $tls := .Values.tls -}}
+{{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certManager.enabled) -}}
+{{- fail "tls.enabled needs tls.existingSecret or tls.certManager.enabled" -}}
+{{- end -}}
+{{- if and $tls.enabled $tls.existingSecret $tls.certManager.enabled -}}
+{{- fail "tls has an existingSecret and certManager: leave one out" -}}
+{{- end -}}
+{{- if and $tls.enabled $tls.clientAuth (not $tls.certManager.enabled) (not $tls.existingClientSecret) -}}
+{{- fail "tls.clientAuth with tls.existingSecret needs tls.existingClientSecret" -}}
+{{- end -}}
+{{- if and (not $tls.enabled) (or $tls.clientAuth $tls.certManager.enabled $tls.existingSecret) -}}
+{{- fail "tls has sources but tls.enabled is false" -}}
+{{- end -}}
+
+{{- $auth := .Values.auth -}}
+{{- if ne (empty $auth.existingSecret) (empty $auth.existingCredentials) -}}
+{{- fail "auth.existingSecret and auth.existingCredentials belong together: the tokens, and their hashes" -}}
+{{- end -}}
+{{- if and (not $auth.generate) (not (and $auth.existingSecret $auth.existingKeys)) -}}
+{{- fail "auth.generate is false: name auth.existingSecret, auth.existingCredentials and auth.existingKeys" -}}
+{{- end -}}
+{{- if and (not $auth.generate) .Values.redis.bundled.enabled (not .Values.redis.bundled.existingSecret) -}}
+{{- fail "auth.generate is false: name redis.bundled.existingSecret" -}}
+{{- end -}}
+
+{{- range $name, $server := .Values.servers -}}
+{{- $mode := $server.mode | default $.Values.ipc.mode -}}
+{{- if and (ne $mode "hostNamespaces") (semverCompare "<1.34.0-0" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "servers.%s: mode %s needs ResourceClaims of Kubernetes 1.34; this is %s" $name $mode $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- range $engine, $spec := $server.engines -}}
+{{- if and (eq $mode "hostNamespaces") (not $spec.visibleDevices) -}}
+{{- fail (printf "servers.%s.engines.%s.visibleDevices is required in mode hostNamespaces: nothing else keeps engines apart" $name $engine) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,34 @@
+"""Renders as they were read by a person: a change to one shows in the diff of a commit.
+
+`make test-chart GOLDEN=write` writes them anew. Secrets are drawn, so their content is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+
+from harness.chart import EXAMPLES, render
+
+GOLDEN: Final = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("example", ["default", *EXAMPLES])
+def test_a_render_is_the_one_that_was_read(example: str) -> None:
+    manifests = render(EXAMPLES.get(example, {}))
+    for manifest in manifests:
+        if manifest["kind"] == "Secret":
+            manifest["data"] = dict.fromkeys(sorted(manifest["data"]), "<drawn>")
+        if manifest["kind"] == "PrometheusRule":
+            manifest["spec"] = "<deploy/prometheus>"
+    manifests = [m for m in manifests if "-dashboard-" not in m["metadata"]["name"]]
+    text = yaml.safe_dump_all(manifests, sort_keys=False, width=100)
+    path = GOLDEN / f"{example}.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
