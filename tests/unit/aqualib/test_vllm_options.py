@@ -9,7 +9,12 @@ from aqua_protocol import ConfigError
 from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.options import PagingMode, read_options
 from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
-from aqualib.engines.vllm.versions import MINORS, require_schedulable, require_supported
+from aqualib.engines.vllm.versions import (
+    CONTRACT_ONLY,
+    MINORS,
+    require_schedulable,
+    require_supported,
+)
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:
@@ -40,13 +45,13 @@ def test_without_paging_nothing_is_opened() -> None:
     assert not read_options({"mode": PagingMode.RECOMPUTE}).is_paging
 
 
-@pytest.mark.parametrize("minor", MINORS)
+@pytest.mark.parametrize("minor", [*MINORS, *CONTRACT_ONLY])
 @pytest.mark.parametrize("suffix", ["", ".0", ".1.dev3+cpu"])
 def test_every_supported_version_is_taken(minor: str, suffix: str) -> None:
     require_supported(minor + suffix)
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.0", "0.320", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "0.3.2", "1.0", "0.320", "dev"])
 def test_an_unknown_version_is_refused_with_what_would_do(version: str) -> None:
     with pytest.raises(ConfigError, match=r"not supported.*0\.32"):
         require_supported(version)

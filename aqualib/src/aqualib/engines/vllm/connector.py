@@ -39,6 +39,7 @@ from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, optio
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
+from aqualib.engines.vllm.versions import child_connectors
 from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")
@@ -277,6 +278,5 @@ def find_connector(connector: Any) -> AquaConnector | None:
         return connector
     if type(connector).__name__ != SEVERAL:
         return None
-    # 0.28 has no public name for them.
-    children = [each for each in vars(connector)["_connectors"] if isinstance(each, AquaConnector)]
+    children = [each for each in child_connectors(connector) if isinstance(each, AquaConnector)]
     return children[0] if children else None

@@ -37,7 +37,12 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
-from aqualib.engines.vllm.versions import max_running, require_schedulable, require_supported
+from aqualib.engines.vllm.versions import (
+    holding_queue,
+    max_running,
+    require_schedulable,
+    require_supported,
+)
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
@@ -266,9 +271,7 @@ class AquaScheduler(LendingScheduler):
         vLLM leaves them before requests whose loads have ended, with their memory reserved. What
         does not fit then stops all that is behind it, for ever if nothing runs.
         """
-        # Until 0.30 vLLM has one queue for all that it skips.
-        queue = getattr(self, "kv_holding_waiting", None)
-        queue = self.skipped_waiting if queue is None else queue
+        queue = holding_queue(self)
         for request in [each for each in queue if each.request_id in failed]:
             is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             if not is_loading and not request.num_computed_tokens:

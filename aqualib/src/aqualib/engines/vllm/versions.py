@@ -1,62 +1,72 @@
-"""Supported minor versions of vLLM, and what we rely on in all of them.
+"""Supported minor versions of vLLM, and the one place where they differ for us.
 
-vLLM calls its scheduler "not public". The private surface used here is listed once, and looked for
+vLLM calls its scheduler "not public". What we use of it is listed once (`surface`), and looked for
 when an engine starts: a vLLM that renamed something is refused with its name, instead of failing
-an hour later in the middle of a burst. A version that Aqua was never tried with is refused, too.
+an hour later in the middle of a burst. A version that Aqua was never tried with is refused, too,
+unless the operator has tried its sources (`contract`) and opted in.
+
+Where versions differ, the attribute that is there decides, not the number of the version: the
+functions below are all of it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
+from aqualib.engines.vllm.surface import USED, USED_TO_LEND
+from aqualib.settings import load_settings
 
-MINORS: Final = ("0.28", "0.30", "0.31", "0.32")
-"""Minor versions that run; 0.29 and what is newer were never tried."""
+logger: Final = logging.getLogger("aqualib")
 
-USED: Final = {
-    "Scheduler": (
-        *("cache_config", "connector", "kv_cache_config", "kv_cache_manager"),
-        *("max_num_running_reqs", "max_num_scheduled_tokens", "requests", "running"),
-        *("pause_state", "_pause_state", "recompute_kv_load_failures", "requires_kv_delivery"),
-        *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids"),
-        *("scheduler_config", "vllm_config", "waiting"),
-        *("_free_request", "_preempt_request", "add_request", "reset_prefix_cache", "schedule"),
-        "update_from_output",
-    ),
-    "KVCacheManager": ("block_pool", "coordinator", "free", "get_block_ids", "get_blocks"),
-    "BlockPool": ("blocks", "free_blocks", "get_num_free_blocks", "touch"),
-}
-"""Attributes of vLLM's classes that fair scheduling and paging use."""
+MINORS: Final = ("0.28", "0.29", "0.30", "0.31", "0.32")
+"""Minor versions that the engine tests run on."""
 
-USED_TO_LEND: Final = {
-    "Scheduler": (
-        *("finish_requests", "get_request_counts", "kv_cache_config", "num_lookahead_tokens"),
-        "shutdown",
-    ),
-    "BlockPool": (
-        *("blocks", "evict_blocks", "free_blocks", "get_num_free_blocks", "num_gpu_blocks"),
-        "touch",
-    ),
-    "KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
-}
-"""Attributes that lending uses."""
+CONTRACT_ONLY: Final = ("0.33",)
+"""Minor versions whose sources hold the contract, and that have not been run: for GPUs only."""
+
+OPT_IN: Final = "AQUA_VLLM_CONTRACT"
+"""Names a file that `contract --accept` wrote: that version is taken."""
+
+TRY_CONTRACT: Final = "python -m aqualib.engines.vllm.contract --accept vllm-contract.json"
 
 
 def require_supported(version: str) -> None:
     """Check a version of vLLM, such as `0.32.0` or `0.32.0.dev1+cpu`.
 
     Raises:
-        ConfigError: Aqua was never tried with this version.
+        ConfigError: Aqua was never tried with this version, and its contract is not named.
     """
     found = re.match(r"(\d+\.\d+)(?:\.|$)", version)
-    if found is None or found.group(1) not in MINORS:
+    minor = None if found is None else found.group(1)
+    if minor in MINORS:
+        return
+    if minor not in CONTRACT_ONLY and version != _accepted_version():
         raise ConfigError(
             f"vLLM {version} is not supported",
-            remedy=f"Install vLLM {', '.join(MINORS)}, or a newer aqualib.",
+            remedy=f"Install vLLM {', '.join(MINORS)}, or a newer aqualib. Or try this one: "
+            f"`{TRY_CONTRACT}` says what of it has changed; then set {OPT_IN}=vllm-contract.json.",
         )
+    logger.warning(
+        "vLLM %s holds Aqua's import contract, and Aqua's engine tests have not run on it", version
+    )
+
+
+def _accepted_version() -> str | None:
+    """The version that the operator opted in to."""
+    place = load_settings().vllm_contract
+    if place is None:
+        return None
+    try:
+        return str(json.loads(place.read_text(encoding="utf-8"))["vllm"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{OPT_IN}={place} is not a contract: {error}", remedy=f"Write one: `{TRY_CONTRACT}`."
+        ) from error
 
 
 def require_schedulable(scheduler: Any) -> None:
@@ -77,9 +87,23 @@ def require_lendable(scheduler: Any) -> None:
     _require(scheduler, USED_TO_LEND, 'Run without "lend"')
 
 
+# --- Where versions differ -------------------------------------------------------------------
+
+
 def max_running(scheduler: Any) -> int:
     """Most requests that may run at once; since 0.31 runner slots are bounded apart from it."""
     return int(getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs))
+
+
+def holding_queue(scheduler: Any) -> Any:
+    """Waiting requests that may hold memory; until 0.30 vLLM has one queue for all it skips."""
+    queue = getattr(scheduler, "kv_holding_waiting", None)
+    return scheduler.skipped_waiting if queue is None else queue
+
+
+def child_connectors(connector: Any) -> list[Any]:
+    """Connectors of a `MultiConnector`; 0.28 has no public name for them."""
+    return list(vars(connector)["_connectors"])
 
 
 def _require(scheduler: Any, used: Mapping[str, Iterable[str]], alternative: str) -> None:
@@ -93,10 +117,10 @@ def _require(scheduler: Any, used: Mapping[str, Iterable[str]], alternative: str
         "KVCacheBlock": block,
     }
     missing = [
-        f"{owner}.{name}"
-        for owner, names in used.items()
-        for name in names
-        if not hasattr(found[owner], name)
+        f"{owner}.{names}"
+        for owner, listed in used.items()
+        for names in listed
+        if not any(hasattr(found[owner], name) for name in names.split("|"))
     ]
     if missing:
         raise ConfigError(

@@ -1,0 +1,127 @@
+"""What Aqua uses of vLLM's insides, by class: the one list that every check of a version reads.
+
+An engine's start looks for the names on the living objects (`versions`); the contract looks for
+them in the sources of a version, without importing it, and remembers how the functions among them
+were written (`contract`). `a|b` means that one of them is enough: vLLM renamed it, and `versions`
+takes what is there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+CONNECTOR_PLACE: Final = "vllm.distributed.kv_transfer.kv_connector"
+
+SCHEDULER: Final = (
+    *("cache_config", "connector", "kv_cache_config", "kv_cache_manager", "requests", "running"),
+    *("max_num_active_reqs|max_num_running_reqs", "max_num_scheduled_tokens", "waiting"),
+    *("kv_holding_waiting|skipped_waiting", "_inflight_prefills", "_pause_state", "pause_state"),
+    *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids", "recompute_kv_load_failures"),
+    *("requires_kv_delivery", "scheduler_config", "vllm_config", "_free_request"),
+    *("_preempt_request", "add_request", "get_num_unfinished_requests", "reset_prefix_cache"),
+    *("max_model_len", "schedule", "update_from_output"),
+)
+BLOCK_POOL: Final = ("blocks", "free_blocks", "get_num_free_blocks", "touch")
+
+USED: Final = {
+    "Scheduler": SCHEDULER,
+    "KVCacheManager": ("block_pool", "coordinator", "free", "get_block_ids", "get_blocks"),
+    "BlockPool": BLOCK_POOL,
+}
+"""Attributes of vLLM's classes that fair scheduling and paging use."""
+
+USED_TO_LEND: Final = {
+    "Scheduler": (
+        *("finish_requests", "get_request_counts", "kv_cache_config", "num_lookahead_tokens"),
+        "shutdown",
+    ),
+    "BlockPool": (*BLOCK_POOL, "evict_blocks", "num_gpu_blocks"),
+    "KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
+}
+"""Attributes that lending uses."""
+
+SURFACE: Final[dict[str, tuple[str, ...]]] = {
+    "vllm.v1.core.sched.scheduler:Scheduler": (*SCHEDULER, *USED_TO_LEND["Scheduler"]),
+    # Under asynchronous scheduling ours stand before these.
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (
+        "_update_after_schedule",
+        "_update_request_with_output",
+    ),
+    # What `PolicyRequestQueue` stands in for.
+    "vllm.v1.core.sched.request_queue:RequestQueue": (
+        *("add_request", "peek_request", "pop_request", "prepend_request", "prepend_requests"),
+        *("remove_request", "remove_requests"),
+    ),
+    "vllm.v1.core.sched.interface:PauseState": ("PAUSED_NEW", "UNPAUSED"),
+    "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": USED["KVCacheManager"],
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks", "get_block_ids"),
+    "vllm.v1.core.block_pool:BlockPool": USED_TO_LEND["BlockPool"],
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        *("block_size", "get_num_skipped_tokens"),
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": ("get_num_skipped_tokens",),
+    "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": (
+        "get_num_skipped_tokens",
+    ),
+    "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": (),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": USED_TO_LEND["KVCacheBlock"],
+    "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        *("kv_cache_groups", "kv_cache_tensors", "needs_kv_cache_zeroing", "num_blocks"),
+    ),
+    "vllm.v1.kv_cache_interface:KVCacheTensor": ("size",),
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("kv_cache_spec",),
+    "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size",),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
+    "vllm.config.scheduler:SchedulerConfig": ("async_scheduling", "get_scheduler_cls"),
+    "vllm.v1.request:Request": (
+        *(
+            "arrival_time",
+            "block_hashes",
+            "is_finished",
+            "num_computed_tokens",
+            "num_output_tokens",
+        ),
+        *("num_prompt_tokens", "num_tokens", "priority", "request_id", "skip_reading_prefix_cache"),
+        "status",
+    ),
+    "vllm.v1.request:RequestStatus": (
+        *("PREEMPTED", "RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STREAMING_REQ"),
+    ),
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorBase_V1": (
+        *("__init__", "_get_connector_metadata", "_kv_transfer_config", "build_connector_meta"),
+        *("build_connector_worker_meta", "build_kv_connector_stats", "build_prom_metrics"),
+        *("get_block_ids_with_load_errors", "get_finished", "get_kv_connector_stats"),
+        *("get_num_new_matched_tokens", "get_required_kvcache_layout", "handle_preemptions"),
+        *("has_pending_push_work", "register_kv_caches", "request_finished"),
+        *("requires_kv_delivery", "reset_cache", "save_kv_layer", "shutdown", "start_load_kv"),
+        *("update_connector_output", "update_state_after_alloc", "wait_for_layer_load"),
+        "wait_for_save",
+    ),
+    f"{CONNECTOR_PLACE}.v1.base:SupportsHMA": ("request_finished_all_groups",),
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorMetadata": (),
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorWorkerMetadata": ("aggregate",),
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorRole": ("SCHEDULER", "WORKER"),
+    f"{CONNECTOR_PLACE}.v1.metrics:KVConnectorStats": ("aggregate", "is_empty", "reduce", "reset"),
+    f"{CONNECTOR_PLACE}.v1.metrics:KVConnectorPromMetrics": ("observe",),
+    f"{CONNECTOR_PLACE}.v1.multi_connector:MultiConnector": ("_connectors",),
+    f"{CONNECTOR_PLACE}.factory:KVConnectorFactory": ("register_connector",),
+    "vllm.v1.metrics.utils:create_metric_per_engine": (),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
+    "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config",),
+    "vllm.v1.worker.cpu_worker:CPUWorker": ("initialize_from_config",),
+}
+"""By `module:class` or `module:function`: the attributes of it that are used or overridden."""
+
+IMPLEMENTED: Final = {
+    f"{CONNECTOR_PLACE}.v1.base:SupportsHMA": "connector:AquaConnector",
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorBase_V1": "connector:AquaConnector",
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorWorkerMetadata": "paging_plan:WorkerReport",
+    "vllm.v1.core.sched.request_queue:RequestQueue": "request_queue:PolicyRequestQueue",
+}
+"""Interfaces of vLLM that classes of ours implement: an abstract method that is new is missing."""

@@ -1,0 +1,79 @@
+"""The page on supported versions of vLLM, from their contracts and from what has run.
+
+`make test-engine RECORD=1 VLLM=...` writes down in `measurements/vllm-runs.json` which modules of
+the engine tests ran on which version, when and where. Nothing else makes a version "run".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from aqualib.engines.vllm.contract import known_contracts
+from aqualib.engines.vllm.versions import MINORS, OPT_IN, TRY_CONTRACT
+
+DOCS: Final = Path(__file__).resolve().parent
+RUNS: Final = DOCS / "measurements" / "vllm-runs.json"
+
+HEAD: Final = f"""# Supported versions of vLLM
+
+An engine starts on the versions below, and refuses any other by name. "Contract" means that every
+name which Aqua uses of vLLM is in the sources of that version, and that their functions were
+compared with the version before (`make test-contract`, or `python -m
+aqualib.engines.vllm.contract WHEEL`: seconds, no torch). "Run" is what was recorded when the engine
+tests ran on a build for CPUs (`make test-engine VLLM=0.28.0 RECORD=1`); what is not listed was not
+recorded. No version was run on a GPU.
+
+To try another version, run
+
+```console
+$ {TRY_CONTRACT}
+```
+
+It names what is missing, which ends it, and what reads differently, which is for you to judge. With
+`{OPT_IN}=vllm-contract.json` that one version then starts, with a warning.
+"""
+
+
+def support_page(notice: str) -> str:
+    """The page, below `notice`."""
+    runs: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.exists() else {}
+    known = list(known_contracts().values())
+    lines = [notice, HEAD, "| version | contract | engine tests that ran |", "|---|---|---|"]
+    lines += [
+        f"| {each.version} | holds, {len(each.fingerprints)} functions | "
+        f"{_ran(each.version, runs.get(each.version, {}))} |"
+        for each in known
+    ]
+    lines += ["", "## What ran", ""]
+    lines += [f"- {line}" for each in known for line in _details(each.version, runs)] or [
+        "Nothing."
+    ]
+    lines += ["", "## What changed from version to version", ""]
+    lines.append("Functions that Aqua overrides or calls and that read differently from before.")
+    for before, after in pairwise(known):
+        names = ", ".join(f"`{name.partition(':')[2]}`" for name in after.changed_since(before))
+        lines += ["", f"**{before.version} to {after.version}:** {names or 'none'}."]
+    return "\n".join(lines) + "\n"
+
+
+def _ran(version: str, modules: dict[str, Any]) -> str:
+    if version.rpartition(".")[0] not in MINORS:
+        return "contract only"
+    passed = sum(each.get("passed", 0) for each in modules.values())
+    failed = sum(each.get("failed", 0) for each in modules.values())
+    if not modules:
+        return "none recorded"
+    return f"{passed} passed, {failed} failed, in {len(modules)} modules"
+
+
+def _details(version: str, runs: dict[str, Any]) -> Iterator[str]:
+    for module, ran in sorted(runs.get(version, {}).items()):
+        outcomes = [each for each in ("passed", "failed", "skipped") if each in ran]
+        counts = ", ".join(f"{ran[outcome]} {outcome}" for outcome in outcomes)
+        yield (
+            f"{version}: `{module}` {counts}; {ran['on']}, commit {ran['commit']}, {ran['machine']}"
+        )
