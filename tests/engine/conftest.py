@@ -22,7 +22,11 @@ from typing import Final
 
 import pytest
 
-NEEDS_VLLM = ["aqualib/test_vllm_interleavings.py", "aqualib/test_vllm_refusals.py"]
+NEEDS_VLLM = [
+    "aqualib/test_vllm_interleavings.py",
+    "aqualib/test_vllm_refusals.py",
+    "aqualib/test_vllm_switches.py",
+]
 
 collect_ignore = NEEDS_VLLM if find_spec("vllm") is None else []
 

@@ -42,7 +42,9 @@ class Scenario:
         shared_tokens: Of every prompt, the same at its start.
         rounds: How often the same requests are run, one round after the other.
         pause_at_step: Say `paused` before this step and wait for a line.
-        await_leased_bytes: Wait for so much peer memory before the first request.
+        await_leased_bytes: Wait for so much peer memory before the first request; after the pause
+            where there is one without a coordinator before it.
+        joins_at_pause: Whether that is so.
         zeroes_loads: What is paged in is zeroed: the negative control.
         spoil_at_step: Before this step, all that is in the store stops matching its checksums.
         abort_at_step: Before this step, every third request is aborted.
@@ -65,6 +67,7 @@ class Scenario:
     rounds: int = 1
     pause_at_step: int = 0
     await_leased_bytes: int = 0
+    joins_at_pause: bool = False
     zeroes_loads: bool = False
     spoil_at_step: int = 0
     abort_at_step: int = 0
@@ -226,6 +229,8 @@ def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> Non
     if step and step == scenario.pause_at_step:
         say({"event": "paused", **_figures(engine, worker)})
         sys.stdin.readline()
+        if scenario.joins_at_pause:
+            _await_leases(scenario, worker.aqua)
     if step and step == scenario.spoil_at_step:
         worker.store._sums ^= 1
 
@@ -263,14 +268,8 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     worker: Any = None if connector is None else connector.paging_worker
     if worker is None:
         return None
-    if scenario.await_leased_bytes:
-        from harness.producers import until
-
-        aqua = worker.aqua
-        until(
-            lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
-            "peer memory is leased",
-        )
+    if scenario.await_leased_bytes and not scenario.joins_at_pause:
+        _await_leases(scenario, worker.aqua)
     if scenario.zeroes_loads:
         page_in = worker.store.page_in
 
@@ -281,6 +280,15 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
 
         worker.store.page_in = page_in_nothing
     return worker
+
+
+def _await_leases(scenario: Scenario, aqua: Any) -> None:  # noqa: ANN401 - an Aqua
+    from harness.producers import until
+
+    until(
+        lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
+        "peer memory is leased",
+    )
 
 
 def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's, ours

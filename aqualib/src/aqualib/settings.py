@@ -72,6 +72,11 @@ class Settings(BaseSettings):
         description="Where the coordinator is; several, by commas, if they share one Redis.",
     )
     token: SecretStr | None = Field(None, description="Bearer token for the coordinator.")
+    admin_token: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="Bearer token for an engine's admin API; unset: it refuses every call.",
+    )
     tls_ca: Path | None = Field(
         None, description="Authorities to trust for an https coordinator; the system's if unset."
     )

@@ -290,14 +290,24 @@ def test_a_coordinator_that_goes_away_changes_no_answer(
     assert answer["paged_in_bytes"] > before["paged_in_bytes"]
 
 
-def test_a_coordinator_that_never_was_changes_no_answer(
-    model: str, stock: dict[str, list[int]]
+def test_an_engine_started_without_a_coordinator_joins_when_one_appears(
+    model: str,
+    stock: dict[str, list[int]],
+    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
 ) -> None:
-    answer = run(
-        Scenario(model, aqua=ROOM),
-        AQUA_SLAB_BYTES=str(SLAB),
-        AQUA_COORDINATOR_URL="http://127.0.0.1:9",
-    )
+    coordinator, _, environment = cluster
+    coordinator.kill()
+    scenario = dataclasses.replace(on_peer(model), joins_at_pause=True)
+    with VllmProgram(scenario, **environment) as program:
+        before = program.until("paused")
+        assert before["location"] == "host"
+        assert before["metrics"]["aqua:workers_without_coordinator"] == 1
+        assert before["metrics"]["aqua:slicing_on"] == 1
+        with CoordinatorProcess(coordinator.data_dir, port=coordinator.port):
+            program.go_on()
+            answer = program.until("done")
     assert answer["tokens"] == stock
     assert_paged(answer)
-    assert answer["location"] == "host"
+    assert answer["location"] == "peer"
+    assert answer["metrics"]["aqua:workers_without_coordinator"] == 0
+    assert answer["paged_in_bytes"] > before["paged_in_bytes"]

@@ -39,6 +39,8 @@ AQUA: Final = [
         }
     ),
 ]
+TOKEN: Final = "operator-of-this-engine"
+ADMINISTERED: Final = ("--middleware", "aqualib.engines.vllm.AquaMiddleware")
 RNG: Final = random.Random(1)
 PROMPTS: Final = [[RNG.randrange(2, 320) for _ in range(RNG.randrange(20, 90))] for _ in range(12)]
 
@@ -88,15 +90,46 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    with vllm_server(model, tmp_path / "aqua.log", *AQUA) as client:
+    log = tmp_path / "aqua.log"
+    with vllm_server(model, log, *AQUA, *ADMINISTERED, AQUA_ADMIN_TOKEN=TOKEN) as client:
         assert answers(client) == expected
         found = counters(client)
+        turn(client, slicing=False, paging=False)
+        await_gauges(client, slicing_on=0, paging_on=0)
+        assert answers(client) == expected
+        off = counters(client)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(answers, client)
+            for on in (True, False, True):
+                turn(client, slicing=on)
+                turn(client, paging=on)
+            assert again.result() == expected
+        assert client.get("/aqua/switches").status_code == 401
     assert found["aqua:forced_preemptions_total"] > 10, found
     assert found["aqua:kv_paged_out_bytes_total"] > 0
     assert found["aqua:kv_paged_in_bytes_total"] > 0
     assert found["aqua:restored_tokens_total"] > 500
     assert found["aqua:kv_paging_seconds_total"] > 0
     assert found["aqua:kv_failures_total"] == 0
+    assert (found["aqua:slicing_on"], found["aqua:paging_on"]) == (1, 1)
+    for name in ("forced_preemptions", "kv_paged_out_bytes", "restored_tokens"):
+        assert off[f"aqua:{name}_total"] == found[f"aqua:{name}_total"], "nothing while it is off"
+
+
+def turn(client: httpx.Client, **change: bool) -> None:
+    """Turn switches by the admin API."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = client.patch("/aqua/switches", json=change, headers=headers).raise_for_status().json()
+    for engine in answer["engines"]:
+        assert engine.items() >= change.items()
+
+
+def await_gauges(client: httpx.Client, **levels: float) -> None:
+    """Wait for the step that tells of them; there is no event across processes."""
+    wanted = {f"aqua:{name}": level for name, level in levels.items()}
+    give_up_s = time.monotonic() + 60
+    while not counters(client).items() >= wanted.items():
+        assert time.monotonic() < give_up_s, counters(client)
 
 
 def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
@@ -110,11 +143,12 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         *("--num-gpu-blocks-override", "96"),
         *("--scheduler-cls", "aqualib.engines.vllm.LendingScheduler"),
         *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
+        *ADMINISTERED,
         *("--distributed-executor-backend", SAME_PROCESS),
         *("--additional-config", json.dumps({"aqua": {"lend": lend}})),
     ]
     with (
-        vllm_server(model, tmp_path / "lender.log", *flags) as client,
+        vllm_server(model, tmp_path / "lender.log", *flags, AQUA_ADMIN_TOKEN=TOKEN) as client,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as lender,
     ):
         await_offer(lender, 4 * MIB)
@@ -125,6 +159,13 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         assert found["reclaimed_bytes_total"] >= 4 * MIB, found
         steps = [n for name, n in found.items() if name.startswith("step_duration_seconds_count")]
         assert sum(steps) > 100, "steps of 12 requests with 100 tokens each"
+        assert found["coordinator_up"] == 0
+        await_offer(lender, 4 * MIB)
+        turn(client, lending=False)
+        await_lending(lender, lending_on=0, offered_bytes=0, absent_blocks=0)
+        assert answers(client) == expected
+        assert lending(lender)["offered_bytes"] == 0
+        turn(client, lending=True)
         await_offer(lender, 4 * MIB)
 
 
@@ -137,6 +178,11 @@ def lending(client: httpx.Client) -> dict[str, float]:
 
 def await_offer(client: httpx.Client, nbytes: int) -> None:
     """Wait until the idle server offers so much; there is no event across processes."""
+    await_lending(client, offered_bytes=nbytes)
+
+
+def await_lending(client: httpx.Client, **figures: float) -> None:
+    """Wait until the lender's figures are these."""
     give_up_s = time.monotonic() + 60
-    while lending(client)["offered_bytes"] < nbytes:
+    while not lending(client).items() >= figures.items():
         assert time.monotonic() < give_up_s, lending(client)

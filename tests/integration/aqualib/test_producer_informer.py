@@ -112,6 +112,21 @@ def test_a_steady_load_offers_and_a_rising_one_takes_back_and_a_falling_one_offe
     assert producer.offered_bytes == 8 * SLAB
 
 
+def test_while_lending_is_off_everything_comes_back_and_calm_counts_anew_after_it(
+    producer: Producer, engine: Engine
+) -> None:
+    informer = Informer(producer, engine, PROFILE)
+    informer.look(0.0)
+    assert informer.look(CALM_S) == OfferBytes(8 * SLAB)
+    informer.is_lending = False
+    assert informer.look(CALM_S + 1) == ReclaimBytes(8 * SLAB)
+    assert informer.look(3 * CALM_S) is None
+    assert (producer.offered_bytes, engine.own_bytes) == (0, TOTAL * SLAB)
+    informer.is_lending = True
+    assert informer.look(4 * CALM_S) is None
+    assert informer.look(5 * CALM_S) == OfferBytes(8 * SLAB)
+
+
 def test_an_engine_that_shrinks_slowly_offers_slowly(producer: Producer, engine: Engine) -> None:
     engine.at_once_bytes = SLAB + SLAB // 2
     informer = Informer(producer, engine, PROFILE)

@@ -234,6 +234,7 @@ class Informer:
 
     Attributes:
         on_reclaim: Called with the ticket of each reclaim that a look decides on.
+        is_lending: While False, everything is taken back and nothing is offered.
         surrendered_bytes: What the engine gave up and has not got back. An earlier offer counts.
     """
 
@@ -245,6 +246,7 @@ class Informer:
         self._profile = profile
         self._poll_s = poll_s
         self.on_reclaim: Callable[[ReclaimTicket], None] | None = None
+        self.is_lending = True
         self._watch = Watch()
         self.surrendered_bytes = producer.committed_bytes
         self._closing = False
@@ -288,12 +290,18 @@ class Informer:
         offered = self._producer.offered_bytes - returning
         watch = replace(self._watch, offered_bytes=offered, returning_bytes=returning)
         self._watch = observe(self._profile, load, watch, now_s)
-        decision = decide(self._profile, load, self._watch, now_s)
+        if self.is_lending:
+            decision = decide(self._profile, load, self._watch, now_s)
+        else:
+            # Calm has to be seen anew before anything is offered again.
+            self._watch = replace(self._watch, calm_since_s=None)
+            decision = ReclaimBytes(watch.offered_bytes) if watch.offered_bytes else None
         match decision:
             case OfferBytes(nbytes):
                 self._offer(nbytes)
             case ReclaimBytes(nbytes):
-                logger.info("load rises: reclaiming %s", format_bytes(nbytes))
+                reason = "load rises" if self.is_lending else "lending is off"
+                logger.info("%s: reclaiming %s", reason, format_bytes(nbytes))
                 ticket = self._producer.reclaim(nbytes)
                 if self.on_reclaim is not None:
                     self.on_reclaim(ticket)

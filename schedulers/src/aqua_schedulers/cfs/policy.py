@@ -88,6 +88,12 @@ class FairPolicy:
         self._horizon_steps = ranking.slice_steps(prompts_wait=True)
         self._preempting: set[str] = set()
         self._recompute_tokens = 0.0
+        self._takes_turns = True
+
+    def slice_turns(self, on: bool) -> None:  # noqa: FBT001 - a switch, called by position
+        """Take turns by the ranking from the next step on, or serve by arrival as stock engines."""
+        self._takes_turns = on
+        self._has_changed = True
 
     # --- Events ------------------------------------------------------------------------------
 
@@ -167,9 +173,9 @@ class FairPolicy:
         )
 
     def _choose_ranking(self, tier: PagingTier) -> None:
-        """Fall back to first come, first served where paging is slow, and back again."""
+        """Fall back to first come, first served where paging is slow, or turns are off."""
         is_slow = self._fcfs_on_host and tier is not PagingTier.PEER
-        ranking = _BY_ARRIVAL if is_slow else self._wanted_ranking
+        ranking = self._wanted_ranking if self._takes_turns and not is_slow else _BY_ARRIVAL
         if ranking is not self._ranking:
             self._ranking = ranking
             self._waiting.rank_by(ranking)

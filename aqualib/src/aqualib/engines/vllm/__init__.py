@@ -26,15 +26,17 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from aqualib.engines.vllm.admin_api import AquaMiddleware
     from aqualib.engines.vllm.connector import AquaConnector
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
     from aqualib.engines.vllm.lending.worker import LendingWorker
     from aqualib.engines.vllm.scheduler import AquaScheduler
 
-__all__ = ["AquaConnector", "AquaScheduler", "LendingScheduler", "LendingWorker"]
+__all__ = ["AquaConnector", "AquaMiddleware", "AquaScheduler", "LendingScheduler", "LendingWorker"]
 
 _HOMES: Final = {
     "AquaConnector": "aqualib.engines.vllm.connector",
+    "AquaMiddleware": "aqualib.engines.vllm.admin_api",
     "AquaScheduler": "aqualib.engines.vllm.scheduler",
     "LendingScheduler": "aqualib.engines.vllm.lending.scheduler",
     "LendingWorker": "aqualib.engines.vllm.lending.worker",

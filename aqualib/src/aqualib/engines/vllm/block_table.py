@@ -165,6 +165,13 @@ class BlockTable:
                         del found[entry.key]
                         entry.is_lasting = False
 
+    def keep_held(self) -> None:
+        """Free what no request needs, and the rest as it is released."""
+        for place in list(self._idle):
+            self._free(place)
+        for entry in self._places.values():
+            entry.is_lasting = False
+
     def clear(self) -> None:
         """Forget all keys; what is held stays so until its last release."""
         self.lose(list(self._places))

@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from aqua_protocol import format_bytes
 from aqualib.connection import connect
+from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.engine_checks import load_mode, require_attention, require_pageable
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
 from aqualib.engines.vllm.kv_groups import kv_groups
@@ -39,6 +40,7 @@ from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, optio
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
+from aqualib.engines.vllm.switches import Switches
 from aqualib.engines.vllm.versions import child_connectors
 from aqualib.settings import load_settings
 
@@ -73,6 +75,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_count = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
         self._meter = Meter()
+        # Its scheduler's, to be seen on `/metrics`.
+        self.switches = Switches()
         self._model = model_name(vllm_config)
 
     @classmethod
@@ -106,6 +110,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> AquaPagingPlan:
         """The step's plan."""
         del scheduler_output
+        self.switches.has_changed = False
         plan = self._scheduler_half.take_plan()
         return AquaPagingPlan(*(getattr(plan, each.name) for each in fields(plan)))
 
@@ -138,7 +143,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed to hear of what is under way, though no request is to run."""
         half = self._scheduler_half
-        return half.is_saving or bool(half.loading_ids())
+        return half.is_saving or bool(half.loading_ids()) or self.switches.has_changed
 
     @property
     def _scheduler_half(self) -> KvPagingScheduler:
@@ -168,6 +173,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if size.warning and not parallel.rank:  # It is the same for all of them.
             logger.warning("%s", size.warning)
+        if not self.options.is_offline:
+            look_for_coordinator(load_settings(), is_required=self.options.require_coordinator)
         aqua = connect(
             device=str(rows[0].device),
             model=self._model,
@@ -229,7 +236,9 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> AquaStats | None:
         """Read what this half has counted since the last call."""
         half = self.paging_scheduler or self.paging_worker
-        return None if half is None else self._meter.read(half.totals())
+        if half is None:
+            return None
+        return self._meter.read({**half.totals(), **self.switches.levels()})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AquaStats:

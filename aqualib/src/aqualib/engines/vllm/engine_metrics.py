@@ -1,16 +1,17 @@
 """What Aqua does in an engine, on the engine's own `/metrics` and in its log.
 
 vLLM carries a connector's figures from every process to the front end, sums them and exports them
-with its own labels; `COUNTERS` says which there are, each as `aqua:NAME_total`. All are counters,
-sent as what was added since the last step, so sums over workers and engines mean what they should.
-With several workers bytes and seconds add up over them.
+with its own labels; `COUNTERS` says which there are, each as `aqua:NAME_total`, and `GAUGES` which
+levels, as `aqua:NAME`. All are sent as what was added since the last step, so sums over workers and
+engines mean what they should. With several workers bytes and seconds add up over them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Final
 
-from prometheus_client import Counter
+import prometheus_client as prometheus
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -31,6 +32,14 @@ COUNTERS: Final = {
     "unsaved_blocks": "Blocks of preempted requests dropped for want of room.",
     "lost_blocks": "Blocks that were not there when they were needed.",
 }
+
+GAUGES: Final = {
+    "slicing_on": "Whether requests take turns in time slices.",
+    "paging_on": "Whether KV is paged out.",
+    "lending_on": "Whether KV memory is lent.",
+    "workers_without_coordinator": "Workers that no coordinator answers; they use host memory.",
+}
+"""Levels, sent as changes: so their sums over workers, engines and front ends are right, too."""
 
 
 class AquaStats(KVConnectorStats):
@@ -72,7 +81,7 @@ class Meter:
 
 
 class AquaPromMetrics(KVConnectorPromMetrics):
-    """The counters on `/metrics`."""
+    """The counters and gauges on `/metrics`."""
 
     def __init__(
         self,
@@ -82,16 +91,39 @@ class AquaPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kind = metric_types[Counter]
-        self._counters = {
-            name: create_metric_per_engine(
-                kind(name=f"aqua:{name}", documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
+        self._levels: Counter[tuple[str, int]] = Counter()
+        counter, gauge = metric_types[prometheus.Counter], metric_types[prometheus.Gauge]
+        counters = {
+            name: counter(name=f"aqua:{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        gauges = {
+            name: gauge(
+                name=f"aqua:{name}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="sum",
+            )
+            for name, text in GAUGES.items()
+        }
+        self._label_values = per_engine_labelvalues
+        self._metrics = {
+            name: create_metric_per_engine(family, per_engine_labelvalues)
+            for name, family in counters.items()
+        }
+        # A level is not shown as 0 before it is known.
+        self._unseen = gauges
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine sent."""
         for name, value in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(value)
+            if name in self._unseen:
+                self._metrics[name] = create_metric_per_engine(
+                    self._unseen.pop(name), self._label_values
+                )
+            metric = self._metrics[name][engine_idx]
+            if name in GAUGES:
+                self._levels[name, engine_idx] += value
+                metric.set(self._levels[name, engine_idx])
+            else:
+                metric.inc(value)

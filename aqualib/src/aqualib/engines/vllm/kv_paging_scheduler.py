@@ -111,6 +111,7 @@ class KvPagingScheduler:
         self.link_bytes_per_s = 0.0
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
         self.has_tier: Final = is_sharing and self.is_paging
+        self._is_on = True
         self._keys = BlockKeys(groups, hash_tokens if self.has_tier else None)
         self._is_async = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
@@ -132,6 +133,13 @@ class KvPagingScheduler:
         """Page out beside the model what can wait, up to so many blocks of `pool` at once."""
         self._saves = AsyncPageOut(self.table, pool, max_blocks)
 
+    def turn(self, on: bool) -> None:  # noqa: FBT001 - a switch, called by position
+        """Page out and look up from now on, or not; what was saved for requests comes back."""
+        self._is_on = on
+        if not on:
+            self._checkpointed.clear()
+            self.table.keep_held()
+
     # --- What happens to requests ---------------------------------------------------------
 
     def preempting(
@@ -144,7 +152,7 @@ class KvPagingScheduler:
         will be rejected. Returns how many will come back by a load.
         """
         assert request.request_id not in self._saved, request.request_id
-        if request.skip_reading_prefix_cache or not self.table.capacity_blocks:
+        if not self._is_on or request.skip_reading_prefix_cache or not self.table.capacity_blocks:
             return 0
         if not self.groups.has_state:
             computed_tokens = min(computed_tokens, request.num_tokens)
@@ -237,12 +245,12 @@ class KvPagingScheduler:
             self.table.release(saved.places)
         for index, (group, ids) in enumerate(zip(self.groups, block_ids, strict=False)):
             blocks = range(request.num_tokens // group.block_tokens)
-            if self.has_tier:
+            if self.has_tier and self._is_on:
                 stop = min(computed_tokens // group.block_tokens, len(ids))
                 end, begun = self._cache(request, index, ids, range(stop))
                 self.counts.kept_blocks += begun
                 self.counts.unkept_blocks += stop - end
-            else:
+            elif not self.has_tier:
                 self.table.forget(self._keys.full(request, index, blocks))
 
     def is_behind(self, request_id: str, computed_tokens: int) -> bool:
@@ -258,7 +266,7 @@ class KvPagingScheduler:
 
         `computed_tokens` have their KV in them before this step.
         """
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or not self._is_on:
             return
         known = min(computed_tokens, request.num_tokens - 1)
         done = self._checkpointed.setdefault(request.request_id, [0] * len(self.groups))
@@ -382,7 +390,7 @@ class KvPagingScheduler:
         if saved is not None:
             runs = saved.runs
             total = self.groups.reach(runs, saved.tokens, most)
-        elif self.has_tier and not request.skip_reading_prefix_cache:
+        elif self.has_tier and self._is_on and not request.skip_reading_prefix_cache:
             total, runs = self.groups.longest(
                 lambda index, blocks: self.table.find(self._keys.full(request, index, blocks)),
                 local_tokens,

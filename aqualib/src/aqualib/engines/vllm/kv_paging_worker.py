@@ -187,6 +187,7 @@ class KvPagingWorker:
                 "kv_failures": self.failures.total(),
                 "kv_drained_bytes": self._drained_bytes,
                 "kv_reclaim_seconds": self._reclaim_s,
+                "workers_without_coordinator": float(self.aqua.coordinator_error is not None),
             }
 
     def location(self) -> PagingTier:

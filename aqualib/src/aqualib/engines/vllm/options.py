@@ -148,6 +148,9 @@ class AquaOptions(FairSettings):
     is_offline: bool = Field(
         default=False, description="Ask no coordinator: everything paged lives in host memory."
     )
+    require_coordinator: bool = Field(
+        default=False, description="Refuse the start unless a coordinator is ready."
+    )
     lend: LendingOptions | None = Field(
         default=None, description="Lend what the KV cache does not need; see `LendingOptions`."
     )

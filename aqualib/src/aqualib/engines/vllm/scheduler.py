@@ -37,6 +37,7 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
+from aqualib.engines.vllm.switches import Feature
 from aqualib.engines.vllm.versions import (
     holding_queue,
     max_running,
@@ -86,6 +87,9 @@ class AquaScheduler(LendingScheduler):
             self.paging.save_beside(pool, max(1, int(len(pool.blocks) * SAVING_SHARE)))
             # What cannot be loaded is computed again, though another connector is asked first.
             self.recompute_kv_load_failures = True
+            self.switches.add(Feature.PAGING, self.paging.turn)
+            connector.switches = self.switches
+        self.switches.add(Feature.SLICING, self._policy.slice_turns)
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue
         # Of running and loading requests, in the order of admission: what a decision does must not

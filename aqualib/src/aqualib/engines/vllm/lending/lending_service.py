@@ -17,6 +17,8 @@ vLLM carries figures from here to there for connectors only. Beside a producer's
     aqua_lender_absent_blocks           KV blocks that the engine does without
     aqua_lender_reclaim_seconds_total   from the decision until the engine had its blocks again
     aqua_lender_step_duration_seconds   steps with loans and without, by their number of tokens
+    aqua_lender_lending_on              whether lending is switched on
+    aqua_lender_coordinator_up          whether a coordinator answers
 
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
 informer's and the producer's affair, and the engine goes on with the blocks that it has.
@@ -129,6 +131,11 @@ class LendingService:
         if self.lending.surrendered_bytes:
             self.informer.wake()
 
+    def turn(self, on: bool) -> None:  # noqa: FBT001 - a switch, called by position
+        """Lend from now on, or take everything back and lend no more."""
+        self.informer.is_lending = self.metrics.is_lending = on
+        self.informer.wake()
+
     def close(self) -> None:
         """Take everything back, as far as consumers let go in time, and leave."""
         self._opened.close()
@@ -138,10 +145,14 @@ class LenderMetrics(ProducerMetrics):
     """A producer's and the engine's figures, on a registry of their own.
 
     A reclaim has ended here when the engine has its blocks: later than for the producer.
+
+    Attributes:
+        is_lending: Whether lending is switched on.
     """
 
     def __init__(self, lending: KvLending, producer: Producer) -> None:
         self._lending = lending
+        self.is_lending = True
         self._lock = threading.Lock()
         self._open: list[tuple[ReclaimTicket, float]] = []
         self._ended = ReclaimTotals()
@@ -183,3 +194,11 @@ class LenderMetrics(ProducerMetrics):
             value=self._lending.out_blocks,
         )
         yield from self.steps.collect()
+        yield GaugeMetricFamily(
+            "aqua_lender_coordinator_up",
+            "Whether a coordinator answers the reports of this engine.",
+            value=self._producer.coordinator_error is None,
+        )
+        yield GaugeMetricFamily(
+            "aqua_lender_lending_on", "Whether KV memory is lent.", value=self.is_lending
+        )

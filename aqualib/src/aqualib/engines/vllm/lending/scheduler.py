@@ -22,11 +22,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
+from aqualib.engines.vllm.admin_commands import answer
+from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of
+from aqualib.engines.vllm.switches import Feature, Switches
 from aqualib.engines.vllm.versions import require_lendable, require_supported
+from aqualib.settings import load_settings
 
 RATE_WINDOW_S: Final = 10.0
 """Arrivals of so many seconds make the rate that the informer sees, by judgement. Doubled, a burst
@@ -58,6 +62,7 @@ class LendingScheduler(Scheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.lending_service: LendingService | None = None
+        self.switches: Final = Switches()
         self._block_lock = threading.RLock()
         self._left_waiting = 0
         self._arrivals_s: deque[float] = deque()
@@ -74,6 +79,7 @@ class LendingScheduler(Scheduler):
                 f"CPUs also --distributed-executor-backend {SAME_PROCESS}. Engines of several "
                 "GPUs cannot lend.",
             )
+        look_for_coordinator(load_settings(), is_required=options.require_coordinator)
         self.lending_service = LendingService(
             options.lend,
             cache,
@@ -84,6 +90,11 @@ class LendingScheduler(Scheduler):
             still_read=self._still_read,
             model=model_name(vllm_config),
         )
+        self.switches.add(Feature.LENDING, self.lending_service.turn)
+
+    def __call__(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer an operator's command; see `admin_commands`."""
+        return answer(self, command, arguments)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does, with the blocks that are there."""

@@ -1,0 +1,189 @@
+r"""The admin API of an engine: a middleware of vLLM's OpenAI server, which answers `/aqua/...`.
+
+    python -m vllm.entrypoints.openai.api_server --model M \
+      --scheduler-cls aqualib.engines.vllm.AquaScheduler \
+      --middleware aqualib.engines.vllm.AquaMiddleware
+
+    GET   /aqua/switches                       {"engines": [{"slicing": true, "paging": true, ...}]}
+    PATCH /aqua/switches  {"paging": false}    likewise, as they stand then
+
+Every data-parallel rank answers for itself, in order: `engines` has one entry for each. Errors are
+Aqua's (`{code, message, remedy, ...}`); of several the first.
+
+A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
+the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
+All other paths go to vLLM as they are.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from aqua_protocol import AquaError, ConfigError, UnavailableError
+from aqua_protocol.errors import (
+    ErrorBody,
+    ForbiddenError,
+    MethodNotAllowedError,
+    RequestInvalidError,
+    RequestTooLargeError,
+    UnauthenticatedError,
+    UnknownResourceError,
+    error_from_body,
+)
+from aqualib.engines.vllm.admin_commands import UTILITY
+from aqualib.settings import load_settings
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PREFIX: Final = "/aqua/"
+"""Paths that are answered here; fixed, as the API's name."""
+
+MAX_BODY_BYTES: Final = 64 * 1024
+"""A command is a handful of fields. Doubled, a caller can make the server hold twice as much."""
+
+ROUTES: Final = {
+    "switches": {"GET": "read-switches", "PATCH": "change-switches"},
+}
+"""By path and method, the command of `admin_commands`."""
+
+
+class AquaMiddleware:
+    """vLLM makes it from `--middleware`, once for each API process.
+
+    Raises:
+        ConfigError: A setting of the environment is wrong.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        token = load_settings().admin_token
+        self._token = None if token is None else token.get_secret_value()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what is asked of Aqua; let vLLM answer the rest."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not path.startswith(PREFIX):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._require_admin(scope)
+            command = _command_of(scope["method"], path.removeprefix(PREFIX))
+            arguments = _object_in(await body_of(receive, MAX_BODY_BYTES))
+            results = await _ask(scope["app"].state.engine_client, command, arguments)
+        except AquaError as error:
+            body = error.to_body().model_dump()
+            extra = [(b"www-authenticate", b"Bearer")] if error.http_status == 401 else []  # noqa: PLR2004 - HTTP's
+            await _send_json(send, error.http_status, body, extra)
+        else:
+            await _send_json(send, 200, {"engines": results})
+
+    def _require_admin(self, scope: Scope) -> None:
+        if self._token is None:
+            raise ForbiddenError(
+                "this engine has no admin token, so its admin API is closed",
+                remedy="Start it with AQUA_ADMIN_TOKEN set.",
+            )
+        given = header_of(scope, b"authorization").split(" ", 1)
+        is_bearer = len(given) == 2 and given[0].lower() == "bearer"  # noqa: PLR2004 - scheme, token
+        if not is_bearer or not hmac.compare_digest(given[1].encode(), self._token.encode()):
+            raise UnauthenticatedError(
+                "not the admin token", remedy="Send `Authorization: Bearer $AQUA_ADMIN_TOKEN`."
+            )
+
+
+async def body_of(receive: Receive, max_bytes: int) -> bytes:
+    """Read a request's body.
+
+    Raises:
+        RequestTooLargeError: It is longer than that.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise RequestTooLargeError(f"a body of more than {max_bytes} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def header_of(scope: Scope, name: bytes) -> str:
+    """A header's value, the last where there are several; empty if there is none."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[-1].decode("latin-1").strip() if values else ""
+
+
+def _command_of(method: str, resource: str) -> str:
+    commands = ROUTES.get(resource)
+    if commands is None:
+        known = ", ".join(PREFIX + each for each in ROUTES)
+        raise UnknownResourceError(f"no {PREFIX}{resource}", remedy=f"There are: {known}.")
+    if method not in commands:
+        raise MethodNotAllowedError(f"not {method}", remedy=f"It takes {', '.join(commands)}.")
+    return commands[method]
+
+
+def _object_in(body: bytes) -> dict[str, Any]:
+    if not body:
+        return {}
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise RequestInvalidError(f"the body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise RequestInvalidError("the body is not a JSON object")
+    return given
+
+
+async def _ask(engine_client: Any, command: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Have every rank's scheduler answer.
+
+    Raises:
+        AquaError: What one of them refused with.
+        UnavailableError: The engine has died, or is not one of ours.
+    """
+    core = engine_client.engine_core
+    # Until 0.31 there is one call for all ranks, with the answer of the first.
+    call = getattr(core, "call_utility_all_async", None)
+    try:
+        if call is not None:
+            answers = await call(UTILITY, command, arguments)
+        else:
+            answers = [await core.call_utility_async(UTILITY, command, arguments)]
+    except Exception as error:
+        if "not callable" in str(error) or "not a callable" in str(error):
+            raise ConfigError(
+                "this engine's scheduler is not Aqua's",
+                remedy="Start it with --scheduler-cls aqualib.engines.vllm.AquaScheduler.",
+            ) from error
+        raise UnavailableError(f"the engine did not answer: {error}") from error
+    for answer in answers:
+        if "error" in answer:
+            raise error_from_body(ErrorBody.model_validate(answer["error"]))
+    return [answer["result"] for answer in answers]
+
+
+async def _send_json(
+    send: Send, status: int, content: dict[str, Any], extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    body = json.dumps(content).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *(extra or []),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

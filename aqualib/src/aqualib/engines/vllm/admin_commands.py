@@ -1,0 +1,57 @@
+"""What an operator asks of a running engine, as its scheduler's process answers it.
+
+The front end (`admin_api`) reaches this process by vLLM's own utility calls: they name a method of
+`EngineCore`, and `EngineCore.scheduler` is one that can be called, because our schedulers are. So
+commands arrive between two steps, on the scheduler's thread, at an idle engine too, from every API
+process and at every data-parallel rank, and nothing of vLLM is patched for it.
+
+A command is a name and a JSON object; so is its answer, `{"result": ...}` or `{"error": ...}`: what
+vLLM makes of exceptions would lose their type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from aqua_protocol import AquaError
+from aqua_protocol.errors import RequestInvalidError
+from aqualib.engines.vllm.switches import SwitchState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+
+UTILITY: Final = "scheduler"
+"""The attribute of vLLM's `EngineCore` that is called; fixed by vLLM."""
+
+
+def answer(scheduler: LendingScheduler, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Do what is asked; what is wrong with it becomes the answer."""
+    try:
+        return {"result": COMMANDS[command](scheduler, arguments)}
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        refused = RequestInvalidError("; ".join(faults), remedy="Correct the named fields.")
+        return {"error": refused.to_body().model_dump()}
+    except AquaError as error:
+        return {"error": error.to_body().model_dump()}
+
+
+def _read_switches(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    del arguments
+    return scheduler.switches.states().model_dump()
+
+
+def _change_switches(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    scheduler.switches.change(SwitchState.model_validate(arguments))
+    return scheduler.switches.states().model_dump()
+
+
+COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str, Any]]]] = {
+    "read-switches": _read_switches,
+    "change-switches": _change_switches,
+}
+"""By name, as the front end sends them."""

@@ -1,0 +1,219 @@
+"""Switches of an engine, and the admin API that turns them, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import httpx
+import pytest
+
+from aqua_protocol import ConfigError, UnavailableError
+from aqualib.engines.vllm.admin_api import AquaMiddleware, Receive, Scope, Send
+from aqualib.engines.vllm.admin_commands import UTILITY, answer
+from aqualib.engines.vllm.coordinator_start import look_for_coordinator
+from aqualib.engines.vllm.switches import Feature, Switches, SwitchState
+from aqualib.settings import load_settings
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+
+TOKEN = "operator-of-this-engine"
+NOWHERE = "http://127.0.0.1:9"
+
+
+class Rank:
+    """A scheduler that has switches and nothing else."""
+
+    def __init__(self, *features: Feature) -> None:
+        self.turned: list[tuple[Feature, bool]] = []
+        self.switches = Switches()
+        for feature in features:
+            self.switches.add(feature, partial(self._note, feature))
+
+    def _note(self, feature: Feature, on: bool) -> None:
+        self.turned.append((feature, on))
+
+
+class Core:
+    """vLLM's client of its engine cores, one for each rank."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self.ranks = ranks
+
+    async def call_utility_all_async(self, method: str, *arguments: object) -> list[object]:
+        """Call each rank's `EngineCore.scheduler`."""
+        assert method == UTILITY
+        command, given = cast("tuple[str, dict[str, object]]", arguments)
+        return [answer(cast("LendingScheduler", rank), command, given) for rank in self.ranks]
+
+
+class OlderCore:
+    """The same before there was a call for all answers."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self._core = Core(*ranks)
+
+    async def call_utility_async(self, method: str, *arguments: object) -> object:
+        """Call all ranks and answer as the first does."""
+        return (await self._core.call_utility_all_async(method, *arguments))[0]
+
+
+class StockCore:
+    """An engine under vLLM's own scheduler."""
+
+    async def call_utility_all_async(self, method: str, *_: object) -> list[object]:
+        """Fail as vLLM does."""
+        raise RuntimeError(f"Call to {method} method failed: 'Scheduler' object is not callable")
+
+
+async def server(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as vLLM itself does whatever is not Aqua's."""
+    del receive
+    body = scope["path"].encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def call(
+    core: Core | OlderCore | StockCore,
+    method: str,
+    path: str,
+    body: object = None,
+    token: str | None = TOKEN,
+) -> httpx.Response:
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=core)))
+    middleware = AquaMiddleware(server)
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        await middleware({**scope, "app": app}, receive, send)
+
+    async def ask() -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        transport = httpx.ASGITransport(app=run)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+            content = body if isinstance(body, bytes) else json.dumps(body) if body else None
+            return await http.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(autouse=True)
+def admin_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AQUA_ADMIN_TOKEN", TOKEN)
+
+
+# --- Switches ----------------------------------------------------------------------------------
+
+
+def test_a_switch_is_turned_once_for_each_change() -> None:
+    rank = Rank(Feature.SLICING, Feature.PAGING)
+    for on in (True, False, False, True):
+        rank.switches.change(SwitchState(paging=on))
+    assert rank.turned == [(Feature.PAGING, False), (Feature.PAGING, True)]
+    assert rank.switches.states() == SwitchState(slicing=True, paging=True)
+
+
+def test_what_the_engine_has_not_is_refused_and_nothing_is_turned() -> None:
+    rank = Rank(Feature.SLICING)
+    with pytest.raises(ConfigError, match="lending") as refused:
+        rank.switches.change(SwitchState(slicing=False, lending=False))
+    assert "slicing" in refused.value.remedy
+    assert rank.turned == []
+
+
+def test_a_change_asks_for_a_step_that_tells_it() -> None:
+    switches = Rank(Feature.SLICING).switches
+    for on in (True, False):
+        switches.change(SwitchState(slicing=on))
+        assert switches.has_changed is not on
+    assert switches.levels() == {"slicing_on": 0.0}
+
+
+# --- The admin API -----------------------------------------------------------------------------
+
+
+def test_every_rank_is_turned_and_answers_for_itself() -> None:
+    ranks = Rank(Feature.SLICING, Feature.PAGING), Rank(Feature.SLICING, Feature.PAGING)
+    answered = call(Core(*ranks), "PATCH", "/aqua/switches", {"paging": False})
+    position = {"slicing": True, "paging": False, "lending": None}
+    assert answered.json() == {"engines": [position, position]}
+    assert [rank.turned for rank in ranks] == [[(Feature.PAGING, False)]] * 2
+    assert call(Core(*ranks), "GET", "/aqua/switches").json() == answered.json()
+
+
+def test_a_vllm_that_answers_for_the_first_rank_only_will_do() -> None:
+    ranks = Rank(Feature.SLICING), Rank(Feature.SLICING)
+    answered = call(OlderCore(*ranks), "PATCH", "/aqua/switches", {"slicing": False})
+    assert [each["slicing"] for each in answered.json()["engines"]] == [False]
+    assert [len(rank.turned) for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "named"),
+    [
+        ("PATCH", "/aqua/switches", {"pagign": False}, 422, "pagign"),
+        ("PATCH", "/aqua/switches", {"paging": "off"}, 422, "paging"),
+        ("PATCH", "/aqua/switches", {"lending": False}, 400, "lending"),
+        ("PATCH", "/aqua/switches", b"{", 422, "JSON"),
+        ("PATCH", "/aqua/switches", [1], 422, "object"),
+        ("PATCH", "/aqua/switches", b" " * 70_000, 413, "bytes"),
+        ("DELETE", "/aqua/switches", None, 405, "DELETE"),
+        ("GET", "/aqua/switch", None, 404, "/aqua/switches"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_what_would_be_right(
+    method: str, path: str, body: object, status: int, named: str
+) -> None:
+    rank = Rank(Feature.SLICING, Feature.PAGING)
+    refused = call(Core(rank), method, path, body)
+    assert refused.status_code == status
+    assert named in refused.text
+    assert refused.json()["remedy"]
+    assert rank.turned == []
+
+
+@pytest.mark.parametrize("token", [None, "", "another-operators-token"])
+def test_without_the_admin_token_nothing_is_answered(token: str | None) -> None:
+    refused = call(Core(Rank(Feature.SLICING)), "GET", "/aqua/switches", token=token)
+    assert refused.status_code == 401
+    assert "slicing" not in refused.text
+
+
+def test_an_engine_without_an_admin_token_refuses_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AQUA_ADMIN_TOKEN")
+    refused = call(Core(Rank(Feature.SLICING)), "GET", "/aqua/switches")
+    assert refused.status_code == 403
+    assert "AQUA_ADMIN_TOKEN" in refused.json()["remedy"]
+
+
+def test_another_scheduler_is_named_as_what_is_missing() -> None:
+    refused = call(StockCore(), "GET", "/aqua/switches")
+    assert refused.status_code == 400
+    assert "--scheduler-cls" in refused.json()["remedy"]
+
+
+def test_other_paths_are_vllms() -> None:
+    assert call(Core(), "POST", "/v1/completions", {"a": 1}, token=None).text == "/v1/completions"
+
+
+# --- A start without a coordinator -------------------------------------------------------------
+
+
+def test_a_start_without_a_coordinator_goes_on_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    look_for_coordinator(load_settings(coordinator_url=NOWHERE), is_required=False)
+    assert NOWHERE in caplog.text
+    assert "joins when one appears" in caplog.text
+
+
+def test_a_start_that_requires_a_coordinator_is_refused() -> None:
+    with pytest.raises(UnavailableError, match=NOWHERE) as refused:
+        look_for_coordinator(load_settings(coordinator_url=NOWHERE), is_required=True)
+    assert "AQUA_COORDINATOR_URL" in refused.value.remedy
