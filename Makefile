@@ -83,7 +83,7 @@ else
 endif
 
 # Python that is linted and type-checked.
-PYTHON_DIRS := $(wildcard */src tests benchmarks docs deploy/grafana)
+PYTHON_DIRS := $(wildcard */src tests benchmarks docs deploy/grafana deploy/release.py)
 # Those of vLLM need its environment: `make bench-engine`.
 ENGINE_BENCHMARKS := $(wildcard benchmarks/vllm_*.py)
 BENCHMARKS := $(filter-out benchmarks/_% $(ENGINE_BENCHMARKS),$(wildcard benchmarks/*.py))
@@ -126,8 +126,8 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 	$(PY) -m pytest -q -m "unit and not slow" --numprocesses $(TEST_PROCESSES) --dist loadfile tests/unit $(PYTEST_ARGS)
 
 .PHONY: test
-test: $(READY) ## Run every tier but gpu, engine, dashboards, chart and images; the same slice of slow ones
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not chart and not images" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+test: $(READY) ## Run every tier that needs no more than Python; the same slice of slow ones each time
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -221,6 +221,15 @@ format: $(READY) ## Mend style and format where a tool can
 docs: $(READY) ## Write the generated parts of docs/
 	$(PY) docs/generate.py
 
+.PHONY: release
+release: $(READY) ## Build the wheels of this version into dist/, if tree, changelog and tag agree on it
+	$(PY) deploy/release.py check
+	$(PY) deploy/release.py build dist
+
+.PHONY: test-release
+test-release: $(READY) ## Install the wheels into an empty environment and run the demo there; needs the network
+	$(PY) -m pytest -m release tests/release $(PYTEST_ARGS)
+
 .PHONY: dashboards
 dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 	PYTHONPATH=deploy/grafana $(PY) -W ignore::DeprecationWarning -m aqua_dashboards
@@ -228,7 +237,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
 	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
-	  .pytest_cache .ruff_cache .schemathesis */dist */build
+	  .pytest_cache .ruff_cache .schemathesis dist */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- The environment -------------------------------------------------------------------

@@ -47,6 +47,17 @@ def test_declared_dependencies_follow_the_import_arrows(path: Path) -> None:
 
 
 @per_distribution
+def test_our_distributions_require_each_other_in_their_own_version(path: Path) -> None:
+    """What runs together was tested together."""
+    project = _project(path)
+    extras = project.get("optional-dependencies", {}).values()
+    requirements = [*project["dependencies"], *(one for extra in extras for one in extra)]
+    for requirement in requirements:
+        if _name_of(requirement) in ALLOWED:
+            assert requirement.endswith(f"=={project['version']}"), requirement
+
+
+@per_distribution
 def test_every_distribution_is_typed_and_shares_version_licence_and_python(path: Path) -> None:
     project = _project(path)
     import_name = project["name"].replace("-", "_")

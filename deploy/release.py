@@ -1,0 +1,163 @@
+"""Makes a release: one version of all distributions, as wheels that depend on each other exactly.
+
+    python deploy/release.py bump 0.2.0    set the version everywhere, and date the changelog
+    python deploy/release.py check         compare all that say it; exit 1 and name what lacks
+    python deploy/release.py build dist    the wheels, and their checksums
+
+A version is said by every `pyproject.toml`, by the requirements of our distributions on each other,
+by the changelog, by the chart if there is one, and by a tag. `check` compares them all; nothing is
+built from a tree in which they disagree, unless one builds without checking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+OURS: Final = re.compile(r'"(aqua(?:lib|-[a-z]+)(?:\[[a-z,]+\])?)(==[0-9a-z.]+)?"')
+"""A requirement on one of our distributions, in quotes, and the version that it asks for."""
+VERSION: Final = re.compile(r'^version = "([^"]+)"$', re.MULTILINE)
+APP_VERSION: Final = re.compile(r'^appVersion: "?([^"\n]+)"?$', re.MULTILINE)
+UNRELEASED: Final = "## [Unreleased]\n"
+
+
+def projects(root: Path) -> list[Path]:
+    """The `pyproject.toml` of each distribution."""
+    return sorted(root.glob("*/pyproject.toml"))
+
+
+def version_of(root: Path) -> str:
+    """The version of all distributions: that of the one which all others require."""
+    text = (root / "protocol" / "pyproject.toml").read_text(encoding="utf-8")
+    version: str = tomllib.loads(text)["project"]["version"]
+    return version
+
+
+def disagreements(root: Path, *, is_tagged: bool = True) -> Iterator[str]:
+    """What keeps this tree from being the release of its version; nothing if it is one.
+
+    Args:
+        root: Of the repository.
+        is_tagged: Whether the tag and a clean tree are asked for, too.
+    """
+    version = version_of(root)
+    for path in projects(root):
+        text = path.read_text(encoding="utf-8")
+        where = path.relative_to(root)
+        if VERSION.findall(text) != [version]:
+            yield f"{where}: its version is not {version}"
+        _, _, requirements = text.partition("\ndependencies = ")
+        for name, pin in OURS.findall(requirements):
+            if pin != f"=={version}":
+                yield f"{where}: requires {name}{pin}, not {name}=={version}"
+    chart = root / "helm" / "aqua" / "Chart.yaml"
+    if chart.exists() and APP_VERSION.findall(chart.read_text(encoding="utf-8")) != [version]:
+        yield f"{chart.relative_to(root)}: its appVersion is not {version}"
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    if not re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE
+    ):
+        yield f"CHANGELOG.md: no dated section [{version}]"
+    unreleased = changelog.partition(UNRELEASED)[2].partition("\n## [")[0]
+    if unreleased.strip():
+        yield "CHANGELOG.md: something is [Unreleased]; `bump` to the next version"
+    if is_tagged:
+        yield from _untagged(root, version)
+
+
+def _untagged(root: Path, version: str) -> Iterator[str]:
+    if _git(root, "status", "--porcelain"):
+        yield "the tree has changes that are not committed"
+    if f"v{version}" not in _git(root, "tag", "--points-at", "HEAD").split():
+        yield f"this commit is not tagged v{version}: git tag -a v{version}"
+
+
+def bump(root: Path, version: str, today: dt.date) -> None:
+    """Set the version everywhere but in the tag, and give what is unreleased its name and date.
+
+    Raises:
+        ValueError: It is not of the form `1.2.3`, nothing is unreleased, or it was released.
+    """
+    if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version):
+        raise ValueError(f"{version} is no version: write 1.2.3 or 1.2.3rc1")
+    log = root / "CHANGELOG.md"
+    changelog = log.read_text(encoding="utf-8")
+    if f"## [{version}]" in changelog:
+        raise ValueError(f"{version} was released: CHANGELOG.md has its section")
+    if not changelog.partition(UNRELEASED)[2].partition("\n## [")[0].strip():
+        raise ValueError("CHANGELOG.md has nothing under [Unreleased]: say what is new")
+    dated = f"{UNRELEASED}\n## [{version}] - {today.isoformat()}\n"
+    log.write_text(changelog.replace(UNRELEASED, dated, 1), encoding="utf-8")
+    for path in projects(root):
+        text = VERSION.sub(f'version = "{version}"', path.read_text(encoding="utf-8"))
+        head, opens, requirements = text.partition("\ndependencies = ")
+        requirements = OURS.sub(rf'"\1=={version}"', requirements)
+        path.write_text(head + opens + requirements, encoding="utf-8")
+    chart = root / "helm" / "aqua" / "Chart.yaml"
+    if chart.exists():
+        text = APP_VERSION.sub(f'appVersion: "{version}"', chart.read_text(encoding="utf-8"))
+        chart.write_text(text, encoding="utf-8")
+
+
+def build(root: Path, folder: Path) -> list[Path]:
+    """Build a wheel of each distribution into an empty folder, with `SHA256SUMS` beside them.
+
+    The same commit gives the same bytes: by one builder, and files are dated by the commit.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
+    sources = [str(path.parent) for path in projects(root)]
+    # With the hatchling of constraints.txt, not with that of the day.
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    pip = [sys.executable, "-m", "pip", "wheel", *options]
+    dated = {"SOURCE_DATE_EPOCH": _git(root, "log", "-1", "--format=%ct").strip()}
+    subprocess.run([*pip, *sources], check=True, env={**os.environ, **dated})  # noqa: S603 - pip
+    wheels = sorted(folder.glob("*.whl"))
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in wheels]
+    (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    return wheels
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - git
+
+
+def main() -> int:
+    """Run one of the three; the exit code says whether it could be done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("check", help="compare version, changelog, chart and tag")
+    verbs.add_parser("bump", help="set the version everywhere").add_argument("version")
+    verbs.add_parser("build", help="build the wheels").add_argument("folder", type=Path)
+    given = parser.parse_args()
+    try:
+        if given.verb == "bump":
+            bump(ROOT, given.version, dt.datetime.now(dt.UTC).date())
+            print(f"now: commit this as {given.version}, and git tag -a v{given.version}")
+        elif given.verb == "build":
+            for wheel in build(ROOT, given.folder):
+                print(wheel)
+        else:
+            faults = list(disagreements(ROOT))
+            print("\n".join(faults) or f"this commit is {version_of(ROOT)}")
+            return bool(faults)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
