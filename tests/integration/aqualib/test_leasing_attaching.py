@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from aqua_protocol import (
 )
 from aqua_protocol.errors import CapabilityError, VersionMismatchError
 from aqua_protocol.leases import LeaseGrant
+from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import ChannelClosedError, LingeringSelector
 from aqualib.consumer import Aqua
 from aqualib.leasing import handshake
@@ -54,6 +57,32 @@ class TestAttaching:
         assert reclaim.wait(WITHIN_S)
         assert producer.quarantined_bytes == producer.leased_bytes == 0
         require_intact(tensors, stored)
+
+    def test_a_lease_that_is_not_listened_to_yet_ends_with_the_consumer(
+        self, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closes = threading.Event()
+        select_now, join = LingeringSelector.select, SupervisedThread.join
+
+        def select_late(selector: LingeringSelector, timeout: float | None = None) -> Any:  # noqa: ANN401 - as of a selector
+            found = select_now(selector, timeout)
+            if threading.current_thread().name == "aqua-events":
+                assert closes.wait(WITHIN_S)
+            return found
+
+        def join_and_tell(thread: SupervisedThread, *how: Any) -> bool:  # noqa: ANN401 - as of a thread
+            if thread.name == "aqua-events":
+                closes.set()
+            return join(thread, *how)
+
+        monkeypatch.setattr(LingeringSelector, "select", select_late)
+        monkeypatch.setattr(SupervisedThread, "join", join_and_tell)
+        with consuming(COUNT, SLAB) as aqua:
+            late = aqua.attach(grant(issuer, producer.endpoint, 1))
+        assert late.channel.fileno() < 0
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(late.pidfd)
+        until(lambda: not producer.leased_bytes, "all slabs are back")
 
     def test_data_in_host_memory_moves_to_a_peer_that_begins_to_lend(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer

@@ -105,7 +105,7 @@ class EventThread:
                     self._end(attachment, "its process has ended")
                 else:
                     self._read(attachment)
-        for attachment in list(self._attachments):
+        for attachment in [*self._attachments, *self._arrivals]:
             self._end(attachment, "this consumer is closing")
 
     def _make_up(self) -> None:
