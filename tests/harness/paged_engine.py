@@ -27,6 +27,7 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     weight: float = 1.0
+    tenant: str = ""
     emitted: int = 0
     computed: int = 0
     blocks: int = 0
@@ -137,6 +138,7 @@ class PagedEngine:
             store_room_blocks=self.store_blocks,
             location=self.location,
             rates=self.rates,
+            output_tokens=lambda: [(each.name, each.emitted) for each in self.inside.values()],
         )
 
     def view(self, request: Request) -> RequestView:
@@ -151,6 +153,7 @@ class PagedEngine:
             held_blocks=request.blocks,
             missing_blocks=0 if is_inside else self.missing(request),
             weight=request.weight,
+            tenant=request.tenant,
         )
 
     def _grow_or_preempt(self) -> None:
@@ -179,7 +182,7 @@ class PagedEngine:
             if request.emitted == request.output_tokens:
                 request.last_step = self.step
                 del self.inside[request.name]
-                self.policy.removed(request.name)
+                self.policy.removed(request.name, request.emitted)
         growth = sum(
             -(-(each.known + 8) // self.block_tokens) - each.blocks for each in self.inside.values()
         )

@@ -85,7 +85,10 @@ class SimulatedEngine:
                 said = list(self.runner.requests[earlier].prompt_token_ids) + self.expected[earlier]
                 prompt = said[:LONGEST_HISTORY] + own
             count = self.rng.randrange(8, 32)
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            tenant = {"aqua_tenant": "ab"[index % 2]}
+            params = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, extra_args=tenant
+            )
             name = f"r{index}"
             request = Request(
                 request_id=name,

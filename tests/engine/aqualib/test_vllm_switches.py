@@ -28,6 +28,7 @@ SHAPES: Final = [
     Shape({**TURNS, "mode": "checkpoint"}, depth=2),
     Shape({**TURNS, "prefix_tier": True}, depth=2, caches_prefixes=True, requests=16, turns=0.8),
     Shape(TURNS, depth=2, caches_prefixes=True, is_second_runner=True, loss=0.05),
+    Shape({**TURNS, "tenants": {"weights": {"a": 3.0}, "lead_tokens": 0}}, depth=2),
 ]
 
 

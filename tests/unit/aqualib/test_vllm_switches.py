@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from aqua_protocol import ConfigError, UnavailableError
+from aqua_schedulers.cfs import RequestView, TenantAccounts, TenantSettings
 from aqualib.engines.vllm.admin_api import AquaMiddleware, Receive, Scope, Send
 from aqualib.engines.vllm.admin_commands import UTILITY, answer
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
@@ -31,6 +32,7 @@ class Rank:
     def __init__(self, *features: Feature) -> None:
         self.turned: list[tuple[Feature, bool]] = []
         self.switches = Switches()
+        self.accounts: TenantAccounts | None = None
         for feature in features:
             self.switches.add(feature, partial(self._note, feature))
 
@@ -200,6 +202,19 @@ def test_another_scheduler_is_named_as_what_is_missing() -> None:
 
 def test_other_paths_are_vllms() -> None:
     assert call(Core(), "POST", "/v1/completions", {"a": 1}, token=None).text == "/v1/completions"
+
+
+def test_tenants_are_listed_with_what_they_were_served() -> None:
+    accounts = TenantAccounts(TenantSettings(weights={"a": 2.0}))
+    accounts.added(RequestView("r", 0.0, prompt_tokens=100, tenant="a"))
+    accounts.admitted("r")
+    accounts.generated("r", 50)
+    rank = Rank(Feature.SLICING)
+    rank.accounts = accounts
+    listed = call(Core(rank), "GET", "/aqua/tenants").json()
+    assert listed == {"engines": [{"a": {"weight": 2.0, "served": 100.0, "waiting": 0}}]}
+    refused = call(Core(Rank(Feature.SLICING)), "GET", "/aqua/tenants")
+    assert "tenants" in refused.json()["remedy"]
 
 
 # --- A start without a coordinator -------------------------------------------------------------

@@ -7,7 +7,7 @@ step:
     policy.added(view)              # a request arrived
     policy.admitted(request_id)     # it holds blocks now, running or loading
     policy.preempted(view)          # it left the batch, by the policy's decision or the engine's
-    policy.removed(request_id)      # finished or aborted
+    policy.removed(request_id, 40)  # finished or aborted, after 40 tokens of output
     if policy.begin_step():         # O(1); False: the last decision stands
         decision = policy.decide(EngineView(...))
 
@@ -23,11 +23,15 @@ running requests and the `waiting_queue`. `PolicyName.CFS` is the paper's policy
 `PolicyName.LEAST_SERVED` the same taken word by word, `PolicyName.FIRST_TOKEN` ours,
 `PolicyName.FCFS` what stock engines do.
 
+Whatever the policy, `FairSettings.tenants` shares the engine among tenants first, by the tokens
+that each was served (`tenants`, `tenant_turns`).
+
 Source: `Aqua: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Domains`, section 7.
 """
 
 from aqua_schedulers.cfs.policy import FairPolicy
 from aqua_schedulers.cfs.registry import FairSettings, PolicyName, policy_named
+from aqua_schedulers.cfs.tenants import TenantAccounts, TenantSettings
 from aqua_schedulers.cfs.views import (
     Decision,
     EngineView,
@@ -49,5 +53,7 @@ __all__ = [
     "Preemption",
     "PreemptionMode",
     "RequestView",
+    "TenantAccounts",
+    "TenantSettings",
     "policy_named",
 ]

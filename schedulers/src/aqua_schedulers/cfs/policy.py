@@ -37,12 +37,15 @@ arrivals, "least served" alone starves a request that is ahead (`ranking` says h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from math import inf
 from typing import Final
 
 from aqua_schedulers.cfs.ranking import FirstComeFirstServed, Ranking
+from aqua_schedulers.cfs.tenant_turns import Runners, TenantQueue, TenantSlice, TenantTurn
+from aqua_schedulers.cfs.tenants import TenantAccounts, TenantSettings
 from aqua_schedulers.cfs.time_slice import Candidates, TimeSlice
 from aqua_schedulers.cfs.views import (
     Decision,
@@ -52,7 +55,7 @@ from aqua_schedulers.cfs.views import (
     PreemptionMode,
     RequestView,
 )
-from aqua_schedulers.cfs.waiting_queue import RankedRequest, WaitingQueue
+from aqua_schedulers.cfs.waiting_queue import WaitingQueue
 
 KEEP_ALL: Final = Decision()
 _BY_ARRIVAL: Final = FirstComeFirstServed()
@@ -64,10 +67,20 @@ class FairPolicy:
     Args:
         patience_turns: After so many slices of waiting a request goes before all others.
         fcfs_on_host: Preempt none while paged state would go to host memory (section 7).
+        tenants: How tenants share; None treats all requests alike.
+
+    Attributes:
+        accounts: What tenants have been served; read only.
     """
 
     def __init__(
-        self, ranking: Ranking, *, block_tokens: int, patience_turns: int, fcfs_on_host: bool
+        self,
+        ranking: Ranking,
+        *,
+        block_tokens: int,
+        patience_turns: int,
+        fcfs_on_host: bool,
+        tenants: TenantSettings | None = None,
     ) -> None:
         self._wanted_ranking = ranking
         self._ranking = ranking
@@ -89,6 +102,8 @@ class FairPolicy:
         self._preempting: set[str] = set()
         self._recompute_tokens = 0.0
         self._takes_turns = True
+        self.accounts: Final = None if tenants is None else TenantAccounts(tenants)
+        self._queues = TenantQueue(ranking)
 
     def slice_turns(self, on: bool) -> None:  # noqa: FBT001 - a switch, called by position
         """Take turns by the ranking from the next step on, or serve by arrival as stock engines."""
@@ -102,6 +117,8 @@ class FairPolicy:
         assert request.request_id not in self._numbers, request.request_id
         self._numbers[request.request_id] = self._arrival_count
         self._arrival_count += 1
+        if self.accounts is not None:
+            self.accounts.added(request)
         self._wait(request)
         self._has_changed = True
 
@@ -109,6 +126,9 @@ class FairPolicy:
         """A waiting request holds blocks now, running or still loading."""
         request = self._waiting.remove(request_id)
         assert request is not None, request_id
+        if self.accounts is not None:
+            self.accounts.admitted(request_id)
+            self._queues.remove(request)
         self._backlog_tokens += request.pending_tokens
         if not request.output_tokens:
             grant = request.prompt_tokens * self._ranking.recompute_per_prompt_token
@@ -119,15 +139,22 @@ class FairPolicy:
 
     def preempted(self, request: RequestView) -> None:
         """A request left the batch, by our decision or by the engine's; the view is of after."""
+        if self.accounts is not None:
+            self.accounts.preempted(request.request_id, request.output_tokens)
         self._wait(request)
         if request.request_id in self._preempting:
             self._preempting.remove(request.request_id)
         else:
             self._has_changed = True
 
-    def removed(self, request_id: str) -> None:
-        """A request finished or was aborted, running or waiting."""
-        self._waiting.remove(request_id)
+    def removed(self, request_id: str, output_tokens: int = 0) -> None:
+        """A request finished or was aborted, running or waiting, after so much output."""
+        waiting = self._waiting.remove(request_id)
+        if self.accounts is not None:
+            is_waiting = waiting is not None
+            self.accounts.removed(request_id, output_tokens, was_waiting=is_waiting)
+            if waiting is not None:
+                self._queues.remove(waiting)
         self._floors.pop(request_id, None)
         self._preempting.discard(request_id)
         self._wanted_ranking.forget(request_id)
@@ -143,6 +170,8 @@ class FairPolicy:
                 max(computed, request.computed_tokens),
             )
         self._waiting.add(request, self._numbers[name], self._slice_index)
+        if self.accounts is not None:
+            self._queues.add(request, self._numbers[name], self._slice_index)
 
     # --- Decisions ---------------------------------------------------------------------------
 
@@ -158,6 +187,13 @@ class FairPolicy:
         self._choose_ranking(engine.location)
         self._has_changed = False
         self._token_budget = engine.token_budget
+        if self.accounts is not None:
+            output = engine.output_tokens
+            self.accounts.begin_decision(
+                output()
+                if output is not None
+                else [(each.request_id, each.output_tokens) for each in engine.running()]
+            )
         if not self._ranking.preempts:
             return Decision(admit=self._earliest_arrivals(engine))
         decision = self._fill_free_memory(engine)
@@ -179,6 +215,7 @@ class FairPolicy:
         if ranking is not self._ranking:
             self._ranking = ranking
             self._waiting.rank_by(ranking)
+            self._queues.rank_by(ranking)
             self._horizon_steps = ranking.slice_steps(prompts_wait=True)
 
     def _earliest_arrivals(self, engine: EngineView) -> tuple[str, ...]:
@@ -186,12 +223,18 @@ class FairPolicy:
         free_blocks = engine.free_blocks
         free_slots = engine.max_running - engine.running_count
         admit: list[str] = []
-        for *_, request in merge(self._waiting.prompts, self._waiting.decodes):
+        for request in self._in_order_of_arrival():
             if free_blocks < 0 or len(admit) >= free_slots:
                 break
             admit.append(request.request_id)
             free_blocks -= request.missing_blocks
         return tuple(admit)
+
+    def _in_order_of_arrival(self) -> Iterator[RequestView]:
+        """All waiting requests, of the least served tenant first."""
+        if self.accounts is not None:
+            return self._queues.by_counter(self.accounts)
+        return (each[4] for each in merge(self._waiting.prompts, self._waiting.decodes))
 
     def _fill_free_memory(self, engine: EngineView) -> Decision:
         """Admissions into free memory, leaving a guess of what the running ones will need."""
@@ -254,16 +297,30 @@ class FairPolicy:
     ) -> None:
         """Give out the slice's memory in the order of the module's theory."""
         ranking, numbers = self._ranking, self._numbers
-        ranked: tuple[list[RankedRequest], list[RankedRequest]] = ([], [])
+        accounts = self.accounts
+        running: defaultdict[str, Runners] = defaultdict(lambda: ([], []))
         for each in preemptible:
             rank = (ranking.key(each), False, each.arrival_s, numbers[each.request_id], each)
-            ranked[each.output_tokens > 0].append(rank)
-        prompts = Candidates(ranked[0], self._waiting.prompts)
-        decodes = Candidates(ranked[1], self._waiting.decodes)
+            tenant = "" if accounts is None else each.tenant
+            running[tenant][each.output_tokens > 0].append(rank)
         # As many as are running fit in memory at once: the upper bound of the decodes' share.
         prompt_share = max(1, engine.token_budget - engine.running_count)
-        chosen.admit_overdue(self._waiting.overdue(self._slice_index - self._patience_turns))
-        chosen.fill(prompts, prompt_share * self._horizon_steps - backlog_tokens)
+        prompt_tokens = prompt_share * self._horizon_steps - backlog_tokens
+        since = self._slice_index - self._patience_turns
+        if accounts is not None:
+            turns = {
+                tenant: TenantTurn(accounts, tenant, self._queues[tenant], running[tenant], since)
+                for tenant in dict.fromkeys([*running, *self._queues])
+            }
+            steps = self._horizon_steps
+            TenantSlice(
+                chosen, accounts, turns, prompt_tokens=prompt_tokens, slice_steps=steps
+            ).fill()
+            return
+        prompts = Candidates(running[""][0], self._waiting.prompts)
+        decodes = Candidates(running[""][1], self._waiting.decodes)
+        chosen.admit_overdue(self._waiting.overdue(since))
+        chosen.fill(prompts, prompt_tokens)
         chosen.fill(decodes)
         chosen.fill(prompts)
 

@@ -16,6 +16,7 @@ from aqua_schedulers.cfs.ranking import (
     LeastServedFirst,
     Ranking,
 )
+from aqua_schedulers.cfs.tenants import TenantSettings
 
 DEFAULT_BLOCK_TOKENS: Final = 16
 """Tokens of a KV block, vLLM's default. Doubled, requests are reckoned in coarser pieces."""
@@ -56,6 +57,8 @@ class FairSettings(BaseModel):
         patience_turns: Slices of waiting after which a request goes before all others: a bound
             against starvation, not a target. Doubled, the longest wait may double.
         fcfs_on_host: First come, first served while paged state would go to host memory.
+        tenants: How tenants share the engine, whatever the policy within each; None does not ask
+            whose a request is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +67,7 @@ class FairSettings(BaseModel):
     stint_tokens: int = Field(default=4, ge=1, le=1 << 20)
     patience_turns: int = Field(default=1000, ge=1, le=1 << 20)
     fcfs_on_host: bool = False
+    tenants: TenantSettings | None = None
 
 
 def policy_named(
@@ -89,4 +93,5 @@ def policy_named(
         block_tokens=block_tokens,
         patience_turns=settings.patience_turns,
         fcfs_on_host=settings.fcfs_on_host,
+        tenants=settings.tenants,
     )

@@ -46,6 +46,7 @@ class RequestView(NamedTuple):
         weight: Share under contention; 2.0 gets twice the tokens of 1.0.
         is_pinned: It cannot be preempted now: a copy or a token of it is in flight.
         saved_blocks: Of `held_blocks`, those that are in the page store already.
+        tenant: Who it is served for; counts where policies share by tenants.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestView(NamedTuple):
     weight: float = 1.0
     is_pinned: bool = False
     saved_blocks: int = 0
+    tenant: str = ""
 
     @property
     def pending_tokens(self) -> int:
@@ -99,6 +101,8 @@ class EngineView(NamedTuple):
         store_room_blocks: What the page store can still take.
         location: The tier that paged state goes to now.
         rates: Measured costs; None swaps wherever there is room.
+        output_tokens: Output of each running request, by id, for policies that share by tenants;
+            None takes it from `running`, which is then asked for it as well.
     """
 
     free_blocks: int
@@ -109,6 +113,7 @@ class EngineView(NamedTuple):
     store_room_blocks: int = UNBOUNDED_BLOCKS
     location: PagingTier = PagingTier.PEER
     rates: PagingRates | None = None
+    output_tokens: Callable[[], Iterable[tuple[str, int]]] | None = None
 
     def preemption_modes(self, victims: Iterable[RequestView]) -> dict[str, PreemptionMode]:
         """What becomes of each victim; the store's room goes to the longest contexts."""

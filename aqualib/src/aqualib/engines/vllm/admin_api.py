@@ -6,13 +6,15 @@ r"""The admin API of an engine: a middleware of vLLM's OpenAI server, which answ
 
     GET   /aqua/switches                       {"engines": [{"slicing": true, "paging": true, ...}]}
     PATCH /aqua/switches  {"paging": false}    likewise, as they stand then
+    GET   /aqua/tenants                        {"engines": [{"team-a": {"served": 1234.0, ...}}]}
 
 Every data-parallel rank answers for itself, in order: `engines` has one entry for each. Errors are
 Aqua's (`{code, message, remedy, ...}`); of several the first.
 
 A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
 the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
-All other paths go to vLLM as they are.
+All other paths go to vLLM; on the way a request is told whose it is, if that is not in its body
+(`tenant_key`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from aqua_protocol.errors import (
     error_from_body,
 )
 from aqualib.engines.vllm.admin_commands import UTILITY
+from aqualib.engines.vllm.options import AquaOptions, options_of
+from aqualib.engines.vllm.tenant_key import TenantSource, with_tenant
 from aqualib.settings import load_settings
 
 Scope = MutableMapping[str, Any]
@@ -48,8 +52,13 @@ PREFIX: Final = "/aqua/"
 MAX_BODY_BYTES: Final = 64 * 1024
 """A command is a handful of fields. Doubled, a caller can make the server hold twice as much."""
 
+MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
+"""Of a prompt with its images, where its tenant has to be written into it; longer ones are refused.
+Doubled, a caller can make the server hold twice as much."""
+
 ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
+    "tenants": {"GET": "read-tenants"},
 }
 """By path and method, the command of `admin_commands`."""
 
@@ -65,6 +74,7 @@ class AquaMiddleware:
         self._app = app
         token = load_settings().admin_token
         self._token = None if token is None else token.get_secret_value()
+        self._options: AquaOptions | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what is asked of Aqua; let vLLM answer the rest."""
@@ -72,10 +82,11 @@ class AquaMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not path.startswith(PREFIX):
-            await self._app(scope, receive, send)
-            return
         try:
+            if not path.startswith(PREFIX):
+                scope, receive = await self._with_tenant(scope, receive)
+                await self._app(scope, receive, send)
+                return
             self._require_admin(scope)
             command = _command_of(scope["method"], path.removeprefix(PREFIX))
             arguments = _object_in(await body_of(receive, MAX_BODY_BYTES))
@@ -86,6 +97,28 @@ class AquaMiddleware:
             await _send_json(send, error.http_status, body, extra)
         else:
             await _send_json(send, 200, {"engines": results})
+
+    async def _with_tenant(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+        """Have a request say whose it is, where a header or a key does and its body does not."""
+        is_json = header_of(scope, b"content-type").startswith("application/json")
+        if scope["method"] != "POST" or not is_json:
+            return scope, receive
+        if self._options is None:
+            self._options = options_of(scope["app"].state.engine_client.vllm_config)
+        options = self._options
+        if options.tenants is None:
+            return scope, receive
+        sources = options.tenant_sources
+        header = next(
+            filter(None, (header_of(scope, name.encode()) for name in options.tenant_headers)), ""
+        )
+        if not (header and TenantSource.HEADER in sources) and TenantSource.API_KEY not in sources:
+            return scope, receive
+        key = header_of(scope, b"authorization").partition(" ")[2]
+        body = with_tenant(
+            await body_of(receive, MAX_REQUEST_BYTES), sources, header=header, api_key=key
+        )
+        return _with_body(scope, receive, body)
 
     def _require_admin(self, scope: Scope) -> None:
         if self._token is None:
@@ -124,6 +157,18 @@ def header_of(scope: Scope, name: bytes) -> str:
     """A header's value, the last where there are several; empty if there is none."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[-1].decode("latin-1").strip() if values else ""
+
+
+def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
+    """The same request with another body."""
+    headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return {**scope, "headers": headers}, replay
 
 
 def _command_of(method: str, resource: str) -> str:

@@ -11,11 +11,12 @@ vLLM makes of exceptions would lose their type.
 
 from __future__ import annotations
 
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from aqua_protocol import AquaError
+from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
 from aqualib.engines.vllm.switches import SwitchState
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 UTILITY: Final = "scheduler"
 """The attribute of vLLM's `EngineCore` that is called; fixed by vLLM."""
+
+MAX_TENANTS: Final = 1000
+"""Tenants in one answer, those served most: finding them takes a millisecond, of a step. Doubled,
+the step that answers takes two."""
 
 
 def answer(scheduler: LendingScheduler, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +55,27 @@ def _change_switches(scheduler: LendingScheduler, arguments: dict[str, Any]) -> 
     return scheduler.switches.states().model_dump()
 
 
+def _read_tenants(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    del arguments
+    accounts = getattr(scheduler, "accounts", None)
+    if accounts is None:
+        raise ConfigError(
+            "this engine's requests are all alike", remedy='Start it with "tenants" in its options.'
+        )
+    shown = nlargest(MAX_TENANTS, accounts.counters, key=accounts.counters.__getitem__)
+    return {
+        name: {
+            "weight": accounts.settings.weight_of(name),
+            "served": round(accounts.counters[name], 3),
+            "waiting": accounts.waiting.get(name, 0),
+        }
+        for name in shown
+    }
+
+
 COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str, Any]]]] = {
     "read-switches": _read_switches,
     "change-switches": _change_switches,
+    "read-tenants": _read_tenants,
 }
 """By name, as the front end sends them."""

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from aqua_protocol import ConfigError
 from aqua_schedulers.cfs import FairSettings, PolicyName
 from aqualib.engines.vllm.plugin import CONNECTOR
+from aqualib.engines.vllm.priority import UrgentPriority
+from aqualib.engines.vllm.tenant_key import TenantSource
 from aqualib.producer.informer import Profile
 from aqualib.settings import Size
 
@@ -147,6 +149,26 @@ class AquaOptions(FairSettings):
     )
     is_offline: bool = Field(
         default=False, description="Ask no coordinator: everything paged lives in host memory."
+    )
+    urgent: UrgentPriority = Field(
+        default=UrgentPriority.LOWER,
+        description="Which numbers of `priority` are urgent: lower, as vLLM has it, or higher, as "
+        "llm-d has it.",
+    )
+    priority_unit: int = Field(
+        default=1, ge=1, le=1 << 20, description="Difference in `priority` that doubles a share."
+    )
+    tenant_sources: tuple[TenantSource, ...] = Field(
+        default=(TenantSource.HEADER, TenantSource.XARGS, TenantSource.LORA),
+        description="Where a request says whose it is; the first that does counts.",
+    )
+    tenant_headers: tuple[str, ...] = Field(
+        default=(
+            "x-aqua-tenant",
+            "x-llm-d-inference-fairness-id",
+            "x-gateway-inference-fairness-id",
+        ),
+        description="Headers that name a tenant; the first that is there counts.",
     )
     require_coordinator: bool = Field(
         default=False, description="Refuse the start unless a coordinator is ready."

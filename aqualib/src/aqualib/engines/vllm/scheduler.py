@@ -29,6 +29,7 @@ from aqua_schedulers.cfs import (
     PagingTier,
     PreemptionMode,
     RequestView,
+    TenantAccounts,
     policy_named,
 )
 from aqualib.engines.vllm.connector import find_connector
@@ -36,8 +37,10 @@ from aqualib.engines.vllm.engine_checks import require_blocks
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.priority import weight_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
 from aqualib.engines.vllm.switches import Feature
+from aqualib.engines.vllm.tenant_key import tenant_of
 from aqualib.engines.vllm.versions import (
     holding_queue,
     max_running,
@@ -58,10 +61,6 @@ SAVING_SHARE: Final = 1 / 8
 that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
 together, and those that wait find less memory for as long as that takes."""
 
-WEIGHT_STEPS: Final = 4
-"""Priorities beyond this many steps either way count no further: a share of one sixteenth. Doubled,
-a request could get 1/256 of another's share and seem to hang."""
-
 
 class AquaScheduler(LendingScheduler):
     """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
@@ -78,6 +77,9 @@ class AquaScheduler(LendingScheduler):
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         block_tokens = self._tokens_per_new_block()
         self._policy = policy_named(options.policy, options, block_tokens=block_tokens)
+        # None is looked at where no tenants share.
+        self._tenant_sources = () if options.tenants is None else options.tenant_sources
+        self._options = options
         self._max_running = max_running(self)
         self.paging: KvPagingScheduler | None = None
         connector = find_connector(self.connector)
@@ -204,7 +206,7 @@ class AquaScheduler(LendingScheduler):
                 request.num_computed_tokens = 0
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._policy.removed(request.request_id)
+        self._policy.removed(request.request_id, request.num_output_tokens)
         self._holding.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
@@ -220,6 +222,11 @@ class AquaScheduler(LendingScheduler):
     def _still_read(self) -> Collection[int]:
         return () if self.paging is None else self.paging.planned_page_out_blocks
 
+    @property
+    def accounts(self) -> TenantAccounts | None:
+        """What tenants have been served; None where requests are all alike."""
+        return self._policy.accounts
+
     # --- Time slices ----------------------------------------------------------------------
 
     def _decide(self) -> None:
@@ -234,6 +241,7 @@ class AquaScheduler(LendingScheduler):
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
+                output_tokens=self._output_tokens,
             )
         )
         if decision.preempt:
@@ -349,13 +357,18 @@ class AquaScheduler(LendingScheduler):
         return max(1, round(1 / sum(1 / size for size in sizes)))
 
     def _view(self, request: Any) -> RequestView:
+        options = self._options
         return RequestView(
             request_id=request.request_id,
             arrival_s=request.arrival_time,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
-            weight=_weight(request),
+            weight=weight_of(request.priority, options.urgent, options.priority_unit),
+            tenant=tenant_of(request, self._tenant_sources),
         )
+
+    def _output_tokens(self) -> list[tuple[str, int]]:
+        return [(name, self.requests[name].num_output_tokens) for name in self._holding]
 
 
 class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
@@ -374,11 +387,3 @@ def _has_begun(request: Any) -> bool:
         RequestStatus.PREEMPTED,
         RequestStatus.WAITING_FOR_REMOTE_KVS,
     }
-
-
-def _weight(request: Any) -> float:
-    """A step of vLLM's priority, where smaller is more urgent, doubles the share."""
-    if not request.priority:
-        return 1.0
-    steps = max(-WEIGHT_STEPS, min(WEIGHT_STEPS, int(request.priority)))
-    return float(2.0**-steps)

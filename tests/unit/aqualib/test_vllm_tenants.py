@@ -1,0 +1,142 @@
+"""Whose a request is and what its priority is worth, from the server to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from aqualib.engines.vllm.admin_api import AquaMiddleware, body_of
+from aqualib.engines.vllm.options import read_options
+from aqualib.engines.vllm.plugin import CONNECTOR
+from aqualib.engines.vllm.priority import UrgentPriority, weight_of
+from aqualib.engines.vllm.tenant_key import MAX_NAME_LENGTH, TenantSource, key_name, tenant_of
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.admin_api import Receive, Scope, Send
+
+KEY = "sk-team-b"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the body, as long as the headers say."""
+    body = await body_of(receive, 1 << 20)
+    told = dict(scope["headers"])[b"content-length"]
+    assert int(told) == len(body)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def through(content: object, options: dict[str, Any], **headers: str) -> Any:  # noqa: ANN401 - JSON
+    """What vLLM gets of a request."""
+    transfer = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_extra_config=options)
+    config = SimpleNamespace(kv_transfer_config=transfer, additional_config=None)
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    middleware = AquaMiddleware(echo)
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+    async def ask() -> bytes:
+        transport = httpx.ASGITransport(app=run)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            kind = {"content-type": "application/json"}
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            answer = await http.post("/v1/completions", content=body, headers=kind | named)
+            return answer.content
+
+    answer = asyncio.run(ask())
+    return answer if isinstance(content, bytes) else json.loads(answer)
+
+
+SHARING: dict[str, Any] = {"tenants": {}}
+
+
+def test_a_header_names_the_tenant() -> None:
+    got = through({"prompt": "a"}, SHARING, x_aqua_tenant="team-a")
+    assert got == {"prompt": "a", "vllm_xargs": {"aqua_tenant": "team-a"}}
+
+
+def test_llm_ds_fairness_id_is_a_tenant() -> None:
+    got = through({"vllm_xargs": {"n": 1}}, SHARING, x_llm_d_inference_fairness_id="team-a")
+    assert got["vllm_xargs"] == {"n": 1, "aqua_tenant": "team-a"}
+
+
+def test_the_first_source_counts() -> None:
+    claim = {"vllm_xargs": {"aqua_tenant": "claimed"}}
+    got = through(claim, SHARING, x_aqua_tenant="gateway")
+    assert got["vllm_xargs"]["aqua_tenant"] == "gateway"
+    other = {**SHARING, "tenant_sources": ["xargs", "header"]}
+    got = through(claim, other, x_aqua_tenant="gateway")
+    assert got["vllm_xargs"]["aqua_tenant"] == "claimed"
+
+
+def test_a_key_is_shown_by_its_digest_only_and_no_claim_counts_against_it() -> None:
+    options = {**SHARING, "tenant_sources": ["api_key"]}
+    claim = {"vllm_xargs": {"aqua_tenant": "claimed"}}
+    got = through(claim, options, authorization=f"Bearer {KEY}", x_aqua_tenant="claimed")
+    assert got["vllm_xargs"] == {"aqua_tenant": key_name(KEY)}
+    assert KEY not in str(got)
+    assert through(claim, options)["vllm_xargs"] == {}, "without a key it is nobody's"
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "headers"),
+    [
+        ({"prompt": "a"}, SHARING, {}),
+        ({"prompt": "a"}, {}, {"x_aqua_tenant": "team-a"}),
+        (b"{", SHARING, {"x_aqua_tenant": "team-a"}),
+        (b"[1]", SHARING, {"x_aqua_tenant": "team-a"}),
+        (b"--part", SHARING, {"x_aqua_tenant": "team-a", "content_type": "multipart/form-data"}),
+    ],
+)
+def test_what_needs_no_tenant_or_is_no_request_goes_on_as_it_is(
+    content: object, options: dict[str, Any], headers: dict[str, str]
+) -> None:
+    assert through(content, options, **headers) == content
+
+
+def request(extra: dict[str, Any] | None = None, lora: str | None = None) -> Any:  # noqa: ANN401 - vLLM's
+    return SimpleNamespace(
+        sampling_params=None if extra is None else SimpleNamespace(extra_args=extra or None),
+        lora_request=None if lora is None else SimpleNamespace(lora_name=lora),
+    )
+
+
+def test_the_scheduler_finds_the_tenant_by_the_same_order() -> None:
+    sources = read_options(SHARING).tenant_sources
+    both = request({"aqua_tenant": "team-a"}, "adapter")
+    assert tenant_of(both, sources) == "team-a"
+    assert tenant_of(both, (TenantSource.LORA, TenantSource.XARGS)) == "adapter"
+    assert tenant_of(request({}, "adapter"), sources) == "adapter"
+    assert tenant_of(request({}), sources) == ""
+    assert tenant_of(request(), sources) == "", "a pooling request"
+    assert tenant_of(request({"aqua_tenant": 7}), sources) == ""
+    assert len(tenant_of(request({"aqua_tenant": "x" * 1000}), sources)) == MAX_NAME_LENGTH
+    assert tenant_of(both, ()) == "", "where tenants do not share, it is not looked for"
+
+
+@pytest.mark.parametrize(
+    ("priority", "urgent", "unit", "weight"),
+    [
+        (0, "lower", 1, 1.0),
+        (0, "higher", 1, 1.0),
+        (-1, "lower", 1, 2.0),
+        (3, "lower", 1, 1 / 8),
+        (99, "lower", 1, 1 / 16),
+        (1, "higher", 1, 2.0),
+        (-3, "higher", 1, 1 / 8),
+        (100, "higher", 25, 16.0),
+        (50, "higher", 25, 4.0),
+        (-1000, "higher", 25, 1 / 16),
+    ],
+)
+def test_a_priority_weighs_by_the_sign_that_the_deployment_says(
+    priority: int, urgent: str, unit: int, weight: float
+) -> None:
+    assert weight_of(priority, UrgentPriority(urgent), unit) == weight
