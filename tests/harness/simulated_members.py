@@ -22,8 +22,9 @@ from aqualib.memory.frame import PeerSlab
 from aqualib.memory.frame_store import FrameStore
 from aqualib.probe import LinkMeasurement
 from aqualib.producer.escalation import Escalation
-from aqualib.producer.informer import Informer, Profile
+from aqualib.producer.informer import Informer
 from aqualib.producer.producer import Producer
+from aqualib.producer.profile import Profile
 from aqualib.reporter import Identity
 from aqualib.transports.base import Handle, Transport
 from harness.simulated_store import Link

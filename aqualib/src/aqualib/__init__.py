@@ -12,13 +12,14 @@
 
         aqualib.step()                                    # once per iteration; under 1 us
 
-    with aqualib.open_producer() as producer:             # the other side, in another process
-        producer.offer(8 << 30)                           # by hand, or by the engine's load:
-        with aqualib.Informer(producer, engine, aqualib.Profile(slab_bytes=producer.slab_bytes)):
+    with aqualib.open_producer(model="sdxl") as producer:  # the other side, in another process
+        producer.offer(8 << 30)                            # by hand, or by the engine's load and
+        with aqualib.Informer(producer, engine):           # what the books have of its profile:
             serve()
 
-An `engine` is a `LoadSource`: it answers `load()` with a `LoadReport`, gives memory up by `shrink`
-and takes it again by `grow`. What `step` returns tells a consumer of memory that came and went.
+An `engine` is a `LoadSource`: it answers `load()` with an `ObservedLoad` (or the `LoadReport` that
+it extends), gives memory up by `shrink` and takes it again by `grow`. What `step` returns tells a
+consumer of memory that came and went.
 
 `connect` gives an independent instance; the first one is also the default that the functions here
 use (see `aqualib.connection`). Errors are those of `aqua_protocol`, each with a next step.
@@ -59,8 +60,10 @@ if TYPE_CHECKING:
     from aqualib.memory.transfers import Transfer
     from aqualib.metrics import Stats
     from aqualib.producer.escalation import Escalation
-    from aqualib.producer.informer import Informer, LoadSource, Profile
+    from aqualib.producer.informer import Informer, LoadSource
+    from aqualib.producer.offer_rule import ObservedLoad
     from aqualib.producer.producer import Producer
+    from aqualib.producer.profile import Profile
     from aqualib.tensor import AquaTensor, Location
 
     __version__: str
@@ -80,6 +83,7 @@ __all__ = [
     "LoadReport",
     "LoadSource",
     "Location",
+    "ObservedLoad",
     "PagedOut",
     "Producer",
     "Profile",
@@ -109,7 +113,9 @@ _HOMES_WITH_TORCH: Final = (
     "aqualib.memory.transfers",
     "aqualib.producer.escalation",
     "aqualib.producer.informer",
+    "aqualib.producer.offer_rule",
     "aqualib.producer.producer",
+    "aqualib.producer.profile",
 )
 
 

@@ -133,6 +133,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     memory: EmulatedMemory | None = None,
     slab_bytes: int | str | None = None,
     model: str | None = None,
+    profile_names: Sequence[str] = (),
     registry: CollectorRegistry | None = None,
 ) -> Iterator[Producer]:
     """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
@@ -142,6 +143,9 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         device: Whose memory is lent (`cuda:1`, `cpu`).
         memory: Budget that the slabs are taken from, where the engine shares it; by default one
             of `AQUA_EMULATED_HBM_BYTES` on a CPU, if that is set. A GPU's driver accounts itself.
+        profile_names: Names that the model may have been profiled by; `model` if left out. What the
+            books have under one of them is `producer.measured_profile`, and an `Informer` that is
+            given no profile goes by it. Where there is none, `producer.profile_follower` says why.
         registry: Where its metrics are while it is open; None leaves them out.
 
     Raises:
@@ -154,6 +158,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     from aqualib.producer.device import device_memory
     from aqualib.producer.metrics import ProducerMetrics
     from aqualib.producer.producer import Producer
+    from aqualib.producer.profile_follower import ProfileFollower
     from aqualib.settings import load_settings, require_name, socket_directory
     from aqualib.topology import find_identity
     from aqualib.transports import select
@@ -184,10 +189,14 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
             allowed_uids=settings.allowed_uids,
             heartbeat_s=settings.heartbeat_s,
         ) as producer,
-        contextlib.ExitStack() as exported,
+        contextlib.ExitStack() as opened,
     ):
+        if names := [*profile_names] or [*filter(None, [model])]:
+            producer.profile_follower = opened.enter_context(
+                ProfileFollower(link, names, max_age_s=settings.profile_max_age_s)
+            )
         if registry is not None:
-            exported.callback(ProducerMetrics(producer, registry).close)
+            opened.callback(ProducerMetrics(producer, registry).close)
         yield producer
 
 

@@ -303,6 +303,11 @@ class Aqua:
         self._lease_client.events.abandon_descriptors()
 
 
+def stored_bytes() -> int:
+    """State that this process has in stores, wherever it is: swap, if it also lends."""
+    return sum(aqua.stats().used_bytes for aqua in list(_alive))
+
+
 def _close_all() -> None:
     for aqua in list(_alive):
         aqua.close()

@@ -34,6 +34,10 @@ DEFAULT_GRACE_S: Final = 5.0
 """Seconds between a passed deadline and a kill, under `Escalation.KILL`: for a consumer that was
 stopped or swapped out. Doubled, its memory comes back 5 s later."""
 
+DEFAULT_PROFILE_MAX_AGE_S: Final = 180 * 86_400.0
+"""Half a year in seconds, by judgement: engines and prompts have changed by then. Doubled, rates of
+a year ago are believed."""
+
 
 def _bytes_from(value: object) -> object:
     """Accept `64MiB` as well as a plain count."""
@@ -97,6 +101,12 @@ class Settings(BaseSettings):
     )
     lease_ttl_s: float = Field(
         default=30.0, ge=1, le=3600, description="Life of a lease without renewal."
+    )
+    profile_max_age_s: float = Field(
+        default=DEFAULT_PROFILE_MAX_AGE_S,
+        ge=1,
+        le=1e9,
+        description="Age of a model's profile from which a producer does not go by it any more.",
     )
 
     node: Name | None = Field(None, description="Name of this host; found out if unset.")

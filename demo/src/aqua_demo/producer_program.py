@@ -26,8 +26,9 @@ from aqua_demo.messages import (
 )
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
-from aqualib.producer.informer import Informer, Profile
+from aqualib.producer.informer import Informer
 from aqualib.producer.producer import Producer
+from aqualib.producer.profile import Profile
 from aqualib.producer.reclaims import ReclaimTicket
 from aqualib.topology import place
 from aqualib.transports import select

@@ -166,6 +166,16 @@ class UnknownResourceError(ProtocolError):
     default_remedy = "Check the id; after a loss of the books, wait one heartbeat."
 
 
+class ProfileUnusableError(UnknownResourceError):
+    """The books have no profile of a model that can be gone by: none, a partial or an old one."""
+
+    code = "profile_unusable"
+    default_remedy = (
+        "Profile the model to the end and push it (`aqua-profile push`); until then its engine "
+        "lends by its own options."
+    )
+
+
 class AuthError(AquaError):
     """A caller could not prove what it claims."""
 

@@ -25,6 +25,7 @@ Doubled, models that could lend 10 to 20 GB are labelled neutral."""
 
 Positive = Annotated[float, Field(gt=0, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -64,6 +65,20 @@ class Burst(BaseModel):
     needed_bytes: ByteCount
 
 
+class StableQueue(BaseModel):
+    """Requests that wait at the stable rate, as the engine counts them.
+
+    Attributes:
+        mean_length: On average over time.
+        waiting_share: Share of the time in which any wait.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    mean_length: NotNegative
+    waiting_share: Share
+
+
 class Provenance(BaseModel):
     """Where the numbers come from; a number without it is a rumour."""
 
@@ -98,7 +113,10 @@ class ModelProfile(BaseModel):
     stable_rate_per_s: NotNegative | None = Field(
         default=None, description="Highest rate that meets the objective; batch: items at peak."
     )
-    confidence: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
+    queue: StableQueue | None = Field(
+        default=None, description="Requests that wait at that rate; None: not measured."
+    )
+    confidence: Share | None = Field(
         default=None, description="Probability that the true rate is within 5% of it."
     )
     requests_sent: Count | None = None

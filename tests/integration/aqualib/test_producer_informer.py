@@ -10,7 +10,9 @@ import pytest
 
 from aqua_protocol.members import LoadReport, ReclaimOrder
 from aqualib.producer.device import EmulatedMemory
-from aqualib.producer.informer import Informer, OfferBytes, Profile, ReclaimBytes
+from aqualib.producer.informer import Informer
+from aqualib.producer.offer_rule import OfferBytes, ReclaimBytes
+from aqualib.producer.profile import Profile
 from harness.bounds import HANG_S
 from harness.producers import SLAB, lending, until
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer

@@ -24,7 +24,9 @@ def found(registry: CollectorRegistry) -> dict[str, float]:
         sample.name.removeprefix("aqua_lender_"): sample.value
         for metric in registry.collect()
         for sample in metric.samples
-        if not sample.name.endswith(("_created", "_info")) and "_loop" not in sample.name
+        if not sample.name.endswith(("_created", "_info"))
+        and "_loop" not in sample.name
+        and not sample.labels
     }
 
 

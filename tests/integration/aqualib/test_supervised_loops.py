@@ -19,8 +19,9 @@ from aqua_protocol.members import LoadReport
 from aqua_protocol.supervision import Loop, RestartPolicy, restart_counts, running_loops
 from aqualib.leasing import demand
 from aqualib.memory import migrator
-from aqualib.producer.informer import Informer, Profile
+from aqualib.producer.informer import Informer
 from aqualib.producer.producer import Producer
+from aqualib.producer.profile import Profile
 from aqualib.reporter import Identity
 from aqualib.tensor import Location
 from aqualib.transports import select

@@ -13,7 +13,7 @@ from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.report.files import push, write_profile
 from aqua_protocol import UnavailableError
 from aqua_protocol.profile import ModelProfile
-from aqualib.producer.informer import Profile
+from aqualib.producer.profile import Profile
 from harness.coordinator_process import CoordinatorProcess, data_dir
 
 PRODUCER = ModelProfile.model_validate(

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from aqua_protocol import ConfigError
 from aqua_protocol.members import LoadReport
 from aqua_protocol.profile import ModelProfile
-from aqualib.producer.informer import (
-    Decision,
-    OfferBytes,
-    Profile,
-    ReclaimBytes,
-    Watch,
-    decide,
-    observe,
-)
+from aqualib.producer.offer_rule import Decision, OfferBytes, ReclaimBytes, Watch, decide, observe
+from aqualib.producer.profile import Profile
 
 SLAB = 64 << 20
 GB = 10**9

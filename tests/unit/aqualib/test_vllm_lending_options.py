@@ -57,14 +57,18 @@ def test_a_connector_that_may_read_any_block_refuses_the_start() -> None:
 
 def test_the_informer_offers_what_the_options_say_and_keeps_the_reserve() -> None:
     options = LendingOptions(bytes=40 * MIB, reserve_bytes=8 * MIB, queue_margin=3)
-    profile = options.profile(cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB)
+    profile = options.informed(None, cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB)
     assert profile.spare_bytes == 48 * MIB
     assert profile.reserve_bytes == 8 * MIB
     assert profile.queue_margin == 3
 
 
 def test_by_default_half_of_the_cache_is_lent_if_that_much_can_be() -> None:
-    profile = LendingOptions().profile(cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB)
+    profile = LendingOptions().informed(
+        None, cache_bytes=100 * MIB, most_bytes=90 * MIB, slab_bytes=MIB
+    )
     assert (profile.spare_bytes, profile.reserve_bytes) == (60 * MIB, 10 * MIB)
-    profile = LendingOptions().profile(cache_bytes=100 * MIB, most_bytes=30 * MIB, slab_bytes=MIB)
+    profile = LendingOptions().informed(
+        None, cache_bytes=100 * MIB, most_bytes=30 * MIB, slab_bytes=MIB
+    )
     assert profile.spare_bytes == 40 * MIB

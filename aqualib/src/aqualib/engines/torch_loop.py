@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aqua_protocol import MIB, ConfigError, TransportError
-from aqua_protocol.members import LoadReport
+from aqualib.producer.offer_rule import ObservedLoad
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,7 @@ class TorchLoop:
         limit: Its memory.
         queue_length: Requests that wait now; called on the informer's thread.
         requests_per_s: Rate of arrivals, if the program knows it; likewise.
+        arrived_count: Requests that have ever arrived, which says more than a rate; likewise.
 
     Attributes:
         step_ended: Call it at the end of every step, on the loop's thread.
@@ -68,6 +69,7 @@ class TorchLoop:
         *,
         queue_length: Callable[[], int],
         requests_per_s: Callable[[], float] | None = None,
+        arrived_count: Callable[[], int] | None = None,
     ) -> None:
         self._limit = limit
         self.step_ended: Final = limit.step_ended
@@ -75,6 +77,7 @@ class TorchLoop:
         self.grow: Final = limit.grow
         self._queue_length = queue_length
         self._requests_per_s = requests_per_s
+        self._arrived_count = arrived_count
 
     def on_step_end(
         self,
@@ -99,13 +102,17 @@ class TorchLoop:
         self.step_ended()
         return input_ids.new_zeros(len(input_ids)).bool()
 
-    def load(self) -> LoadReport:
-        """The load now."""
-        return LoadReport(
+    def load(self) -> ObservedLoad:
+        """The load now; what this process stores as a consumer is swap of the program's."""
+        from aqualib.consumer import stored_bytes
+
+        return ObservedLoad(
             queue_length=self._queue_length(),
             memory_used_bytes=self._limit.used_bytes,
             memory_total_bytes=self._limit.total_bytes,
             requests_per_s=None if self._requests_per_s is None else self._requests_per_s(),
+            arrived_count=None if self._arrived_count is None else self._arrived_count(),
+            swapped_bytes=stored_bytes(),
         )
 
 

@@ -21,6 +21,8 @@ from prometheus_client.registry import Collector
 
 from aqua_protocol import ConfigError
 from aqualib.metrics import loop_families
+from aqualib.producer.offer_rule import Pressure
+from aqualib.producer.profile_follower import ProfileState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,4 +84,21 @@ class ProducerMetrics(Collector):
             ("reclaim_seconds", "Until the memory could be used again.", ended.seconds),
         ):
             yield CounterMetricFamily(f"aqua_lender_{name}", text, value=total)
+        causes = CounterMetricFamily(
+            "aqua_lender_pressures",
+            "Times that the engine's load had memory taken back.",
+            labels=["cause"],
+        )
+        for cause in Pressure:
+            causes.add_metric([cause.value], producer.pressures[cause])
+        yield causes
+        if producer.profile_follower is not None:
+            states = GaugeMetricFamily(
+                "aqua_lender_profile",
+                "1 at what there is of a profile to go by, else 0.",
+                labels=["state"],
+            )
+            for state in ProfileState:
+                states.add_metric([state.value], state is producer.profile_follower.state)
+            yield states
         yield from loop_families("aqua_lender")

@@ -20,6 +20,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
@@ -61,9 +62,12 @@ if TYPE_CHECKING:
 
     from aqua_client import CoordinatorClient
     from aqua_protocol.capability import Claims
+    from aqua_protocol.profile import ModelProfile
     from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.lending_state import Effects, ReclaimNotice
+    from aqualib.producer.offer_rule import Pressure
     from aqualib.producer.pool import LentSlab
+    from aqualib.producer.profile_follower import ProfileFollower
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
     from aqualib.reporter import Identity
     from aqualib.transports.base import Transport
@@ -90,6 +94,8 @@ class Producer:
 
     Attributes:
         load: The engine's load as last reported; sent along with the next report.
+        pressures: How often the engine's load has had memory taken back, by what it was.
+        profile_follower: Reads what the books say of the model, if anything does.
         on_returned: Called after reclaimed memory is back, without locks, on a thread of ours.
 
     Raises:
@@ -124,6 +130,8 @@ class Producer:
         self.endpoint: Final = endpoint.absolute()
         self.slab_bytes: Final = slab_bytes
         self.load: LoadReport | None = None
+        self.pressures: Final[Counter[Pressure]] = Counter()
+        self.profile_follower: ProfileFollower | None = None
         self.on_returned: Callable[[], None] | None = None
         self.grantable = False
         self._deadline_s = require_deadline(deadline_s)
@@ -296,6 +304,11 @@ class Producer:
     def ended_reclaims(self) -> ReclaimTotals:
         """Reclaims that are complete, asked for by the engine or an operator."""
         return self._lending.ended_reclaims
+
+    @property
+    def measured_profile(self) -> ModelProfile | None:
+        """What the books say of the model, where it can be gone by."""
+        return None if self.profile_follower is None else self.profile_follower.profile
 
     @property
     def coordinator_error(self) -> AquaError | None:

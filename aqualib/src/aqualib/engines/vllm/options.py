@@ -8,17 +8,19 @@ not about vLLM (coordinator, token, transport, checksums) are those of aqualib, 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqua_protocol import ConfigError
+from aqua_protocol.profile import ModelProfile, ProfileKind
 from aqua_schedulers.cfs import FairSettings, PolicyName
 from aqualib.engines.vllm.plugin import CONNECTOR
 from aqualib.engines.vllm.priority import UrgentPriority
 from aqualib.engines.vllm.tenant_key import TenantSource
-from aqualib.producer.informer import Profile
+from aqualib.producer.profile import Profile
 from aqualib.settings import Size
 
 ADDITIONAL_CONFIG_KEY: Final = "aqua"
@@ -26,6 +28,9 @@ ADDITIONAL_CONFIG_KEY: Final = "aqua"
 
 SEVERAL: Final = "MultiConnector"
 """vLLM's connector that has several others do the work."""
+
+MAX_NAME: Final = 256
+"""Characters of a profile's name at most; fixed by its schema."""
 
 SPARE_SHARE: Final = 0.5
 """Share of the KV cache that is lent unless the options say how much: by caution, since this engine
@@ -64,7 +69,8 @@ class LendingOptions(BaseModel):
     bytes: Size | None = Field(
         default=None,
         ge=1,
-        description="What is lent while the load is low; half of the KV cache if unset.",
+        description="What is lent while the load is low; if unset, what the model's profile in the "
+        "coordinator's books spares, or half of the KV cache where there is none.",
     )
     reserve_bytes: Size | None = Field(
         default=None,
@@ -75,35 +81,66 @@ class LendingOptions(BaseModel):
     calm_s: float = Field(
         default=5.0, ge=0, le=3600, description="How long the load must be low before an offer."
     )
-    queue_margin: int = Field(
-        default=0,
+    queue_margin: int | None = Field(
+        default=None,
         ge=0,
         le=1 << 20,
-        description="More requests than this left waiting by a step: all memory is taken back.",
+        description="More requests than this left waiting by a step: all memory is taken back. If "
+        "unset, as many as chance leaves at the profile's rate, or 0 without a profile.",
     )
     steady_requests_per_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Highest rate within the objective, as aqua-profile finds it; a rate a fifth "
-        "above it takes all memory back.",
+        description="Highest rate within the objective; if unset, that of the model's profile. "
+        "When more requests arrive than chance explains, all memory is taken back.",
+    )
+    profile: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None,
+        description="Name of the model's profile; if unset, the names that the model is served by, "
+        "and its own.",
     )
     metrics_port: int | None = Field(
         default=None, ge=1, le=65535, description="Serve the lender's metrics here, by HTTP."
     )
 
-    def profile(self, *, cache_bytes: int, most_bytes: int, slab_bytes: int) -> Profile:
-        """The profile that the informer goes by; `most_bytes` of the cache can be given up."""
+    def informed(
+        self,
+        measured: ModelProfile | None,
+        *,
+        cache_bytes: int,
+        most_bytes: int,
+        slab_bytes: int,
+    ) -> Profile:
+        """The profile that the informer goes by: what is set here, then what was measured.
+
+        Args:
+            measured: What the books have of the model, if anything. One that is no producer's lends
+                only what is set here.
+            cache_bytes: Size of the KV cache.
+            most_bytes: What of it can be given up.
+            slab_bytes: Unit of the offer.
+        """
         reserve_bytes = self.reserve_of(cache_bytes)
         spare_bytes = int(SPARE_SHARE * cache_bytes) if self.bytes is None else self.bytes
-        return Profile(
+        if measured is not None and self.bytes is None:
+            spare_bytes = max(0, measured.signed_bytes)
+        profile = Profile(
             slab_bytes,
             # The informer keeps the reserve out of what it offers.
             spare_bytes=min(spare_bytes, most_bytes) + reserve_bytes,
             steady_requests_per_s=self.steady_requests_per_s,
-            queue_margin=self.queue_margin,
+            queue_margin=self.queue_margin or 0,
             reserve_bytes=reserve_bytes,
             least_offer_bytes=slab_bytes,
             calm_s=self.calm_s,
         )
+        if measured is None or measured.kind is ProfileKind.BATCH:
+            return profile
+        steady = profile.steady_as(measured)
+        if self.queue_margin is not None:
+            steady = replace(steady, steady_queue_length=0, queue_margin=self.queue_margin)
+        if self.steady_requests_per_s is not None:
+            steady = replace(steady, steady_requests_per_s=self.steady_requests_per_s)
+        return steady
 
     def reserve_of(self, cache_bytes: int) -> int:
         """Bytes that stay free in a cache of this size."""
@@ -246,6 +283,18 @@ def read_options(given: dict[str, Any]) -> AquaOptions:
             "; ".join(faults),
             remedy=f"kv_connector_extra_config takes: {', '.join(AquaOptions.model_fields)}.",
         ) from error
+
+
+def profile_names(vllm_config: Any) -> list[str]:
+    """Names that the model may have been profiled by: as it is served, as it is called, and short.
+
+    A profiler asks for a model by the name that it is served by.
+    """
+    model = vllm_config.model_config
+    served = model.served_model_name or []
+    names = [served] if isinstance(served, str) else [*served]
+    short = model_name(vllm_config)
+    return [name for name in (*names, str(model.model), short) if name and len(name) <= MAX_NAME]
 
 
 def model_name(vllm_config: Any) -> str | None:

@@ -219,6 +219,9 @@ class AquaScheduler(LendingScheduler):
         self._holding.pop(request.request_id, None)
         self._policy.preempted(self._waiting_view(request))
 
+    def _count_swapped_bytes(self) -> int:
+        return 0 if self.paging is None else self.paging.swapped_bytes
+
     def _still_read(self) -> Collection[int]:
         return () if self.paging is None else self.paging.planned_page_out_blocks
 

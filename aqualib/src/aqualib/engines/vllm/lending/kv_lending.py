@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqua_protocol import TransportError, format_bytes
-from aqua_protocol.members import LoadReport
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
+from aqualib.producer.offer_rule import ObservedLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +45,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests that the engine's last step left waiting, and the rate of arrivals lately."""
+    """What the scheduler counts.
+
+    Attributes:
+        waiting_count: Requests that the engine's last step left waiting.
+        requests_per_s: Rate of arrivals lately.
+        arrived_count: Requests that have ever arrived.
+        swapped_bytes: KV of requests that wait, paged out.
+        is_starved: That step could have taken up more requests, had it had the blocks.
+    """
 
     waiting_count: int
     requests_per_s: float
+    arrived_count: int = 0
+    swapped_bytes: int = 0
+    is_starved: bool = False
 
 
 class KvLending:
@@ -141,18 +152,21 @@ class KvLending:
 
     # --- The informer's thread ------------------------------------------------------------
 
-    def load(self) -> LoadReport:
+    def load(self) -> ObservedLoad:
         """The engine's load; blocks that are out count as used."""
         granule_bytes = self._granules.granule_bytes
         if self._gone.sum() * granule_bytes >= self._surrendered_bytes + granule_bytes:
             with suppress(TransportError):
                 self._take_back(self._surrendered_bytes)
         load = self._read_load()
-        return LoadReport(
+        return ObservedLoad(
             queue_length=load.waiting_count,
             memory_used_bytes=self.total_bytes - self._limit.free_count * self._block_bytes,
             memory_total_bytes=self.total_bytes,
             requests_per_s=load.requests_per_s,
+            arrived_count=load.arrived_count,
+            swapped_bytes=load.swapped_bytes,
+            is_starved=load.is_starved,
         )
 
     def shrink(self, nbytes: int) -> int:

@@ -30,6 +30,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import start_http_server
@@ -45,7 +46,7 @@ from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.reclaims import ReclaimTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.lending.memory import LendableCache
@@ -64,13 +65,14 @@ class LendingService:
         keep_blocks: Blocks that the longest request needs, and the null block.
         lock: The scheduler's.
         still_read: Free blocks that the next step is going to read.
+        profile_names: That the model may have been profiled by.
 
     Raises:
         ConfigError: A setting is wrong, or the cache is too small to lend a slab.
         TransportError: The producer's socket cannot be listened on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one by one, by keyword: what an engine's lending needs
         self,
         options: LendingOptions,
         cache: LendableCache,
@@ -81,13 +83,19 @@ class LendingService:
         read_load: Callable[[], EngineLoad],
         still_read: Callable[[], Collection[int]],
         model: str | None,
+        profile_names: Sequence[str] = (),
     ) -> None:
         block_bytes = cache.block_bytes
         cache_bytes = len(pool.blocks) * block_bytes
         reserve_bytes = options.reserve_of(cache_bytes)
         with ExitStack() as opened:
             self.memory_producer: Final[Producer] = opened.enter_context(
-                open_producer(device=str(cache.device), memory=cache.memory.account, model=model)
+                open_producer(
+                    device=str(cache.device),
+                    memory=cache.memory.account,
+                    model=model,
+                    profile_names=profile_names,
+                )
             )
             slab_bytes = self.memory_producer.slab_bytes
             self.lending: Final = KvLending(
@@ -107,8 +115,11 @@ class LendingService:
                     remedy="Make the KV cache larger, AQUA_SLAB_BYTES smaller (that of the "
                     "consumers too), or --max-model-len shorter.",
                 )
-            profile = options.profile(
-                cache_bytes=cache_bytes, most_bytes=most_bytes, slab_bytes=slab_bytes
+            rule = partial(
+                options.informed,
+                cache_bytes=cache_bytes,
+                most_bytes=most_bytes,
+                slab_bytes=slab_bytes,
             )
             self.metrics: Final = LenderMetrics(self.lending, self.memory_producer)
             self.lending.on_grown = self.metrics.blocks_came_back
@@ -116,13 +127,13 @@ class LendingService:
                 server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
                 opened.callback(server.server_close)
                 opened.callback(server.shutdown)
-            self.informer: Final = Informer(self.memory_producer, self.lending, profile)
+            self.informer: Final = Informer(self.memory_producer, self.lending, rule)
             self.informer.on_reclaim = self.metrics.reclaim_began
             opened.enter_context(self.informer)
             self._opened = opened.pop_all()
         logger.info(
             "lends up to %s of its KV cache of %s while the load is low",
-            format_bytes(min(most_bytes, (profile.spare_bytes or 0) - reserve_bytes)),
+            format_bytes(min(most_bytes, (self.informer.profile.spare_bytes or 0) - reserve_bytes)),
             format_bytes(cache_bytes),
         )
 

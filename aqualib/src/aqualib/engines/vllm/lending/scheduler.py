@@ -27,14 +27,14 @@ from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.worker import LENDABLE
-from aqualib.engines.vllm.options import model_name, options_of
+from aqualib.engines.vllm.options import model_name, options_of, profile_names
 from aqualib.engines.vllm.switches import Feature, Switches
-from aqualib.engines.vllm.versions import require_lendable, require_supported
+from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
 from aqualib.settings import load_settings
 
 RATE_WINDOW_S: Final = 10.0
-"""Arrivals of so many seconds make the rate that the informer sees, by judgement. Doubled, a burst
-takes memory back later, and noise does so less often; requests that wait always do so at once."""
+"""Arrivals of so many seconds make the rate that the books are told, by judgement. Doubled, they
+hear of a burst later. What the informer goes by are counts."""
 
 SAME_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Keeps the worker beside the scheduler, which is vLLM's own choice for one GPU. Builds for
@@ -65,6 +65,9 @@ class LendingScheduler(Scheduler):
         self.switches: Final = Switches()
         self._block_lock = threading.RLock()
         self._left_waiting = 0
+        self._is_starved = False
+        self._swapped_bytes = 0
+        self._arrived_count = 0
         self._arrivals_s: deque[float] = deque()
         options = options_of(vllm_config)
         if options.lend is None:
@@ -89,6 +92,7 @@ class LendingScheduler(Scheduler):
             read_load=self._read_load,
             still_read=self._still_read,
             model=model_name(vllm_config),
+            profile_names=[name] if (name := options.lend.profile) else profile_names(vllm_config),
         )
         self.switches.add(Feature.LENDING, self.lending_service.turn)
 
@@ -110,6 +114,8 @@ class LendingScheduler(Scheduler):
             metrics.steps.begun(output.total_num_scheduled_tokens, metrics.loans, began_s)
             was_waiting = self._left_waiting > 0
             self._left_waiting = self.get_request_counts()[1]
+            self._is_starved = self._left_waiting > 0 and self._had_room(output)
+            self._swapped_bytes = self._count_swapped_bytes()
         if self._left_waiting and not was_waiting:
             service.requests_wait()
         return output
@@ -132,6 +138,7 @@ class LendingScheduler(Scheduler):
             super().add_request(request)
             return
         self._arrivals_s.append(time.monotonic())
+        self._arrived_count += 1
         with self._block_lock:
             super().add_request(request)
 
@@ -156,15 +163,28 @@ class LendingScheduler(Scheduler):
         """Free blocks that the next step is going to read; under the lock."""
         return ()
 
+    def _had_room(self, output: Any) -> bool:
+        """Whether a step had tokens and a place left for another request."""
+        has_tokens = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+        return has_tokens and len(self.running) < max_running(self)
+
+    def _count_swapped_bytes(self) -> int:
+        """KV that is paged out of requests that wait; under the lock."""
+        return 0
+
     def _read_load(self) -> EngineLoad:
         """Count the load; on the informer's thread."""
         since_s = time.monotonic() - RATE_WINDOW_S
         while self._arrivals_s and self._arrivals_s[0] < since_s:
             self._arrivals_s.popleft()
+        # A request that was aborted while it waited waits no more, and no step says so.
+        waiting_count = min(self._left_waiting, self.get_request_counts()[1])
         return EngineLoad(
-            # A request that was aborted while it waited waits no more, and no step says so.
-            waiting_count=min(self._left_waiting, self.get_request_counts()[1]),
+            waiting_count=waiting_count,
             requests_per_s=len(self._arrivals_s) / RATE_WINDOW_S,
+            arrived_count=self._arrived_count,
+            swapped_bytes=self._swapped_bytes if waiting_count else 0,
+            is_starved=self._is_starved and waiting_count > 0,
         )
 
 
