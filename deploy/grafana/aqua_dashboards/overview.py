@@ -132,6 +132,7 @@ def _members(board: Dashboard) -> Dashboard:
                     "lent": f"max by ({PRODUCER}) (aqua_producer_leased_bytes{{{ON}}})",
                     "queue": f"max by ({PRODUCER}) (aqua_producer_queue_length{{{ON}}})",
                 },
+                counts="queue",
             )
         )
         .with_panel(

@@ -25,8 +25,10 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import (
     DataTransformerConfig,
+    DynamicConfigValue,
     Threshold,
     ThresholdsMode,
+    VariableOption,
     VariableRefresh,
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
@@ -85,6 +87,7 @@ def choice(name: str, label: str, query: str) -> QueryVariable:
         .multi(True)
         .include_all(True)
         .all_value(".*")
+        .current(VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
 
 
@@ -141,9 +144,17 @@ def lines(
     return panel
 
 
-def rows(title: str, description: str, unit: str, columns: Mapping[str, str]) -> table.Panel:
-    """A table with a row for each set of labels and a column for each expression."""
+def rows(
+    title: str, description: str, unit: str, columns: Mapping[str, str], *, counts: str = ""
+) -> table.Panel:
+    """A table with a row for each set of labels and a column for each expression.
+
+    All are of one unit but the column `counts`.
+    """
     panel = _described(table.Panel(), title, description, PANEL_HEIGHT, 24).unit(unit)
+    if counts:
+        plain = DynamicConfigValue(id_val="unit", value="short")
+        panel = panel.override_by_name(counts, [plain])
     renamed = {}
     for name, (column, expression) in zip("ABCDEFGH", columns.items(), strict=False):
         query = _target(name, Query(expression)).format(PromQueryFormat.TABLE).instant()
