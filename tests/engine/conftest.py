@@ -1,7 +1,7 @@
 """Engine tests run in an environment of their own: `make test-engine`.
 
 Elsewhere they are collected and left out by their marker, so a module that cannot be imported
-without vLLM must not be looked at there.
+without vLLM must not be looked at there; nor one about code that only newer versions have.
 
 With `AQUA_ENGINE_RECORD=FILE` what has run is written down there, by version of vLLM and module:
 docs/vllm-support.md is made from it. A module that ran only in part replaces no whole run of it.
@@ -28,7 +28,12 @@ NEEDS_VLLM = [
     "aqualib/test_vllm_switches.py",
 ]
 
-collect_ignore = NEEDS_VLLM if find_spec("vllm") is None else []
+NEEDS_LAYOUTS = ["aqualib/test_vllm_layouts.py"]
+
+_vllm = find_spec("vllm")
+_has_layouts = _vllm and Path(str(_vllm.origin)).parent.joinpath("v1/kv_cache_layout.py").exists()
+
+collect_ignore = (NEEDS_VLLM if _vllm is None else []) + ([] if _has_layouts else NEEDS_LAYOUTS)
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OUTCOMES: Final[dict[str, Counter[str]]] = defaultdict(Counter)

@@ -16,11 +16,10 @@ CHAT_TEMPLATE: Final = (
 )
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 2) -> Path:
-    """Write model and tokenizer to `folder` and return it; `hidden` is a multiple of 64."""
-    import torch
+def write_tokenizer(folder: Path) -> None:
+    """Write the tokenizer to `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(["<s>", "</s>", *letters])}
@@ -33,6 +32,14 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: 
         eos_token="</s>",
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
+
+
+def write_tiny_llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 2) -> Path:
+    """Write model and tokenizer to `folder` and return it; `hidden` is a multiple of 64."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 BLOCK_TOKENS: Final = 4
 
+MOST_TOKENS: Final = 128
 WINDOW_TOKENS: Final = 7
 CHUNK_TOKENS: Final = 8
 
@@ -26,7 +27,8 @@ class Shape:
         turns: Chance that a request goes on where an earlier one ends.
         speed: Chance that a load or a save beside the model ends within a step.
         groups: What each group of layers reads: all tokens (`full`), a `window` of them, a window
-            in blocks of twice the size (`wide`), the `chunk` that the next token is in.
+            in blocks of twice the size (`wide`), the `chunk` that the next token is in, a `state`
+            that each token changes in its place, or one in a block for each few tokens (`states`).
         blocks: Of the KV cache.
         requests: How many run.
         connectors: Where our connector is among several; None makes it the only one.
@@ -84,7 +86,7 @@ def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401
         }
     config = EngineArgs(
         model=model,
-        max_model_len=128,
+        max_model_len=MOST_TOKENS,
         block_size=32,
         max_num_batched_tokens=48,
         max_num_seqs=16,
@@ -106,13 +108,26 @@ def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401
 
 def block_tokens(kind: str) -> int:
     """Tokens of a block of such a group."""
-    return 2 * BLOCK_TOKENS if kind == "wide" else BLOCK_TOKENS
+    sizes = {"wide": 2 * BLOCK_TOKENS, "state": MOST_TOKENS}
+    return sizes.get(kind, BLOCK_TOKENS)
+
+
+def hash_tokens(shape: Shape) -> int:
+    """Tokens of a block's hash."""
+    return min(map(block_tokens, shape.groups)) if "state" not in shape.groups else MOST_TOKENS
+
+
+def is_state(kind: str) -> bool:
+    """Whether such a group keeps what the last token left, and nothing of those before."""
+    return kind in {"state", "states"}
 
 
 def first_read(kind: str, position: int) -> int:
     """The first position that the token at this one reads."""
     if kind == "full":
         return 0
+    if is_state(kind):
+        return position
     if kind == "chunk":
         return position // CHUNK_TOKENS * CHUNK_TOKENS
     return max(0, position + 1 - WINDOW_TOKENS)
@@ -123,9 +138,17 @@ def _spec(kind: str) -> Any:  # noqa: ANN401 - vLLM's
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
+    if is_state(kind):
+        return MambaSpec(
+            block_size=block_tokens(kind),
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="none" if kind == "state" else "align",
+        )
     plain: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     plain["block_size"] = block_tokens(kind)
     if kind == "full":
@@ -145,6 +168,8 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
         kv_cache_groups=[KVCacheGroupSpec([kind], _spec(kind)) for kind in shape.groups],
     )
     vllm_config.cache_config.num_gpu_blocks = shape.blocks
+    if "states" in shape.groups:
+        vllm_config.cache_config.mamba_cache_mode = "align"
     return vllm_config.scheduler_config.get_scheduler_cls()(
         vllm_config=vllm_config,
         kv_cache_config=cache,
@@ -154,6 +179,6 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
             should_advance=lambda _: False,
         ),
         block_size=max(map(block_tokens, shape.groups)),
-        hash_block_size=BLOCK_TOKENS,
+        hash_block_size=hash_tokens(shape),
         log_stats=False,
     )

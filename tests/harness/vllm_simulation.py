@@ -24,7 +24,15 @@ from typing import Any, Final
 
 from aqualib.engines.vllm.kv_groups import NULL_BLOCK
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
-from harness.vllm_shapes import BLOCK_TOKENS, Shape, block_tokens, first_read, make_scheduler
+from harness.vllm_shapes import (
+    BLOCK_TOKENS,
+    Shape,
+    block_tokens,
+    first_read,
+    hash_tokens,
+    is_state,
+    make_scheduler,
+)
 
 VOCABULARY: Final = 97
 LONGEST_HISTORY: Final = 40
@@ -32,7 +40,7 @@ LONGEST_HISTORY: Final = 40
 
 def kv_of(kind: str, slots: list[int], token: int, weights: int) -> int:
     """What a token leaves in its slot of a group, after those before it."""
-    is_read = bool(slots) and first_read(kind, len(slots)) < len(slots)
+    is_read = bool(slots) and (is_state(kind) or first_read(kind, len(slots)) < len(slots))
     return hash((slots[-1] if is_read else 0, token, weights))
 
 
@@ -72,7 +80,7 @@ class SimulatedEngine:
         self.outputs: dict[str, list[int]] = {}
         self.expected: dict[str, list[int]] = {}
         init_none_hash(sha256)
-        hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        hasher = get_request_block_hasher(hash_tokens(shape), sha256)
         self._late: deque[Any] = deque()
         shared = [self.rng.randrange(VOCABULARY) for _ in range(3 * BLOCK_TOKENS)]
         for index in range(shape.requests):
@@ -289,7 +297,9 @@ class Runner:
         for offset, token in enumerate(inputs):
             for group, slots in enumerate(kv):
                 slots.append(kv_of(self.shape.groups[group], slots, token, self.weights))
-                self._set_slot(state, group, start + offset, slots[-1])
+                is_last = offset + 1 == len(inputs)
+                if is_last or not is_state(self.shape.groups[group]):
+                    self._set_slot(state, group, start + offset, slots[-1])
             position = start + offset
             if position + 1 < known or not is_good:
                 continue
@@ -312,15 +322,21 @@ class Runner:
         ]
         return sampled
 
+    def _at(self, group: int, position: int) -> tuple[int, int]:
+        """Index of the block of a position, and of the slot in it."""
+        kind = self.shape.groups[group]
+        index, slot = divmod(position, block_tokens(kind))
+        return index, 0 if is_state(kind) else slot
+
     def _slot(self, state: _State, group: int, position: int) -> int:
         """What is in a slot; of one that no token from here on reads, anything."""
-        index, slot = divmod(position, block_tokens(self.shape.groups[group]))
+        index, slot = self._at(group, position)
         # Beyond its blocks a request that is out of step reads and writes anything.
         blocks = state.blocks[group]
         return self._cache[blocks[index]][slot] if index < len(blocks) else -3
 
     def _set_slot(self, state: _State, group: int, position: int, value: int) -> None:
-        index, slot = divmod(position, block_tokens(self.shape.groups[group]))
+        index, slot = self._at(group, position)
         blocks = state.blocks[group]
         if index < len(blocks):
             assert blocks[index] != NULL_BLOCK, "what is computed has no block"

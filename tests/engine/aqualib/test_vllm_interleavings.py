@@ -240,14 +240,20 @@ WINDOWS: Final = [
     Shape(TURNS, depth=2, drafts=3, groups=("full", "window"), blocks=48),
     Shape({**TURNS, "mode": "checkpoint"}, depth=2, groups=("full", "window"), blocks=48),
 ]
+STATES: Final = [
+    Shape(TURNS, groups=("full", "state"), blocks=32),
+    Shape(TURNS, depth=2, groups=("state", "full", "state"), blocks=40, loss=0.03),
+    Shape(TURNS, depth=2, groups=("states", "full"), blocks=36, caches_prefixes=True),
+    Shape({**TURNS, "mode": "checkpoint"}, depth=2, groups=("full", "state", "window"), blocks=48),
+]
 TIERS: Final = [
     replace(TIER, depth=2, groups=("full", "window"), blocks=48),
-    replace(TIER, depth=2, groups=("window",), blocks=12, loss=0.03),
+    replace(TIER, depth=2, groups=("window",), blocks=18, loss=0.03),
     replace(TIER, depth=2, groups=("wide", "full"), blocks=40, caches_prefixes=True),
 ]
 
 
-@pytest.mark.parametrize("shape", [*WINDOWS, *TIERS], ids=repr)
+@pytest.mark.parametrize("shape", [*WINDOWS, *STATES, *TIERS], ids=repr)
 def test_groups_of_blocks_come_back_as_they_were(model: str, shape: Shape) -> None:
     engines = lives(model, shape, range(SEEDS // 10))
     assert wrong(engines) == 0

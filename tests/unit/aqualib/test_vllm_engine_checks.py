@@ -21,18 +21,20 @@ from aqualib.engines.vllm.options import LoadMode, options_of, read_options
 
 def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM's as is read
     given = {
-        "is_hybrid": False,
         "is_attention_free": False,
         "use_v2_model_runner": False,
         "max_concurrent_batches": 1,
         "enable_prefix_caching": False,
         "context_ranks": 1,
         "scheduler": object,
+        "prefix_tier": None,
         **changed,
     }
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            is_hybrid=given["is_hybrid"], is_attention_free=given["is_attention_free"]
+        model_config=SimpleNamespace(is_attention_free=given["is_attention_free"]),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="AquaConnector",
+            kv_connector_extra_config={"prefix_tier": given["prefix_tier"]},
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=given["context_ranks"], prefill_context_parallel_size=1
@@ -45,15 +47,18 @@ def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM
 
 
 def cache(*kinds: str, zeroes: bool = False) -> SimpleNamespace:
-    groups = [
-        SimpleNamespace(kv_cache_spec=type(kind, (), {"block_size": 16, "sliding_window": 40})())
-        for kind in kinds
-    ]
+    groups = []
+    for kind in kinds:
+        name, _, drafts = kind.partition("+")
+        of = {"block_size": 16, "sliding_window": 40, "num_speculative_blocks": int(drafts or 0)}
+        groups.append(SimpleNamespace(kv_cache_spec=type(name, (), of)()))
     return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes)
 
 
 FULL = "FullAttentionSpec"
 WINDOW = "SlidingWindowSpec"
+STATE = "MambaSpec"
+DRAFTED = "MambaSpec+2"
 OURS = type("AquaScheduler", (), {"has_requests_begin_again": True})
 ALONE = KvGroups([KvGroup(16)])
 
@@ -61,8 +66,13 @@ ALONE = KvGroups([KvGroup(16)])
 @pytest.mark.parametrize(
     ("check", "said", "remedy"),
     [
-        (lambda: require_attention(engine(is_hybrid=True)), "state", "Drop --kv-transfer-config"),
-        (lambda: require_attention(engine(is_attention_free=True)), "state", "additional-config"),
+        (lambda: require_attention(engine(is_attention_free=True)), "without", "additional-config"),
+        (lambda: require_pageable(engine(), cache(FULL, DRAFTED)), "drafting", "speculative"),
+        (
+            lambda: require_pageable(engine(scheduler=OURS, prefix_tier=True), cache(FULL, STATE)),
+            "prefix cannot be shared",
+            "paged without it",
+        ),
         (lambda: require_pageable(engine(), cache()), "no KV cache", "Drop --kv-transfer"),
         (lambda: require_pageable(engine(), cache(FULL, WINDOW)), "windows", "AquaScheduler"),
         (lambda: require_pageable(engine(), cache(WINDOW)), "windows", "AquaScheduler"),
@@ -90,7 +100,7 @@ def test_what_can_be_is_not() -> None:
     require_attention(engine())
     require_pageable(engine(), cache(FULL, zeroes=True))
     require_pageable(engine(use_v2_model_runner=True), cache(FULL))
-    require_pageable(engine(scheduler=OURS), cache(FULL, WINDOW, WINDOW))
+    require_pageable(engine(scheduler=OURS), cache(FULL, WINDOW, STATE))
     require_blocks(cache(FULL))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.kv_groups import KvGroups, kv_groups
-from aqualib.engines.vllm.options import AquaOptions, LoadMode
+from aqualib.engines.vllm.options import AquaOptions, LoadMode, options_of
 
 WITHOUT_CONNECTOR: Final = (
     "Drop --kv-transfer-config, and give options by --additional-config "
@@ -19,16 +19,14 @@ WITHOUT_CONNECTOR: Final = (
 
 
 def require_attention(vllm_config: Any) -> None:
-    """Check, before vLLM lays its cache out, that a model's layers keep blocks of keys and values.
+    """Check, before vLLM lays its cache out, that a model has attention layers.
 
     Raises:
-        ConfigError: Some keep a state that is overwritten at each token.
+        ConfigError: It has none.
     """
-    model = vllm_config.model_config
-    if model.is_hybrid or model.is_attention_free:
+    if vllm_config.model_config.is_attention_free:
         raise ConfigError(
-            "layers with a state (Mamba, linear attention) or without attention cannot be paged",
-            remedy=WITHOUT_CONNECTOR,
+            "a model without attention layers cannot be paged", remedy=WITHOUT_CONNECTOR
         )
 
 
@@ -48,9 +46,15 @@ def require_pageable(vllm_config: Any, kv_cache_config: Any) -> None:
             f"KV blocks over {shards} context-parallel ranks cannot be paged",
             remedy='Run without context parallelism, or set "mode": "recompute".',
         )
+    kinds = kv_groups(kv_cache_config)
+    if kinds.has_state and options_of(vllm_config).prefix_tier:
+        raise ConfigError(
+            "a prefix cannot be shared by way of the store where layers keep a state",
+            remedy='Drop "prefix_tier"; preempted requests are paged without it.',
+        )
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     begins_again = getattr(scheduler, "has_requests_begin_again", False)
-    if kv_groups(kv_cache_config).loses_all and not begins_again:
+    if kinds.loses_all and not begins_again:
         raise ConfigError(
             "a model with sliding windows or several groups of KV blocks needs Aqua's scheduler, "
             "which knows what to do when a block cannot be loaded",

@@ -170,7 +170,9 @@ class BlockKeys:
 
     def upto(self, request: Any, index: int, blocks: range, tokens: int) -> list[Hashable]:
         """Keys of blocks of a group that so many tokens end in."""
-        end = min(tokens // self._groups[index].block_tokens, blocks.stop)
+        group = self._groups[index]
+        # A state is what that many tokens left, and is never finished.
+        end = blocks.start if group.is_state else min(tokens // group.block_tokens, blocks.stop)
         full = range(blocks.start, end)
         keys = list(self.full(request, index, full))
         if full.stop < blocks.stop and len(keys) == len(full):
@@ -194,11 +196,21 @@ def _chunks(spec: Any, block_tokens: int) -> KvGroup:
     return KvGroup(block_tokens, lambda tokens: tokens // size * size)
 
 
+def _state(spec: Any, block_tokens: int) -> KvGroup:
+    if spec.num_speculative_blocks:
+        raise ConfigError(
+            "layers with a state (Mamba, linear attention) cannot be paged while drafting",
+            remedy='Drop --speculative-config, or set "mode": "recompute".',
+        )
+    return KvGroup(block_tokens, lambda tokens: max(0, tokens - 1), is_state=True)
+
+
 KINDS: Final[dict[str, Callable[[Any, int], KvGroup]]] = {
     "FullAttentionSpec": _full,
     "MLAAttentionSpec": _full,
     "SlidingWindowSpec": _window,
     "ChunkedLocalAttentionSpec": _chunks,
+    "MambaSpec": _state,
 }
 """What can be paged, by the name of vLLM's specification."""
 

@@ -89,7 +89,8 @@ class KvPagingScheduler:
 
     Args:
         options: The adapter's; how loads are done is decided.
-        groups: How each group of layers keeps its blocks.
+        groups: How each group of layers keeps its blocks. With a state among them no request uses
+            another's blocks.
         hash_tokens: Tokens of one of `block_hashes`; divides those of each group's blocks.
         is_sharing: Whether requests may use each other's blocks.
     """
@@ -110,7 +111,7 @@ class KvPagingScheduler:
         self.location = PagingTier.HOST if self.is_paging else PagingTier.NOWHERE
         self.link_bytes_per_s = 0.0
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
-        self.has_tier: Final = is_sharing and self.is_paging
+        self.has_tier: Final = is_sharing and self.is_paging and not groups.has_state
         self._is_on = True
         self._keys = BlockKeys(groups, hash_tokens if self.has_tier else None)
         self._is_async = options.load is LoadMode.ASYNC
@@ -175,7 +176,7 @@ class KvPagingScheduler:
         # Without full attention alone, a part is of no use.
         if not self.groups.loses_all or sum(map(len, keys)) - len(clean) <= self.table.room:
             for group, run, names, ids in zip(self.groups, runs, keys, block_ids, strict=True):
-                full = computed_tokens // group.block_tokens
+                full = 0 if group.is_state else computed_tokens // group.block_tokens
                 self._put(run, names, ids, full)
         self.table.release(clean)
         saved = _Saved(runs, computed_tokens)
@@ -263,8 +264,10 @@ class KvPagingScheduler:
     def is_behind(self, request_id: str, computed_tokens: int) -> bool:
         """Whether a running request may have filled blocks since its last checkpoint."""
         done = self._checkpointed.get(request_id) or [0] * len(self.groups)
-        pairs = zip(self.groups, done, strict=True)
-        return any(computed_tokens // group.block_tokens > count for group, count in pairs)
+        return any(
+            computed_tokens // group.block_tokens > count and not group.is_state
+            for group, count in zip(self.groups, done, strict=True)
+        )
 
     def checkpoint(
         self, request: Any, computed_tokens: int, block_ids: Sequence[Sequence[int]]
@@ -278,6 +281,8 @@ class KvPagingScheduler:
         known = min(computed_tokens, request.num_tokens - 1)
         done = self._checkpointed.setdefault(request.request_id, [0] * len(self.groups))
         for index, (group, ids) in enumerate(zip(self.groups, block_ids, strict=True)):
+            if group.is_state:
+                continue  # It changes with each token.
             blocks = range(done[index], min(known // group.block_tokens, len(ids)))
             done[index], begun = self._cache(request, index, ids, blocks)
             self.counts.checkpointed_blocks += begun

@@ -4,7 +4,8 @@ Layers keep their blocks in tensors of many layouts: keys and values apart or to
 before tokens or after, a view permuted from what lies in memory, pages of all layers side by side
 in a block, pages with a gap behind them. Aqua only moves bytes, so it looks at memory: the
 dimensions in the order of their strides, the one that counts blocks, and below it the dense bytes
-of a block. Dimensions above it (keys and values apart) make several rows of a block.
+of a block. Dimensions above it (keys and values apart), and those below it with other layers' bytes
+between, make several rows of a block.
 
 Groups of layers lie over each other in the same memory, where a block is one group's at a time. So
 rows that share bytes, or touch, are one row: a block is moved whole, whichever group it is of.
@@ -14,6 +15,7 @@ rows that share bytes, or touch, are one row: a block is moved whole, whichever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise, product
 
@@ -93,33 +95,24 @@ class BlockCopier:
 def _rows_of(cache: torch.Tensor, block_count: int) -> list[torch.Tensor]:
     order = sorted(range(cache.dim()), key=cache.stride, reverse=True)
     memory = cache.permute(order)
-    for dim, size in enumerate(memory.shape):
-        if size % block_count:
-            continue
-        parts = [memory[index] for index in product(*map(range, memory.shape[:dim]))]
-        if all(part[0].is_contiguous() for part in parts):
-            return [row for part in parts for row in _rows_of_blocks(part, block_count)]
-        # Further in, a size may be a multiple by chance, and mean something else.
-        break
-    raise ConfigError(
-        f"cannot find {block_count} blocks in a KV cache of shape {tuple(cache.shape)} and "
-        f"strides {cache.stride()}",
-        remedy="Please report the model and the attention backend; meanwhile set "
-        '"mode": "recompute".',
-    )
-
-
-def _rows_of_blocks(blocks: torch.Tensor, block_count: int) -> list[torch.Tensor]:
-    """Rows of dense blocks, or of the blocks that a kernel cuts each of them in, one by one."""
-    cuts, stride = len(blocks) // block_count, blocks.stride(0)
-    length = blocks[0].numel()
-    if length == stride:  # Nothing lies between.
-        cuts, length = 1, cuts * length
+    # Further in, a size may be a multiple by chance, and mean something else.
+    dim = next((at for at, size in enumerate(memory.shape) if size % block_count == 0), None)
+    if dim is None:
+        raise ConfigError(
+            f"cannot find {block_count} blocks in a KV cache of shape {tuple(cache.shape)} and "
+            f"strides {cache.stride()}",
+            remedy="Please report the model and the attention backend; meanwhile set "
+            '"mode": "recompute".',
+        )
+    # A kernel may cut a block in several, and keep other layers between a block's heads.
+    cuts = memory.shape[dim] // block_count
+    dense = dim + 1
+    while not memory[(0,) * dense].is_contiguous():
+        dense += 1
+    shape = (block_count, math.prod(memory.shape[dense:]))
+    strides = (cuts * memory.stride(dim), 1)
+    outer = [*memory.shape[:dim], cuts, *memory.shape[dim + 1 : dense]]
     return [
-        blocks.as_strided(
-            (block_count, length),
-            (len(blocks) // block_count * stride, 1),
-            blocks.storage_offset() + at * stride,
-        ).view(torch.uint8)
-        for at in range(cuts)
+        memory.as_strided(shape, strides, memory[index].storage_offset()).view(torch.uint8)
+        for index in product(*map(range, outer))
     ]
