@@ -9,6 +9,7 @@ padded states, blocks that a kernel cuts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, validate_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -31,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from aqua_protocol import ConfigError
 from aqualib.engines.vllm.kv_groups import KINDS, kv_groups
 from aqualib.engines.vllm.rows import BlockCopier, block_rows
 
@@ -127,27 +129,62 @@ REFUSED: Final = {
 """What else vLLM has: never run, and not like what was."""
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("layout", list(KVCacheLayout))
-@pytest.mark.parametrize("model", MODELS)
+def placed(model: str, layout: KVCacheLayout, *, is_cut: bool) -> dict[str, torch.Tensor] | None:
+    """Each layer's cache as vLLM places it; None where vLLM itself says no."""
+    of = MODELS[model]()
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=BLOCKS,
+            prefix_cache_retention_interval=None,
+        ),
+    )
+    sizes = [TOKENS // 2 if is_cut else TOKENS] * len(of)
+    try:
+        cache: Any = get_kv_cache_config_from_groups(config, of, 1 << 30)
+        return dict(allocate_kv_cache(cache, torch.device("cpu"), layout, sizes))
+    except (AssertionError, ValueError):
+        return None
+
+
+CASES: Final = [
+    (model, layout, is_cut)
+    for model, layout, is_cut in product(MODELS, KVCacheLayout, (False, True))
+    if not (model == "states" and (is_cut or layout.name == "LHBNC"))
+    and placed(model, layout, is_cut=is_cut) is not None
+]
+
+
+def test_vllm_says_no_to_few() -> None:
+    assert {(model, layout.name) for model, layout, _ in CASES} >= {
+        *product(["full", "fp8", "latent", "latent in fp8"], KVCacheLayout.__members__),
+        *product(["windows", "chunks"], KVCacheLayout.__members__),
+        *product(["states"], ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]),
+        *product(["pages of different sizes"], ["LBHNC", "BLHNC"]),
+    }
+    assert {layout.name for _, layout, is_cut in CASES if is_cut} >= {"LBHNC", "LBNHC"}
+
+
+def test_states_across_the_heads_of_other_blocks_are_refused() -> None:
+    caches = placed("states", KVCacheLayout.LHBNC, is_cut=False)
+    assert caches is not None
+    with pytest.raises(ConfigError, match="across several blocks") as refusal:
+        block_rows(caches.values(), BLOCKS)
+    assert "VLLM_KV_CACHE_LAYOUT" in str(refusal.value.remedy)
+
+
+@pytest.mark.parametrize(("model", "layout", "is_cut"), CASES)
 def test_a_block_is_moved_whole_and_nothing_beside_it(
     model: str, layout: KVCacheLayout, *, is_cut: bool
 ) -> None:
-    of = MODELS[model]()
-    try:
-        validate_kv_cache_layout(layout, of)
-    except ValueError:
-        assert model == "pages of different sizes"
-        return  # vLLM refuses it before we are asked.
-    config = cache_config(of, layout)
-    sizes = [TOKENS // 2 if is_cut and model != "states" else TOKENS] * len(of)
-    caches = allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
-    memory = next(iter(caches.values())).untyped_storage()
-    whole = torch.tensor([], dtype=torch.uint8).set_(memory)
-    for group in of:
+    caches = placed(model, layout, is_cut=is_cut)
+    assert caches is not None
+    whole = torch.tensor([], dtype=torch.uint8)
+    whole.set_(next(iter(caches.values())).untyped_storage())
+    for group in MODELS[model]():
         views = [by_block(caches[name]) for name in group.layer_names]
-        rows = block_rows(caches.values(), BLOCKS)
-        copier = BlockCopier(rows)
+        copier = BlockCopier(block_rows(caches.values(), BLOCKS))
         assert copier.block_bytes <= whole.numel() // BLOCKS, "no byte is moved twice"
         whole.copy_(torch.randint(0, 256, whole.shape, dtype=torch.uint8))
         before = [view.clone() for view in views]
@@ -164,15 +201,3 @@ def by_block(cache: torch.Tensor) -> torch.Tensor:
     """A layer's bytes, (blocks, ...)."""
     raw = cache.view(torch.uint8) if cache.dtype is not torch.uint8 else cache
     return raw if len(raw) == BLOCKS else raw.unflatten(0, (BLOCKS, -1))
-
-
-def cache_config(of: list[KVCacheGroupSpec], layout: KVCacheLayout) -> Any:  # noqa: ANN401 - vLLM's
-    config = SimpleNamespace(
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout,
-            num_gpu_blocks_override=BLOCKS,
-            prefix_cache_retention_interval=None,
-        ),
-    )
-    return get_kv_cache_config_from_groups(config, of, 1 << 30)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 import torch
 from jaxtyping import UInt8
@@ -50,7 +50,23 @@ def block_rows(
             rows[-1] = last.as_strided((block_count, end - begin), last.stride())
         else:
             rows.append(row)
+    _require_apart(rows)
     return rows
+
+
+def _require_apart(rows: Sequence[torch.Tensor]) -> None:
+    if len({row.stride(0) for row in rows}) == 1:
+        return
+    for row, other in combinations(rows, 2):
+        (memory, stride, start), (same, other_stride, begin) = _place_of(row), _place_of(other)
+        if memory != same or stride == other_stride:
+            continue
+        if start < begin + other_stride * len(other) and begin < start + stride * len(row):
+            raise ConfigError(
+                "a block of some layers lies across several blocks of others",
+                remedy="Set VLLM_KV_CACHE_LAYOUT=LBHNC, and report the model; or set "
+                '"mode": "recompute".',
+            )
 
 
 def _place_of(row: torch.Tensor) -> tuple[int, int, int]:
