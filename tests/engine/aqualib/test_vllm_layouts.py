@@ -200,4 +200,4 @@ def test_a_block_is_moved_whole_and_nothing_beside_it(
 def by_block(cache: torch.Tensor) -> torch.Tensor:
     """A layer's bytes, (blocks, ...)."""
     raw = cache.view(torch.uint8) if cache.dtype is not torch.uint8 else cache
-    return raw if len(raw) == BLOCKS else raw.unflatten(0, (BLOCKS, -1))
+    return raw if len(raw) == BLOCKS else raw.view(BLOCKS, -1, *raw.shape[1:])

@@ -129,7 +129,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """As `request_finished_all_groups`, of an engine that has one."""
+        """Do as `request_finished_all_groups`, for an engine that has one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(

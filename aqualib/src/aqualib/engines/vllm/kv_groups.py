@@ -23,7 +23,8 @@ from typing import Any, Final, NamedTuple
 from aqua_protocol import ConfigError
 
 NULL_BLOCK: Final = 0
-"""Number of vLLM's null block, the first that its pool ever hands out: it holds nothing."""
+"""Number of vLLM's null block, the first that its pool ever hands out: it holds nothing. Fixed by
+vLLM; any other number is a block with contents."""
 
 TAIL: Final = "tail"
 """Marks the key of a request's partial last block, beside the number of its tokens."""
