@@ -55,20 +55,6 @@ def _config(family: str) -> Any:  # noqa: ANN401 - transformers'
         return transformers.MistralConfig(
             **_COMMON, **_HEADS, num_hidden_layers=2, sliding_window=WINDOW_TOKENS
         )
-    if family == "deepseek":  # Multi-head latent attention: one row for keys and values.
-        return transformers.DeepseekV2Config(
-            **_COMMON,
-            num_hidden_layers=2,
-            num_key_value_heads=4,
-            kv_lora_rank=512,
-            q_lora_rank=None,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            first_k_dense_replace=2,  # No experts: on a CPU they want half precision.
-            n_routed_experts=2,
-            num_experts_per_tok=1,
-        )
     raise ValueError(family)
 
 

@@ -1,4 +1,4 @@
-"""Models with windows, states and latent attention under Aqua: a stock vLLM (CPU build).
+"""Models with windows, beside full attention and alone, under Aqua: a stock vLLM (CPU build).
 
 Outputs are those of an engine that was never preempted, and change when what is loaded is zeroed.
 `test_vllm_interleavings` draws histories of the same groups by seed; here the kernels and the
@@ -36,12 +36,6 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "gemma-3": {"num_gpu_blocks_override": 40},
     "gpt-oss": {"num_gpu_blocks_override": 36},
     "mistral": {"num_gpu_blocks_override": 16},
-    # The other attention for latent rows wants half precision, whose outputs depend on the batch.
-    "deepseek": {
-        "num_gpu_blocks_override": 44,
-        "block_size": 16,
-        "attention_backend": "CPU_MLA",
-    },
 }
 
 
