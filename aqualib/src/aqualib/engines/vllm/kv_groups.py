@@ -137,7 +137,7 @@ class KvGroups(tuple[KvGroup, ...]):
         return total, runs
 
     def cut(self, runs: Sequence[BlockRun], start: int, total: int) -> list[BlockRun]:
-        """Of `runs` what is read after `total` tokens and does not end by `start`."""
+        """The part of `runs` that is read after `total` tokens and does not end by `start`."""
         cut = []
         for group, run in zip(self, runs, strict=True):
             needed = group.read(start, total)
