@@ -40,6 +40,7 @@ JSON ?=
 
 # `make test-chart`: write, to take the chart's renders over as they are.
 GOLDEN ?=
+KEEP ?=
 
 # `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
 # them, of which a list ("0 2") takes one after the other.
@@ -195,6 +196,13 @@ test-dashboards: $(READY) .venv-engine/.ready ## Run every rule and dashboard on
 .PHONY: test-chart
 test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it; GOLDEN=write takes its renders over
 	GOLDEN=$(GOLDEN) .venv-chart/bin/python -m pytest -m chart tests/chart $(PYTEST_ARGS)
+
+# As root: a root file system is made, mounted and entered. KEEP=1 takes the images of the last run.
+.PHONY: test-images
+test-images: .venv-chart/.ready ## Build the images without a daemon and start them as a cluster would; needs root
+	@{ command -v buildah && command -v debootstrap; } >/dev/null || \
+	  { echo "no buildah and debootstrap here. On Debian and Ubuntu: apt-get install buildah debootstrap" >&2; exit 1; }
+	KEEP=$(KEEP) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(READY) ## Check style, format, types, import arrows and generated docs

@@ -1,0 +1,185 @@
+"""Images are small, run as nobody in particular on a read-only root, and answer their probes.
+
+`KEEP=1 make test-images` takes the images that the last run has built.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+from harness.image import (
+    BASE,
+    build,
+    buildah,
+    command_in,
+    configuration,
+    make_base,
+    mounted,
+    tree_bytes,
+)
+
+MAX_COORDINATOR_BYTES: Final = 120 * 10**6
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base(tmp_path_factory: pytest.TempPathFactory) -> None:
+    make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session", params=["coordinator", "placer", "profiler"])
+def service(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def image(service: str, base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    name = f"localhost/aqua-test/{service}"
+    known = buildah("images", "--format", "{{.Name}}").splitlines()
+    if os.environ.get("KEEP") and name in known:
+        return name
+    return build(service, tmp_path_factory.mktemp(service))
+
+
+@pytest.fixture(scope="session")
+def root(image: str) -> Iterator[Path]:
+    with mounted(image) as path:
+        yield path
+
+
+def _run(root: Path, image: str, *arguments: str, entrypoint: bool = True) -> str:
+    done = subprocess.run(
+        command_in(root, image, *arguments, entrypoint=entrypoint),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def _serving(command: list[str]) -> Iterator[str]:
+    """A server until the block ends; yields the address that it has said."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if found := re.search(r"(http://[0-9.]+:[0-9]+)", line):
+                    yield found[1]
+                    break
+            else:
+                pytest.fail("".join(lines))
+            process.send_signal(signal.SIGTERM)
+            process.stdout.read()
+            assert process.wait(60) in {0, -signal.SIGTERM}
+        finally:
+            process.kill()
+
+
+def test_it_runs_as_a_user_that_is_not_root_on_a_root_that_is_read_only(
+    root: Path, image: str
+) -> None:
+    user = configuration(image)["User"]  # By number, as `runAsNonRoot` wants it.
+    assert re.fullmatch(r"[1-9][0-9]{4,}:[1-9][0-9]{4,}", user)
+    script = "id -u; touch /opt/aqua/x /etc/x 2>&1 || echo refused; touch /tmp/x && echo tmp"
+    said = _run(root, image, "sh", "-c", script, entrypoint=False).splitlines()
+    assert said[0] == user.partition(":")[0]
+    assert said[-2:] == ["refused", "tmp"]
+    assert "Read-only file system" in said[1]
+
+
+def test_it_carries_its_program_and_no_installer_and_no_torch(
+    root: Path, image: str, service: str
+) -> None:
+    assert "0." in _run(root, image, "--version")
+    packages = {
+        path.name.partition("-")[0].lower()
+        for path in root.glob("opt/aqua/lib/*/site-packages/*.dist-info")
+    }
+    assert f"aqua_{service}" in packages
+    assert not packages & {"pip", "setuptools", "wheel", "torch", "pytest"}
+
+
+def test_its_contents_can_be_listed(root: Path, service: str, tmp_path: Path) -> None:
+    (site,) = root.glob("opt/aqua/lib/*/site-packages")
+    script = (
+        "import sys; from importlib.metadata import distributions as found\n"
+        "for one in found(path=[sys.argv[1]]): print(f'{one.name}=={one.version}')"
+    )
+    pins = subprocess.run(
+        [sys.executable, "-c", script, site], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "pins.txt").write_text(pins.stdout)
+    listing = tmp_path / "bom.json"
+    cyclonedx = Path(sys.prefix) / "bin" / "cyclonedx-py"
+    subprocess.run(
+        [cyclonedx, "requirements", tmp_path / "pins.txt", "--output-file", listing],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    bill = json.loads(listing.read_text())
+    names = {component["name"] for component in bill["components"]}
+    assert {f"aqua-{service}", "pydantic"} <= names
+    assert all(component.get("version") for component in bill["components"])
+
+
+def test_a_coordinator_adds_less_than_120_mb_to_its_base(
+    root: Path, image: str, service: str
+) -> None:
+    if service != "coordinator":
+        return
+    with mounted(BASE) as base_root:
+        added = tree_bytes(root) - tree_bytes(base_root)
+    assert 0 < added < MAX_COORDINATOR_BYTES
+
+
+def test_it_answers_its_probes(root: Path, image: str, service: str) -> None:
+    if service == "profiler":  # Jobs have no probes.
+        assert "label" in _run(root, image, "--help")
+        return
+    command = command_in(root, image, "serve", "--port", "0")
+    with _serving(command) as url:
+        for path in ("/healthz", "/readyz"):
+            assert httpx.get(url + path, timeout=30).status_code == 200
+
+
+def test_the_bundled_valkey_is_in_the_coordinators_image(
+    root: Path, image: str, service: str
+) -> None:
+    if service == "coordinator":
+        assert "Valkey server v=" in _run(
+            root, image, "valkey-server", "--version", entrypoint=False
+        )
+
+
+def test_a_coordinator_on_all_addresses_wants_tokens(root: Path, image: str, service: str) -> None:
+    if service != "coordinator":
+        return
+    done = subprocess.run(
+        command_in(root, image, "serve", "--host", "0.0.0.0"),  # noqa: S104 - it is refused
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "AQUA_TOKENS_FILE" in done.stderr
