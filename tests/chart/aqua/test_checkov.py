@@ -27,7 +27,6 @@ EXCEPTIONS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "CKV_K8S_22": (ENGINES, "engines write compiled kernels where their images have them"),
     "CKV_K8S_23": (ENGINES, "images of engines run as root unless `runAsUser` says otherwise"),
     "CKV_K8S_40": (ENGINES, "as above"),
-    "CKV2_K8S_6": (ENGINES, "who may call an engine is the user's to say"),
     "CKV_K8S_8": (("aqua-test",), "a pod that ends within seconds has no probes"),
     "CKV_K8S_9": (("aqua-test",), "as above"),
 }  # fmt: skip
