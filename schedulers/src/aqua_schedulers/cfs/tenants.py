@@ -5,7 +5,7 @@ was admitted and `output_token_cost` for each token generated, over its weight. 
 smallest counter goes first. Work is what counts, not requests: a hundred short ones and a long one
 may come to the same, and a tenant gets no more by cutting its work into pieces.
 
-Nobody saves up. A tenant that begins to wait is *lifted* to the least counter of those that waited
+No tenant saves up. One that begins to wait is *lifted* to the least counter of those that waited
 before; where none did, all had what they asked for, and all begin alike, at the greatest counter.
 Being idle, or asking for less than one's share, is no claim on the time after, and using what no
 other wanted is no debt.

@@ -1,4 +1,4 @@
-"""Whose a request is: the name by which `tenants` among the options share an engine.
+"""The tenant of a request: the name by which `tenants` among the options share an engine.
 
 A tenant is found in the first of the `tenant_sources` that names one. The scheduler sees two of
 them: `aqua_tenant` in the request's `vllm_xargs`, and the name of its LoRA adapter. The other two,
@@ -38,7 +38,7 @@ class TenantSource(StrEnum):
 
 
 def tenant_of(request: Any, sources: Sequence[TenantSource]) -> str:
-    """Whose a request of vLLM's is, as its scheduler sees it; empty for nobody's in particular."""
+    """Name the tenant of a request of vLLM's, as its scheduler sees it; empty without one."""
     for source in sources:
         if source is TenantSource.LORA:
             lora = request.lora_request
