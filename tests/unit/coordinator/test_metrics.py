@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Final, cast
 
@@ -29,6 +30,7 @@ NOT_METRICS: Final = {module.package for module in modules()} | {
     "aqua_error",  # the code of the base of all errors
     "aqua_things",  # a package of an example
     "aqua_lender",  # what the names of a producer's metrics begin with
+    "aqua_tenant",  # an argument of a request to vLLM
 }
 
 
@@ -98,6 +100,9 @@ def exposed_by_members() -> set[str]:
     numbers = SimpleNamespace(
         producer_id="producer",
         identity=identity,
+        pressures=Counter(),
+        coordinator_error=None,
+        profile_follower=SimpleNamespace(state=None),
         **dict.fromkeys(("offered_bytes", "leased_bytes", "quarantined_bytes"), 0),
     )
     lending = SimpleNamespace(out_blocks=0)
