@@ -1,0 +1,118 @@
+"""What a step will take, as far as it can be known: a profile, corrected, or a safe fixed budget.
+
+`StepTimes` answers one question, "may this load run within so many seconds", and is told what each
+step took. It stands on one of two legs:
+
+- *Profiled*: the profile's prediction times a correction, which follows the measured steps, and a
+  margin for how much they scatter around it.
+- *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
+  even after correction). Then offline work gets a number of tokens a step that no prediction is
+  behind: it starts small, is halved whenever a step with offline work overran its limit, and grows
+  back slowly.
+
+Promises: no profile and a wrong one both end in the fixed budget, and `basis` says so, for a
+warning and a metric; a budget that has been overrun is smaller in the next step. It does not
+promise that no step overruns: the step that shows the error is over by then.
+
+Source: ConServe section 4.5 trusts its profile for ever; the correction and the fallback are ours.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from aqua_schedulers.conserve.profile import StepLoad, StepTimeProfile
+
+LEARNING_SHARE: Final = 0.05
+"""Share of a new step in the averages. Doubled, they follow twice as fast and scatter more."""
+
+SCATTER_MARGIN: Final = 2.0
+"""Mean deviations that a prediction keeps below its limit. Doubled, offline work gets less when
+times scatter, and fewer steps overrun."""
+
+TOLERATED_SCATTER: Final = 0.3
+"""Mean deviation of corrected predictions above which a profile is wrong: a good one is 3 to 5 %
+off. Doubled, a wrong profile is believed for longer."""
+
+FIRST_FIXED_TOKENS: Final = 64
+"""Offline tokens of a step without a profile: on an A100 64 tokens of a 7B model cost 2 ms beside
+decodes. Doubled, an unprofiled engine starts with twice the offline work and risk."""
+
+MAX_FIXED_TOKENS: Final = 512
+"""Largest fixed budget, vLLM's smallest usual chunk. Doubled, long calm lets it grow further."""
+
+FIXED_STEP_TOKENS: Final = 1
+"""Tokens that the fixed budget grows in a step within its limit. Doubled, it recovers faster."""
+
+
+class PredictionBasis(StrEnum):
+    """What the answers stand on."""
+
+    PROFILE = "profile"
+    FIXED = "fixed"
+
+
+class StepTimes:
+    """Predicts step times of one engine; made once, told every step.
+
+    Args:
+        profile: None starts with the fixed budget and stays there.
+    """
+
+    def __init__(self, profile: StepTimeProfile | None) -> None:
+        self._profile = profile
+        self._correction = 1.0
+        self._scatter = 0.0 if profile is None else profile.relative_error / SCATTER_MARGIN
+        self._fixed_tokens = FIRST_FIXED_TOKENS
+        self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
+
+    @property
+    def correction(self) -> float:
+        """Measured over predicted, as it stands."""
+        return self._correction
+
+    def seconds(self, load: StepLoad) -> float:
+        """Expected time of a step; infinity where nothing can be said, 0 for an empty one."""
+        if self._profile is None:
+            return float("inf") if load.new_tokens else 0.0
+        return self._profile.seconds(load) * self._correction
+
+    def allows(self, load: StepLoad, limit_s: float, offline_tokens: int) -> bool:
+        """Whether a step of `load`, of which so many tokens are offline's, keeps to the limit."""
+        if self.basis is PredictionBasis.FIXED or self._profile is None:
+            return offline_tokens <= self._fixed_tokens
+        if load.new_tokens > self._profile.max_tokens:
+            return False
+        expected_s = self._profile.seconds(load) * self._correction
+        return expected_s * (1.0 + SCATTER_MARGIN * self._scatter) <= limit_s
+
+    def chunk_within(
+        self, load: StepLoad, limit_s: float, offline_tokens: int, wanted: int, context: int
+    ) -> int:
+        """The most tokens of a chunk, up to `wanted`, that may join; by bisection."""
+        if self.allows(load.and_chunk(wanted, context), limit_s, offline_tokens + wanted):
+            return wanted
+        low, high = 0, wanted
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.allows(load.and_chunk(middle, context), limit_s, offline_tokens + middle)
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def measured(
+        self, load: StepLoad, seconds: float, *, limit_s: float, offline_tokens: int
+    ) -> None:
+        """Learn what a step took; `limit_s` is what it was planned for, infinity for none."""
+        if offline_tokens and seconds > limit_s:
+            self._fixed_tokens //= 2
+        elif offline_tokens or not self._fixed_tokens:
+            self._fixed_tokens = min(MAX_FIXED_TOKENS, self._fixed_tokens + FIXED_STEP_TOKENS)
+        if self._profile is None or not load.new_tokens:
+            return
+        share = seconds / self._profile.seconds(load)
+        off = abs(share / self._correction - 1.0)
+        self._scatter += LEARNING_SHARE * (off - self._scatter)
+        self._correction += LEARNING_SHARE * (share - self._correction)
+        is_wrong = self._scatter > TOLERATED_SCATTER
+        self.basis = PredictionBasis.FIXED if is_wrong else PredictionBasis.PROFILE

@@ -1,0 +1,224 @@
+"""Co-serving's parts: profiles and their fallback, checkpoints, the offline queue, readings."""
+
+from __future__ import annotations
+
+import pytest
+
+from aqua_protocol.errors import ConfigError
+from aqua_schedulers.conserve import (
+    CheckpointLedger,
+    ConserveSettings,
+    CoServedRequest,
+    CoServingPolicyName,
+    CoServingView,
+    MeasuredStep,
+    Objectives,
+    PredictionBasis,
+    ServiceClass,
+    StepLoad,
+    StepTimeProfile,
+    StepTimes,
+    StepUnderWay,
+    co_serving_policy,
+    fitted_profile,
+)
+from aqua_schedulers.conserve.checkpoints import CheckpointRamp, CopyBudget
+from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
+
+PROFILE = StepTimeProfile(
+    model="m",
+    engine="e",
+    gpu="g",
+    floor_s=0.01,
+    token_s=1e-4,
+    exponent=1.5,
+    context_token_s=4e-7,
+    pair_s=3e-9,
+    max_tokens=2048,
+)
+
+
+def offline(name: str, **facts: object) -> CoServedRequest:
+    values = {"arrival_s": 0.0, "known_tokens": 100, "computed_tokens": 0, **facts}
+    return CoServedRequest(name, ServiceClass.OFFLINE, **values)  # type: ignore[arg-type] # fields
+
+
+def loads() -> list[StepLoad]:
+    return [
+        StepLoad().and_chunk(tokens, context)._replace(context_tokens=read)
+        for tokens in (1, 32, 256, 1024, 2048)
+        for context in (0, 2000)
+        for read in (0, 10_000, 40_000)
+    ]
+
+
+def test_a_profile_is_found_again_from_the_steps_that_it_predicts() -> None:
+    steps = [MeasuredStep(load, PROFILE.seconds(load)) for load in loads()]
+    found = fitted_profile(steps, model="m", engine="e", gpu="g")
+    assert found.relative_error < 0.05
+    assert found.max_tokens == 2048
+    assert StepTimeProfile.parse(found.model_dump_json()) == found
+
+
+def test_a_profile_needs_steps_and_its_own_format() -> None:
+    with pytest.raises(ConfigError, match="make no profile"):
+        fitted_profile([], model="m", engine="e", gpu="g")
+    with pytest.raises(ConfigError, match="not a step-time profile"):
+        StepTimeProfile.parse('{"format": 2}')
+
+
+def test_a_chunk_is_the_largest_that_keeps_to_the_limit() -> None:
+    times = StepTimes(PROFILE)
+    load = StepLoad(8, 4000, 0.0, 8)
+    tokens = times.chunk_within(load, 0.05, 0, 2048, 100)
+    assert PROFILE.seconds(load.and_chunk(tokens, 100)) <= 0.05
+    assert PROFILE.seconds(load.and_chunk(tokens + 1, 100)) > 0.05
+
+
+def test_without_a_profile_offline_work_keeps_to_a_fixed_budget_that_overruns_halve() -> None:
+    times = StepTimes(None)
+    load = StepLoad(65, 0, 0.0, 2)
+    assert times.basis is PredictionBasis.FIXED
+    assert times.allows(load, 0.05, 64)
+    assert not times.allows(load, 0.05, 65)
+    times.measured(load, 0.06, limit_s=0.05, offline_tokens=64)
+    assert not times.allows(load, 0.05, 33)
+    for _ in range(6):
+        times.measured(load, 0.06, limit_s=0.05, offline_tokens=1)
+    assert not times.allows(load, 0.05, 1)
+    times.measured(load, 0.04, limit_s=0.05, offline_tokens=0)
+    assert times.allows(load, 0.05, 1)
+
+
+def test_a_profile_that_is_off_is_corrected_and_a_wrong_one_is_left_for_the_fixed_budget() -> None:
+    times = StepTimes(PROFILE)
+    load = StepLoad(512, 0, 0.0, 1)
+    for _ in range(200):
+        times.measured(load, 1.5 * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
+    assert times.basis.value == "profile"
+    assert times.seconds(load) == pytest.approx(1.5 * PROFILE.seconds(load), rel=0.01)
+    for index in range(60):
+        share = (0.2, 5.0)[index % 2]
+        times.measured(load, share * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
+    assert times.basis.value == "fixed"
+
+
+def test_a_block_is_saved_when_acknowledged_and_pinned_until_then() -> None:
+    ledger = CheckpointLedger()
+    ledger.copy("a", 3)
+    assert ledger.of("a").saved == 0
+    assert ledger.acknowledge("a", 1) == 0
+    assert ledger.leave("a") == 2
+    assert ledger.pinned_blocks == 2
+    assert ledger.acknowledge("a", 2) == 2
+    assert ledger.of("a").saved == 3
+    assert (ledger.pinned_blocks, ledger.stored_blocks) == (0, 3)
+    ledger.copy("a", 1)
+    assert ledger.finish("a") == 1
+    assert ledger.acknowledge("a", 1) == 1
+    assert ledger.stored_blocks == 0
+
+
+def test_a_lost_checkpoint_is_no_longer_saved() -> None:
+    ledger = CheckpointLedger()
+    ledger.copy("a", 3)
+    ledger.acknowledge("a", 3)
+    ledger.lose("a")
+    assert ledger.of("a").saved == ledger.stored_blocks == 0
+
+
+def test_the_ramp_begins_at_its_start_and_takes_all_when_memory_stays_full() -> None:
+    ramp = CheckpointRamp(0.5, 1.0)
+    assert [ramp.request_count(0.5, 10) for _ in range(50)][-1] == 0
+    grown = [ramp.request_count(1.0, 10) for _ in range(50)]
+    assert grown == sorted(grown)
+    assert (grown[0], grown[-1]) == (2, 10)
+
+
+def test_a_copy_budget_saves_two_steps_and_no_more() -> None:
+    budget = CopyBudget()
+    assert [budget.refill(0.1, 100.0) for _ in range(3)] == [10, 20, 20]
+    budget.spend(20)
+    assert budget.refill(0.1, 100.0) == 10
+
+
+def test_offline_requests_come_by_deadline_then_begun_ones_then_by_arrival() -> None:
+    queue = OfflineQueue(10.0)
+    queue.add(offline("late", arrival_s=2.0), 0.0)
+    queue.add(offline("early", arrival_s=1.0), 0.0)
+    queue.add(offline("begun", arrival_s=3.0, computed_tokens=16), 0.0)
+    queue.add(offline("wanted", arrival_s=4.0, finish_by_s=50.0), 0.0)
+    assert [each.request_id for each in queue] == ["wanted", "begun", "early", "late"]
+    queue.take("begun")
+    queue.remove("early")
+    assert [each.request_id for each in queue] == ["wanted", "late"]
+
+
+def test_the_longest_unserved_request_is_starved_after_its_time() -> None:
+    queue = OfflineQueue(10.0)
+    queue.add(offline("a"), 0.0)
+    queue.add(offline("b"), 1.0)
+    assert queue.starved(9.9) is None
+    assert queue.starved(10.0) == "a"
+    queue.served("a", 10.0)
+    assert queue.starved(11.0) == "b"
+
+
+def test_a_request_is_due_when_its_work_takes_what_is_left() -> None:
+    request = offline("a", remaining_tokens=50, finish_by_s=11.0)
+    assert not is_due(request, 0.0, 0.01, 0.1)
+    assert is_due(request, 5.0, 0.01, 0.1)
+    assert not is_due(offline("b", remaining_tokens=50), 1e9, 0.01, 0.1)
+
+
+def test_readings_differ_in_when_an_arrival_aborts() -> None:
+    step = StepUnderWay(0.0, StepLoad(2048, 0, 0.0, 2), 0.2, is_preemptible=True)
+    arrival = CoServedRequest("on", ServiceClass.ONLINE, 0.05, 100)
+    for name, ttft_s, aborts in (
+        (CoServingPolicyName.CONSERVE, 1.5, False),
+        (CoServingPolicyName.CONSERVE, 0.1, True),
+        (CoServingPolicyName.GUARDED, 1.5, True),
+        (CoServingPolicyName.PRIORITY, 0.1, False),
+    ):
+        policy = co_serving_policy(name, Objectives(ttft_s, 0.1), PROFILE)
+        assert policy.on_arrival(step, [arrival], 0.05) is aborts
+        assert not policy.on_arrival(step._replace(is_aborting=True), [arrival], 0.05)
+        assert not policy.on_arrival(step._replace(is_preemptible=False), [arrival], 0.05)
+
+
+def test_victims_are_those_with_the_least_to_compute_again() -> None:
+    policy = co_serving_policy("guarded", Objectives(1.5, 0.1), PROFILE)
+    policy.checkpoints.copy("saved", 6)
+    policy.checkpoints.acknowledge("saved", 6)
+    running = [offline(name, computed_tokens=99, held_blocks=7) for name in ("saved", "unsaved")]
+    arrival = CoServedRequest("on", ServiceClass.ONLINE, 1.0, 100)
+    view = CoServingView(1.0, 0, 14, 2048, 8, running, [arrival])
+    plan = policy.plan(view)
+    assert [each.request_id for each in plan.preempt] == ["saved"]
+    assert plan.online_tokens == 100
+
+
+def test_aborts_halve_offline_steps_and_calm_restores_them() -> None:
+    settings = ConserveSettings(offline_step_tokens=64, least_step_tokens=16)
+    policy = co_serving_policy("guarded", Objectives(1.5, 0.1), PROFILE, settings)
+    view = CoServingView(0.0, 100, 100, 2048, 8, [])
+    policy.added(offline("a", known_tokens=500), 0.0)
+
+    def tokens() -> int:
+        return sum(policy.plan(view).offline_tokens.values())
+
+    assert tokens() == 64
+    for _ in range(5):
+        policy.aborted()
+    assert tokens() == 16
+    plan = policy.plan(view)
+    policy.stepped(plan, plan.load, 0.1, 0.1)
+    assert tokens() == 32
+
+
+def test_names_and_objectives_are_checked() -> None:
+    assert CoServingPolicyName.named("best") is CoServingPolicyName.GUARDED
+    with pytest.raises(ConfigError, match="no co-serving policy"):
+        co_serving_policy("swift", Objectives(1.0, 1.0), None)
+    with pytest.raises(ConfigError, match="positive"):
+        co_serving_policy("best", Objectives(0.0, 1.0), None)
