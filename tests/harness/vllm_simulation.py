@@ -142,6 +142,13 @@ class SimulatedEngine:
         if self._under_way:
             self._take_output()
 
+    def abort(self, name: str) -> None:
+        """Have a request end here, whatever it is doing, if it has not ended."""
+        from vllm.v1.request import RequestStatus
+
+        if self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
+            self.expected[name] = self.outputs[name]
+
     def drain(self) -> None:
         """Take in the outputs of all steps under way."""
         while self._under_way:
@@ -201,7 +208,8 @@ class Runner:
         self._is_told = False
         self._loses_all = shape.groups != ("full",)
         self.weights = 0
-        self.loaded_blocks = self.lost_blocks = self.saved_blocks = 0
+        self.zeroes_loads = False
+        self.loaded_blocks = self.lost_blocks = self.saved_blocks = self.paged_out_blocks = 0
 
     # --- A step ---------------------------------------------------------------------------
 
@@ -351,6 +359,7 @@ class Runner:
             assert place < min(self.shape.store_blocks), "a place that a worker does not have"
             assert block != NULL_BLOCK, "what was freed is paged out"
             self._places[place] = list(self._cache[block])
+            self.paged_out_blocks += 1
         for number, (places, blocks) in plan.async_saves.items():
             for place in places:
                 assert place < min(self.shape.store_blocks), "a place that a worker does not have"
@@ -360,22 +369,27 @@ class Runner:
     def _save(self, lost: set[int]) -> Counter[int]:
         """Some of the saves under way end, at a worker after the other."""
         for number in [number for number in self._saving if self.rng.random() < self.shape.speed]:
-            places, blocks = self._saving.pop(number)
-            self._unacknowledged[number] = len(self.shape.store_blocks)
-            assert NULL_BLOCK not in blocks, "what was freed is paged out"
-            for place, block in zip(places, blocks, strict=True):
+            self._unacknowledged.setdefault(number, len(self.shape.store_blocks))
+        acknowledged: Counter[int] = Counter()
+        for number, left in list(self._unacknowledged.items()):
+            acknowledged[number] = self.rng.randrange(left + 1)
+            self._unacknowledged[number] -= acknowledged[number]
+            if self._unacknowledged[number]:
+                continue
+            del self._unacknowledged[number]
+            # What the last worker reads is what counts here: before that, nothing may change.
+            for place, block in zip(*self._saving.pop(number), strict=True):
+                assert block != NULL_BLOCK, "what was freed is paged out"
                 self.saved_blocks += 1
                 self._places[place] = list(self._cache[block])
                 if self.rng.random() < self.shape.loss:
                     del self._places[place]
                     lost.add(place)
-        acknowledged: Counter[int] = Counter()
-        for number, left in list(self._unacknowledged.items()):
-            acknowledged[number] = self.rng.randrange(left + 1)
-            self._unacknowledged[number] -= acknowledged[number]
-            if not self._unacknowledged[number]:
-                del self._unacknowledged[number]
         return +acknowledged
+
+    def lose_all(self) -> None:
+        """What is in the store is gone, as when a producer dies."""
+        self._places.clear()
 
     def _load(
         self, places: list[int], blocks: list[int], invalid: set[int], lost: set[int]
@@ -385,7 +399,8 @@ class Runner:
             if self.rng.random() < self.shape.loss:
                 self._places.pop(place, None)
             if place in self._places:
-                self._cache[block] = list(self._places[place])
+                found = self._places[place]
+                self._cache[block] = [0] * len(found) if self.zeroes_loads else list(found)
                 self.loaded_blocks += 1
             else:
                 self._cache[block] = [-2] * self._most_tokens

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -247,6 +248,27 @@ def test_page_outs_beside_the_model_that_fail_are_acknowledged_as_lost(
         monkeypatch.setattr(worker.store, "page_out", page_out)
         worker.page_out(PagingPlan(async_saves={1: ([0, 3], [1, 5])}))
         assert reported(worker, 1).lost_places == {0, 3}
+
+
+def test_page_outs_that_requests_wait_for_go_before_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[list[int]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def gather(_: object, blocks: list[int], __: object) -> None:
+        order.append(blocks)
+        begun.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(BlockCopier, "gather", gather)
+    with paging() as (worker, _):
+        worker.page_out(PagingPlan(async_saves={1: ([0], [1]), 2: ([1], [2]), 3: ([2], [3])}))
+        assert begun.wait(10)
+        worker.page_out(PagingPlan(async_saves={4: ([3], [4])}, urgent_saves=[4, 3, 1]))
+        go_on.set()
+        until(lambda: len(order) == 4, "all are read")
+    assert order == [[1], [4], [3], [2]], "what is urgent, in its order; none twice"
 
 
 def test_a_worker_says_once_what_its_store_holds() -> None:

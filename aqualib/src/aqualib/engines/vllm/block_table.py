@@ -118,11 +118,23 @@ class BlockTable:
         """Whether the block is there or on its way."""
         return key in self._by_key or key in self._filling
 
-    def begin(self, key: Hashable) -> int | None:
-        """Take and hold a place for `key`, found once it is `filled`; None without room."""
-        assert not self.is_known(key), key
-        place = self._take(key, is_lasting=True)
+    def hold_known(self, key: Hashable) -> int | None:
+        """Hold the place of a block that is there or on its way; None if it is neither."""
+        place = self._by_key.get(key)
+        if place is None:
+            place = self._filling.get(key)
         if place is not None:
+            self.hold((place,))
+        return place
+
+    def begin(self, key: Hashable, *, is_lasting: bool = True) -> int | None:
+        """Take and hold a place for `key`; None without room.
+
+        A lasting one can be found once it is `filled`, another is for those that hold it.
+        """
+        assert not self.is_known(key), key
+        place = self._take(key, is_lasting=is_lasting)
+        if place is not None and is_lasting:
             self._filling[key] = place
         return place
 

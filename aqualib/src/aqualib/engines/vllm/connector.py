@@ -140,6 +140,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half.finished(request, block_ids, computed)
         return False, None
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free without another preemption."""
+        return self._scheduler_half.freeing_blocks > 0
+
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed to hear of what is under way, though no request is to run."""
         half = self._scheduler_half

@@ -21,7 +21,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS: Final = {
     "kv_paged_out_bytes": "KV bytes paged out.",
     "kv_paged_in_bytes": "KV bytes paged in.",
-    "kv_paging_seconds": "Time that steps, or loads beside them, spent paging.",
+    "kv_paging_seconds": "Time that steps, or copies beside them, spent paging.",
     "kv_failures": "Transfers that failed; their blocks are computed again.",
     "kv_drained_bytes": "KV bytes moved away from peers, because they wanted their memory.",
     "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",

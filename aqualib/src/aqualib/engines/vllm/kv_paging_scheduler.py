@@ -4,15 +4,12 @@ It is told what happens to requests and block ids. Requests are vLLM's objects, 
 `request_id`, `num_tokens`, `block_hashes` and `skip_reading_prefix_cache`; nothing is kept of them
 but names.
 
-Order within a step makes it correct. vLLM frees a preempted or finished request's blocks at once
-and may give them to another in the same step, so they are paged out at the very start of that
-step's execution, before anything is written. Places that a load of this step reads are held until
-the plan is taken, so that no page-out of the same step can reuse them; asynchronous loads hold
-theirs until they are done.
-
-What no request waits for, blocks of finished requests and checkpoints of running ones, is paged out
-beside the model where the engine's scheduler gives a way to keep blocks from being reused
-(`save_beside`). Such a block is in the table once every worker has acknowledged it, and not before.
+Page-outs go beside the model (`async_page_out`) where the engine's scheduler gives a way to keep
+blocks from being reused (`save_beside`), with one exception: a request that vLLM itself preempts,
+because another finds no block in this very step, gives its blocks at once. Order within a step
+makes that correct: they are paged out at the very start of that step's execution, before anything
+is written. Places that a load of this step reads are held until the plan is taken, so that no
+page-out of the same step can reuse them; asynchronous loads hold theirs until they are done.
 
 A model may keep several groups of blocks (`kv_groups`). Block ids come as one table for each group;
 what was freed behind a window is neither paged out nor loaded. A request comes back where every
@@ -36,50 +33,24 @@ from aqualib.engines.vllm.async_page_out import AsyncPageOut
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.kv_groups import NULL_BLOCK, BlockKeys, BlockRun, KvGroups
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
+from aqualib.engines.vllm.paging_counts import PagingCounts
+from aqualib.engines.vllm.paging_plan import STAGING_BYTES, PagingPlan, WorkerReport
 
 
 @dataclass(slots=True)
 class _Saved:
-    """Held places of a preempted request's blocks, by group, and the tokens in them."""
+    """Held places of a preempted request's blocks, by group, and the tokens in them.
+
+    Filled once these parts are acknowledged.
+    """
 
     runs: list[BlockRun]
     tokens: int
+    parts: Collection[int] = ()
 
     @property
     def places(self) -> Iterator[int]:
         return chain.from_iterable(run.places for run in self.runs)
-
-
-@dataclass(slots=True)
-class PagingCounts:
-    """What was done so far; blocks unless named otherwise.
-
-    Attributes:
-        saved_blocks: Paged out for preempted requests.
-        clean_blocks: Of preempted requests, in the store already.
-        checkpointed_blocks: Paged out while their request ran.
-        kept_blocks: Paged out for the prefix tier when their request finished.
-        unkept_blocks: Of finished requests, not kept because so many were on their way.
-        unsaved_blocks: Dropped for want of room in the store: their tokens are computed again.
-        restored_tokens: Of preempted requests, loaded instead of computed.
-        prefix_hit_tokens: Of new requests, loaded instead of computed.
-        queried_tokens: Of new requests, looked up.
-        lost_blocks: Not there when they were needed.
-        forced_preemptions: Requests that the policy preempted; counted by the scheduler.
-    """
-
-    saved_blocks: int = 0
-    clean_blocks: int = 0
-    checkpointed_blocks: int = 0
-    kept_blocks: int = 0
-    unkept_blocks: int = 0
-    unsaved_blocks: int = 0
-    restored_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    queried_tokens: int = 0
-    lost_blocks: int = 0
-    forced_preemptions: int = 0
 
 
 class KvPagingScheduler:
@@ -151,13 +122,19 @@ class KvPagingScheduler:
     # --- What happens to requests ---------------------------------------------------------
 
     def preempting(
-        self, request: Any, block_ids: Sequence[Sequence[int]], computed_tokens: int
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        *,
+        frees_later: bool = False,
     ) -> int:
         """Have the blocks of a request that is about to lose them paged out.
 
         `block_ids` are its table of each group. `computed_tokens` have their KV in the blocks once
         the steps under way are done, but those beyond the request's last token may be drafts that
-        will be rejected. Returns how many will come back by a load.
+        will be rejected. With `frees_later`, blocks that have to be read first are free only after
+        that, and the step does not wait for it. Returns how many tokens will come back by a load.
         """
         assert request.request_id not in self._saved, request.request_id
         if not self._is_on or request.skip_reading_prefix_cache or not self.table.capacity_blocks:
@@ -172,40 +149,57 @@ class KvPagingScheduler:
         # Its own clean copies must not be what the others are given room by.
         clean = self.table.present(chain.from_iterable(keys))
         self.table.hold(clean)
+        parts: set[int] = set()
         runs = [BlockRun(blocks.start, []) for blocks in wanted]
         # Without full attention alone, a part is of no use.
         if not self.groups.loses_all or sum(map(len, keys)) - len(clean) <= self.table.room:
             for group, run, names, ids in zip(self.groups, runs, keys, block_ids, strict=True):
                 full = 0 if group.is_state else computed_tokens // group.block_tokens
-                self._put(run, names, ids, full)
+                swapped = ids[run.first : run.first + len(names)]
+                if frees_later and self._saves is not None:
+                    places, awaited, count = self._saves.swap(
+                        names, swapped, full - run.first, self._plan
+                    )
+                    parts |= awaited
+                else:
+                    places, count = self._swap_now(names, swapped, full - run.first)
+                run.places.extend(places)
+                self.counts.saved_blocks += count
+                self.counts.clean_blocks += len(places) - count
         self.table.release(clean)
-        saved = _Saved(runs, computed_tokens)
+        saved = _Saved(runs, computed_tokens, parts)
         self.counts.unsaved_blocks += sum(map(len, wanted)) - sum(1 for _ in saved.places)
         self._saved[request.request_id] = saved
         return self.saved_tokens(request.request_id)
 
-    def _put(
-        self, run: BlockRun, keys: Sequence[Hashable], block_ids: Sequence[int], full: int
-    ) -> None:
-        """Hold a place for each key, as far as there is room, and page out what is not there."""
-        for at, key in enumerate(keys, start=run.first):
+    def _swap_now(
+        self, keys: Sequence[Hashable], block_ids: Sequence[int], full: int
+    ) -> tuple[list[int], int]:
+        """As `AsyncPageOut.swap`, at the start of the next step, which may overwrite them."""
+        places: list[int] = []
+        count = 0
+        for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
             put = self.table.put(key, is_lasting=at < full)
             if put is None:
                 break
             place, is_new = put
-            run.places.append(place)
+            places.append(place)
             if is_new:
-                self._page_out(place, block_ids[at])
-                self.counts.saved_blocks += 1
-            else:
-                self.counts.clean_blocks += 1
+                self._page_out(place, block_id)
+                count += 1
+        return places, count
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` a load would bring, and whether beside the model.
 
-        None as the number: ask again, other loads hold too many blocks. The last token is always
-        computed, for vLLM has to sample after it.
+        None as the number: ask again, it is still being paged out, or other loads hold too many
+        blocks. The last token is always computed, for vLLM has to sample after it.
         """
+        saved = self._saved.get(request.request_id)
+        if saved is not None and saved.parts:
+            if self._saves is not None and not self._saves.is_done(saved.parts):
+                return None, False
+            saved.parts = ()
         runs, tokens = self._match(request, local_tokens)
         if not tokens or request.request_id in self.failed_loads:
             self._matches.pop(request.request_id, None)
@@ -290,6 +284,8 @@ class KvPagingScheduler:
     def take_plan(self) -> PagingPlan:
         """The step's plan; the next one's begins empty."""
         plan, self._plan = self._plan, PagingPlan()
+        if self._saves is not None:
+            self._saves.plan_taken()
         plan.drops = self.table.take_dropped()
         self.table.release(self._until_taken)
         self._until_taken = []
@@ -323,6 +319,8 @@ class KvPagingScheduler:
             self.block_bytes = report.store.block_bytes
             self._worker_count = report.store.worker_count
             self.table.grow(report.store.capacity_blocks)
+            if self._saves is not None:
+                self._saves.part_blocks = max(1, STAGING_BYTES // self.block_bytes)
         if report.lost_places:
             self._forget_lost(report)
         for number, count in report.saved.items():
@@ -369,6 +367,11 @@ class KvPagingScheduler:
     def is_saving(self) -> bool:
         """Whether page-outs beside the model are not acknowledged yet."""
         return bool(self._saves)
+
+    @property
+    def freeing_blocks(self) -> int:
+        """Blocks of preempted requests that come free once they are acknowledged."""
+        return 0 if self._saves is None else self._saves.freeing_blocks
 
     # --- What policies ask ----------------------------------------------------------------
 
@@ -455,7 +458,7 @@ class KvPagingScheduler:
         not before.
         """
         if self._saves is not None:
-            return self._saves.begin(keys, block_ids, self._plan)
+            return self._saves.save(keys, block_ids, self._plan)
         pairs = list(zip(keys, block_ids, strict=False))
         count = 0
         for at, (key, block_id) in enumerate(pairs):

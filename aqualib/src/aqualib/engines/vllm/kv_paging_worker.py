@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +27,12 @@ import torch
 from aqua_protocol import MIB, AquaError, TransportError
 from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging_plan import (
+    STAGING_BYTES,
+    PagingPlan,
+    WorkerReport,
+    WorkerStore,
+)
 from aqualib.engines.vllm.rows import BlockCopier
 from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.tensor import Location
@@ -39,10 +44,6 @@ if TYPE_CHECKING:
     from aqualib.consumer import Aqua
 
 logger: Final = logging.getLogger("aqualib")
-
-STAGING_BYTES: Final = 32 * MIB
-"""Size of a staging buffer: at 300 GB/s so much takes 0.1 ms, many times what starting a transfer
-costs. Doubled, a worker takes twice the memory beside the KV cache and pages no faster."""
 
 RATE_MEMORY: Final = 0.8
 """Weight of the past in the measured rate, by judgement: five transfers decide. Nearer to 1, a link
@@ -100,7 +101,11 @@ class KvPagingWorker:
         self._saver = SerialExecutor("aqua-kv-save")
         self._saver_staging: torch.Tensor | None = None
         self._save_stream = SideStream(self._blocks.device, is_urgent=False)
-        self._saves: dict[int, Future[None]] = {}
+        # What is to be saved, and in which order; `_lock` guards them.
+        self._unsaved: dict[int, tuple[Any, list[int], list[int]]] = {}
+        self._save_order: tuple[deque[int], deque[int]] = (deque(), deque())
+        self._acknowledged: Counter[int] = Counter()
+        self._save_jobs: deque[Future[None]] = deque()
         self.store: BlockStore | None = None
         try:
             self.store = aqua.block_store(self.block_bytes, capacity_blocks)
@@ -128,9 +133,17 @@ class KvPagingWorker:
         for part in self._parts(len(plan.out_places)):
             self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
         self._note("out", len(plan.out_places), started_s)
-        for number, (places, blocks) in plan.async_saves.items():
-            mark = self._save_stream.mark()
-            self._saves[number] = self._saver.submit(self._save, mark, places, blocks)
+        if not plan.async_saves and not plan.urgent_saves:
+            return
+        mark = self._save_stream.mark()
+        with self._lock:
+            urgent, others = self._save_order
+            urgent.extend(plan.urgent_saves)
+            for number, (places, blocks) in plan.async_saves.items():
+                self._unsaved[number] = (mark, places, blocks)
+                others.append(number)
+        for _ in plan.async_saves:
+            self._save_jobs.append(self._saver.submit(self._save_next))
 
     def page_in(self, plan: PagingPlan) -> None:
         """Page in; done when it returns, but for what goes beside the model."""
@@ -157,13 +170,13 @@ class KvPagingWorker:
         """What changed since the last report; None if nothing did."""
         if self.aqua.step() is not None:
             self._note_leases()
+        while self._save_jobs and self._save_jobs[0].done():
+            self._save_jobs.popleft().result()
         # What is acknowledged has been counted and, where it failed, is among the lost.
-        saved = Counter(number for number, save in self._saves.items() if save.done())
-        for number in saved:
-            self._saves.pop(number).result()
         location, rate = self.location(), self._rate
         with self._lock:
             lost, self._lost = self._lost, set()
+            saved, self._acknowledged = self._acknowledged, Counter()
         told, before = self._reported
         # A rate is worth a report if it is the first, or twice or half of the last one.
         differs = max(rate, before) >= 2 * min(rate, before) and rate != before
@@ -270,6 +283,19 @@ class KvPagingWorker:
             self._give_up(list(zip(places, blocks, strict=True)))
             failure = TransportError(f"the device or its memory failed: {type(error).__name__}")
             self._fail(failure, f"{len(places)} KV blocks were not paged in and are computed again")
+
+    def _save_next(self) -> None:
+        """Page out what is most urgent, in the order of the plans, and acknowledge it."""
+        with self._lock:
+            urgent, others = self._save_order
+            # What has become urgent stands in both.
+            job = None
+            while job is None:
+                number = (urgent or others).popleft()
+                job = self._unsaved.pop(number, None)
+        self._save(*job)
+        with self._lock:
+            self._acknowledged[number] += 1
 
     def _save(self, mark: Any, places: list[int], blocks: list[int]) -> None:
         """Page out beside the model: blocks and places are the scheduler's to keep in place."""

@@ -14,7 +14,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from aqua_protocol import MIB
 from aqua_schedulers.cfs import PagingTier
+
+STAGING_BYTES: Final = 32 * MIB
+"""Size of a staging buffer: at 300 GB/s so much takes 0.1 ms, many times what starting a transfer
+costs. Doubled, a worker takes twice the memory beside the KV cache and pages no faster."""
 
 _WORST_LAST: Final = [PagingTier.PEER, PagingTier.HOST, PagingTier.NOWHERE]
 
@@ -32,6 +37,8 @@ class PagingPlan:
         async_loads: By request: places and blocks to fill beside the model.
         async_saves: By number: places to fill and blocks to page out beside the model. The
             scheduler keeps the blocks as they are until every worker has acknowledged the number.
+        urgent_saves: Numbers, of this plan or of earlier ones, that requests wait for: they go
+            before others.
     """
 
     drops: list[int] = field(default_factory=list)
@@ -41,6 +48,7 @@ class PagingPlan:
     in_blocks: list[int] = field(default_factory=list)
     async_loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     async_saves: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    urgent_saves: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,11 @@ SAVING_SHARE: Final = 1 / 8
 that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
 together, and those that wait find less memory for as long as that takes."""
 
+READING_STEPS: Final = 2
+"""Steps in which memory of preempted requests is read before it is free, as a rule: one, and one
+that is under way when it is told. Doubled, more of the memory is left to those that stay meanwhile;
+at 0 they may find none and miss a step."""
+
 
 class AquaScheduler(LendingScheduler):
     """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
@@ -75,8 +80,8 @@ class AquaScheduler(LendingScheduler):
         require_blocks(self.kv_cache_config)
         options = options_of(vllm_config)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
-        block_tokens = self._tokens_per_new_block()
-        self._policy = policy_named(options.policy, options, block_tokens=block_tokens)
+        self._growing_tokens = self._tokens_per_new_block()
+        self._policy = policy_named(options.policy, options, block_tokens=self._growing_tokens)
         # None is looked at where no tenants share.
         self._tenant_sources = () if options.tenants is None else options.tenant_sources
         self._options = options
@@ -98,6 +103,7 @@ class AquaScheduler(LendingScheduler):
         # depend on string hashes.
         self._holding: dict[str, None] = {}
         self._preemption_mode = PreemptionMode.SWAP
+        self._is_turn = False
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
         self._step_started_s = 0.0
         self._prefill_tokens_per_s = 0.0
@@ -201,9 +207,9 @@ class AquaScheduler(LendingScheduler):
                 self.failed_recving_kv_req_ids.add(request.request_id)
             elif request.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
                 continue
-            if request.num_computed_tokens:
-                self.kv_cache_manager.free(request)
-                request.num_computed_tokens = 0
+            # Nothing for most; for one whose load brought nothing, blocks without a token in them.
+            self.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id, request.num_output_tokens)
@@ -214,7 +220,13 @@ class AquaScheduler(LendingScheduler):
         paging = self.paging
         if paging is not None and paging.is_paging and self._preemption_mode is PreemptionMode.SWAP:
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
-            paging.preempting(request, block_ids, request.num_computed_tokens)
+            paging.preempting(
+                request,
+                block_ids,
+                request.num_computed_tokens,
+                # What vLLM itself preempts for another finds its memory in this very step.
+                frees_later=self._is_turn,
+            )
         super()._preempt_request(request, *args, **kwargs)
         self._holding.pop(request.request_id, None)
         self._policy.preempted(self._waiting_view(request))
@@ -236,7 +248,7 @@ class AquaScheduler(LendingScheduler):
         paging = self.paging
         decision = self._policy.decide(
             EngineView(
-                free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+                free_blocks=self._blocks_to_give(),
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
                 running_count=len(self._holding),
@@ -248,6 +260,7 @@ class AquaScheduler(LendingScheduler):
             )
         )
         if decision.preempt:
+            self._is_turn = True
             now_s = time.monotonic()
             leaving = {preemption.request_id for preemption in decision.preempt}
             self.running[:] = [r for r in self.running if r.request_id not in leaving]
@@ -259,10 +272,22 @@ class AquaScheduler(LendingScheduler):
                     drop_stale_output=self.requires_kv_delivery,
                 )
             self._preemption_mode = PreemptionMode.SWAP
+            self._is_turn = False
             self.forced_preemptions += len(leaving)
             if paging is not None:
                 paging.counts.forced_preemptions += len(leaving)
         self._queue.admit(decision.admit)
+
+    def _blocks_to_give(self) -> int:
+        """Blocks to give out: those that are free, and those that will be in a moment.
+
+        While these are read, those that stay must find what they grow by.
+        """
+        free_blocks = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+        if self.paging is None or not self.paging.is_paging:
+            return free_blocks
+        growth: int = -(-len(self._holding) * READING_STEPS // self._growing_tokens)
+        return free_blocks + self.paging.freeing_blocks - growth
 
     def _note_admissions(self) -> None:
         """Tell the policy what was admitted, and keep decodes before prompts (section 7)."""

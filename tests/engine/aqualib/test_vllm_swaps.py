@@ -1,0 +1,159 @@
+"""Histories of page-outs beside the model, by seed, in which everything that can happen does.
+
+As in `test_vllm_interleavings`, over `harness.vllm_simulation`: a store that is slow to take what
+is preempted, and loses it; aborts, pauses, resets under other weights and the loss of all that is
+stored fall upon steps that the seed says.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from aqualib.engines.vllm.async_page_out import AsyncPageOut
+from harness.tiny_llama import write_tiny_llama
+from harness.vllm_shapes import Shape, make_config
+from harness.vllm_simulation import SimulatedEngine
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # vLLM and torch warn about themselves and each other; not ours to mend.
+    pytest.mark.filterwarnings("default"),
+]
+
+SEEDS: Final = 200
+MOST_STEPS: Final = 6000
+TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
+SWAP: Final = Shape(TURNS, requests=12, turns=0.5, speed=0.2)
+TIER: Final = {**SWAP.aqua, "prefix_tier": True}
+SHAPES: Final = [
+    SWAP,
+    replace(SWAP, aqua={**SWAP.aqua, "policy": "first-token", "stint_tokens": 1}, loss=0.05),
+    replace(SWAP, depth=2, is_second_runner=True, loss=0.05),
+    replace(SWAP, depth=3, drafts=3, caches_prefixes=True),
+    replace(SWAP, aqua=TIER, depth=2, caches_prefixes=True, loss=0.05),
+    replace(SWAP, aqua=TIER, store_blocks=(1000, 30), speed=0.05),
+    replace(SWAP, aqua={**TURNS, "granularity_tokens": 4}, depth=2, caches_prefixes=True),
+    replace(SWAP, aqua={**SWAP.aqua, "mode": "checkpoint"}, depth=2, store_blocks=(40, 60, 50)),
+    replace(SWAP, aqua={**TIER, "mode": "checkpoint"}, caches_prefixes=True, loss=0.05),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
+
+
+def disturb(engine: SimulatedEngine) -> None:
+    """Something happens that the seed says."""
+    scheduler = engine.scheduler
+    if scheduler.pause_state is not PauseState.UNPAUSED:
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        return
+    happens = engine.rng.choice(["abort", "pause", "wait", "reset", "loss"])
+    if happens == "abort":
+        engine.abort(engine.rng.choice(list(scheduler.requests)))
+    elif happens == "loss":
+        engine.runner.lose_all()
+    elif happens == "reset":
+        engine.drain()
+        # vLLM itself gives up over loads under way, be it of requests that were aborted.
+        aborted = any(request.is_finished() for request in scheduler.requests.values())
+        if not scheduler.paging.loading_ids() and not aborted:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            engine.change_weights()
+    else:
+        state = PauseState.PAUSED_NEW if happens == "wait" else PauseState.PAUSED_ALL
+        scheduler.set_pause_state(state)
+
+
+def lives(
+    model: str,
+    shape: Shape,
+    seeds: range,
+    disturbance: float = 0.0,
+    *,
+    zeroes_loads: bool = False,
+) -> list[Any]:
+    config = make_config(model, shape)
+    engines = []
+    for seed in seeds:
+        engine = SimulatedEngine(shape, seed, config)
+        engine.runner.zeroes_loads = zeroes_loads
+        for _ in range(MOST_STEPS):
+            if not (engine.is_done and engine.scheduler.pause_state is PauseState.UNPAUSED):
+                if engine.scheduler.requests and engine.rng.random() < disturbance:
+                    disturb(engine)
+                engine.step()
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        assert engine.is_done, f"no end with seed {seed}"
+        engines.append(engine)
+    return engines
+
+
+def wrong(engines: list[Any]) -> int:
+    return sum(engine.outputs != engine.expected for engine in engines)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_whatever_happens_in_the_middle_every_output_is_right(model: str, shape: Shape) -> None:
+    engines = lives(model, shape, range(SEEDS // len(SHAPES)), disturbance=0.08)
+    assert wrong(engines) == 0
+    assert sum(engine.runner.saved_blocks for engine in engines) > 200
+    assert sum(engine.runner.loaded_blocks for engine in engines) > 100
+    for engine in engines:
+        paging = engine.scheduler.paging
+        paging.table.audit()
+        engine.settle()
+        assert paging.table.held_count == 0
+        assert not paging.is_saving
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "the null block alone is used"
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=repr)
+def test_what_is_preempted_at_a_slices_end_stalls_no_step(model: str, shape: Shape) -> None:
+    engines = lives(model, shape, range(10))
+    swapped = sum(engine.scheduler.paging.counts.saved_blocks for engine in engines)
+    assert swapped > 100
+    at_once = sum(engine.runner.paged_out_blocks for engine in engines)
+    assert at_once < swapped / 10, "what vLLM itself preempts, because it needs the memory now"
+
+
+def test_blocks_given_back_before_they_are_read_change_outputs(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped = AsyncPageOut.swap
+
+    def give_back(self: AsyncPageOut, *args: Any) -> tuple[list[int], set[int], int]:  # noqa: ANN401 - as it is called
+        found = swapped(self, *args)
+        self.let_go()
+        return found
+
+    monkeypatch.setattr(AsyncPageOut, "swap", give_back)
+    assert wrong(lives(model, SHAPES[0], range(10))) > 2
+
+
+def test_one_workers_acknowledgement_is_not_enough(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = AsyncPageOut.acknowledged
+
+    def hear(self: AsyncPageOut, number: int, count: int, worker_count: int) -> None:
+        if self.is_done((number,)):
+            return
+        heard(self, number, count, min(1, worker_count))
+
+    shape = replace(SHAPES[0], store_blocks=(100, 100, 100))
+    assert wrong(lives(model, shape, range(10))) == 0
+    monkeypatch.setattr(AsyncPageOut, "acknowledged", hear)
+    assert wrong(lives(model, shape, range(10))) > 2
+
+
+def test_zeroed_loads_change_outputs(model: str) -> None:
+    assert wrong(lives(model, SHAPES[0], range(10), zeroes_loads=True)) > 2
