@@ -23,6 +23,7 @@ import csv
 import gzip
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -133,3 +134,14 @@ def busy_s(spans: Sequence[tuple[float, float]]) -> float:
         total_s += max(0.0, end_s - max(start_s, until_s))
         until_s = max(until_s, end_s)
     return total_s
+
+
+def throughput(rows: list[dict[str, float]]) -> float:
+    """Output tokens per second in which any of them was unfinished."""
+    spans = [(row["arrival_s"], row["end_s"]) for row in rows]
+    return sum(row["output_tokens"] for row in rows) / busy_s(spans)
+
+
+def p99(values: list[float]) -> float:
+    """The 99th percentile, interpolated."""
+    return statistics.quantiles(values, n=100, method="inclusive")[98]

@@ -10,7 +10,9 @@ it, the median has not.
                 requests are put out and paged. What runs differs between the two then, and so does
                 what vLLM's own part has to do.
 
-Neither pays for copies here: those are the model runner's, and `vllm_burst.py` has them.
+Neither pays for copies here: those are the model runner's, and `vllm_burst.py` has them. Page-outs
+and loads beside the model are answered after the step that begins them. What a step costs is
+`schedule()` and `update_from_output()`, which hears the answers; `schedule()` is also given alone.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from _burst_engine import write_model
+from aqua_schedulers.cfs import PagingTier
 from vllm_burst import HINT, note
 
 RUNNING: Final = 256
@@ -111,7 +115,10 @@ class Schedulers:
         """Microseconds of each step of vLLM's scheduler and of Aqua's, and what was going on."""
         stock, ours = (self._new(name, blocks) for name in (None, policy))
         pair = {"stock": stock, "ours": ours}
+        for scheduler in pair.values():
+            _report_store(scheduler, blocks)
         took_us: dict[str, list[float]] = {name: [] for name in pair}
+        all_us: dict[str, list[float]] = {name: [] for name in pair}
         running: dict[str, list[int]] = {name: [] for name in pair}
         count = 0
         gc.collect()
@@ -130,14 +137,18 @@ class Schedulers:
                 scheduler = pair[name]
                 started_s = time.perf_counter()
                 output_of_step = scheduler.schedule()
-                took_us[name].append(1e6 * (time.perf_counter() - started_s))
+                took_s = time.perf_counter() - started_s
                 running[name].append(len(scheduler.running))
-                _compute(scheduler, output_of_step)
+                took_us[name].append(1e6 * took_s)
+                all_us[name].append(1e6 * (took_s + _compute(scheduler, output_of_step)))
         gc.enable()
         events = {
             "stock_running": statistics.median(running["stock"][WARM_STEPS:]),
             "aqua_running": statistics.median(running["ours"][WARM_STEPS:]),
             "forced_preemptions": ours.forced_preemptions,
+            "step_overhead_ratio": statistics.fmean(all_us["ours"][WARM_STEPS:])
+            / statistics.fmean(all_us["stock"][WARM_STEPS:])
+            - 1,
         }
         return took_us["stock"][WARM_STEPS:], took_us["ours"][WARM_STEPS:], events
 
@@ -174,16 +185,36 @@ class Schedulers:
         )
 
 
-def _compute(scheduler: Any, output: Any) -> None:  # noqa: ANN401 - vLLM's
-    """Give everyone who is due a token, as a model would."""
-    from vllm.v1.outputs import ModelRunnerOutput
+def _report_store(scheduler: Any, blocks: int) -> None:  # noqa: ANN401 - vLLM's
+    """Say as a worker does that its store has room for as much as the KV cache."""
+    from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
+
+    paging = getattr(scheduler, "paging", None)
+    if paging is not None:
+        paging.note(WorkerReport(location=PagingTier.PEER, store=WorkerStore(blocks, 1 << 20)))
+
+
+def _compute(scheduler: Any, output: Any) -> float:  # noqa: ANN401 - vLLM's
+    """Give every request that is due a token, as a model would; seconds until it was taken in."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from aqualib.engines.vllm.connector import AquaWorkerReport
 
     names = list(output.num_scheduled_tokens)
     requests = (scheduler.requests[name] for name in names)
     tokens = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
     index = {name: at for at, name in enumerate(names)}
     answer = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=tokens)
+    plan = output.kv_connector_metadata
+    if plan is not None:
+        report = AquaWorkerReport(location=PagingTier.PEER, saved=Counter(list(plan.async_saves)))
+        answer.kv_connector_output = KVConnectorOutput(
+            finished_recving=set(plan.async_loads) or None,
+            kv_connector_worker_meta=report if plan.async_saves else None,
+        )
+    started_s = time.perf_counter()
     scheduler.update_from_output(output, answer)
+    return time.perf_counter() - started_s
 
 
 def compare(stock: list[float], ours: list[float], events: dict[str, float]) -> dict[str, float]:
@@ -206,7 +237,8 @@ def show(name: str, found: dict[str, float], bar: str) -> None:
         f"{name}: stock {found['stock_schedule_us']:.0f} us a step with "
         f"{found['stock_running']:.0f} running, Aqua {found['aqua_schedule_us']:.0f} us with "
         f"{found['aqua_running']:.0f}, mean {found['overhead_ratio']:+.1%}{bar}, median "
-        f"{found['overhead_median_ratio']:+.1%}; {found['forced_preemptions']:.0f} put out"
+        f"{found['overhead_median_ratio']:+.1%}; with update_from_output "
+        f"{found['step_overhead_ratio']:+.1%}; {found['forced_preemptions']:.0f} put out"
     )
 
 

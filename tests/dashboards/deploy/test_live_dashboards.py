@@ -47,7 +47,12 @@ LENDER: Final = (
     *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
 )
-PAGING: Final = {"policy": "cfs", "slice_iterations": 4, "store_bytes": "8MiB"}
+PAGING: Final = {
+    "policy": "cfs",
+    "slice_iterations": 4,
+    "granularity_tokens": 0,
+    "store_bytes": "8MiB",
+}
 BORROWER: Final = (
     *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
     "--kv-transfer-config",

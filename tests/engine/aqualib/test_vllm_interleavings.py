@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 SEEDS: Final = 200
-TURNS: Final = {"policy": "cfs", "slice_iterations": 3}
+TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 GPU_DEFAULTS: Final = Shape(aqua=TURNS, depth=2, caches_prefixes=True, is_second_runner=True)
 MOST_STEPS: Final = 6000
 

@@ -122,7 +122,13 @@ def test_an_engine_that_lends_and_takes_back_in_the_middle_answers_as_ever(
 def test_with_turns_and_paging_and_a_coordinator_that_dies_it_answers_as_ever(
     model: str, stock: dict[str, list[int]], sockets: str, coordinator: CoordinatorProcess
 ) -> None:
-    turns = {"policy": "cfs", "slice_iterations": 4, "store_bytes": "16MiB", "is_offline": True}
+    turns = {
+        "policy": "cfs",
+        "slice_iterations": 4,
+        "granularity_tokens": 0,
+        "store_bytes": "16MiB",
+        "is_offline": True,
+    }
     # Whoever takes turns waits nearly to the end, so nothing is offered between the waves.
     scenario = dataclasses.replace(lending(model, aqua=turns), offers_before_wave=False)
     with VllmProgram(scenario, **environment(sockets, coordinator.url)) as program:
@@ -162,7 +168,7 @@ def test_one_engine_lends_to_another_and_takes_back_while_both_work(
     model: str, stock: dict[str, list[int]], sockets: str, coordinator: CoordinatorProcess
 ) -> None:
     alone = run(Scenario(model))["tokens"]
-    turns = {"policy": "cfs", "slice_iterations": 4, "store_bytes": LENT}
+    turns = {"policy": "cfs", "slice_iterations": 4, "granularity_tokens": 0, "store_bytes": LENT}
     borrower = Scenario(model, aqua=turns, await_leased_bytes=LENT, pause_at_step=60)
     borrowing = {
         **environment(sockets, coordinator.url),

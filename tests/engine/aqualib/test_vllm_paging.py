@@ -31,7 +31,12 @@ pytestmark = [
 
 SLAB: Final = MIB
 SLABS: Final = 24
-ROOM: Final[dict[str, Any]] = {"policy": "cfs", "slice_iterations": 4, "store_bytes": "16MiB"}
+ROOM: Final[dict[str, Any]] = {
+    "policy": "cfs",
+    "slice_iterations": 4,
+    "granularity_tokens": 0,
+    "store_bytes": "16MiB",
+}
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ AQUA: Final = [
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "policy": "cfs",
+                "granularity_tokens": 0,
                 "slice_iterations": 4,
                 "store_bytes": "16MiB",
                 "is_offline": True,

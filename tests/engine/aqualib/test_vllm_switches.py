@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 SEEDS: Final = 200
-TURNS: Final = {"policy": "cfs", "slice_iterations": 3}
+TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 SHAPES: Final = [
     Shape(TURNS),
     Shape({**TURNS, "mode": "checkpoint"}, depth=2),

@@ -297,12 +297,14 @@ class FairPolicy:
     ) -> None:
         """Give out the slice's memory in the order of the module's theory."""
         ranking, numbers = self._ranking, self._numbers
-        accounts = self.accounts
+        accounts, granularity = self.accounts, ranking.granularity
         running: defaultdict[str, Runners] = defaultdict(lambda: ([], []))
         for each in preemptible:
-            rank = (ranking.key(each), False, each.arrival_s, numbers[each.request_id], each)
+            is_decode = each.output_tokens > 0
+            key = ranking.key(each) - (granularity if is_decode else 0.0)
+            rank = (key, False, each.arrival_s, numbers[each.request_id], each)
             tenant = "" if accounts is None else each.tenant
-            running[tenant][each.output_tokens > 0].append(rank)
+            running[tenant][is_decode].append(rank)
         # As many as are running fit in memory at once: the upper bound of the decodes' share.
         prompt_share = max(1, engine.token_budget - engine.running_count)
         prompt_tokens = prompt_share * self._horizon_steps - backlog_tokens

@@ -52,6 +52,9 @@ class FairSettings(BaseModel):
     Attributes:
         slice_iterations: Engine steps of a time slice; the paper leaves the number open. Doubled, a
             prompt that finds memory full waits up to twice as long, and less is paged.
+        granularity_tokens: For `cfs`: a decode keeps its memory until it is so many tokens ahead of
+            one that waits. Doubled, half as much is paged, and decodes take longer turns; at 0, the
+            paper's, the batch is chosen anew at every slice.
         stint_tokens: For `first-token`: output of each request that goes before all further output,
             by judgement. Doubled, answers pause later and prompts may wait longer.
         patience_turns: Slices of waiting after which a request goes before all others: a bound
@@ -64,6 +67,7 @@ class FairSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slice_iterations: int = Field(default=5, ge=1, le=10_000)
+    granularity_tokens: int = Field(default=0, ge=0, le=1 << 20)
     stint_tokens: int = Field(default=4, ge=1, le=1 << 20)
     patience_turns: int = Field(default=1000, ge=1, le=1 << 20)
     fcfs_on_host: bool = False
@@ -84,7 +88,7 @@ def policy_named(
     settings = settings or FairSettings()
     rankings: dict[PolicyName, Ranking] = {
         PolicyName.FCFS: FirstComeFirstServed(),
-        PolicyName.CFS: FairShare(settings.slice_iterations),
+        PolicyName.CFS: FairShare(settings.slice_iterations, settings.granularity_tokens),
         PolicyName.LEAST_SERVED: LeastServedFirst(settings.slice_iterations),
         PolicyName.FIRST_TOKEN: FirstTokenFirst(settings.slice_iterations, settings.stint_tokens),
     }

@@ -41,6 +41,11 @@ RESERVE_SHARE: Final = 0.1
 while memory comes back. Doubled, fewer of them wait for a reclaim, and less is lent."""
 
 
+GRANULARITY_TOKENS: Final = 16
+"""Lead at which a decode gives way to one that waits, in tokens, by measurement: what fair shares
+cost a step of 256 requests. Doubled, half as much is paged, and turns are longer."""
+
+
 class PagingMode(StrEnum):
     """What happens to the KV of a preempted request."""
 
@@ -159,6 +164,13 @@ class AquaOptions(FairSettings):
 
     policy: PolicyName = Field(
         default=PolicyName.FIRST_TOKEN, description="Who computes when memory is short."
+    )
+    granularity_tokens: int = Field(
+        default=GRANULARITY_TOKENS,
+        ge=0,
+        le=1 << 20,
+        description="For cfs: a decode keeps its memory until it is so many tokens ahead of one "
+        "that waits.",
     )
     mode: PagingMode = Field(
         default=PagingMode.SWAP, description="When KV of preempted requests is paged out."
