@@ -33,7 +33,7 @@ ENVIRONMENT: Final = {"AQUA_SLAB_BYTES": str(MIB), "AQUA_CHECKSUM": "1"}
 
 
 ENGINES: Final[dict[str, dict[str, Any]]] = {
-    "gemma-3": {"num_gpu_blocks_override": 40},
+    "gemma-3": {"num_gpu_blocks_override": 56},
     "gpt-oss": {"num_gpu_blocks_override": 36},
     "mistral": {"num_gpu_blocks_override": 18},
 }
