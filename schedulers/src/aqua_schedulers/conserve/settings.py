@@ -42,7 +42,7 @@ class ConserveSettings(BaseModel):
 
     objective_share: float = Field(default=0.9, gt=0.0, le=1.0)
     wait_share: float = Field(default=0.003, ge=0.0, le=1.0)
-    stretch: float = Field(default=1.0, ge=0.0, le=100.0)
+    stretch: float = Field(default=0.02, ge=0.0, le=100.0)
     offline_step_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     least_step_tokens: int = Field(default=256, ge=1, le=1 << 20)
     safepoint_s: float = Field(default=0.005, ge=0.0, le=60.0)
