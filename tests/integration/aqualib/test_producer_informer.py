@@ -122,6 +122,7 @@ def test_while_lending_is_off_everything_comes_back_and_calm_counts_anew_after_i
     assert informer.look(CALM_S) == OfferBytes(8 * SLAB)
     informer.is_lending = False
     assert informer.look(CALM_S + 1) == ReclaimBytes(8 * SLAB)
+    until(lambda: not producer.committed_bytes, "the slabs are closed")
     assert informer.look(3 * CALM_S) is None
     assert (producer.offered_bytes, engine.own_bytes) == (0, TOTAL * SLAB)
     informer.is_lending = True
