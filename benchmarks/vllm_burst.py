@@ -155,7 +155,7 @@ def serve(
     engines: dict[str, Bench], loads: list[list[Arrival]], raw: dict[str, dict[str, Any]]
 ) -> None:
     """Race the engines over the bursts, and without contention; figures go into `raw`."""
-    rivals = {name: engines[name] for name in POLICY_NAMES if name in engines}
+    rivals = {name: each for name, each in engines.items() if name in POLICY_NAMES}
     for index, load in enumerate(loads):
         note(f"burst {index + 1} of {len(loads)}: {len(load)} requests")
         for name, figures in race(rivals, load).items():

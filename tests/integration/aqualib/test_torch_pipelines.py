@@ -19,7 +19,9 @@ import torch
 from aqualib.engines.cpu_memory import CpuMemoryLimit
 from aqualib.engines.torch_loop import TorchLoop
 from aqualib.producer.device import EmulatedMemory
-from aqualib.producer.informer import Informer, OfferBytes, Profile, ReclaimBytes
+from aqualib.producer.informer import Informer
+from aqualib.producer.offer_rule import OfferBytes, ReclaimBytes
+from aqualib.producer.profile import Profile
 from harness.bounds import HANG_S
 from harness.cluster import new_cluster
 from harness.producers import lending, until
