@@ -63,6 +63,13 @@ class AquaStats(KVConnectorStats):
         """Whether nothing was added."""
         return not self.data
 
+    def __getitem__(self, field: str) -> Any:
+        """A field by name: under a `MultiConnector`, vLLM before 0.30 asks so in one process.
+
+        There it means the form that crosses to another process, in which this would be a mapping.
+        """
+        return getattr(self, field)
+
 
 class Meter:
     """Turns totals into additions."""
