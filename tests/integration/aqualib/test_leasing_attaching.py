@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from aqua_protocol.leases import LeaseGrant
 from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import ChannelClosedError, LingeringSelector
 from aqualib.consumer import Aqua
-from aqualib.leasing import handshake
+from aqualib.leasing import client, handshake
 from aqualib.leasing.attachment import Attachment
 from aqualib.producer.producer import Producer
 from aqualib.tensor import Location
@@ -83,6 +84,32 @@ class TestAttaching:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(late.pidfd)
         until(lambda: not producer.leased_bytes, "all slabs are back")
+
+    def test_a_lease_that_comes_up_after_the_consumer_has_closed_ends_at_once(
+        self, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        has_closed = threading.Event()
+
+        def attach_late(*what: Any, **how: Any) -> Attachment:  # noqa: ANN401 - as of `attach`
+            attachment = handshake.attach(*what, **how)
+            assert has_closed.wait(WITHIN_S)
+            return attachment
+
+        monkeypatch.setattr(client, "attach", attach_late)
+        lease = grant(issuer, producer.endpoint, 1)
+        with ThreadPoolExecutor(1) as pool:
+            with consuming(COUNT, SLAB) as aqua:
+                late = pool.submit(aqua.attach, lease)
+                until(lambda: bool(producer.leased_bytes), "it is attached")
+            # Descriptors of others, which take the numbers of those that were closed.
+            others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]
+            has_closed.set()
+            attachment = late.result()
+        assert attachment.channel.fileno() < 0
+        for other in others:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other)
+            os.close(other)
 
     def test_data_in_host_memory_moves_to_a_peer_that_begins_to_lend(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer

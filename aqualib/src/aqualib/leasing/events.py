@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import selectors
+import threading
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -62,6 +63,8 @@ class EventThread:
         self._unheard: set[Attachment] = set()
         self._undone: tuple[Attachment, ProducerMessage | str] | None = None
         self._is_closing = False
+        self._ending = threading.Lock()
+        self._has_ended = False
         self._thread = SupervisedThread(self._run, "aqua-events")
 
     def start(self) -> None:
@@ -70,8 +73,12 @@ class EventThread:
 
     def watch(self, attachment: Attachment) -> None:
         """Listen to one more producer, from any thread; its slabs must be in the store already."""
-        self._arrivals.append(attachment)
-        os.eventfd_write(self._wakeup, 1)
+        with self._ending:
+            if not self._has_ended:
+                self._arrivals.append(attachment)
+                os.eventfd_write(self._wakeup, 1)
+                return
+        attachment.disconnect()  # It came up while the consumer closed and would not wait for it.
 
     def close(self, timeout_s: float) -> None:
         """Stop listening and close every channel. Harmless when repeated."""
@@ -80,8 +87,12 @@ class EventThread:
         self._is_closing = True
         os.eventfd_write(self._wakeup, 1)
         if self._thread.join(timeout_s):
+            with self._ending:  # Not while its number is written to, which may soon be another's.
+                self._has_ended = True
+                os.close(self._wakeup)
             self._selector.close()
-            os.close(self._wakeup)
+            while self._arrivals:
+                self._arrivals.popleft().disconnect()
 
     def abandon_descriptors(self) -> None:
         """Drop, in a forked child, the parent's channels, so that its end stays visible."""

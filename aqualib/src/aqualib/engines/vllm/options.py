@@ -98,7 +98,7 @@ class LendingOptions(BaseModel):
         description="Highest rate within the objective; if unset, that of the model's profile. "
         "When more requests arrive than chance explains, all memory is taken back.",
     )
-    profile: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    profile: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
         default=None,
         description="Name of the model's profile; if unset, the names that the model is served by, "
         "and its own.",
