@@ -125,12 +125,13 @@ class Process:
         """Go on after `freeze`."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def finish(self) -> None:
-        """Let the member close in an orderly way, and wait for its end."""
+    def finish(self) -> bool:
+        """Let the member close in an orderly way, wait for its end; returns whether it did so."""
         with contextlib.suppress(DiedError):
             self.call("close")
         self._process.join(WITHIN_S)
         assert not self._process.is_alive(), f"{self.name} does not end"
+        return self._process.exitcode == 0
 
     def mapped_slabs(self) -> set[int]:
         """Inodes of all slabs that the kernel says are mapped there."""

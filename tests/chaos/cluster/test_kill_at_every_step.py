@@ -85,7 +85,8 @@ class Scenario:
             self._survive(stage)
             self._survive(self.verify)
         for name in (CONSUMER, BYSTANDER, "producer"):
-            self.cluster.processes.pop(name).finish()
+            if not self.cluster.processes.pop(name).finish():
+                self.cluster.deaths[name] += 1  # In its last steps, where it has no successor.
         self._survive(self.books_are_empty)
 
     # --- Stages ---------------------------------------------------------------------------
