@@ -9,7 +9,7 @@ What the paper leaves open, and what we chose, is in `docs/simulation.md`, "Read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from aqua_protocol.decoders import DECODERS, DecoderModel
+from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS, GpuModel
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import Bound, OfflineResult, optimal, run
@@ -154,14 +155,10 @@ def gain(ours: TraceRun, base: TraceRun) -> float:
     return (base.result.makespan_s / ours.result.makespan_s - 1.0) * 100.0
 
 
-def grid(source: Source, *, every: int = 1) -> list[Trace]:
-    """Blends of Figures 9 to 12: density 0.80 to 1.40 by 0.05, sharing 0.05 to 0.45 by 0.10.
-
-    Args:
-        every: 1 gives all 13 x 5; 3 every third density and every second sharing, 5 x 3.
-    """
-    densities = np.round(np.arange(0.80, 1.41, 0.05), 2)[::every]
-    sharings = np.round(np.arange(0.05, 0.46, 0.10), 2)[:: (every + 1) // 2]
+def grid(source: Source) -> list[Trace]:
+    """Blends of Figures 9 to 12: density 0.80 to 1.40 by 0.05, sharing 0.05 to 0.45 by 0.10."""
+    densities = np.round(np.arange(0.80, 1.41, 0.05), 2)
+    sharings = np.round(np.arange(0.05, 0.46, 0.10), 2)
     return [
         Trace(f"{source.name} ({density:.2f}, {sharing:.2f})", density, sharing, source)
         for sharing in sharings.tolist()
@@ -173,14 +170,17 @@ SENSITIVITY_REQUESTS: Final = 50_000
 """Requests of a trial, an eighth of the paper's; the first row of the table shows what that moves.
 Doubled, the table takes twice as long."""
 
-_DENSE_STEPS: Final = (128, 256, 320, 448, 512)
+DENSE_STEPS: Final = (128, 256, 320, 448, 512)
 """Least dense batches tried beside the chosen one."""
+
+INTERFERENCES: Final = (0.2, 0.3, 0.5, 0.6)
+"""Alphas tried beside the chosen one."""
 
 
 def sensitivity(experiments: Experiments) -> dict[str, float]:
     """What the constants that the paper does not give do to its gains over DFS, in percent.
 
-    Cases are on Trace 2, and the mean of four where a row says so.
+    All cases are on Trace 2; `constants_moved` has the means of four traces.
     """
     count = min(SENSITIVITY_REQUESTS, experiments.request_count)
     values: dict[str, float] = {}
@@ -189,16 +189,16 @@ def sensitivity(experiments: Experiments) -> dict[str, float]:
         for name in (OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT):
             run = experiments.run(TRACES[1], name, request_count=count, **changes)
             values[f"{name}, {label}"] = gain(run, base)
-    return values | _dense_steps(experiments, count)
+    return values
 
 
 def _cases(experiments: Experiments, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and what it changes among the arguments of `Experiments.run`."""
     cost, plan = experiments.cost, experiments.plan
     yield f"Trace 2 with {count:,} requests, all else as above", {}
-    for alpha in (0.2, 0.3, 0.5, 0.6):
+    for alpha in INTERFERENCES:
         yield f"interference {alpha}", {"cost": cost._replace(interference=alpha)}
-    for tokens in _DENSE_STEPS:
+    for tokens in DENSE_STEPS:
         label = f"dense steps from {tokens} tokens on"
         yield label, {"settings": replace(plan, dense_tokens=tokens)}
     plans: dict[str, dict[str, Any]] = {
@@ -215,18 +215,47 @@ def _cases(experiments: Experiments, count: int) -> Iterator[tuple[str, dict[str
     yield label, {"cost": cost._replace(linear_floor_s=floor_s, linear_exponent=1.28)}
 
 
-def _dense_steps(experiments: Experiments, count: int) -> dict[str, float]:
-    """Mean gain of the published policy over the four traces, by its least dense batch."""
-    values = {}
-    for tokens in sorted((*_DENSE_STEPS, experiments.plan.dense_tokens)):
+def constants_moved(
+    experiments: Experiments, traces: Sequence[Trace]
+) -> dict[str, dict[str, list[float]]]:
+    """Means over traces with other values of the constants that were chosen knowing the result.
+
+    Returns:
+        By row of Figure 6 and by constant, a mean for each value tried, on `SENSITIVITY_REQUESTS`.
+        Traces of which no blend exists are left out.
+    """
+    count = min(SENSITIVITY_REQUESTS, experiments.request_count)
+    means: dict[str, dict[str, list[float]]] = {
+        "mean gain of blendserve over DFS": {"interference": [], "least dense batch": []},
+        "mean share of T_o, blendserve": {"interference": [], "least dense batch": []},
+        "mean share of T_o, DFS": {"interference": []},
+    }
+
+    def measure(constant: str, *, is_cost: bool, **changes: Any) -> None:  # noqa: ANN401 - as run()
+        pairs = []
+        for trace in traces:
+            try:
+                base_changes = changes if is_cost else {}
+                base = experiments.run(
+                    trace, OfflinePolicy.DFS, request_count=count, **base_changes
+                )
+            except ConfigError:
+                continue
+            ours = experiments.run(trace, OfflinePolicy.PAPER, request_count=count, **changes)
+            pairs.append((ours, base))
+        found = {
+            "mean gain of blendserve over DFS": [gain(ours, base) for ours, base in pairs],
+            "mean share of T_o, blendserve": [ours.optimal_share * 100 for ours, _ in pairs],
+            "mean share of T_o, DFS": [base.optimal_share * 100 for _, base in pairs],
+        }
+        for row, values in found.items():
+            if constant in means[row]:
+                means[row][constant].append(float(np.mean(values)))
+
+    for alpha in INTERFERENCES:
+        cost = experiments.cost._replace(interference=alpha)
+        measure("interference", is_cost=True, cost=cost)
+    for tokens in DENSE_STEPS:
         settings = replace(experiments.plan, dense_tokens=tokens)
-        gains = [
-            gain(
-                experiments.run(trace, OfflinePolicy.PAPER, request_count=count, settings=settings),
-                experiments.run(trace, OfflinePolicy.DFS, request_count=count),
-            )
-            for trace in TRACES
-        ]
-        name = f"blendserve, mean of four traces, dense steps from {tokens} tokens on"
-        values[name] = float(np.mean(gains))
-    return values
+        measure("least dense batch", is_cost=False, settings=settings)
+    return means

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -23,6 +23,7 @@ from aqua_simulator.papers.blendserve import (
     TRACES,
     Experiments,
     Trace,
+    constants_moved,
     gain,
     grid,
     sensitivity,
@@ -57,6 +58,37 @@ def table3(experiments: Experiments) -> FigureMeasurement:
         values[f"{source.name}, prefix sharing"] = workload.optimal_sharing
         values[f"{source.name}, compute density"] = optimal(workload, experiments.cost).density
     return FigureMeasurement(values)
+
+
+_CHATS: Final = ("ShareGPT", "WildChat", "BurstGPT")
+
+
+def figure2(experiments: Experiments) -> FigureMeasurement:
+    """Prompt and output lengths of the single traces."""
+    generator = np.random.default_rng(experiments.seed)
+    drawn = {name: each.lengths(TRACE_REQUESTS, generator) for name, each in SOURCES.items()}
+    values: dict[str, float] = {}
+    for name, (prompts, outputs) in drawn.items():
+        values[f"{name}, median prompt"] = float(np.median(prompts))
+        values[f"{name}, median output"] = float(np.median(outputs))
+        values[f"{name}, 99th percentile of outputs"] = float(np.quantile(outputs, 0.99))
+        if name in _CHATS:
+            values[f"{name}, outputs below 1K"] = float(np.mean(outputs < 1024)) * 100  # noqa: PLR2004
+    videos = drawn["OpenVid"][1]
+    values["OpenVid, outputs above 5K"] = float(np.mean(videos > 5120)) * 100  # noqa: PLR2004
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, 2, sharey=True)
+        share = np.arange(1, TRACE_REQUESTS + 1) / TRACE_REQUESTS
+        for name, lengths in drawn.items():
+            for axes, each in zip(panels, lengths, strict=True):
+                axes.plot(np.sort(each), share, label=name, linewidth=1)
+        for axes, label in zip(panels, ("prompt tokens", "output tokens"), strict=True):
+            axes.set(xscale="log", xlabel=label)
+        panels[0].set_ylabel("share of requests")
+        panels[0].legend(fontsize=7)
+
+    return FigureMeasurement(values, draw=draw)
 
 
 _FIGURE3_LENGTHS: Final = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -116,6 +148,7 @@ def figure6(experiments: Experiments) -> FigureMeasurement:
     throughput: dict[str, list[float]] = defaultdict(list)
     gains: dict[OfflinePolicy, list[float]] = defaultdict(list)
     shares: dict[OfflinePolicy, list[float]] = defaultdict(list)
+    speedups: dict[str, list[float]] = defaultdict(list)
     for trace in TRACES:
         runs = {name: experiments.run(trace, name) for name in (_RANDOM, _DFS, _PAPER, _FORESIGHT)}
         sequential = experiments.run(trace, _DFS, cost=no_overlap)
@@ -124,12 +157,20 @@ def figure6(experiments: Experiments) -> FigureMeasurement:
             throughput[name].append(run.result.tokens_per_s / 1e3)
             gains[name].append(gain(run, runs[_DFS]))
             shares[name].append(run.optimal_share * 100)
+        speedups["no overlap"].append(1.0 + gain(runs[_PAPER], sequential) / 100)
+        speedups["Balance"].append(1.0 + gain(runs[_PAPER], runs[_RANDOM]) / 100)
         values |= {
             f"{trace.name}, gain of blendserve over DFS": gains[_PAPER][-1],
             f"{trace.name}, gain of foresight over DFS": gains[_FORESIGHT][-1],
-            f"{trace.name}, gain of blendserve over no overlap": gain(runs[_PAPER], sequential),
+            f"{trace.name}, gain of Balance over DFS": gains[_RANDOM][-1],
+            f"{trace.name}, speedup of blendserve over no overlap": speedups["no overlap"][-1],
+            f"{trace.name}, speedup of blendserve over Balance": speedups["Balance"][-1],
         }
     values |= {
+        "least gain of blendserve over DFS": min(gains[_PAPER]),
+        "greatest gain of blendserve over DFS": max(gains[_PAPER]),
+        "greatest speedup of blendserve over no overlap": max(speedups["no overlap"]),
+        "mean speedup of blendserve over Balance on Traces 1 and 2": fmean(speedups["Balance"][:2]),
         "mean gain of blendserve over DFS": fmean(gains[_PAPER]),
         "mean gain of foresight over DFS": fmean(gains[_FORESIGHT]),
         "mean share of T_o, blendserve": fmean(shares[_PAPER]),
@@ -143,7 +184,26 @@ def figure6(experiments: Experiments) -> FigureMeasurement:
         plot_groups(axes, [trace.name for trace in TRACES], throughput)
         axes.set_ylabel("thousand tokens per second")
 
-    return FigureMeasurement(values, sensitivity=sensitivity(experiments), draw=draw)
+    found = sensitivity(experiments)
+    return FigureMeasurement(
+        values, found, draw=draw, moved=_moved(found) | constants_moved(experiments, TRACES)
+    )
+
+
+def _moved(found: Mapping[str, float]) -> dict[str, dict[str, list[float]]]:
+    """What each chosen constant makes of the gains on Trace 2, from the rows of the sensitivity."""
+    labels = {
+        "interference": "interference ",
+        "least dense batch": "dense steps from",
+        "known media lengths": "media lengths",
+    }
+    return {
+        f"Trace 2, gain of {policy} over DFS": {
+            constant: [ours for row, ours in found.items() if row.startswith(f"{policy}, {label}")]
+            for constant, label in labels.items()
+        }
+        for policy in (_PAPER, _FORESIGHT)
+    }
 
 
 def figure7(experiments: Experiments) -> FigureMeasurement:
@@ -156,6 +216,10 @@ def figure7(experiments: Experiments) -> FigureMeasurement:
             values[f"{trace.name}, {name}, sharing of the optimum"] = run.sharing_share * 100
             bars.setdefault(name.value, []).append(run.result.sharing * 100)
         bars["optimal"].append(run.optimal_sharing * 100)
+    for name, extreme in ((_PAPER, min), (_FORESIGHT, min), (_RANDOM, max)):
+        found = [ours for row, ours in values.items() if f", {name}," in row]
+        label = "least" if extreme is min else "greatest"
+        values[f"{label} of the four traces, {name}"] = extreme(found)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -194,43 +258,56 @@ def figure8(experiments: Experiments) -> FigureMeasurement:
     return FigureMeasurement(values, draw=draw)
 
 
-def gain_grid(experiments: Experiments, *, source: Source, every: int = 3) -> FigureMeasurement:
-    """Gain over DFS on blends of one source: all 65 for Figure 9, 15 of them for the appendix."""
+def gain_grid(experiments: Experiments, *, source: Source) -> FigureMeasurement:
+    """Gains over DFS on all 65 blends of one source, of the published policy and of the default."""
     count = min(GRID_REQUESTS, experiments.request_count)
-    wanted = grid(source, every=every)
-    gains: dict[Trace, float] = {}
+    wanted = grid(source)
+    gains: dict[OfflinePolicy, dict[Trace, float]] = {_PAPER: {}, _FORESIGHT: {}}
+    missing: list[Trace] = []
     for trace in wanted:
         try:
             base = experiments.run(trace, _DFS, request_count=count)
         except ConfigError:
             # No mixture of our sources has both; counted below.
+            missing.append(trace)
             continue
-        gains[trace] = gain(experiments.run(trace, _PAPER, request_count=count), base)
-    values = {
-        "traces": float(len(gains)),
-        "mean gain over DFS": fmean(gains.values()),
-        "least gain": min(gains.values()),
-        "greatest gain": max(gains.values()),
-    }
+        for policy, found in gains.items():
+            found[trace] = gain(experiments.run(trace, policy, request_count=count), base)
+    published = gains[_PAPER]
+    values = {"traces": float(len(published))}
+    for policy, found in gains.items():
+        values |= {
+            f"{policy}, mean gain over DFS": fmean(found.values()),
+            f"{policy}, least gain": min(found.values()),
+            f"{policy}, greatest gain": max(found.values()),
+        }
     if source is BURSTGPT:
-        values["density of the greatest gain"] = max(gains, key=gains.__getitem__).density
+        values["density of the greatest gain"] = max(published, key=published.__getitem__).density
     remarks = []
-    if len(gains) < len(wanted):
+    if missing:
         remarks.append(
-            f"{len(wanted) - len(gains)} blends do not exist with our {source.name}: its own "
+            f"{len(missing)} blends do not exist with our {source.name}: its own "
             "sharing or density is beyond the target."
         )
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        for sharing in sorted({trace.sharing for trace in gains}):
-            line = [(each.density, gains[each]) for each in gains if each.sharing == sharing]
-            axes.plot(*zip(*line, strict=True), marker="o", label=f"sharing {sharing:.2f}")
-        axes.set(xlabel="compute density", ylabel="gain of blendserve over DFS, %")
-        axes.legend(fontsize=7)
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, (policy, found) in zip(panels, gains.items(), strict=True):
+            for sharing in sorted({trace.sharing for trace in found}):
+                line = [(each.density, found[each]) for each in found if each.sharing == sharing]
+                axes.plot(*zip(*line, strict=True), marker="o", label=f"sharing {sharing:.2f}")
+            axes.set(xlabel="compute density", ylabel=f"gain of {policy} over DFS, %")
+        panels[0].legend(fontsize=7)
 
-    facts = {"grid_request_count": count}
-    return FigureMeasurement(values, facts=facts, remarks=remarks, draw=draw)
+    blends = [replace(trace, source=source) for trace in TRACES]
+    moved = constants_moved(experiments, blends)["mean gain of blendserve over DFS"]
+    return FigureMeasurement(
+        values,
+        facts={"grid_request_count": count},
+        remarks=remarks,
+        draw=draw,
+        moved={f"{_PAPER}, mean gain over DFS": moved},
+    )
 
 
 def beyond(experiments: Experiments) -> FigureMeasurement:
@@ -258,13 +335,14 @@ def beyond(experiments: Experiments) -> FigureMeasurement:
 
 FIGURES: Final[dict[str, Callable[[Experiments], FigureMeasurement]]] = {
     "table3": table3,
+    "figure2": figure2,
     "figure3": figure3,
     "figure5": figure5,
     "figure6": figure6,
     "figure7": figure7,
     "figure8": figure8,
     "beyond": beyond,
-    "figure9": partial(gain_grid, source=BURSTGPT, every=1),
+    "figure9": partial(gain_grid, source=BURSTGPT),
     "figure10": partial(gain_grid, source=AZURE),
     "figure11": partial(gain_grid, source=SHAREGPT),
     "figure12": partial(gain_grid, source=WILDCHAT),

@@ -157,8 +157,9 @@ def print_values(title: str, values: Mapping[str, Any]) -> None:
 
 def _print_reproduction(made: Reproduction) -> None:
     """A figure: rows, sensitivity, and what to know about it."""
-    columns = ("", "published", "ours", "difference", "unit")
-    print_table(made.title, columns, [row.cells for row in made.rows])
+    print_table(made.title, made.columns, made.table)
+    for each in made.chosen:
+        typer.echo(f"- Chosen knowing the result: {each.name}, {each.value}: {each.why}")
     if made.sensitivity:
         rows = [(row.name, row.ours_text, row.unit or "") for row in made.sensitivity]
         print_table("Sensitivity", ("", "ours", "unit"), rows)

@@ -18,7 +18,13 @@ from pydantic import BaseModel, TypeAdapter
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.papers import aqua_figures, blendserve_figures
 from aqua_simulator.papers.blendserve import Experiments
-from aqua_simulator.papers.report import FigureMeasurement, FigureRow, PublishedRow, Reproduction
+from aqua_simulator.papers.report import (
+    FigureMeasurement,
+    FigureRow,
+    FittedConstant,
+    PublishedRow,
+    Reproduction,
+)
 from aqua_simulator.workloads.sources import SOURCES
 
 FIGURES: Final[Mapping[str, Callable[[Experiments], FigureMeasurement]]] = {
@@ -38,6 +44,7 @@ class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
     traces: Sequence[str] = ()
     surrogates: Sequence[str] = ()
     remarks: Sequence[str] = ()
+    chosen: Sequence[FittedConstant] = ()
     rows: Mapping[str, PublishedRow] = {}
 
 
@@ -73,9 +80,17 @@ def reproduce(key: str, experiments: Experiments) -> Reproduction:
         known = next((tail for tail in tails if tail in printed.rows), None)
         number = PublishedRow() if known is None else printed.rows[known]
         unit = printed.unit if number.unit is None else number.unit
-        rows.append(FigureRow(**{**number.model_dump(), "name": name, "ours": ours, "unit": unit}))
+        ranges = {
+            constant: (min(*tried, ours), max(*tried, ours))
+            for constant, tried in measured.moved.get(name, {}).items()
+        }
+        own = {"name": name, "ours": ours, "unit": unit, "moved": ranges}
+        rows.append(FigureRow(**{**number.model_dump(), **own}))
         unmeasured.discard(known or "")
     assert not unmeasured, (key, unmeasured)
+    # A constant that is marked as chosen has its sensitivity beside some number.
+    beside = {constant for row in rows for constant in row.moved}
+    assert beside == {each.name for each in printed.chosen}, (key, beside)
     facts = {
         "request_count": experiments.request_count,
         "interference": experiments.interference,
@@ -88,11 +103,15 @@ def reproduce(key: str, experiments: Experiments) -> Reproduction:
         title=printed.title,
         source=printed.source.format_map(facts),
         rows=rows,
+        chosen=[
+            each.model_copy(update={"value": each.value.format_map(facts)})
+            for each in printed.chosen
+        ],
         surrogates=[*origins, *(text.format_map(facts) for text in printed.surrogates)],
         sensitivity=[
             FigureRow(name=name, ours=ours, unit=printed.sensitivity_unit)
             for name, ours in measured.sensitivity.items()
         ],
-        remarks=[*printed.remarks, *measured.remarks],
+        remarks=[*(text.format_map(facts) for text in printed.remarks), *measured.remarks],
         draw=measured.draw,
     )

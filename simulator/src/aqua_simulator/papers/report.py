@@ -3,7 +3,16 @@
 All figures together are the page `docs/measurements/papers.md`, written by `aqua-sim paper all`.
 
 A row without a published number is still shown: the reader sees what the figure has that the text
-does not state. Differences are in the unit of the row, points for percentages.
+does not state. Differences are in the unit of the row, points for percentages, and a share of what
+is published.
+
+"Up to" and "at least" are the extreme of several numbers, and the extreme is a point: ours is
+compared with it, on whichever side it lies. Falling short of "up to 1.44" is a miss like any other.
+Only of a range, least to greatest, any place inside is as published.
+
+A constant that was chosen with the printed result in view makes a row no check of the paper. Such
+constants are listed above the table, and beside each number that they move stands what it becomes
+with other values.
 """
 
 from __future__ import annotations
@@ -23,38 +32,99 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+MISS_SHARE: Final = 0.1
+"""Of what is published: a row that is further off is listed as a miss at the head of the page.
+Doubled, a fifth off would go unlisted."""
+
+
 class PublishedRow(BaseModel, frozen=True, extra="forbid"):
     """What the paper prints for a row.
 
     Attributes:
         published: The number; None where it prints none.
-        low, high: The range where it states a range instead.
+        low: What it states "at least", the least of several; with `high`, a range.
+        high: What it states "up to", the greatest of several.
         unit: None is that of the figure.
+        digit: Value of the last printed digit, where half of it is more than a tenth of the number.
+        fitted: A constant was chosen to meet this number, so it checks nothing.
     """
 
     published: float | None = None
     unit: str | None = None
     low: float | None = None
     high: float | None = None
+    digit: float = 0.0
+    fitted: bool = False
+
+
+class FittedConstant(BaseModel, frozen=True, extra="forbid"):
+    """A constant that the paper does not give, chosen with its results in view.
+
+    Attributes:
+        value: What it is in the table.
+        why: What it was chosen to meet, or what else speaks for it.
+        tried: The other values.
+    """
+
+    name: str
+    value: str
+    why: str
+    tried: str
 
 
 class FigureRow(PublishedRow, frozen=True, extra="ignore"):
-    """One number of a figure."""
+    """One number of a figure.
+
+    Attributes:
+        moved: By chosen constant, the least and greatest that ours becomes with its other values.
+    """
 
     name: str
     ours: float
+    moved: Mapping[str, tuple[float, float]] = {}
+
+    @property
+    def reference(self) -> float | None:
+        """The published point that ours is compared with; of a range, its nearest."""
+        if self.published is not None:
+            return self.published
+        if self.low is not None and self.high is not None:
+            return min(max(self.ours, self.low), self.high)
+        return self.high if self.low is None else self.low
 
     @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated properties
     @property
     def difference(self) -> float | None:
-        """Ours less published; for a range, how far outside it we are (0 inside)."""
-        if self.published is not None:
-            return self.ours - self.published
-        if self.low is not None and self.ours < self.low:
-            return self.ours - self.low
-        if self.high is not None and self.ours > self.high:
-            return self.ours - self.high
-        return 0.0 if self.low is not None or self.high is not None else None
+        """Ours less the published point; 0 for a number inside a range."""
+        return None if self.reference is None else self.ours - self.reference
+
+    @computed_field  # type: ignore[prop-decorator]  # as above
+    @property
+    def is_missed(self) -> bool:
+        """Whether ours is further from what is published than `MISS_SHARE` of it."""
+        if self.reference is None or self.difference is None:
+            return False
+        return abs(self.difference) > max(MISS_SHARE * abs(self.reference), self.digit / 2)
+
+    @property
+    def difference_text(self) -> str:
+        """The difference for people: with its share of what is published, never a bare `+0`."""
+        if self.reference is None or self.difference is None:
+            return ""
+        if self.difference == 0.0:
+            text = "as published" if self.low is None or self.high is None else "inside"
+        else:
+            share = f" ({self.difference / abs(self.reference):+.1%})" if self.reference else ""
+            text = f"{self.difference:+.3g}{share}"
+        return f"{text}, fitted" if self.fitted else text
+
+    @property
+    def moved_text(self) -> str:
+        """What other values of the chosen constants make of ours."""
+        ranges = (
+            f"{_short(low)} to {_short(high)} ({of})" for of, (low, high) in self.moved.items()
+        )
+        return "; ".join(ranges)
 
     @property
     def published_text(self) -> str:
@@ -70,14 +140,17 @@ class FigureRow(PublishedRow, frozen=True, extra="ignore"):
     @property
     def ours_text(self) -> str:
         """Our number with four significant digits, no exponent for everyday sizes."""
-        big = abs(self.ours) >= 10_000  # noqa: PLR2004 - five digits before the point
-        return f"{self.ours:,.0f}" if big else f"{self.ours:.4g}"
+        return _short(self.ours)
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
         """The row of a table: name, published, ours, difference, unit."""
-        difference = "" if self.difference is None else f"{self.difference:+.3g}"
-        return self.name, self.published_text, self.ours_text, difference, self.unit or ""
+        return self.name, self.published_text, self.ours_text, self.difference_text, self.unit or ""
+
+
+def _short(value: float) -> str:
+    big = abs(value) >= 10_000  # noqa: PLR2004 - five digits before the point
+    return f"{value:,.0f}" if big else f"{value:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +163,7 @@ class FigureMeasurement:
         facts: Values that the texts of `published.toml` name in braces.
         remarks: What only the measurement knows.
         draw: Draws on a Matplotlib figure.
+        moved: By row and by chosen constant of `published.toml`, our number with its other values.
     """
 
     values: Mapping[str, float]
@@ -97,6 +171,7 @@ class FigureMeasurement:
     facts: Mapping[str, object] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     draw: Callable[[Figure], None] | None = None
+    moved: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
 
 class Reproduction(BaseModel, frozen=True):
@@ -104,6 +179,7 @@ class Reproduction(BaseModel, frozen=True):
 
     Attributes:
         key: Its name on the command line, for example `figure6`.
+        chosen: Constants that were chosen with the paper's results in view.
         surrogates: Inputs that are not the paper's.
         sensitivity: What changes when a constant that the paper does not give changes.
         remarks: Where and why we differ.
@@ -115,6 +191,7 @@ class Reproduction(BaseModel, frozen=True):
     title: str
     source: str
     rows: Sequence[FigureRow]
+    chosen: Sequence[FittedConstant] = ()
     surrogates: Sequence[str] = ()
     sensitivity: Sequence[FigureRow] = ()
     remarks: Sequence[str] = ()
@@ -125,8 +202,16 @@ class Reproduction(BaseModel, frozen=True):
         lines = [f"## {self.title}", "", f"{self.source}.", ""]
         if image:
             lines += [f"![{self.title}]({image})", ""]
-        lines += ["| | published | ours | difference | unit |", "|---|---:|---:|---:|---|"]
-        lines += [f"| {' | '.join(row.cells)} |" for row in self.rows]
+        if self.chosen:
+            lines += ["Constants chosen knowing the result:", ""]
+            lines += [
+                f"- {one.name}, {one.value}: {one.why} Tried: {one.tried}." for one in self.chosen
+            ]
+            lines += [""]
+        lines += [f"| {' | '.join(self.columns)} |", "|---|---:|---:|---:|---|"]
+        if self.columns[-1] != "unit":
+            lines[-1] += "---|"
+        lines += [f"| {' | '.join(cells)} |" for cells in self.table]
         if self.sensitivity:
             lines += ["", "Sensitivity:", "", "| case | ours | unit |", "|---|---:|---|"]
             lines += [f"| {row.name} | {row.ours_text} | {row.unit} |" for row in self.sensitivity]
@@ -135,6 +220,19 @@ class Reproduction(BaseModel, frozen=True):
         if self.remarks:
             lines += ["", *(f"- {text}" for text in self.remarks)]
         return "\n".join([*lines, ""])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Headings of the table; the last one is there where a chosen constant moves a row."""
+        columns = ("", "published", "ours", "difference", "unit")
+        return (
+            (*columns, "with other constants") if any(row.moved for row in self.rows) else columns
+        )
+
+    @property
+    def table(self) -> list[tuple[str, ...]]:
+        """Cells of the rows, in the order of the columns."""
+        return [(*row.cells, row.moved_text)[: len(self.columns)] for row in self.rows]
 
     def save_plot(self, path: Path) -> bool:
         """Write the drawing as PNG; False when there is none."""
@@ -152,15 +250,36 @@ Written by `aqua-sim paper all -o docs/measurements/papers.md --plots docs/measu
 not edit. Numbers are those of a simulator with the policies of `aqua_schedulers`, not of a GPU;
 `docs/simulation.md` says what it models and how far it is off a real engine.
 
-Columns: what the paper prints, what we get, the difference (ours less published; for a range, how
-far outside). "not printed" marks numbers that the paper shows only as a picture.
+Columns: what the paper prints, what we get, the difference (ours less published, and its share).
+"Up to" and "at least" are the extremes of several numbers and compared as points, so that falling
+short of them shows; a number within a printed range is "inside". "Fitted" marks numbers that a
+constant was chosen to meet: they check nothing. "Not printed" marks numbers that the paper shows
+only as a picture.
 """
+
+
+def misses(made: Sequence[Reproduction]) -> list[str]:
+    """The table of all rows that are off by more than `MISS_SHARE`, as lines of Markdown."""
+    found = [(each, row) for each in made for row in each.rows if row.is_missed]
+    count = sum(row.reference is not None for each in made for row in each.rows)
+    lines = ["## Misses", ""]
+    lines += [f"{len(found)} of {count} printed numbers are off by more than {MISS_SHARE:.0%}.", ""]
+    if found:
+        lines += [
+            "| figure | | published | ours | difference | unit |",
+            "|---|---|---:|---:|---:|---|",
+        ]
+        lines += [
+            f"| {each.title.partition(':')[0]} | {' | '.join(row.cells)} |" for each, row in found
+        ]
+        lines += [""]
+    return lines
 
 
 def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
     """The whole page as Markdown; `images` are paths of pictures, relative to it, by figure."""
     sections = [each.to_markdown(image=images.get(each.key)) for each in made]
-    return "\n".join([HEADER, *sections])
+    return "\n".join([HEADER, *misses(made), *sections])
 
 
 def picture_of(key: str, folder: Path) -> Path:
