@@ -260,7 +260,7 @@ EDITABLES := \
   -e 'profiler[nvml,torch]' \
   -e schedulers \
   -e simulator \
-  -e 'batch[transformers,tiktoken,ray]' \
+  -e 'batch[transformers,tiktoken,ray,serve,postgres]' \
   -e demo
 
 .venv/.ready: $(wildcard */pyproject.toml) constraints.txt requirements-dev.txt

@@ -6,9 +6,9 @@
 Generated: the lease and slab pages under `docs/protocol/` (diagram, states, events, transitions,
 all from the tables), the error table; from `docs/arrows.toml` the import contracts that
 `make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`; from the
-settings of coordinator and members the reference of their variables; from the chart's values their
-table in its README, and from the coordinator's settings and `files/renamed.yaml` what its schema
-lets through; the page on versions of vLLM.
+settings of coordinator, members and batch service the reference of their variables; from the
+chart's values their table in its README, and from the coordinator's settings and
+`files/renamed.yaml` what its schema lets through; the page on versions of vLLM.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from vllm_support import support_page
 
+from aqua_batch.service.settings import BatchSettings
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.lease import LEASE
@@ -115,9 +116,14 @@ SIGNS: Final = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def configuration_page() -> str:
-    """Every variable that configures a coordinator or a member."""
+    """Every variable that configures a coordinator, a member or a batch service."""
     sections: list[str] = []
-    for title, kind in (("A coordinator", CoordinatorSettings), ("A member", Settings)):
+    kinds = (
+        ("A coordinator", CoordinatorSettings),
+        ("A member", Settings),
+        ("A batch service", BatchSettings),
+    )
+    for title, kind in kinds:
         prefix = kind.model_config.get("env_prefix", "")
         rows = [
             f"| `{prefix}{name.upper()}` | {_default(field)} | {_bounds(field)} | "
@@ -136,7 +142,7 @@ def configuration_page() -> str:
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         return "see meaning"
-    return "unset" if field.default in (None, frozenset()) else f"`{field.default}`"
+    return "unset" if field.default in (None, (), frozenset()) else f"`{field.default}`"
 
 
 def _bounds(field: FieldInfo) -> str:

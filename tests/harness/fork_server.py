@@ -26,6 +26,7 @@ SERVER: Final = multiprocessing.get_context("forkserver")
 # What is not installed is passed over: a GPU machine has no coordinator.
 SERVER.set_forkserver_preload(
     [
+        "aqua_batch.service.server",
         "aqua_coordinator.cli",
         "aqua_coordinator.server",
         "aqualib.consumer",

@@ -170,7 +170,8 @@ def run_coordinator(
     for number in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(fd, number)
     os.close(fd)
-    from aqua_coordinator.server import configure_logs, serve
+    from aqua_cli.service import configure_logs
+    from aqua_coordinator.server import serve
     from aqua_coordinator.settings import CoordinatorSettings
 
     configure_logs("info")

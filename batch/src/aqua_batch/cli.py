@@ -1,4 +1,4 @@
-"""`aqua-batch`: order a batch file, or run it.
+"""`aqua-batch`: order a batch file, run it, or serve OpenAI's Batch API (`service.cli`).
 
 Rejected lines are in the errors file and said on stderr; the others are done, and the status is 0.
 An interrupted run is resumed by the same command.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from aqua_batch.policies import Policy
+from aqua_batch.service.cli import app as service_app
 from aqua_cli import Json, print_json, progress, replacing, say, write_json
 from aqua_cli import main as run_program
 from aqua_protocol.errors import ConfigError
@@ -36,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=__doc__,
 )
+
+app.add_typer(service_app)
 
 Input = Annotated[Path, typer.Argument(help="Batch file, one request per line.", metavar="IN")]
 PolicyOption = Annotated[Policy, typer.Option(help="foresight (default), paper, or a baseline.")]

@@ -187,7 +187,7 @@ def read_batch(path: Path, on_progress: Callable[[int], None] = lambda _: None) 
         content = _readable(path)
         with content.path.open("rb") as file:
             file.seek(len(UTF8_MARK) if file.read(len(UTF8_MARK)) == UTF8_MARK else 0)
-            for number, begin, raw in _lines(file):
+            for number, begin, raw in numbered_lines(file):
                 on_progress(begin)
                 checked = _check(raw, number, begin, first_line)
                 if isinstance(checked, Entry):
@@ -227,8 +227,8 @@ def _copy(file: IO[bytes]) -> _Content:
     return content
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
-    """Number, place and content of each line; None where it is too long to be read."""
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
+    """Number, place and content of each line that is not blank; None where it is too long."""
     number, begin = 0, file.tell()
     while raw := file.readline(LONGEST_LINE_BYTES):
         number += 1

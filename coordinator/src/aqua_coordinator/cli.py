@@ -72,7 +72,7 @@ def serve(
 
     Every setting is also an environment variable; the API describes itself at `/docs`.
     """
-    from aqua_coordinator.server import configure_logs
+    from aqua_cli.service import configure_logs
     from aqua_coordinator.server import serve as run
     from aqua_coordinator.settings import load_settings
 

@@ -13,7 +13,8 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from aqua_coordinator.settings import CoordinatorSettings, is_loopback
+from aqua_cli.service import is_loopback
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol.errors import MisdirectedRequestError
 
 MAX_CACHED_HOSTS: Final = 64

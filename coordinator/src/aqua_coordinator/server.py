@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import math
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -25,6 +23,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from aqua_cli.service import address_of, listen
 from aqua_coordinator import __version__
 from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.app import Service
@@ -112,7 +111,7 @@ class Server(uvicorn.Server):
         self._reaper.start()
         assert sockets is not None, "the server is given its socket"
         scheme = "http" if self._services.settings.tls_cert is None else "https"
-        log.info("listening", url=f"{scheme}://{_address(sockets[0])}", version=__version__)
+        log.info("listening", url=f"{scheme}://{address_of(sockets[0])}", version=__version__)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
@@ -148,37 +147,6 @@ def _collect(tick: int) -> None:
         gc.freeze()
 
 
-def configure_logs(level: str) -> None:
-    """Log to standard error, libraries too: for people on a terminal, JSON lines elsewhere."""
-    number = logging.getLevelNamesMapping()[level.upper()]
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    renderer: list[structlog.typing.Processor] = (
-        # Without rich, whose tracebacks show local variables: tokens, secrets, URLs with passwords.
-        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-        if sys.stderr.isatty()
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
-    structlog.configure(
-        processors=[*shared, *renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
-        )
-    )
-    # uvicorn tells of its starts and stops, which we do ourselves.
-    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
-
-
 def serve(settings: CoordinatorSettings) -> None:
     """Run until SIGINT or SIGTERM.
 
@@ -190,7 +158,11 @@ def serve(settings: CoordinatorSettings) -> None:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(contextlib.closing(_listen(settings)))
+        listener = stack.enter_context(
+            contextlib.closing(
+                listen(settings.listen_host, settings.listen_port, backlog=BACKLOG, prefix="AQUA_")
+            )
+        )
         embedded: EmbeddedValkey | None = None
         if settings.redis_url is None:
             embedded = EmbeddedValkey(
@@ -233,27 +205,3 @@ async def _run(service: Service, listener: socket.socket, embedded: EmbeddedValk
             stack.push_async_callback(embedded.stop_supervising)
         await stack.enter_async_context(service.running())
         await Server(service).serve(sockets=[listener])
-
-
-def _listen(settings: CoordinatorSettings) -> socket.socket:
-    host, port = settings.listen_host, settings.listen_port
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.create_server(
-            address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}",
-            remedy="Correct AQUA_LISTEN_HOST, stop what listens there, or set AQUA_LISTEN_PORT "
-            "(0 takes a free port).",
-        ) from error
-    listener.setblocking(False)  # noqa: FBT003 - named by the method
-    return listener
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

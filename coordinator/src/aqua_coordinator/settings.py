@@ -7,7 +7,6 @@ line is an error, while unknown variables are left alone, because aqualib shares
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from aqua_cli.service import is_loopback
 from aqua_client.tls import TlsFiles
 from aqua_coordinator.embedded import Fsync
 from aqua_coordinator.store.scripts import MAX_GAP_S
@@ -268,16 +268,6 @@ class CoordinatorSettings(BaseSettings):
                     "and set AQUA_TOKENS_FILE, or listen on 127.0.0.1."
                 ),
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; a name counts only if it is `localhost`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load_settings(**overrides: Any) -> CoordinatorSettings:  # noqa: ANN401 - whatever a field takes

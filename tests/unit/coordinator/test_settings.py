@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from aqua_cli.service import is_loopback
 from aqua_coordinator.settings import (
     CoordinatorSettings,
     default_data_dir,
-    is_loopback,
     load_settings,
 )
 from aqua_protocol import ConfigError

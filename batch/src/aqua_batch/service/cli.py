@@ -1,0 +1,386 @@
+"""`aqua batch serve | submit | status | wait | cancel | fetch | key`: the Batch API and its use.
+
+Exit codes are those of all commands (`aqua_cli`); `wait` and `submit --wait` say 1 where the batch
+did not complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from aqua_cli import Json, print_json, print_table, progress, replacing, say
+from aqua_cli.program import ExitCode
+from aqua_protocol.errors import ConfigError, UnknownResourceError
+
+if TYPE_CHECKING:
+    from aqua_batch.service.client import BatchClient
+    from aqua_batch.service.wire import BatchObject
+
+app = typer.Typer(rich_markup_mode="markdown")
+key_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown", help="API keys of a batch service's tenants."
+)
+app.add_typer(key_app, name="key")
+
+DEFAULT_URL: Final = "http://127.0.0.1:7720"
+LOOK_S: Final = 1.0
+"""Seconds between looks at a batch that is waited for. Doubled, its end is told a second later."""
+LOG_EVERY_S: Final = 30.0
+"""Seconds between two lines where stderr is no terminal. Doubled, a log says half as often."""
+LONGEST_LINE_BYTES: Final = 64 << 20
+"""Bytes; longer lines are none. Doubled, a file without line ends takes twice the memory."""
+LAST: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+
+Url = Annotated[str, typer.Option("--url", envvar="AQUA_BATCH_URL", help="The batch service.")]
+Key = Annotated[
+    str | None, typer.Option("--api-key", envvar="AQUA_BATCH_API_KEY", help="API key for it.")
+]
+BatchId = Annotated[str, typer.Argument(help="Id of the batch.", metavar="BATCH")]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--database-url", help="As of `serve`. [AQUA_BATCH_DATABASE_URL]"),
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Database and files, without URLs. [AQUA_BATCH_DATA_DIR]")
+]
+
+
+@app.command()
+def serve(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Base URL of an engine; may be repeated. [AQUA_BATCH_ENGINES]"),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on. [AQUA_BATCH_LISTEN_HOST, default 127.0.0.1]"),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port; 0 takes a free one. [AQUA_BATCH_LISTEN_PORT, default 7720]"),
+    ] = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseOption = None,
+    files_url: Annotated[
+        str | None, typer.Option(help="Where files lie, by fsspec. [AQUA_BATCH_FILES_URL]")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. [AQUA_BATCH_LOG_LEVEL]")
+    ] = None,
+) -> None:
+    """Serve OpenAI's Batch API in front of engines, until interrupted.
+
+    **On your own machine**, beside a vLLM:
+
+    `vllm serve ./Llama-3.1-8B --port 8000`
+
+    `aqua batch serve --engine http://127.0.0.1:8000`
+
+    **For others**: make an API key first, then listen on an address that they reach:
+
+    `aqua batch key add --tenant research`
+
+    `aqua batch serve --engine http://node-1:8000 --engine http://node-2:8000 --host 10.0.0.5`
+
+    Kill it at any moment: each request ends exactly once. OpenAI's client takes it as
+    `OpenAI(base_url="http://127.0.0.1:7720/v1")`; every setting is also a variable.
+    """
+    from aqua_batch.service.server import serve as run
+    from aqua_batch.service.settings import load_batch_settings
+    from aqua_cli.service import configure_logs
+
+    settings = load_batch_settings(
+        engines=None if engine is None else tuple(engine),
+        listen_host=host,
+        listen_port=port,
+        data_dir=data_dir,
+        database_url=database_url,
+        files_url=files_url,
+        log_level=log_level,
+    )
+    configure_logs(settings.log_level)
+    run(settings)
+
+
+@app.command()
+def submit(
+    source: Annotated[Path, typer.Argument(help="Batch file.", metavar="IN")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of its requests; that of its first line otherwise.")
+    ] = None,
+    window: Annotated[str, typer.Option(help="Time it may take: 90m, 24h, 7d.")] = "24h",
+    label: Annotated[
+        list[str] | None, typer.Option(help="Metadata, as name=value; may be repeated.")
+    ] = None,
+    wait_for_it: Annotated[bool, typer.Option("--wait", help="Wait until it has ended.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Upload IN and create a batch of it; prints the batch's id.
+
+    `aqua batch submit in.jsonl --wait && aqua batch fetch BATCH -o out.jsonl`
+    """
+    metadata = dict(_pair(each) for each in label or ())
+    if not source.is_file():
+        raise ConfigError(f"no file {source}", remedy="Name a batch file, a request per line.")
+    with _connect(url, api_key) as client:
+        with progress("uploading", quiet=as_json):
+            file = client.upload(source)
+        batch = client.create(file.id, endpoint or _endpoint_of(source), window, metadata)
+        if wait_for_it:
+            batch = _wait(client, batch.id, quiet=as_json)
+    _show(batch, as_json=as_json)
+    if wait_for_it:
+        _exit_by(batch)
+
+
+@app.command()
+def status(
+    batch_id: Annotated[
+        str | None, typer.Argument(help="Id of a batch; the newest otherwise.", metavar="[BATCH]")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many of the newest.")] = 20,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Show a batch, or the newest.
+
+    `aqua batch status --json | jq '.[] | select(.status == "in_progress").id'`
+    """
+    with _connect(url, api_key) as client:
+        if batch_id is not None:
+            _show(client.retrieve(batch_id), as_json=as_json)
+            return
+        found = client.list(limit)
+    if as_json:
+        print_json([each.model_dump() for each in found])
+        return
+    rows = [
+        (each.id, each.status, _counts(each), f"{each.request_counts.failed}", _age(each))
+        for each in found
+    ]
+    print_table("Batches", ("id", "status", "ended", "failed", "created"), rows)
+
+
+@app.command("wait")
+def wait_command(
+    batch_id: BatchId, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False
+) -> None:
+    """Wait until a batch has ended, with progress; 1 unless it completed."""
+    with _connect(url, api_key) as client:
+        batch = _wait(client, batch_id, quiet=as_json)
+    _show(batch, as_json=as_json)
+    _exit_by(batch)
+
+
+@app.command()
+def cancel(
+    batch_id: BatchId, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False
+) -> None:
+    """Cancel a batch: what runs is broken off, what has been answered can be fetched."""
+    with _connect(url, api_key) as client:
+        _show(client.cancel(batch_id), as_json=as_json)
+
+
+@app.command()
+def fetch(
+    batch_id: BatchId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the answers here.")],
+    errors: Annotated[
+        Path | None, typer.Option(help="And the errors here; OUT with .errors.jsonl otherwise.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Write the answers of a batch that has ended, and its errors if there are any."""
+    with _connect(url, api_key) as client:
+        batch = client.retrieve(batch_id)
+        if batch.status not in LAST:
+            raise ConfigError(
+                f"{batch_id} is {batch.status}", remedy=f"`aqua batch wait {batch_id}` waits."
+            )
+        wanted = {
+            output: batch.output_file_id,
+            errors or output.with_suffix(".errors.jsonl"): batch.error_file_id,
+        }
+        if not any(wanted.values()):
+            raise UnknownResourceError(
+                f"{batch_id} has neither answers nor errors", remedy="Its status says why."
+            )
+        written = {}
+        for path, file_id in wanted.items():
+            if file_id is None:
+                continue
+            with replacing(path) as file, progress(f"fetching {path.name}", quiet=as_json):
+                for piece in client.content(file_id):
+                    file.write(piece)
+            written[str(path)] = file_id
+    if as_json:
+        print_json({"files": written})
+    else:
+        for name in written:
+            say(f"wrote {name}")
+
+
+@key_app.command("add")
+def add(
+    tenant: Annotated[str, typer.Option(help="Whose files and batches it sees.")],
+    note: Annotated[str, typer.Option(help="What it is for, for people.")] = "",
+    database_url: DatabaseOption = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make an API key and print it: this once, since the database keeps only its hash.
+
+    From the first key on, every request needs one. Run it where the service's database is reached.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from aqua_batch.service.keys import add_key
+    from aqua_protocol.ids import Name
+
+    try:
+        TypeAdapter(Name).validate_python(tenant)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{tenant!r} is no name of a tenant", remedy="Letters, digits, and . _ : - inside."
+        ) from error
+    with _database(database_url, data_dir) as run:
+        key, row = run(lambda connection: add_key(connection, tenant, note[:256], time.time()))
+    print(key)  # noqa: T201 - what the command is for
+    say(f"key {row.key_id} added for {tenant}")
+
+
+@key_app.command("list")
+def list_keys(
+    database_url: DatabaseOption = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """List the keys: ids, tenants, notes. Never the keys themselves."""
+    from aqua_batch.service import keys
+
+    with _database(database_url, data_dir) as run:
+        found = run(keys.list_keys)
+    if as_json:
+        print_json(
+            [
+                {"id": e.key_id, "tenant": e.tenant, "note": e.note, "created_s": e.created_s}
+                for e in found
+            ]
+        )
+        return
+    made = [time.strftime("%Y-%m-%d %H:%M", time.localtime(each.created_s)) for each in found]
+    rows = [(e.key_id, e.tenant, e.note, at) for e, at in zip(found, made, strict=True)]
+    print_table("API keys", ("id", "tenant", "note", "made"), rows)
+
+
+@key_app.command("revoke")
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="Id of the key.")],
+    database_url: DatabaseOption = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Revoke a key; it is refused from the next request on."""
+    from aqua_batch.service.keys import revoke_key
+
+    with _database(database_url, data_dir) as run:
+        run(lambda connection: revoke_key(connection, key_id))
+
+
+@contextmanager
+def _database(url: str | None, data_dir: Path | None) -> Iterator[Any]:
+    """The service's database, as a function that runs transactions."""
+    from aqua_batch.service.database import Database
+    from aqua_batch.service.settings import load_batch_settings
+
+    # Engines are not asked for anything here, but the settings want some.
+    settings = load_batch_settings(
+        engines=("http://none.invalid",), database_url=url, data_dir=data_dir
+    )
+    database = Database(settings.database)
+    try:
+        yield lambda work: asyncio.run(database.write(work))
+    finally:
+        database.close()
+
+
+def _connect(url: str, api_key: str | None) -> BatchClient:
+    from aqua_batch.service.client import BatchClient
+
+    return BatchClient(url, api_key)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, is_there, value = text.partition("=")
+    if not is_there or not name:
+        raise ConfigError(f"{text!r} is not name=value", remedy="For example --label team=search.")
+    return name, value
+
+
+def _endpoint_of(source: Path) -> str:
+    """The URL that the first line names."""
+    with source.open("rb") as file:
+        line = file.readline(LONGEST_LINE_BYTES)
+    try:
+        return str(json.loads(line)["url"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the first line of {source} is no request with a url", remedy="Add --endpoint."
+        ) from error
+
+
+def _wait(client: BatchClient, batch_id: str, *, quiet: bool) -> BatchObject:
+    began_s, before = time.monotonic(), -1
+    with progress("waiting", 1.0, quiet=quiet, log_every_s=LOG_EVERY_S) as shown:
+        while True:
+            batch = client.retrieve(batch_id)
+            if batch.status in LAST:
+                return batch
+            counts = batch.request_counts
+            ended = counts.completed + counts.failed
+            before = ended if before < 0 else before
+            rate = (ended - before) / max(1e-9, time.monotonic() - began_s)
+            left = f", {_duration((counts.total - ended) / rate)} left" if rate > 0 else ""
+            note = f"{batch.status}, {_counts(batch)}{left}"
+            shown.update(done=ended / max(1, counts.total), note=note)
+            time.sleep(LOOK_S)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds_left:02}"
+
+
+def _exit_by(batch: BatchObject) -> None:
+    if batch.status != "completed":
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _counts(batch: BatchObject) -> str:
+    counts = batch.request_counts
+    return f"{counts.completed + counts.failed} of {counts.total}"
+
+
+def _age(batch: BatchObject) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(batch.created_at))
+
+
+def _show(batch: BatchObject, *, as_json: bool) -> None:
+    if as_json:
+        print_json(batch)
+        return
+    print(batch.id)  # noqa: T201 - the result
+    failed = batch.request_counts.failed
+    say(f"{batch.status}: {_counts(batch)} requests" + (f", {failed} failed" if failed else ""))
+    for fault in batch.errors.data if batch.errors else ():
+        say(f"  {fault.message}")

@@ -1,0 +1,270 @@
+"""Brings requests to engines and their answers to the database.
+
+One worker's life, as supervised loops: *feed* leases requests ahead of the engines' need, so that
+an engine never waits for the database; *record* writes outcomes (`Recorder`); *watch* finds batches
+that were cancelled or have expired, here or by another service, and breaks off their requests;
+*live* prolongs the worker's life. What is not on the database is nothing: a worker that is killed
+leaves leases, which others take up when its life has run out.
+
+A worker that was thought dead, because it or its machine stood still, notices by itself, drops all
+that it had and begins a new life; what it still records meanwhile is late (`request_rows`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import structlog
+from pydantic_core import from_json, to_json
+
+from aqua_batch.service.database import Database
+from aqua_batch.service.engines import (
+    EngineAbsentError,
+    EngineAnswer,
+    EngineEndpoint,
+    EngineFailedError,
+    EnginePool,
+)
+from aqua_batch.service.metrics import BatchMetrics
+from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.recorder import Recorder
+from aqua_batch.service.request_rows import (
+    LeasedRequest,
+    RequestOutcome,
+    Return,
+    active_batches,
+    add_worker,
+    lease_requests,
+    prolong_worker,
+    remove_worker,
+)
+from aqua_protocol.errors import DataLostError, StoreUnavailableError
+from aqua_protocol.supervision import SupervisedTask, resting, start_job
+
+log = structlog.get_logger(__name__)
+
+POLL_S: Final = 0.5
+"""Seconds between looks at what other services may have changed. Doubled, a request that waits for
+a repetition, or was cancelled elsewhere, is noticed half a second later."""
+MOST_AHEAD: Final = 256
+"""Requests leased ahead of the engines. Doubled, twice as many texts lie in memory."""
+MOST_UNRECORDED: Final = 2048
+"""Answers that wait for the database before engines get no more. Doubled, a database that does not
+answer costs twice the memory."""
+FIRST_PAUSE_S: Final = 1.0
+"""Seconds before a request that failed runs again, then twice as long each time. Doubled, a short
+hiccup of an engine costs a second more."""
+LONGEST_PAUSE_S: Final = 60.0
+"""Seconds. Doubled, a request whose engines fail for long ends up to a minute later."""
+LIVES_PER_LEASE: Final = 4
+"""How often a worker prolongs its life within it. Doubled, twice the transactions."""
+
+
+class Dispatcher:
+    """One worker.
+
+    Args:
+        lease_s: How long it is thought alive after it was last heard of.
+        max_attempts: How often engines may fail at a request.
+        now_s: Unix time.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        objects: ObjectStore,
+        engines: EnginePool,
+        metrics: BatchMetrics,
+        *,
+        lease_s: float,
+        max_attempts: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._objects = objects
+        self._engines = engines
+        self._metrics = metrics
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._now_s = now_s
+        self._recorder = Recorder(database, now_s, self._recorded)
+        self._ready: deque[tuple[LeasedRequest, bytes]] = deque()
+        self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
+        self._is_wanting = asyncio.Event()
+        self._is_changed = asyncio.Event()
+        self.worker = ""
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run requests within the block; at its end they go back to wait, at once."""
+        await self._begin_life()
+        try:
+            async with (
+                SupervisedTask(self._recorder.run, "batch-record"),
+                SupervisedTask(self._live, "batch-live"),
+                SupervisedTask(self._watch, "batch-watch"),
+                SupervisedTask(self._feed, "batch-feed"),
+            ):
+                yield
+        finally:
+            await self._drop(list(self._jobs))
+            self._ready.clear()
+            with contextlib.suppress(StoreUnavailableError):
+                if len(self._recorder):
+                    await self._recorder.flush()
+                await self._database.write(partial(remove_worker, worker=self.worker))
+
+    def look(self) -> None:
+        """Notice now that a batch has begun or was cancelled."""
+        self._is_changed.set()
+        self._is_wanting.set()
+
+    async def _begin_life(self) -> None:
+        worker = secrets.token_hex(8)
+        until_s = self._now_s() + self._lease_s
+        await self._database.write(partial(add_worker, worker=worker, until_s=until_s))
+        self.worker = worker
+
+    async def _live(self) -> None:
+        while True:
+            with resting():
+                await asyncio.sleep(self._lease_s / LIVES_PER_LEASE)
+            now_s = self._now_s()
+            lives = await self._database.write(
+                partial(
+                    prolong_worker, worker=self.worker, now_s=now_s, until_s=now_s + self._lease_s
+                )
+            )
+            if not lives:
+                log.warning("thought dead: begins anew", worker=self.worker, lost=len(self._jobs))
+                await self._begin_life()
+                self._ready.clear()
+                await self._drop(list(self._jobs))
+
+    async def _watch(self) -> None:
+        while True:
+            self._is_changed.clear()
+            held = {each.batch for each, _ in self._jobs.values()}
+            held |= {each.batch for each, _ in self._ready}
+            if held:
+                active = await self._database.read(partial(active_batches, batches=held))
+                gone = [key for key in self._jobs if key[0] not in active]
+                self._ready = deque(each for each in self._ready if each[0].batch in active)
+                await self._drop(gone)
+            with resting(), contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_changed.wait(), POLL_S)
+
+    async def _drop(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        """Break off requests: their connections close, and the engines abort them."""
+        tasks = [self._jobs[key][1] for key in keys if key in self._jobs]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _feed(self) -> None:
+        while True:
+            self._is_wanting.clear()
+            ahead = min(MOST_AHEAD, sum(each.places for each in self._engines.engines))
+            wanted = ahead - len(self._ready)
+            found = 0
+            if wanted * 2 > ahead and len(self._recorder) < MOST_UNRECORDED:
+                found = await self._lease(wanted)
+            self._pump()
+            if found < wanted or wanted * 2 <= ahead:
+                pause_s = min(POLL_S, self._engines.next_return_s() or POLL_S)
+                with resting(), contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_wanting.wait(), pause_s)
+
+    async def _lease(self, count: int) -> int:
+        running = Counter(each.tenant for each, _ in self._jobs.values())
+        running.update(each.tenant for each, _ in self._ready)
+        worker = self.worker
+        leased = await self._database.write(
+            partial(lease_requests, worker=worker, room=count, running=running, now_s=self._now_s())
+        )
+        by_input: defaultdict[str, list[LeasedRequest]] = defaultdict(list)
+        for each in leased:
+            by_input[each.input_key].append(each)
+        for key, requests in by_input.items():
+            try:
+                bodies = await asyncio.to_thread(self._bodies, key, requests)
+            except (StoreUnavailableError, DataLostError) as error:
+                for each in requests:
+                    self._fail(each, f"the input cannot be read: {error.message}")
+                continue
+            if worker == self.worker:  # Otherwise this life is over, and so are its leases.
+                self._ready.extend(zip(requests, bodies, strict=True))
+        return len(leased)
+
+    def _bodies(self, key: str, requests: Sequence[LeasedRequest]) -> list[bytes]:
+        lines = self._objects.ranges(key, [(each.start, each.size) for each in requests])
+        return [to_json(from_json(line.removeprefix(b"\xef\xbb\xbf"))["body"]) for line in lines]
+
+    def _pump(self) -> None:
+        """Give engines with room the next requests."""
+        while self._ready and (taken := self._engines.take(1)):
+            request, body = self._ready.popleft()
+            job = start_job(self._run(request, body, taken[0]), self._crashed)
+            self._jobs[request.key] = request, job
+        self._is_wanting.set()
+
+    def _crashed(self, error: BaseException) -> None:
+        raise error
+
+    async def _run(self, request: LeasedRequest, body: bytes, engine: EngineEndpoint) -> None:
+        try:
+            answer = await self._engines.ask(engine, request.endpoint, body)
+        except EngineAbsentError:
+            self._ready.appendleft((request, body))
+        except EngineFailedError as error:
+            self._fail(request, error.message)
+        else:
+            record = to_json(_record_of(request, answer))
+            self._recorder.put(RequestOutcome(request, answer.is_answer, record))
+            self._metrics.answered(answer.status)
+        finally:
+            engine.running -= 1
+            self._jobs.pop(request.key, None)
+            self._is_wanting.set()
+
+    def _fail(self, request: LeasedRequest, reason: str) -> None:
+        """Let a request wait for another try, or end it if it has had them all."""
+        attempts = request.attempts + 1
+        if attempts >= self._max_attempts:
+            message = f"{reason} ({attempts} attempts)"
+            error = {"code": "engine_error", "message": message}
+            record = {**_head(request), "response": None, "error": error}
+            self._recorder.put(RequestOutcome(request, is_answer=False, record=to_json(record)))
+            self._metrics.answered(0)
+            return
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempts - 1))
+        due_s = self._now_s() + pause_s * random.uniform(0.75, 1.25)
+        self._recorder.put(Return(request, due_s, counts=True))
+        self._metrics.retries.inc()
+
+    def _recorded(self, late: int) -> None:
+        if late:
+            log.warning("late answers discarded", count=late)
+            self._metrics.late.inc(late)
+
+
+def _head(request: LeasedRequest) -> dict[str, Any]:
+    return {"id": f"batch_req_line_{request.line}", "custom_id": request.custom_id}
+
+
+def _record_of(request: LeasedRequest, answer: EngineAnswer) -> dict[str, Any]:
+    """A line of the output file or, where the engine refused, of the error file."""
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id or f"req_line_{request.line}",
+        "body": answer.body,
+    }
+    return {**_head(request), "response": response, "error": None}

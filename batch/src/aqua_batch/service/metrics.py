@@ -1,0 +1,75 @@
+"""What Prometheus sees of a service; no names of tenants, prompts or answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from aqua_batch.service.engines import EngineEndpoint
+from aqua_protocol.supervision import restart_counts
+
+
+class BatchMetrics:
+    """The metrics of one service.
+
+    Attributes:
+        retries: Requests that went back to wait because an engine failed at them.
+        late: Outcomes that were discarded because another worker had taken the request up.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._answers = Counter(
+            "aqua_batch_answers",
+            "Answers of engines by status; 0 where every attempt failed",
+            ["status"],
+            registry=self._registry,
+        )
+        self.retries = Counter(
+            "aqua_batch_retries",
+            "Requests that wait for another try",
+            registry=self._registry,
+        )
+        self.late = Counter(
+            "aqua_batch_late_answers",
+            "Outcomes discarded because their lease was over",
+            registry=self._registry,
+        )
+        self._batches = Gauge(
+            "aqua_batch_batches", "Batches by status", ["status"], registry=self._registry
+        )
+        self._running = Gauge(
+            "aqua_batch_running_requests",
+            "Requests under way by engine",
+            ["engine"],
+            registry=self._registry,
+        )
+        self._absent = Gauge(
+            "aqua_batch_engine_absent",
+            "Whether an engine cannot be reached or has no room",
+            ["engine"],
+            registry=self._registry,
+        )
+        self._restarts = Gauge(
+            "aqua_batch_loop_restarts",
+            "Crashes of a loop, each followed by a start",
+            ["loop"],
+            registry=self._registry,
+        )
+
+    def answered(self, status: int) -> None:
+        """Count an answer."""
+        self._answers.labels(str(status)).inc()
+
+    def render(self, batches: Mapping[str, int], engines: list[EngineEndpoint]) -> bytes:
+        """All metrics as text."""
+        self._batches.clear()
+        for status, count in batches.items():
+            self._batches.labels(status).set(count)
+        for engine in engines:
+            self._running.labels(engine.url).set(engine.running)
+            self._absent.labels(engine.url).set(engine.absences > 0)
+        for loop, count in restart_counts().items():
+            self._restarts.labels(loop).set(count)
+        return generate_latest(self._registry)

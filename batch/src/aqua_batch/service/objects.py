@@ -1,0 +1,124 @@
+"""Where the bytes of files lie: a folder, or whatever else `fsspec` knows by a URL.
+
+Keys name objects below one root. An object is written once, from start to end, and is only there
+for others once a row names it (`file_rows`); so a store needs no renaming and no locks, and an
+object store (S3) serves as well as a folder. Nothing here holds more than a piece of an object in
+memory. All calls block: they belong into a thread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Final, cast
+
+import fsspec.core
+from fsspec.implementations.local import LocalFileOpener
+from fsspec.spec import AbstractFileSystem
+
+from aqua_protocol.errors import ConfigError, DataLostError, StoreUnavailableError
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes that are read or written at once: enough that a disk or network is not asked for crumbs.
+Doubled, each transfer under way takes another MiB."""
+
+
+class MissingObjectError(DataLostError):
+    """An object that a row names is not in the store."""
+
+    code = "object_missing"
+
+
+class ObjectStore:
+    """Objects by key, below one URL.
+
+    Args:
+        url: `file:///var/lib/aqua/files`, `s3://bucket/prefix`, `memory://` in tests.
+
+    Raises:
+        ConfigError: The URL is of no kind that is installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._files, root = cast(
+                "tuple[AbstractFileSystem, str]", fsspec.core.url_to_fs(url, auto_mkdir=True)
+            )
+        except (ValueError, ImportError, TypeError) as error:
+            raise ConfigError(
+                f"AQUA_BATCH_FILES_URL is no good: {error}",
+                remedy="For example file:///var/lib/aqua/files; other kinds need fsspec's package "
+                "for them.",
+            ) from error
+        self._root = root.rstrip("/")
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[IO[bytes]]:
+        """A new object to write; on its disk when the block has ended, gone if the block failed."""
+        try:
+            with self._store_errors(), self._open(key, "wb") as file:
+                yield file
+                file.flush()
+                if isinstance(file, LocalFileOpener):  # Closing would leave it to the kernel.
+                    os.fsync(file.fileno())
+        except BaseException:
+            self.delete(key)
+            raise
+
+    @contextmanager
+    def open(self, key: str) -> Iterator[IO[bytes]]:
+        """An object to read."""
+        with self._store_errors(), self._open(key, "rb") as file:
+            # Some stores' files know no `readline` with a bound.
+            buffered = io.BufferedReader(cast("io.RawIOBase", file), PIECE_BYTES)
+            try:
+                yield buffered
+            finally:
+                buffered.detach()
+
+    def ranges(self, key: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object: the bytes at each (start, size)."""
+        with self.open(key) as file:
+            found = []
+            for start, size in places:
+                file.seek(start)
+                found.append(file.read(size))
+            return found
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if it is there."""
+        with self._store_errors():
+            if self._files.exists(self._path(key)):
+                self._files.rm(self._path(key))
+
+    def delete_below(self, prefix: str, *, but: str) -> None:
+        """Delete all objects below a prefix, except those below `but`."""
+        with self._store_errors():
+            path, kept = self._path(prefix), self._path(but)
+            if self._files.exists(path):
+                for found in self._files.find(path):
+                    if not found.startswith(f"{kept}/"):
+                        self._files.rm(found)
+
+    def _open(self, key: str, mode: str) -> IO[bytes]:
+        return cast("IO[bytes]", self._files.open(self._path(key), mode, block_size=PIECE_BYTES))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise MissingObjectError(
+                "the store of files has lost an object", remedy="Restore it from a backup."
+            ) from None
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"the store of files fails: {error.strerror or type(error).__name__}",
+                remedy="Check its disk and rights, or its network.",
+                retry_after_s=1.0,
+            ) from error

@@ -1,0 +1,87 @@
+"""Writes down how requests ended: many in one transaction, none before it is on the disk.
+
+While one transaction runs, what ends meanwhile gathers and goes into the next, so a slow disk makes
+transactions larger and not answers slower. A database that does not answer is asked again until it
+does: an answer that an engine has worked for is not given up. If the process dies first, the
+request runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import structlog
+
+from aqua_batch.service.database import Database
+from aqua_batch.service.request_rows import RequestOutcome, Return, settle
+from aqua_protocol.errors import StoreUnavailableError
+from aqua_protocol.supervision import resting
+
+log = structlog.get_logger(__name__)
+
+RETRY_S: Final = 0.5
+"""Seconds between attempts at a database that does not answer. Doubled, answers are recorded up to
+half a second later once it is back."""
+MOST_AT_ONCE: Final = 512
+"""Outcomes of one transaction: some 10 ms. Doubled, other writers wait twice as long."""
+
+
+class Recorder:
+    """Takes outcomes and returns, and records them in order.
+
+    Args:
+        recorded: Called after a transaction with how many of its entries were late.
+    """
+
+    def __init__(
+        self, database: Database, now_s: Callable[[], float], recorded: Callable[[int], None]
+    ) -> None:
+        self._database = database
+        self._now_s = now_s
+        self._recorded = recorded
+        self._waiting: list[RequestOutcome | Return] = []
+        self._writing: list[RequestOutcome | Return] = []
+        self._came = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Entries that are not on the disk."""
+        return len(self._waiting) + len(self._writing)
+
+    def put(self, entry: RequestOutcome | Return) -> None:
+        """Have an entry recorded."""
+        self._waiting.append(entry)
+        self._came.set()
+
+    async def run(self) -> None:
+        """Record until cancelled."""
+        while True:
+            if not self._writing and not self._waiting:
+                self._came.clear()
+                with resting():
+                    await self._came.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Record what there is.
+
+        What a transaction that was cut short may have written is late the second time.
+        """
+        while self._writing or self._waiting:
+            if not self._writing:
+                self._writing = self._waiting[:MOST_AT_ONCE]
+                del self._waiting[:MOST_AT_ONCE]
+            outcomes = [each for each in self._writing if isinstance(each, RequestOutcome)]
+            returns = [each for each in self._writing if isinstance(each, Return)]
+            work = partial(settle, outcomes=outcomes, returns=returns, now_s=self._now_s())
+            try:
+                late = await self._database.write(work)
+            except StoreUnavailableError as error:
+                log.warning("outcomes not recorded yet", count=len(self), error=str(error))
+                with resting():
+                    await asyncio.sleep(RETRY_S)
+                continue
+            self._writing = []
+            self._recorded(len(late))

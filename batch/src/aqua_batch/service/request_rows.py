@@ -1,0 +1,346 @@
+"""Requests as rows: waiting, leased, ended; and why each ends exactly once.
+
+A *worker* is one life of a service: it has a row that says until when it lives, and prolongs it.
+A worker *leases* waiting requests; a lease has the request's next generation. What happened is
+written under the generation of its lease, in one transaction that compares it with the row's: if
+the request is no longer leased in this generation, because the worker was thought dead and another
+took it up, or because its batch was cancelled, the answer is late and is discarded. So a request
+may run twice, but one outcome is recorded, whatever dies, hangs or comes back when.
+
+Clocks decide only when a worker is thought dead. Workers whose clocks differ take requests up too
+early or too late; the generations keep the outcome single even then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+from sqlalchemy import (
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    insert,
+    or_,
+    select,
+    update,
+)
+
+from aqua_batch.service.schema import BATCHES, OUTCOMES, REQUESTS, WORKERS
+
+ROWS_AT_ONCE: Final = 500
+"""Rows of one query that names each of them, below SQLite's 32,766 parameters. Doubled, a
+transaction takes half as many queries, each twice as long."""
+
+
+class RequestState(IntEnum):
+    """How far a request is."""
+
+    WAITING = 0
+    LEASED = 1
+    ENDED = 2
+    """It has an outcome."""
+    WITHDRAWN = 3
+    """Its batch was cancelled or has expired first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedRequest:
+    """A request that this worker is to run.
+
+    Attributes:
+        batch, line: Its key; `batch` is the row of its batch.
+        input_key, start, size: Where its text lies.
+        generation: What its outcome has to name.
+        attempts: How often an engine failed at it.
+    """
+
+    batch: int
+    line: int
+    custom_id: str
+    tenant: str
+    endpoint: str
+    input_key: str
+    start: int
+    size: int
+    generation: int
+    attempts: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Batch, line and generation."""
+        return self.batch, self.line, self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """How a leased request ended: its line of the output file, or of the error file."""
+
+    request: LeasedRequest
+    is_answer: bool
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """A leased request that goes back to wait.
+
+    Attributes:
+        not_before_s: Unix time before which it is not leased again.
+        counts: Whether an engine failed at it.
+    """
+
+    request: LeasedRequest
+    not_before_s: float
+    counts: bool
+
+
+def prolong_worker(connection: Connection, worker: str, now_s: float, until_s: float) -> bool:
+    """Let a worker live on; whether it still did."""
+    changed = connection.execute(
+        update(WORKERS)
+        .where(WORKERS.c.worker == worker, WORKERS.c.alive_until_s > now_s)
+        .values(alive_until_s=until_s)
+    )
+    return bool(changed.rowcount)
+
+
+def add_worker(connection: Connection, worker: str, until_s: float) -> None:
+    """Let a new worker live."""
+    connection.execute(insert(WORKERS).values(worker=worker, alive_until_s=until_s))
+
+
+def alive_workers(now_s: float) -> Select[tuple[str]]:
+    """The query for those that live."""
+    return select(WORKERS.c.worker).where(WORKERS.c.alive_until_s > now_s)
+
+
+def free_dead_workers(connection: Connection, now_s: float) -> int:
+    """Let requests of dead workers wait again; how many there were."""
+    dead = connection.execute(
+        select(WORKERS.c.worker).where(WORKERS.c.alive_until_s <= now_s)
+    ).scalars()
+    return sum(remove_worker(connection, worker) for worker in dead.all())
+
+
+def remove_worker(connection: Connection, worker: str) -> int:
+    """Forget a worker, and let its requests wait again; how many there were."""
+    active = select(BATCHES.c.seq).where(BATCHES.c.ended_s.is_(None))
+    freed = connection.execute(
+        update(REQUESTS)
+        .where(
+            REQUESTS.c.batch.in_(active),
+            REQUESTS.c.state == RequestState.LEASED,
+            REQUESTS.c.worker == worker,
+        )
+        .values(state=RequestState.WAITING, worker=None)
+    )
+    connection.execute(delete(WORKERS).where(WORKERS.c.worker == worker))
+    return freed.rowcount
+
+
+def fair_shares(
+    room: int, running: Mapping[str, int], waiting: Mapping[str, int]
+) -> dict[str, int]:
+    """Divide free places among tenants, so that those who run least get the next.
+
+    Args:
+        room: Free places.
+        running: Requests under way, by tenant.
+        waiting: Requests that could run now, by tenant, in order of precedence among equals.
+    """
+    shares = dict.fromkeys(waiting, 0)
+    for _ in range(room):
+        hungry = [tenant for tenant in waiting if shares[tenant] < waiting[tenant]]
+        if not hungry:
+            break
+        least = min(hungry, key=lambda tenant: running.get(tenant, 0) + shares[tenant])
+        shares[least] += 1
+    return shares
+
+
+def lease_requests(
+    connection: Connection, worker: str, room: int, running: Mapping[str, int], now_s: float
+) -> list[LeasedRequest]:
+    """Lease up to `room` waiting requests: fairly among tenants, each's earliest deadline first.
+
+    Within a batch they come in its order (`rank`).
+    """
+    candidates: defaultdict[str, list[LeasedRequest]] = defaultdict(list)
+    for batch in connection.execute(_running_batches()).mappings():
+        if (wanted := room - len(candidates[batch["tenant"]])) <= 0:
+            continue
+        waiting = (
+            select(
+                REQUESTS.c.line,
+                REQUESTS.c.custom_id,
+                REQUESTS.c.start,
+                REQUESTS.c.size,
+                REQUESTS.c.generation,
+                REQUESTS.c.attempts,
+            )
+            .where(
+                REQUESTS.c.batch == batch["batch"],
+                REQUESTS.c.state == RequestState.WAITING,
+                REQUESTS.c.not_before_s <= now_s,
+            )
+            .order_by(REQUESTS.c.rank)
+            .limit(wanted)
+            .with_for_update(skip_locked=True)
+        )
+        for row in connection.execute(waiting).mappings():
+            fields = {**batch, **row, "generation": row["generation"] + 1}
+            candidates[batch["tenant"]].append(LeasedRequest(**fields))
+    shares = fair_shares(room, running, {tenant: len(each) for tenant, each in candidates.items()})
+    leased = [each for tenant, share in shares.items() for each in candidates[tenant][:share]]
+    if leased:
+        connection.execute(
+            update(REQUESTS)
+            .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
+            .values(state=RequestState.LEASED, worker=worker, generation=REQUESTS.c.generation + 1),
+            [{"at": each.batch, "on": each.line} for each in leased],
+        )
+    return leased
+
+
+def _running_batches() -> Select[Any]:
+    return (
+        select(
+            BATCHES.c.seq.label("batch"),
+            BATCHES.c.tenant,
+            BATCHES.c.endpoint,
+            BATCHES.c.input_key,
+        )
+        .where(BATCHES.c.status == "in_progress")
+        .order_by(BATCHES.c.expires_s, BATCHES.c.seq)
+    )
+
+
+def still_leased(
+    connection: Connection, requests: Sequence[LeasedRequest]
+) -> set[tuple[int, int, int]]:
+    """Keys of those requests that are leased in the same generation.
+
+    The rows stay as they are until the transaction ends.
+    """
+    current: set[tuple[int, int, int]] = set()
+    for begin in range(0, len(requests), ROWS_AT_ONCE):
+        lines: defaultdict[int, list[int]] = defaultdict(list)
+        for each in requests[begin : begin + ROWS_AT_ONCE]:
+            lines[each.batch].append(each.line)
+        named = or_(
+            *(
+                and_(REQUESTS.c.batch == batch, REQUESTS.c.line.in_(sorted(of_batch)))
+                for batch, of_batch in lines.items()
+            )
+        )
+        query = (
+            select(REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
+            .where(named, REQUESTS.c.state == RequestState.LEASED)
+            .order_by(REQUESTS.c.batch, REQUESTS.c.line)  # One order of locks for all.
+            .with_for_update()
+        )
+        current.update((batch, line, gen) for batch, line, gen in connection.execute(query))
+    return current
+
+
+def settle(
+    connection: Connection,
+    outcomes: Sequence[RequestOutcome],
+    returns: Sequence[Return],
+    now_s: float,
+) -> set[tuple[int, int, int]]:
+    """Record how leases ended; the keys of those that were late, of which nothing was written."""
+    requests = [each.request for each in outcomes] + [each.request for each in returns]
+    current = still_leased(connection, requests)
+    ended = [each for each in outcomes if each.request.key in current]
+    _record(connection, ended, now_s)
+    again = [each for each in returns if each.request.key in current]
+    if again:
+        connection.execute(
+            update(REQUESTS)
+            .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
+            .values(
+                state=RequestState.WAITING,
+                worker=None,
+                attempts=REQUESTS.c.attempts + bindparam("more"),
+                not_before_s=bindparam("due"),
+            ),
+            [
+                {
+                    "at": each.request.batch,
+                    "on": each.request.line,
+                    "more": int(each.counts),
+                    "due": each.not_before_s,
+                }
+                for each in again
+            ],
+        )
+    return {each.key for each in requests} - current
+
+
+def _record(connection: Connection, ended: Sequence[RequestOutcome], now_s: float) -> None:
+    if not ended:
+        return
+    connection.execute(
+        insert(OUTCOMES),
+        [
+            {
+                "batch": each.request.batch,
+                "line": each.request.line,
+                "generation": each.request.generation,
+                "is_answer": each.is_answer,
+                "record": each.record,
+            }
+            for each in ended
+        ],
+    )
+    connection.execute(
+        update(REQUESTS)
+        .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
+        .values(state=RequestState.ENDED, worker=None),
+        [{"at": each.request.batch, "on": each.request.line} for each in ended],
+    )
+    counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for each in ended:
+        counts[each.request.batch][not each.is_answer] += 1
+    for batch, (completed, failed) in sorted(counts.items()):
+        connection.execute(
+            update(BATCHES)
+            .where(BATCHES.c.seq == batch)
+            .values(completed=BATCHES.c.completed + completed, failed=BATCHES.c.failed + failed)
+        )
+        connection.execute(
+            update(BATCHES)
+            .where(
+                BATCHES.c.seq == batch,
+                BATCHES.c.status == "in_progress",
+                BATCHES.c.completed + BATCHES.c.failed >= BATCHES.c.total,
+            )
+            .values(status="finalizing", finalizing_s=int(now_s))
+        )
+
+
+def withdraw_requests(connection: Connection, batch: int) -> None:
+    """End what has no outcome yet; leases on it end with it."""
+    connection.execute(
+        update(REQUESTS)
+        .where(
+            REQUESTS.c.batch == batch,
+            REQUESTS.c.state.in_((RequestState.WAITING, RequestState.LEASED)),
+        )
+        .values(state=RequestState.WITHDRAWN, worker=None)
+    )
+
+
+def active_batches(connection: Connection, batches: Iterable[int]) -> set[int]:
+    """Which of these batches still run."""
+    query = select(BATCHES.c.seq).where(
+        BATCHES.c.seq.in_(sorted(batches)), BATCHES.c.status == "in_progress"
+    )
+    return set(connection.execute(query).scalars())

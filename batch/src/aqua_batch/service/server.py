@@ -1,0 +1,100 @@
+"""Runs a batch service: address, database, service, in this order, and in reverse at the end.
+
+Everything that can be wrong with the configuration is noticed before the first request, as a typed
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Final
+
+import structlog
+import uvicorn
+import uvloop
+
+from aqua_batch.service.app import BatchService
+from aqua_batch.service.settings import BatchSettings
+from aqua_cli.service import address_of, listen
+
+log = structlog.get_logger(__name__)
+
+BACKLOG: Final = 2048
+"""Connections that the kernel keeps until they are accepted, uvicorn's default. Doubled, more of
+them wait instead of being refused."""
+GRACE_S: Final = 5
+"""Seconds that HTTP requests under way get at a shutdown; an upload that is cut off is repeated.
+Doubled, a supervisor waits longer for one that hangs."""
+
+
+class BatchServer(uvicorn.Server):
+    """uvicorn as a part of a larger life: signals end the serving, and nothing else."""
+
+    def __init__(self, service: BatchService) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.asgi,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self._stopping = service.services.stopping
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the serving."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve, and say so."""
+        await super().startup(sockets)
+        assert sockets is not None, "the server is given its socket"
+        log.info("listening", url=f"http://{address_of(sockets[0])}", version=version("aqua-batch"))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say that it stops, and finish what is under way."""
+        self._stopping.set()
+        log.info("stopping")
+        await super().shutdown(sockets)
+
+
+def serve(settings: BatchSettings) -> None:
+    """Run until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: See the module.
+        StoreUnavailableError: The database does not answer at the start.
+    """
+    prefix = "AQUA_BATCH_"
+    listener = listen(settings.listen_host, settings.listen_port, backlog=BACKLOG, prefix=prefix)
+    with (
+        contextlib.closing(listener),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(_run(settings, listener))
+    log.info("stopped")
+
+
+async def _run(settings: BatchSettings, listener: socket.socket) -> None:
+    async with BatchService(settings).running() as service:
+        await BatchServer(service).serve(sockets=[listener])

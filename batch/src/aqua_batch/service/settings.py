@@ -1,0 +1,151 @@
+"""Settings of the batch service: from `AQUA_BATCH_*` variables, overridden by options.
+
+Everything is bounded and checked before anything starts; a value that does not fit is a
+`ConfigError` that names the variable, not its content.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from aqua_protocol.errors import ConfigError
+
+DEFAULT_PORT: Final = 7720
+"""Unassigned at IANA, and of no other service of Aqua's. Fixed: clients expect it."""
+MOST_ENGINES: Final = 1000
+"""Engines by name; a larger fleet stands behind a router. Doubled, choosing an engine takes twice
+as long, some 0.1 ms."""
+
+
+def default_batch_dir() -> Path:
+    """`$XDG_STATE_HOME/aqua/batch`, by default `~/.local/state/aqua/batch`: state, not cache."""
+    state_home = os.environ.get("XDG_STATE_HOME")
+    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "aqua" / "batch"
+
+
+def _by_commas(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+EngineUrl = Annotated[str, Field(pattern=r"^https?://[^\s,@]+$", max_length=2048)]
+HostName = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,253}$")]
+
+
+class BatchSettings(BaseSettings):
+    """What a batch service needs to know before it starts."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="AQUA_BATCH_",
+        extra="ignore",
+        frozen=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,
+    )
+
+    engines: Annotated[tuple[EngineUrl, ...], NoDecode, BeforeValidator(_by_commas)] = Field(
+        (),
+        min_length=1,
+        max_length=MOST_ENGINES,
+        validate_default=True,
+        description="Base URLs of the engines, servers that speak OpenAI's HTTP: "
+        "http://node-1:8000,http://node-2:8000. Each gets requests of any model.",
+    )
+    engine_api_key: SecretStr | None = Field(
+        None, description="API key for the engines, if they want one."
+    )
+    engine_concurrency: int = Field(
+        64, ge=1, le=4096, description="Requests that one engine gets at once."
+    )
+    request_timeout_s: float = Field(
+        3600.0, gt=0, le=86_400, description="How long an engine may take to answer one request."
+    )
+    max_attempts: int = Field(
+        5, ge=1, le=100, description="How often engines may fail at a request before it ends so."
+    )
+    lease_s: float = Field(
+        20.0,
+        ge=0.2,
+        le=3600,
+        description="How long after its last sign of life a service counts as dead; others then "
+        "take up its requests.",
+    )
+    listen_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=253,
+        description="Address to listen on. Anything but loopback needs an API key: "
+        "`aqua batch key add`.",
+    )
+    listen_port: int = Field(
+        DEFAULT_PORT, ge=0, le=65_535, description="Port to listen on; 0 takes a free one."
+    )
+    allowed_hosts: Annotated[frozenset[HostName], NoDecode, BeforeValidator(_by_commas)] = Field(
+        frozenset(),
+        description="Further names that requests may call it by while there is no API key.",
+    )
+    data_dir: Path = Field(
+        default_factory=default_batch_dir,
+        description="Directory of database and files, where these have no URL of their own.",
+    )
+    database_url: SecretStr | None = Field(
+        None,
+        description="postgresql+psycopg://user:password@host/name, or sqlite:////path. "
+        "Unset: SQLite in data_dir.",
+    )
+    files_url: str | None = Field(
+        None,
+        max_length=2048,
+        description="Where the bytes of files lie, any URL of fsspec's. Unset: a folder in "
+        "data_dir.",
+    )
+    max_file_bytes: int = Field(
+        200_000_000, ge=1, le=1 << 40, description="Bytes that an uploaded file may have."
+    )
+    max_batch_requests: int = Field(
+        50_000, ge=1, le=10_000_000, description="Requests that a batch may have."
+    )
+    file_ttl_s: int = Field(
+        2_592_000,
+        ge=60,
+        le=10 * 365 * 86_400,
+        description="How long files are kept that do not say it themselves, inputs and outputs.",
+    )
+    log_level: Annotated[str, Field(pattern=r"^(debug|info|warning|error)$")] = Field(
+        "info", description="debug, info, warning or error."
+    )
+
+    @property
+    def database(self) -> str:
+        """URL of the database."""
+        if self.database_url is not None:
+            return self.database_url.get_secret_value()
+        return f"sqlite:///{self.data_dir.absolute()}/batch.db"
+
+    @property
+    def files(self) -> str:
+        """URL of the store of files."""
+        return self.files_url or f"file://{self.data_dir.absolute()}/files"
+
+
+def load_batch_settings(**overrides: Any) -> BatchSettings:  # noqa: ANN401 - whatever a field takes
+    """Read the environment; keyword arguments that are not None take precedence.
+
+    Raises:
+        ConfigError: A value does not fit; the message names its variable, not its content.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return BatchSettings(**given)
+    except ValidationError as error:
+        faults = [
+            f"AQUA_BATCH_{str(fault['loc'][0]).upper()}: {fault['msg']}"
+            for fault in error.errors(include_input=False, include_url=False)
+        ]
+        raise ConfigError(
+            "; ".join(faults), remedy="`aqua batch serve --help` lists every setting."
+        ) from error

@@ -1,0 +1,136 @@
+"""What a service does beside running requests.
+
+It reads inputs, writes outputs, takes up what dead workers had, ends what has expired and deletes
+files. Every service does, and any number may at once: each step is a transaction that looks at the
+rows as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Final
+
+import structlog
+from sqlalchemy import Connection
+
+from aqua_batch.service.batch_rows import (
+    BatchJob,
+    BatchStatus,
+    claim_batch,
+    expire_batches,
+    fail_batch,
+    holds,
+    release_batch,
+)
+from aqua_batch.service.database import Database
+from aqua_batch.service.dispatch import Dispatcher
+from aqua_batch.service.file_rows import doomed_files, drop_files
+from aqua_batch.service.lines import InputReader
+from aqua_batch.service.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.request_rows import free_dead_workers
+from aqua_batch.service.results import ResultWriter
+from aqua_batch.service.wire import BatchLineError
+from aqua_protocol.supervision import SupervisedTask, resting
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S: Final = 0.5
+"""Seconds between sweeps. Doubled, what a dead worker had is taken up half a second later."""
+
+
+class Upkeep:
+    """The loops of one service beside its dispatcher.
+
+    Args:
+        max_requests: Lines that an input may have.
+        output_ttl_s: How long outputs are kept where their batch does not say.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        objects: ObjectStore,
+        dispatcher: Dispatcher,
+        *,
+        max_requests: int,
+        output_ttl_s: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._objects = objects
+        self._dispatcher = dispatcher
+        self._max_requests = max_requests
+        self._output_ttl_s = output_ttl_s
+        self._now_s = now_s
+        self._is_wanted = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep things up within the block."""
+        async with (
+            SupervisedTask(self._work, "batch-files"),
+            SupervisedTask(self._sweep, "batch-sweep"),
+        ):
+            yield
+
+    def look(self) -> None:
+        """Notice now that a batch was created or cancelled."""
+        self._is_wanted.set()
+
+    async def _work(self) -> None:
+        while True:
+            self._is_wanted.clear()
+            claim = partial(claim_batch, worker=self._dispatcher.worker, now_s=self._now_s())
+            batch = await self._database.write(claim)
+            if batch is None:
+                with resting(), contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_wanted.wait(), SWEEP_S)
+                continue
+            try:
+                await self._advance(batch)
+            except BaseException:
+                await self._database.write(partial(release_batch, batch=batch))
+                raise
+
+    async def _advance(self, batch: BatchJob) -> None:
+        if batch.status != BatchStatus.VALIDATING:
+            writer = ResultWriter(batch, self._objects, self._output_ttl_s)
+            await writer.write(self._database, self._now_s)
+            log.info("batch ended", batch=batch.batch_id, status=batch.ending)
+            return
+        reader = InputReader(batch, self._objects, self._max_requests)
+        try:
+            await reader.read(self._database, self._now_s)
+        except MissingObjectError:
+            fault = BatchLineError(
+                code="input_lost",
+                message="The store of files has lost the input",
+                param="input_file_id",
+            )
+
+            def fail(connection: Connection) -> None:
+                if holds(connection, batch):
+                    fail_batch(connection, batch, [fault.model_dump()], self._now_s())
+
+            await self._database.write(fail)
+        self._dispatcher.look()
+
+    async def _sweep(self) -> None:
+        while True:
+            now_s = self._now_s()
+            freed = await self._database.write(partial(free_dead_workers, now_s=now_s))
+            if freed:
+                log.warning("took up requests of a dead worker", count=freed)
+            if await self._database.write(partial(expire_batches, now_s=now_s)):
+                self._dispatcher.look()
+            doomed = await self._database.read(partial(doomed_files, now_s=now_s))
+            for file in doomed:
+                await asyncio.to_thread(self._objects.delete, file.object_key)
+            if doomed:
+                await self._database.write(partial(drop_files, files=doomed))
+            with resting():
+                await asyncio.sleep(SWEEP_S)

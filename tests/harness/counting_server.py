@@ -1,0 +1,139 @@
+"""An engine over HTTP that counts instead of computing; a process that outlives what asks it.
+
+It answers each chat with what it was asked, so a test sees from the answer alone
+which request it belongs to, and counts how often each prompt began, ended, and was broken off. A
+prompt that begins with a word of `BEHAVIOURS` is treated as that says. `/counts` tells; `/release`
+lets held requests go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter, defaultdict
+from contextlib import suppress
+from typing import Final, Self
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from harness.bounds import HANG_S
+from harness.fork_server import ForkedProcess
+
+BEHAVIOURS: Final = {
+    "hold": "is answered after /release of its second word, or broken off",
+    "fail": "is answered with 500, always",
+    "shaky": "is answered with 500 the first time",
+    "refuse": "is answered with 400",
+}
+
+
+class CountingServer:
+    """A counting engine on this machine; a context manager that kills it.
+
+    Args:
+        url: Where another was; a free port by default.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        port = 0 if url is None else int(url.rpartition(":")[2])
+        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._process = ForkedProcess(_serve, listener)
+        listener.close()
+        self._http = httpx.Client(base_url=self.url, timeout=HANG_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+        self._process.kill()
+        self._process.wait(HANG_S)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How often each prompt began, ended and was broken off."""
+        found: dict[str, dict[str, int]] = self._http.get("/counts").json()
+        return found
+
+    def wait_for(self, kind: str, count: int) -> None:
+        """Wait until so many requests in all began, ended or were broken off."""
+        self._http.get("/wait", params={"kind": kind, "count": count}).raise_for_status()
+
+    def release(self, group: str) -> None:
+        """Let held requests of a group go, those to come as well."""
+        self._http.post("/release", params={"group": group}).raise_for_status()
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.of: dict[str, Counter[str]] = {kind: Counter() for kind in ("began", "ended", "gone")}
+        self.changed = asyncio.Condition()
+
+    async def add(self, kind: str, prompt: str) -> None:
+        async with self.changed:
+            self.of[kind][prompt] += 1
+            self.changed.notify_all()
+
+
+def _serve(listener: socket.socket) -> None:
+    config = uvicorn.Config(_Engine().api(), log_level="error", lifespan="off")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.counts = _Counts()
+        self._released: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def api(self) -> FastAPI:
+        api = FastAPI()
+        api.post("/v1/chat/completions")(self.chat)
+        api.get("/counts")(self.tell)
+        api.get("/wait")(self.wait)
+        api.post("/release")(self.release)
+        return api
+
+    async def chat(self, request: Request) -> JSONResponse:
+        asked = await request.json()
+        prompt = asked["messages"][-1]["content"]
+        await self.counts.add("began", prompt)
+        match prompt.partition(" ")[0]:
+            case "hold" if not await self._wait_for_release(request, prompt.split()[1]):
+                await self.counts.add("gone", prompt)
+                return JSONResponse({}, 499)
+            case "fail":
+                return JSONResponse({"error": {"message": "out of memory"}}, 500)
+            case "shaky" if self.counts.of["began"][prompt] == 1:
+                return JSONResponse({"error": {"message": "a hiccup"}}, 500)
+            case "refuse":
+                error = {"message": "no such model", "type": "BadRequestError", "code": 400}
+                return JSONResponse({"error": error}, 400)
+        await self.counts.add("ended", prompt)
+        message = {"role": "assistant", "content": f"{prompt} was asked"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        head = {"id": "c", "object": "chat.completion", "created": 0, "model": asked["model"]}
+        return JSONResponse({**head, "choices": [choice]})
+
+    async def _wait_for_release(self, request: Request, group: str) -> bool:
+        """Whether it was released; False where the caller has left."""
+        released = self._released[group]
+        while not released.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(released.wait(), 0.02)
+            if await request.is_disconnected():
+                return False
+        return True
+
+    async def tell(self) -> dict[str, Counter[str]]:
+        return self.counts.of
+
+    async def wait(self, kind: str, count: int) -> None:
+        async with self.counts.changed:
+            await self.counts.changed.wait_for(lambda: self.counts.of[kind].total() >= count)
+
+    async def release(self, group: str) -> None:
+        self._released[group].set()

@@ -1,0 +1,205 @@
+"""OpenAI's own client against a real batch service and a real engine process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from harness.batch_service import (
+    BatchServiceProcess,
+    chat_line,
+    completed,
+    records,
+    submit,
+    wait_until,
+)
+from harness.counting_server import CountingServer
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CountingServer]:
+    with CountingServer() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def service(
+    engine: CountingServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BatchServiceProcess]:
+    with BatchServiceProcess(tmp_path_factory.mktemp("batch"), [engine.url]) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: BatchServiceProcess) -> openai.OpenAI:
+    return service.client()
+
+
+def test_a_batch_runs_as_in_openais_example(client: openai.OpenAI) -> None:
+    batch = submit(client, [chat_line(f"request-{i}", f"prompt {i}") for i in range(50)])
+    assert batch.status in {"validating", "in_progress"}
+    ended = wait_until(client, batch.id)
+    assert ended.status == "completed"
+    assert ended.request_counts
+    assert (ended.request_counts.total, ended.request_counts.completed) == (50, 50)
+    answers = records(client, ended.output_file_id)
+    assert [each["custom_id"] for each in answers] == [f"request-{i}" for i in range(50)]
+    for i, each in enumerate(answers):
+        assert each["response"]["status_code"] == 200
+        assert each["error"] is None
+        content = each["response"]["body"]["choices"][0]["message"]["content"]
+        assert content == f"prompt {i} was asked"
+    assert ended.error_file_id is None
+
+
+def test_every_outcome_is_in_one_of_the_two_files(client: openai.OpenAI) -> None:
+    good = [chat_line("fine", "fine"), chat_line("again", "shaky at first")]
+    refused = chat_line("refused", "refuse this")
+    bad = [
+        b"{not json\n",
+        b"[]\n",
+        chat_line("fine", "a second of this id"),
+        chat_line("elsewhere", "x", url="/v1/embeddings"),
+        b'{"custom_id":"bare","method":"POST","url":"/v1/chat/completions","body":{}}\n',
+        b"\n",  # Blank: no line of the batch.
+        b'{"custom_id":"get","method":"GET","url":"/v1/chat/completions","body":{"model":"m"}}\n',
+    ]
+    batch = submit(client, [*good, refused, *bad])
+    ended = wait_until(client, batch.id)
+    assert ended.status == "completed"
+    assert ended.request_counts
+    assert ended.request_counts.to_dict() == {"total": 9, "completed": 2, "failed": 7}
+    assert [each["custom_id"] for each in records(client, ended.output_file_id)] == [
+        "fine",
+        "again",
+    ]
+    first, *others = records(client, ended.error_file_id)
+    assert first["custom_id"] == "refused"
+    assert first["response"]["status_code"] == 400
+    assert first["response"]["body"]["error"]["message"] == "no such model"
+    told = [(each["error"]["line"], each["error"]["code"]) for each in others]
+    assert told == [
+        (4, "invalid_json_line"),
+        (5, "invalid_json_line"),
+        (6, "duplicate_custom_id"),
+        (7, "invalid_url"),
+        (8, "invalid_request"),
+        (10, "invalid_method"),
+    ]
+    assert ended.errors
+    assert ended.errors.data
+    assert [each.line for each in ended.errors.data] == [line for line, _ in told]
+
+
+def test_a_file_without_a_good_line_fails_its_batch(client: openai.OpenAI) -> None:
+    for lines, code in (([b"nonsense\n"], "invalid_json_line"), ([b"\n"], "empty_file")):
+        ended = wait_until(client, submit(client, lines).id)
+        assert ended.status == "failed"
+        assert ended.errors
+        assert ended.errors.data
+        assert [each.code for each in ended.errors.data] == [code]
+        assert ended.output_file_id is None
+
+
+def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
+    content = chat_line("a", "b")
+    files = [
+        client.files.create(
+            file=(f"../x/{i}.jsonl", content),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        for i in range(3)
+    ]
+    first = files[0]
+    assert (first.filename, first.bytes, first.purpose) == ("0.jsonl", len(content), "batch")
+    assert first.expires_at == first.created_at + 3600
+    assert client.files.content(first.id).content == content
+    newest = client.files.list(limit=2, purpose="batch")
+    assert [each.id for each in newest.data] == [files[2].id, files[1].id]
+    assert newest.has_more
+    everything = [each.id for each in client.files.list(limit=2)]  # The client turns pages.
+    assert [each for each in everything if each in {f.id for f in files}] == [
+        each.id for each in reversed(files)
+    ]
+    for each in files:
+        assert client.files.delete(each.id).deleted
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.files.retrieve(first.id)
+    assert caught.value.body == {
+        "message": f"No such File object: {first.id}",
+        "type": "invalid_request_error",
+        "param": "id",
+        "code": "not_found",
+    }
+
+
+def test_batches_are_listed_with_their_metadata(client: openai.OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", chat_line("a", "b")), purpose="batch")
+    made = [
+        client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"number": str(number)},
+        )
+        for number in range(3)
+    ]
+    page = client.batches.list(limit=2)
+    assert [each.id for each in page.data] == [made[2].id, made[1].id]
+    assert page.has_more
+    after = client.batches.list(limit=1, after=made[1].id)
+    assert after.data[0].metadata == {"number": "0"}
+    assert made[0].expires_at == made[0].created_at + 86_400
+
+
+def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):
+        client.responses.create(model="m", input="hello")
+    with pytest.raises(openai.NotFoundError, match="/v1/chat is not served"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    file = client.files.create(file=("in.jsonl", chat_line("a", "b")), purpose="batch")
+    with pytest.raises(openai.NotFoundError, match="batches of /v1/responses are not served"):
+        client.batches.create(
+            input_file_id=file.id, endpoint="/v1/responses", completion_window="24h"
+        )
+    with pytest.raises(openai.BadRequestError, match="fine-tune"):
+        client.files.create(file=b"x", purpose="fine-tune")
+
+
+def test_a_cancelled_batch_is_broken_off_at_the_engine(
+    client: openai.OpenAI, engine: CountingServer
+) -> None:
+    gone = sum(engine.counts()["gone"].values())
+    lines = [chat_line("fine", "fine and quick")]
+    lines += [chat_line(f"held-{i}", f"hold for cancelling {i}") for i in range(100)]
+    batch = submit(client, lines)
+    wait_until(client, batch.id, lambda seen: completed(seen) > 0)
+    with pytest.raises(openai.BadRequestError, match=f"is the input of {batch.id}"):
+        client.files.delete(batch.input_file_id)
+    cancelled = client.batches.cancel(batch.id)
+    assert cancelled.status == "cancelling"
+    ended = wait_until(client, batch.id)
+    assert ended.status == "cancelled"
+    assert ended.cancelled_at
+    engine.wait_for("gone", gone + 63)  # All that had a place, beside the quick one's.
+    assert [each["custom_id"] for each in records(client, ended.output_file_id)] == ["fine"]
+    errors = records(client, ended.error_file_id)
+    assert [each["custom_id"] for each in errors] == [f"held-{i}" for i in range(100)]
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a batch with status"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_batch_expires_with_its_window(client: openai.OpenAI) -> None:
+    batch = submit(client, [chat_line("a", "fine"), chat_line("b", "hold for expiry")], "1s")
+    ended = wait_until(client, batch.id)
+    assert ended.status == "expired"
+    assert ended.expired_at
+    (error,) = records(client, ended.error_file_id)
+    assert error["error"] == {
+        "code": "batch_expired",
+        "message": "This request could not be executed before the completion window expired.",
+    }
