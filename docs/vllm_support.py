@@ -7,7 +7,7 @@ the engine tests ran on which version, when and where. Nothing else makes a vers
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,10 @@ from aqualib.engines.vllm.versions import CONTRACT_ONLY, MINORS, OPT_IN, TRY_CON
 
 DOCS: Final = Path(__file__).resolve().parent
 RUNS: Final = DOCS / "measurements" / "vllm-runs.json"
+ENGINE_TESTS: Final = DOCS.parent / "tests" / "engine"
+MODULES: Final = sorted(
+    file.relative_to(DOCS.parent).as_posix() for file in ENGINE_TESTS.rglob("test_*.py")
+)
 
 ONLY_HELD: Final = ", ".join(CONTRACT_ONLY)
 
@@ -52,9 +56,14 @@ def support_page(notice: str) -> str:
         for each in known
     ]
     lines += ["", "## What ran", ""]
-    lines += [f"- {line}" for each in known for line in _details(each.version, runs)] or [
-        "Nothing."
-    ]
+    versions = [each.version for each in known if each.version in runs]
+    lines.append(f"| module of `tests/engine` | {' | '.join(versions)} |")
+    lines.append("|---" * (1 + len(versions)) + "|")
+    for module in MODULES:
+        cells = [_outcomes(runs[version].get(module, {})) for version in versions]
+        lines.append(f"| `{module.removeprefix('tests/engine/')}` | {' | '.join(cells)} |")
+    lines += ["", "Where, when, and CPU time by module:", ""]
+    lines += [f"- {line}" for version in versions for line in _details(version, runs[version])]
     lines += ["", "## What changed from version to version", ""]
     lines.append("Functions that Aqua overrides or calls and that read differently from before.")
     for before, after in pairwise(known):
@@ -63,20 +72,26 @@ def support_page(notice: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ran(version: str, modules: dict[str, Any]) -> str:
-    if version.rpartition(".")[0] not in MINORS and not modules:
-        return "contract only"
-    passed = sum(each.get("passed", 0) for each in modules.values())
-    failed = sum(each.get("failed", 0) for each in modules.values())
+def _ran(version: str, modules: Mapping[str, Any]) -> str:
     if not modules:
-        return "none recorded"
-    return f"{passed} passed, {failed} failed, in {len(modules)} modules"
+        is_named = version.rpartition(".")[0] in MINORS
+        return "none recorded" if is_named else "contract only"
+    passed, failed = (
+        sum(each.get(outcome, 0) for each in modules.values()) for outcome in ("passed", "failed")
+    )
+    return f"{passed} passed, {failed} failed, in {len(modules)} of {len(MODULES)} modules"
 
 
-def _details(version: str, runs: dict[str, Any]) -> Iterator[str]:
-    for module, ran in sorted(runs.get(version, {}).items()):
-        outcomes = [each for each in ("passed", "failed", "skipped") if each in ran]
-        counts = ", ".join(f"{ran[outcome]} {outcome}" for outcome in outcomes)
-        yield (
-            f"{version}: `{module}` {counts}; {ran['on']}, commit {ran['commit']}, {ran['machine']}"
-        )
+def _outcomes(ran: Mapping[str, Any]) -> str:
+    counts = [f"{ran[each]} {each}" for each in ("passed", "failed", "skipped") if each in ran]
+    return ", ".join(counts) or "not run"
+
+
+def _details(version: str, modules: Mapping[str, Any]) -> Iterator[str]:
+    runs: dict[str, list[str]] = {}
+    for module, ran in sorted(modules.items()):
+        used = f" {ran['cpu_s']} s" if "cpu_s" in ran else ""
+        where = f"{ran['on']}, commit {ran['commit']}, {ran['machine']}"
+        runs.setdefault(where, []).append(f"`{Path(module).stem}`{used}")
+    for where, names in runs.items():
+        yield f"{version}: {where}: {', '.join(names)}"

@@ -4,7 +4,8 @@ Elsewhere they are collected and left out by their marker, so a module that cann
 without vLLM must not be looked at there; nor one about code that only newer versions have.
 
 With `AQUA_ENGINE_RECORD=FILE` what has run is written down there, by version of vLLM and module:
-docs/vllm-support.md is made from it. A module that ran only in part replaces no whole run of it.
+docs/vllm-support.md is made from it. A module that ran only in part, because something chose among
+its tests or ended the session before them, replaces no whole run of it.
 """
 
 from __future__ import annotations
@@ -38,19 +39,27 @@ collect_ignore = (NEEDS_VLLM if _vllm is None else []) + ([] if _has_layouts els
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OUTCOMES: Final[dict[str, Counter[str]]] = defaultdict(Counter)
+USED_S: Final[dict[str, float]] = defaultdict(float)
+"""CPU time by module: unlike time, much the same on a busy machine."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    module = report.nodeid.partition("::")[0]
     # A test that passes says so in its call; anything else may happen before and after, too.
     if report.when == "call" or not report.passed:
-        OUTCOMES[report.nodeid.partition("::")[0]][report.outcome] += 1
+        OUTCOMES[module][report.outcome] += 1
+    # All so far is of this module or of those before it, as are the children that have ended.
+    USED_S[module] += sum(os.times()[:4]) - sum(USED_S.values())
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     place = os.environ.get("AQUA_ENGINE_RECORD")
     if not place or session.config.getoption("keyword") or find_spec("vllm") is None:
         return
     if any("::" in each for each in session.config.args):
+        return
+    was_ended = session.shouldfail or session.shouldstop
+    if was_ended or exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
         return
     path = Path(place)
     runs = json.loads(path.read_text()) if path.exists() else {}
@@ -61,6 +70,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for module, outcomes in OUTCOMES.items():
         of_version[module] = {
             **dict(sorted(outcomes.items())),
+            "cpu_s": round(USED_S[module]),
             "on": datetime.now(UTC).date().isoformat(),
             "commit": commit,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
