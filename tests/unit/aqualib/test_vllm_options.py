@@ -10,8 +10,8 @@ from aqua_schedulers.cfs import PagingTier
 from aqualib.engines.vllm.options import PagingMode, read_options
 from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
 from aqualib.engines.vllm.versions import (
-    CONTRACT_ONLY,
     MINORS,
+    WARNED_MINORS,
     require_schedulable,
     require_supported,
 )
@@ -45,7 +45,7 @@ def test_without_paging_nothing_is_opened() -> None:
     assert not read_options({"mode": PagingMode.RECOMPUTE}).is_paging
 
 
-@pytest.mark.parametrize("minor", [*MINORS, *CONTRACT_ONLY])
+@pytest.mark.parametrize("minor", [*MINORS, *WARNED_MINORS])
 @pytest.mark.parametrize("suffix", ["", ".0", ".1.dev3+cpu"])
 def test_every_supported_version_is_taken(minor: str, suffix: str) -> None:
     require_supported(minor + suffix)

@@ -74,7 +74,7 @@ def test_make_installs_every_distribution(path: Path) -> None:
     assert re.search(rf"-e '?{folder}(\[[a-z,]+\])?'?(\s|$)", makefile)
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "constraints-engine.txt"])
+@pytest.mark.parametrize("name", sorted(path.name for path in ROOT.glob("constraints*.txt")))
 def test_constraints_are_exact_and_leave_torch_to_the_machine(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
