@@ -20,7 +20,7 @@ from aqua_coordinator.services import CapabilitySigner
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.rows import Grant
+from aqua_coordinator.store.rows import Grant, ProducerBooked
 from aqua_coordinator.store.scripts import RIGHTFUL_STATES
 from aqua_protocol import AquaError, UnknownResourceError
 from aqua_protocol.errors import BooksRebuildingError
@@ -115,6 +115,7 @@ class Replay:
     async def differences(self, state: State) -> list[str]:
         """Where the parts are not as the model says."""
         found = []
+        told = {held.lease_id for held in self._lending.held_leases()}
         for lease, entry in enumerate(state.books):
             view = self._leases.get(lease)
             real: object = None
@@ -131,12 +132,13 @@ class Replay:
                 f"consumer-{entry.consumer}",
                 None if entry.right is Right.ENDED else entry.slabs,
             )
-            if not _agree(model, real):
-                found.append(f"lease {lease}: the books have {real}, the model {model}")
             model_slabs = sum(slab.lease == lease for slab in state.slabs)
             real_slabs = (
                 0 if view is None else len(self._lending.pool.held_by(LeaseId(view.lease_id)))
             )
+            is_gone = view is not None and view.lease_id in told and not real_slabs
+            if not _agree(model, real, is_gone=is_gone):
+                found.append(f"lease {lease}: the books have {real}, the model {model}")
             if real_slabs != model_slabs:
                 found.append(f"lease {lease}: {real_slabs} slabs are out, not {model_slabs}")
         return found
@@ -165,10 +167,7 @@ class Replay:
         while True:
             report = self._build()
             booked = await self._ledger.report_producer(report)
-            key = await self._signer.checking_key(
-                booked.books_id, report.producer_id, report.incarnation
-            )
-            self._admission.trust(base64.b64decode(key), booked.min_epoch)
+            await self._trust(booked, report)
             for notice in booked.ended:
                 self._lending.end(LeaseId(notice.lease_id), notice.epoch, DEADLINE_S, 0.0)
             self._lending.acknowledged(report)
@@ -179,16 +178,28 @@ class Replay:
             if is_known and self._lending.held_leases() == report.leases:
                 return
 
+    async def _trust(self, booked: ProducerBooked, report: ProducerReport) -> None:
+        """Have the producer hear which books there are, and refuse what those before granted."""
+        key = await self._signer.checking_key(
+            booked.books_id, report.producer_id, report.incarnation
+        )
+        self._admission.trust(base64.b64decode(key), booked.min_epoch)
+
     async def _arrive_late(self, after: State) -> None:
         assert self._late is not None
         try:
-            await self._ledger.report_producer(self._late)
+            booked = await self._ledger.report_producer(self._late)
         except AquaError:
             pass  # The books hold newer ones.
         else:
             # What the model books in one step takes the echo of the books' name here.
-            if self._producer.books_id is None or after.confirmed:
-                await self._ledger.report_producer(self._late)
+            # A life that is over echoes nothing.
+            is_mine = self._late.incarnation == self._producer.incarnation
+            if is_mine and (self._producer.books_id is None or after.confirmed):
+                self._producer.revision += 1
+                news = {"books_id": booked.books_id, "revision": self._producer.revision}
+                echo = self._late.model_copy(update=news)
+                await self._trust(await self._ledger.report_producer(echo), echo)
         if after.late is None:
             self._late = None
 
@@ -264,12 +275,15 @@ class Replay:
         await self._ledger.sweep(silent_s=SILENT_S)
 
 
-def _agree(model: Any, real: Any) -> bool:  # noqa: ANN401 - right, name, slabs
+def _agree(model: Any, real: Any, *, is_gone: bool) -> bool:  # noqa: ANN401 - right, name, slabs
     """Whether the books are as the model says, or more careful.
 
     An ended lease and a forgotten one differ by a record that expires. A grant that nothing is lent
-    under may end before its time: it was used up before any report.
+    under may end before its time: it was used up before any report. While the producer has yet to
+    tell that a lease came and went (`is_gone`), a report that arrives late has it still held.
     """
+    if is_gone and real is not None and real[0] in (Right.ACTIVE, Right.FENCED):
+        return model is None or (real[1] == model[1] and real[2] <= (model[2] or SLABS))
     is_over = real is None or real[0] is Right.ENDED
     if model is None or model[0] is Right.ENDED:
         return is_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import LeaseState, ProtocolError, UnknownResourceError
 from aqua_protocol.errors import StaleEpochError, StaleRevisionError
 from aqua_protocol.leases import EventKind
@@ -182,8 +183,9 @@ async def test_a_released_lease_that_is_held_after_all_is_adopted_without_its_ri
     assert booked.ended[0].lease_id == lease.lease_id
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
 async def test_a_lease_that_came_and_went_does_not_push_out_who_was_granted_its_bytes(
-    room: LedgerRoom, pair: Pair
+    room: LedgerRoom, pair: Pair, *, is_forgotten: bool
 ) -> None:
     producer, consumer = pair
     rival = PaperConsumer(name="rival")
@@ -191,15 +193,18 @@ async def test_a_lease_that_came_and_went_does_not_push_out_who_was_granted_its_
     went = (await room.grant(consumer, 16)).lease
     await room.ledger.release_lease(went.lease_id, epoch=went.epoch, as_consumer=None)
     fresh = (await room.grant(rival, 16)).lease
+    if is_forgotten:
+        await room.command("DEL", KEYS["lease"] + went.lease_id)
     producer.hand_out(went, slabs=1, reclaiming_bytes=SLAB)
     for _ in range(2):
-        booked = await room.tell(producer)
-        assert [notice.lease_id for notice in booked.ended] == [went.lease_id]
+        told = await room.tell(producer)
+        assert [notice.lease_id for notice in told.ended] == [went.lease_id]
         assert (await room.ledger.lease(fresh.lease_id)).state is LeaseState.GRANTED
     # What is held after all is booked as soon as it takes nothing from others.
     await room.ledger.release_lease(fresh.lease_id, epoch=fresh.epoch, as_consumer=None)
     await room.tell(producer)
-    assert (await room.ledger.lease(went.lease_id)).state is LeaseState.FENCED
+    booked = LeaseState.RECLAIMING if is_forgotten else LeaseState.FENCED
+    assert (await room.ledger.lease(went.lease_id)).state is booked
     producer.take_back(went)
     await room.tell(producer)
     assert (await room.ledger.producer("producer")).leased_bytes == 0

@@ -18,8 +18,8 @@
 --
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
--- ended is adopted (not at the cost of a grant if all of it is on its way back), and so is one that
--- they do not know, if its proof is good; not more than some hundred in one report. What is not
+-- ended is adopted, and so is one that they do not know, if its proof is good: not more than some
+-- hundred in one report, and not at the cost of a grant if all of it is on its way back. What is not
 -- proven, or more than was granted, is booked as the producer's own: under no lease, in no
 -- consumer's name. If the offer no longer covers everything, grants that no consumer has attached
 -- to yet go, newest first; what is held fits by the schema.
@@ -209,14 +209,20 @@ local function book_held(lease, held)
 end
 
 -- Held after its right had ended, and all on its way back: a lease that came and went between two
--- reports is told so as well. It does not push out the right of who was granted its bytes since.
+-- reports is told so as well, also when its record has expired or is lost. It does not push out the
+-- right of who was granted its bytes since.
 local late = {}
 for _, held in ipairs(report.leases) do
-  local lease = lease_of(held.lease_id) or adopted(held)
-  if lease and lease.state == STATE.released and held.reclaiming_bytes == held.held_bytes then
+  local lease = lease_of(held.lease_id)
+  local is_over = lease and lease.state == STATE.released
+    or not lease and verdicts and (verdicts[held.lease_id] or 0) > 0
+  if is_over and held.reclaiming_bytes == held.held_bytes then
     late[#late + 1] = held
-  elseif lease then
-    book_held(lease, held)
+  else
+    lease = lease or adopted(held)
+    if lease then
+      book_held(lease, held)
+    end
   end
 end
 
@@ -230,10 +236,12 @@ end
 for _, held in ipairs(late) do
   local lease = lease_of(held.lease_id)
   if offer.leased + own_bytes + held.held_bytes <= offer.offered then
-    book_held(lease, held)
-  else
+    book_held(lease or adopted(held), held)
+  elseif lease then
     write_lease(lease)  -- As long as it is named, its record does not expire.
     ended[#ended + 1] = {lease.lease_id, lease.epoch, lease.reason}
+  else
+    ended[#ended + 1] = {held.lease_id, held.epoch, 'released'}
   end
 end
 
