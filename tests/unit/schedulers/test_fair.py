@@ -173,7 +173,7 @@ def test_a_checkpointed_victim_costs_only_its_way_back() -> None:
     rates = PagingRates(1e6, block_bytes=10_000, prefill_tokens_per_s=1000.0)
     view = RequestView("a", 0.0, 50, 1, 50, held_blocks=4)
     assert rates.cheaper_mode(view) is RECOMPUTE
-    assert rates.cheaper_mode(view._replace(saved_blocks=4)) is SWAP
+    assert rates.cheaper_mode(view, saved_blocks=4) is SWAP
 
 
 def test_the_longest_contexts_are_swapped_where_the_store_lacks_room() -> None:

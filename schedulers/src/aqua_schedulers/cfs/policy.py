@@ -55,7 +55,7 @@ from aqua_schedulers.cfs.views import (
     PreemptionMode,
     RequestView,
 )
-from aqua_schedulers.cfs.waiting_queue import WaitingQueue
+from aqua_schedulers.cfs.waiting_queue import RankedRequest, WaitingQueue
 
 KEEP_ALL: Final = Decision()
 _BY_ARRIVAL: Final = FirstComeFirstServed()
@@ -298,18 +298,25 @@ class FairPolicy:
         """Give out the slice's memory in the order of the module's theory."""
         ranking, numbers = self._ranking, self._numbers
         accounts, granularity = self.accounts, ranking.granularity
-        running: defaultdict[str, Runners] = defaultdict(lambda: ([], []))
-        for each in preemptible:
-            is_decode = each.output_tokens > 0
-            key = ranking.key(each) - (granularity if is_decode else 0.0)
-            rank = (key, False, each.arrival_s, numbers[each.request_id], each)
-            tenant = "" if accounts is None else each.tenant
-            running[tenant][is_decode].append(rank)
+        key = ranking.key
+        runners: list[RankedRequest] = [
+            (
+                key(each) - granularity if each.output_tokens else key(each),
+                False,
+                each.arrival_s,
+                numbers[each.request_id],
+                each,
+            )
+            for each in preemptible
+        ]
         # As many as are running fit in memory at once: the upper bound of the decodes' share.
         prompt_share = max(1, engine.token_budget - engine.running_count)
         prompt_tokens = prompt_share * self._horizon_steps - backlog_tokens
         since = self._slice_index - self._patience_turns
         if accounts is not None:
+            running: defaultdict[str, Runners] = defaultdict(lambda: ([], []))
+            for rank in runners:
+                running[rank[4].tenant][rank[4].output_tokens > 0].append(rank)
             turns = {
                 tenant: TenantTurn(accounts, tenant, self._queues[tenant], running[tenant], since)
                 for tenant in dict.fromkeys([*running, *self._queues])
@@ -319,8 +326,12 @@ class FairPolicy:
                 chosen, accounts, turns, prompt_tokens=prompt_tokens, slice_steps=steps
             ).fill()
             return
-        prompts = Candidates(running[""][0], self._waiting.prompts)
-        decodes = Candidates(running[""][1], self._waiting.decodes)
+        prompts = Candidates(
+            [rank for rank in runners if not rank[4].output_tokens], self._waiting.prompts
+        )
+        decodes = Candidates(
+            [rank for rank in runners if rank[4].output_tokens], self._waiting.decodes
+        )
         chosen.admit_overdue(self._waiting.overdue(since))
         chosen.fill(prompts, prompt_tokens)
         chosen.fill(decodes)

@@ -45,7 +45,6 @@ class RequestView(NamedTuple):
             context to load. Running: 0.
         weight: Share under contention; 2.0 gets twice the tokens of 1.0.
         is_pinned: It cannot be preempted now: a copy or a token of it is in flight.
-        saved_blocks: Of `held_blocks`, those that are in the page store already.
         tenant: Who it is served for; counts where policies share by tenants.
     """
 
@@ -58,7 +57,6 @@ class RequestView(NamedTuple):
     missing_blocks: int = 0
     weight: float = 1.0
     is_pinned: bool = False
-    saved_blocks: int = 0
     tenant: str = ""
 
     @property
@@ -81,9 +79,12 @@ class PagingRates(NamedTuple):
     prefill_tokens_per_s: float
     copy_latency_s: float = 0.0
 
-    def cheaper_mode(self, request: RequestView) -> PreemptionMode:
-        """The cheaper way to bring the request back: out and in over the link, or computed."""
-        blocks = 2 * request.held_blocks - request.saved_blocks
+    def cheaper_mode(self, request: RequestView, saved_blocks: int = 0) -> PreemptionMode:
+        """The cheaper way to bring the request back: out and in over the link, or computed.
+
+        `saved_blocks` of its blocks need not go out, because they are in the page store already.
+        """
+        blocks = 2 * request.held_blocks - saved_blocks
         swap_s = blocks * self.block_bytes / self.link_bytes_per_s + 2 * self.copy_latency_s
         recompute_s = request.computed_tokens / self.prefill_tokens_per_s
         return PreemptionMode.SWAP if swap_s <= recompute_s else PreemptionMode.RECOMPUTE
@@ -103,6 +104,8 @@ class EngineView(NamedTuple):
         rates: Measured costs; None swaps wherever there is room.
         output_tokens: Output of each running request, by id, for policies that share by tenants;
             None takes it from `running`, which is then asked for it as well.
+        saved_blocks: Of the blocks that a running request holds, by its id, those that are in the
+            page store already; None says none. Asked of those that may leave alone.
     """
 
     free_blocks: int
@@ -114,18 +117,20 @@ class EngineView(NamedTuple):
     location: PagingTier = PagingTier.PEER
     rates: PagingRates | None = None
     output_tokens: Callable[[], Iterable[tuple[str, int]]] | None = None
+    saved_blocks: Callable[[str], int] | None = None
 
     def preemption_modes(self, victims: Iterable[RequestView]) -> dict[str, PreemptionMode]:
         """What becomes of each victim; the store's room goes to the longest contexts."""
         room = self.store_room_blocks if self.location is not PagingTier.NOWHERE else 0
         modes: dict[str, PreemptionMode] = {}
         for request in sorted(victims, key=lambda each: -each.computed_tokens):
-            unsaved = request.held_blocks - request.saved_blocks
+            saved = 0 if self.saved_blocks is None else self.saved_blocks(request.request_id)
+            unsaved = request.held_blocks - saved
             mode = PreemptionMode.SWAP
             if unsaved > room:
                 mode = PreemptionMode.RECOMPUTE
             elif self.rates is not None:
-                mode = self.rates.cheaper_mode(request)
+                mode = self.rates.cheaper_mode(request, saved)
             if mode is PreemptionMode.SWAP:
                 room -= unsaved
             modes[request.request_id] = mode

@@ -104,9 +104,8 @@ class KvPagingScheduler:
     @property
     def swapped_bytes(self) -> int:
         """KV in the store of requests that were preempted and are to go on."""
-        return (
-            sum(sum(1 for _ in saved.places) for saved in self._saved.values()) * self.block_bytes
-        )
+        blocks = sum(len(run.places) for saved in self._saved.values() for run in saved.runs)
+        return blocks * self.block_bytes
 
     def save_beside(self, pool: Any, max_blocks: int) -> None:
         """Page out beside the model what can wait, up to so many blocks of `pool` at once."""

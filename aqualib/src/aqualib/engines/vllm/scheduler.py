@@ -107,6 +107,8 @@ class AquaScheduler(LendingScheduler):
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
         self._step_started_s = 0.0
         self._prefill_tokens_per_s = 0.0
+        # By request, its computed tokens, and whether it runs; of this step.
+        self._remaining_blocks: dict[tuple[str, int, bool], int] = {}
         self.forced_preemptions = 0
 
     # --- What vLLM calls ------------------------------------------------------------------
@@ -143,6 +145,7 @@ class AquaScheduler(LendingScheduler):
             self._wait_again(paging.failed_loads)
         if paging is not None and paging.is_checkpointing:
             self._checkpoint(paging)
+        self._remaining_blocks.clear()
         self._step_started_s = time.perf_counter()
         output = super().schedule(*args, **kwargs)
         loading_count = 0 if paging is None else len(paging.loading_ids())
@@ -211,16 +214,28 @@ class AquaScheduler(LendingScheduler):
             self.kv_cache_manager.free(request)
             request.num_computed_tokens = 0
 
+    def _request_remaining_blocks(self, request: Any) -> int:
+        """Count the blocks that a request under way will still take, once in a step.
+
+        vLLM adds them up over all loads under way for each further load that it admits.
+        """
+        is_running = request.status == RequestStatus.RUNNING
+        key = request.request_id, request.num_computed_tokens, is_running
+        count = self._remaining_blocks.get(key)
+        if count is None:
+            count = self._remaining_blocks[key] = super()._request_remaining_blocks(request)
+        return count
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.removed(request.request_id, request.num_output_tokens)
         self._holding.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        paging = self.paging
+        paging, saved_tokens = self.paging, 0
         if paging is not None and paging.is_paging and self._preemption_mode is PreemptionMode.SWAP:
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
-            paging.preempting(
+            saved_tokens = paging.preempting(
                 request,
                 block_ids,
                 request.num_computed_tokens,
@@ -229,7 +244,7 @@ class AquaScheduler(LendingScheduler):
             )
         super()._preempt_request(request, *args, **kwargs)
         self._holding.pop(request.request_id, None)
-        self._policy.preempted(self._waiting_view(request))
+        self._policy.preempted(self._waiting_view(request, saved_tokens))
 
     def _count_swapped_bytes(self) -> int:
         return 0 if self.paging is None else self.paging.swapped_bytes
@@ -252,11 +267,12 @@ class AquaScheduler(LendingScheduler):
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
                 running_count=len(self._holding),
-                running=lambda: [self._running_view(self.requests[name]) for name in self._holding],
+                running=self._running_views,
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
                 output_tokens=self._output_tokens,
+                saved_blocks=None if paging is None else self._saved_blocks,
             )
         )
         if decision.preempt:
@@ -348,22 +364,22 @@ class AquaScheduler(LendingScheduler):
 
     # --- Views ----------------------------------------------------------------------------
 
-    def _running_view(self, request: Any) -> RequestView:
-        groups = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        return self._view(request)._replace(
-            computed_tokens=request.num_computed_tokens,
+    def _running_views(self) -> list[RequestView]:
+        """All that hold memory, at every slice's end."""
+        tables = [each.req_to_blocks for each in self._managers]
+        requests, running = self.requests, RequestStatus.RUNNING
+        views = []
+        for name in self._holding:
+            request = requests[name]
+            blocks = [block.ref_cnt for table in tables for block in table.get(name, ())]
             # A block that others share does not come free.
-            held_blocks=sum([[block.ref_cnt for block in blocks].count(1) for blocks in groups]),
-            is_pinned=request.status != RequestStatus.RUNNING,
-            saved_blocks=0 if self.paging is None else self.paging.clean_blocks(request),
-        )
+            held, is_pinned = blocks.count(1), request.status != running
+            views.append(self._view(request, request.num_computed_tokens, held, 0, is_pinned))
+        return views
 
-    def _waiting_view(self, request: Any) -> RequestView:
-        paging = self.paging
-        return self._view(request)._replace(
-            computed_tokens=0 if paging is None else paging.saved_tokens(request.request_id),
-            missing_blocks=self._blocks_of(request.num_tokens),
-        )
+    def _waiting_view(self, request: Any, saved_tokens: int = 0) -> RequestView:
+        missing = self._blocks_of(request.num_tokens)
+        return self._view(request, saved_tokens, missing_blocks=missing)
 
     def _blocks_of(self, tokens: int) -> int:
         """Blocks that the next token after so many reads, in all groups."""
@@ -384,16 +400,31 @@ class AquaScheduler(LendingScheduler):
         sizes = growing or [each.block_size for each in self._managers]
         return max(1, round(1 / sum(1 / size for size in sizes)))
 
-    def _view(self, request: Any) -> RequestView:
-        options = self._options
+    def _view(
+        self,
+        request: Any,
+        computed_tokens: int,
+        held_blocks: int = 0,
+        missing_blocks: int = 0,
+        is_pinned: bool = False,  # noqa: FBT001, FBT002 - by position, of each running request
+    ) -> RequestView:
+        options, priority, sources = self._options, request.priority, self._tenant_sources
         return RequestView(
-            request_id=request.request_id,
-            arrival_s=request.arrival_time,
-            prompt_tokens=request.num_prompt_tokens,
-            output_tokens=request.num_output_tokens,
-            weight=weight_of(request.priority, options.urgent, options.priority_unit),
-            tenant=tenant_of(request, self._tenant_sources),
+            request.request_id,
+            request.arrival_time,
+            request.num_prompt_tokens,
+            request.num_output_tokens,
+            computed_tokens,
+            held_blocks,
+            missing_blocks,
+            weight_of(priority, options.urgent, options.priority_unit) if priority else 1.0,
+            is_pinned,
+            tenant_of(request, sources) if sources else "",
         )
+
+    def _saved_blocks(self, name: str) -> int:
+        assert self.paging is not None
+        return self.paging.clean_blocks(self.requests[name])
 
     def _output_tokens(self) -> list[tuple[str, int]]:
         return [(name, self.requests[name].num_output_tokens) for name in self._holding]

@@ -19,13 +19,13 @@ SCHEDULER: Final = (
     *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids", "recompute_kv_load_failures"),
     *("requires_kv_delivery", "scheduler_config", "vllm_config", "_free_request"),
     *("_preempt_request", "add_request", "get_num_unfinished_requests", "reset_prefix_cache"),
-    *("max_model_len", "schedule", "update_from_output"),
+    *("max_model_len", "schedule", "update_from_output", "_request_remaining_blocks"),
 )
 BLOCK_POOL: Final = ("blocks", "free_blocks", "get_num_free_blocks", "touch")
 
 USED: Final = {
     "Scheduler": SCHEDULER,
-    "KVCacheManager": ("block_pool", "coordinator", "free", "get_block_ids", "get_blocks"),
+    "KVCacheManager": ("block_pool", "coordinator", "free", "get_block_ids"),
     "BlockPool": BLOCK_POOL,
 }
 """Attributes of vLLM's classes that fair scheduling and paging use."""
@@ -55,11 +55,11 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.sched.interface:PauseState": ("PAUSED_NEW", "UNPAUSED"),
     "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": USED["KVCacheManager"],
-    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks", "get_block_ids"),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
     "vllm.v1.core.block_pool:BlockPool": USED_TO_LEND["BlockPool"],
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
-        *("block_size", "get_num_skipped_tokens"),
+        *("block_size", "get_num_skipped_tokens", "req_to_blocks"),
     ),
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": ("get_num_skipped_tokens",),
     "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": (

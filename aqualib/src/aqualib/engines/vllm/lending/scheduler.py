@@ -66,7 +66,6 @@ class LendingScheduler(Scheduler):
         self._block_lock = threading.RLock()
         self._left_waiting = 0
         self._is_starved = False
-        self._swapped_bytes = 0
         self._arrived_count = 0
         self._arrivals_s: deque[float] = deque()
         options = options_of(vllm_config)
@@ -115,7 +114,6 @@ class LendingScheduler(Scheduler):
             was_waiting = self._left_waiting > 0
             self._left_waiting = self.get_request_counts()[1]
             self._is_starved = self._left_waiting > 0 and self._had_room(output)
-            self._swapped_bytes = self._count_swapped_bytes()
         if self._left_waiting and not was_waiting:
             service.requests_wait()
         return output
@@ -179,11 +177,13 @@ class LendingScheduler(Scheduler):
             self._arrivals_s.popleft()
         # A request that was aborted while it waited waits no more, and no step says so.
         waiting_count = min(self._left_waiting, self.get_request_counts()[1])
+        with self._block_lock:
+            swapped_bytes = self._count_swapped_bytes() if waiting_count else 0
         return EngineLoad(
             waiting_count=waiting_count,
             requests_per_s=len(self._arrivals_s) / RATE_WINDOW_S,
             arrived_count=self._arrived_count,
-            swapped_bytes=self._swapped_bytes if waiting_count else 0,
+            swapped_bytes=swapped_bytes,
             is_starved=self._is_starved and waiting_count > 0,
         )
 
