@@ -89,7 +89,8 @@ class Engine:
         self._steps = 0
         self._pending: list[tuple[float, int, int]] = []
         self._now_s = 0.0
-        self._prompts = random.Random()
+        # Over all runs: a prompt that came before would be found in the prefix tier.
+        self._prompts = random.Random(7)
         self._rows: dict[str, dict[str, float]] = {}
         self._last_s: dict[str, float] = {}
 
@@ -139,7 +140,6 @@ class Engine:
         """Start a run of requests `(second, prompt tokens, output tokens)` at second 0."""
         self._pending = sorted(arrivals, reverse=True)
         self._now_s = 0.0
-        self._prompts = random.Random(7)
         self._rows = {}
         self._last_s = {}
 

@@ -13,6 +13,7 @@ it, the median has not.
 Neither pays for copies here: those are the model runner's, and `vllm_burst.py` has them. Page-outs
 and loads beside the model are answered after the step that begins them. What a step costs is
 `schedule()` and `update_from_output()`, which hears the answers; `schedule()` is also given alone.
+Times are seconds of CPU of the thread that schedules, so that other processes lengthen them little.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ class Schedulers:
             order = list(pair) if step % 2 else list(pair)[::-1]
             for name in order:
                 scheduler = pair[name]
-                started_s = time.perf_counter()
+                started_s = time.thread_time()
                 output_of_step = scheduler.schedule()
-                took_s = time.perf_counter() - started_s
+                took_s = time.thread_time() - started_s
                 running[name].append(len(scheduler.running))
                 took_us[name].append(1e6 * took_s)
                 all_us[name].append(1e6 * (took_s + _compute(scheduler, output_of_step)))
@@ -212,9 +213,9 @@ def _compute(scheduler: Any, output: Any) -> float:  # noqa: ANN401 - vLLM's
             finished_recving=set(plan.async_loads) or None,
             kv_connector_worker_meta=report if plan.async_saves else None,
         )
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     scheduler.update_from_output(output, answer)
-    return time.perf_counter() - started_s
+    return time.thread_time() - started_s
 
 
 def compare(stock: list[float], ours: list[float], events: dict[str, float]) -> dict[str, float]:

@@ -82,6 +82,9 @@ class TimeSlice:
 
     def keep(self, request: RequestView) -> bool:
         """Let a running request stay; False if there is no memory for it."""
+        # Before its growth is reckoned: once memory has run out, most of a slice's end is this.
+        if request.held_blocks > self._free_blocks:
+            return False
         if not self._take(request.held_blocks + self._growth(request)):
             return False
         self.kept.add(request.request_id)

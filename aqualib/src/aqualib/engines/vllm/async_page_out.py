@@ -120,10 +120,9 @@ class AsyncPageOut:
         for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=False)):
             place = table.hold_known(key)
             if place is None:
-                place = table.begin(key, is_lasting=at < full)
+                place = table.begin(key, is_lasting=at < full, holders=2)
                 if place is None:
                     break
-                table.hold((place,))
                 places.append(place)
                 blocks.append(block_id)
             elif (number := self._part_of.get(place)) is not None:

@@ -62,6 +62,11 @@ class BlockTable:
         return len(self._unused) + len(self._idle)
 
     @property
+    def unused(self) -> int:
+        """Blocks that could be put now and displace none."""
+        return len(self._unused)
+
+    @property
     def held_count(self) -> int:
         """Blocks that some request needs."""
         return len(self._places) - len(self._idle)
@@ -108,7 +113,7 @@ class BlockTable:
         if place is not None:
             self.hold((place,))
             return place, False
-        place = self._take(key, is_lasting=is_lasting)
+        place = self._take(key, 1, is_lasting=is_lasting)
         if place is None:
             return None
         self._by_key[key] = place
@@ -127,13 +132,14 @@ class BlockTable:
             self.hold((place,))
         return place
 
-    def begin(self, key: Hashable, *, is_lasting: bool = True) -> int | None:
-        """Take and hold a place for `key`; None without room.
+    def begin(self, key: Hashable, *, is_lasting: bool = True, holders: int = 1) -> int | None:
+        """Take and hold a place for `key`, so many times; None without room.
 
-        A lasting one can be found once it is `filled`, another is for those that hold it.
+        A lasting one can be found once it is `filled`, which releases it once; another is for
+        those that hold it.
         """
         assert not self.is_known(key), key
-        place = self._take(key, is_lasting=is_lasting)
+        place = self._take(key, holders, is_lasting=is_lasting)
         if place is not None and is_lasting:
             self._filling[key] = place
         return place
@@ -203,14 +209,14 @@ class BlockTable:
         assert self._places.keys() - found <= held, "what is neither found nor held is free"
         assert set(self._filling.values()) <= held - found, self._filling
 
-    def _take(self, key: Hashable, *, is_lasting: bool) -> int | None:
+    def _take(self, key: Hashable, holders: int, *, is_lasting: bool) -> int | None:
         if not self._unused:
             if not self._idle:
                 return None
             self._free(next(iter(self._idle)))
         place = self._unused.pop()
         self._dropped.discard(place)
-        self._places[place] = _Place(key, 1, is_lasting)
+        self._places[place] = _Place(key, holders, is_lasting)
         return place
 
     def _free(self, place: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 from typing import Any, Final, NamedTuple
 
@@ -69,12 +70,10 @@ class BlockRun(NamedTuple):
         return self.first + len(self.places)
 
 
-class KvGroups(tuple[KvGroup, ...]):
+class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a dictionary
     """The groups of a model, and what follows from them together."""
 
-    __slots__ = ()
-
-    @property
+    @cached_property
     def loses_all(self) -> bool:
         """Whether a request that has lost a block begins again, and so does not go back to it.
 
@@ -83,7 +82,7 @@ class KvGroups(tuple[KvGroup, ...]):
         """
         return len(self) > 1 or any(group.skipped for group in self)
 
-    @property
+    @cached_property
     def has_state(self) -> bool:
         """Whether a request can go on after the last of its computed tokens only."""
         return any(group.is_state for group in self)

@@ -145,13 +145,15 @@ class KvPagingScheduler:
             self._keys.upto(request, index, blocks, computed_tokens)
             for index, blocks in enumerate(wanted)
         ]
+        needed = sum(map(len, keys))
         # Its own clean copies must not be what the others are given room by.
-        clean = self.table.present(chain.from_iterable(keys))
+        is_short = needed > self.table.unused
+        clean = self.table.present(chain.from_iterable(keys)) if is_short else []
         self.table.hold(clean)
         parts: set[int] = set()
         runs = [BlockRun(blocks.start, []) for blocks in wanted]
         # Without full attention alone, a part is of no use.
-        if not self.groups.loses_all or sum(map(len, keys)) - len(clean) <= self.table.room:
+        if not self.groups.loses_all or needed - len(clean) <= self.table.room:
             for group, run, names, ids in zip(self.groups, runs, keys, block_ids, strict=True):
                 full = 0 if group.is_state else computed_tokens // group.block_tokens
                 swapped = ids[run.first : run.first + len(names)]
@@ -166,9 +168,8 @@ class KvPagingScheduler:
                 self.counts.saved_blocks += count
                 self.counts.clean_blocks += len(places) - count
         self.table.release(clean)
-        saved = _Saved(runs, computed_tokens, parts)
-        self.counts.unsaved_blocks += sum(map(len, wanted)) - sum(1 for _ in saved.places)
-        self._saved[request.request_id] = saved
+        self.counts.unsaved_blocks += sum(map(len, wanted)) - sum(len(run.places) for run in runs)
+        self._saved[request.request_id] = _Saved(runs, computed_tokens, parts)
         return self.saved_tokens(request.request_id)
 
     def _swap_now(
