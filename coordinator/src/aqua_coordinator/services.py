@@ -21,6 +21,7 @@ from pydantic import Field, SecretStr
 
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator, Caller
+from aqua_coordinator.console.views import ConsoleViews
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
@@ -28,6 +29,7 @@ from aqua_coordinator.quotas import Quotas
 from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
+from aqua_coordinator.store.history import History
 from aqua_coordinator.store.rows import Grant
 from aqua_protocol.capability import Claims, producer_key, sign
 from aqua_protocol.ids import MAX_EPOCH, Name
@@ -139,6 +141,8 @@ class Services:
     heartbeats: HeartbeatRate
     quotas: Quotas
     rates: CallerRates
+    history: History
+    console: ConsoleViews
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

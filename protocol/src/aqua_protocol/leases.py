@@ -134,6 +134,24 @@ class ReclaimView(Wire):
     total_ms: float | None
 
 
+class ReclaimOutcome(StrEnum):
+    """How a reclaim ended."""
+
+    RETURNED = "returned"
+    ESCALATED = "escalated"
+    """All is back, after the deadline."""
+    DROPPED = "dropped"
+    """Its producer has stopped naming it."""
+    PRODUCER_LOST = "producer_lost"
+    """Its producer is gone."""
+
+
+class EndedReclaim(ReclaimView):
+    """A reclaim at its end."""
+
+    outcome: ReclaimOutcome
+
+
 class Pairing(Wire):
     """The placer's answer for one consumer: these producers, best first, and no others."""
 
@@ -194,6 +212,7 @@ class Event(Wire):
     lease_id: Name | None = None
     state: LeaseState | None = None
     bytes: ByteCount | None = None
+    reclaim: EndedReclaim | None = Field(default=None, description="That was closed.")
 
 
 class Health(Wire):

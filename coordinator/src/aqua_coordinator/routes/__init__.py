@@ -6,10 +6,11 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from aqua_coordinator.routes import events, health, leases, members, operators
+from aqua_coordinator.routes import console, events, health, leases, members, operators
 
 ALL: Final[list[APIRouter]] = [
     *(members.producers, members.consumers, members.heartbeats, members.offers),
     *(leases.router, operators.reclaims, operators.placements, operators.profiles),
     *(operators.quotas, operators.quarantine, events.router, health.router),
+    *(console.router, console.page),
 ]

@@ -16,7 +16,6 @@ from fastapi.responses import StreamingResponse
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_protocol import AquaError, UnavailableError
-from aqua_protocol.leases import EventKind
 
 router = APIRouter(prefix="/v1/events", tags=["events"])
 
@@ -25,11 +24,6 @@ KEEP_ALIVE_S: Final = 15.0
 RETRY_MS: Final = 1000
 """After which a client connects again, chosen by hand; doubled, a client sees changes a second
 later after a restart."""
-OPEN_KINDS: Final = {
-    *(EventKind.PRODUCER_JOINED, EventKind.PRODUCER_LOST, EventKind.OFFER_CHANGED),
-    *(EventKind.PLACEMENT_CHANGED, EventKind.BOOKS_CREATED),
-}
-"""What a token of any tenant sees, as in `/v1/offers`; of the others, its own tenant's."""
 EVENT_ID_PATTERN: Final = r"^\d{1,15}-\d{1,15}$"
 
 
@@ -75,7 +69,7 @@ async def _stream(services: Services, caller: Caller, position: str) -> AsyncIte
             events = await services.ledger.events(after=position)
             for event in events:
                 position = event.event_id
-                if event.kind not in OPEN_KINDS and caller.tenant not in {"", event.tenant}:
+                if not event.is_visible(caller.tenant):
                     continue
                 body = event.model_dump_json(exclude_none=True)
                 yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {body}\n\n"

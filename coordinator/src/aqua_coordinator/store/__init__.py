@@ -3,6 +3,7 @@
 - `keys`, `scripts`: names, and the Lua files under `lua/`, one for each atomic step.
 - `connection`, `pipeline`: how commands get to Redis.
 - `ledger`, `lua_step`, `rows`: every step as a typed call.
+- `history`: streams of the books that look back.
 """
 
 from __future__ import annotations

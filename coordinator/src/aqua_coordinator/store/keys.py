@@ -34,6 +34,8 @@ _IN_FULL: Final = {
     "profiles": "one hash, a bounded number of models; a model's profile replaces the one before",
     "tenants": "one hash: the bytes on lease of each tenant that has some",
     "quotas": "one hash, replaced as a whole with the quotas file",
+    "reclaim_history": "one stream, trimmed to a length by every entry",
+    "samples": "one stream, trimmed to a length by every entry",
     "probe": EXPIRES,
 }
 _BEFORE_AN_ID: Final = {

@@ -363,7 +363,7 @@ class Ledger:
         for event_id, fields in entries:
             # What is no event is passed over: a stream goes on behind it.
             with contextlib.suppress(ValueError):
-                events.append(rows.event(event_id, *fields[1:4:2]))
+                events.append(rows.event(event_id, fields))
         return events
 
     async def last_event_id(self) -> str:
@@ -434,6 +434,10 @@ class Ledger:
     async def _audit_books(
         self, cursor: str | None, limit: int
     ) -> tuple[list[str], str | None]: ...
+
+    @lua_step("keep_sample.lua", rows.nothing)
+    async def keep_sample(self, sums: str) -> None:
+        """Remember sums over all members, for who looks back, unless that was done just now."""
 
     async def run(self, script: str, *arguments: Argument) -> Sequence[Any]:
         """Run a script over the books, which are opened anew if they are gone.

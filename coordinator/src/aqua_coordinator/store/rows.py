@@ -18,6 +18,7 @@ from aqua_protocol import TransportKind
 from aqua_protocol.errors import ERRORS_BY_CODE, AquaError, BooksRebuildingError
 from aqua_protocol.lease import LEASE, LeaseState
 from aqua_protocol.leases import (
+    EndedReclaim,
     Event,
     EventKind,
     LeaseView,
@@ -43,10 +44,17 @@ longer for memory after a loss."""
 _COUNTS: Final = ("_bytes", "_count", "epoch", "revision")
 """Ends of the names of details that are numbers; an id may consist of digits and is none."""
 
+OPEN_KINDS: Final = {
+    *(EventKind.PRODUCER_JOINED, EventKind.PRODUCER_LOST, EventKind.OFFER_CHANGED),
+    *(EventKind.PLACEMENT_CHANGED, EventKind.BOOKS_CREATED),
+}
+"""What a token of any tenant sees, as in `/v1/offers`; of the others, its own tenant's."""
+
 _MEMBER: Final = ("node", "domain", "gpu_uuid", "model")
 _PRODUCER: Final = (
     *("producer_id", "silent_us", *_MEMBER, "endpoint", "transport"),
     *("slab_bytes", "offered_bytes", "leased_bytes", "grantable", "queue_length"),
+    "memory_total_bytes",
 )
 _CONSUMER: Final = (
     *("consumer_id", "silent_us", *_MEMBER, "wanted_bytes", "spilled_bytes", "leased_bytes"),
@@ -133,11 +141,16 @@ class TenantEvent(Event):
 
     tenant: str = Field(default="", exclude=True)
 
+    def is_visible(self, as_tenant: str) -> bool:
+        """Whether a token of a tenant, '' for none, may see it: the open ones, and its own."""
+        return self.kind in OPEN_KINDS or as_tenant in {"", self.tenant}
+
 
 class ProducerRow(ProducerView):
     """A producer as the API shows it, and what its engine says of its load."""
 
     queue_length: int | None
+    memory_total_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,24 +373,52 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
     )
 
 
-def event(event_id: bytes, facts: bytes, tenant: bytes = b"") -> TenantEvent:
+def event(event_id: bytes, fields: Sequence[bytes]) -> TenantEvent:
     """Read an entry of the event stream, see `emit` in `writes.lua`.
 
     Raises:
         ValueError: It is no event.
     """
-    kind, producer_id, consumer_id, lease_id, state, size = facts.decode().split(" ")
+    found = entry(fields)
+    kind, producer_id, consumer_id, lease_id, state, size = found.get("event", "").split(" ")
     return TenantEvent(
-        tenant=tenant.decode(),
+        tenant=found.get("tenant", ""),
         event_id=event_id.decode(),
-        at_s=int(event_id.partition(b"-")[0]) / 1e3,
+        at_s=entry_at_s(event_id),
         kind=EventKind(kind),
         producer_id=producer_id or None,
         consumer_id=consumer_id or None,
         lease_id=lease_id or None,
         state=LeaseState(state) if state else None,
         bytes=int(size) if size else None,
+        reclaim=ended_reclaim(found["reclaim"]) if found.get("reclaim") else None,
     )
+
+
+def ended_reclaim(figures: str) -> EndedReclaim:
+    """Read a `reclaim_row` and its outcome, as `close_reclaim` writes them.
+
+    Raises:
+        ValueError: They are not.
+    """
+    *row, outcome = figures.split(" ")
+    fields = {name: word or None for name, word in zip(_RECLAIM, row, strict=True)}
+    return EndedReclaim.model_validate(fields | {"outcome": outcome})
+
+
+def entry(fields: Sequence[bytes]) -> dict[str, str]:
+    """Fields of a stream's entry by name.
+
+    Raises:
+        ValueError: One is no text.
+    """
+    words = [word.decode() for word in fields]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def entry_at_s(entry_id: bytes) -> float:
+    """Unix time by Redis of a stream's entry."""
+    return int(entry_id.partition(b"-")[0]) / 1e3
 
 
 def quarantined(entry_id: bytes, fields: Sequence[bytes]) -> QuarantinedRecord:
@@ -385,7 +426,7 @@ def quarantined(entry_id: bytes, fields: Sequence[bytes]) -> QuarantinedRecord:
     found = dict(zip(map(text, fields[::2]), map(text, fields[1::2]), strict=True))
     return QuarantinedRecord(
         position=entry_id.decode(),
-        at_s=int(entry_id.partition(b"-")[0]) / 1e3,
+        at_s=entry_at_s(entry_id),
         key=found.get("key", ""),
         reason=found.get("reason", ""),
         record=found.get("record", ""),

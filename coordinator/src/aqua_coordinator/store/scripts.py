@@ -72,6 +72,11 @@ CONSTANTS: Final[Mapping[str, float | str]] = {
     "reason_lasts_us": int(2 * SWEEP_PERIOD_S * 1e6),
     # A minute of one change a millisecond; an SSE client that fell further behind starts anew.
     "max_events": 65_536,
+    # Reclaims that the console can look back on, a kilobyte for four: an hour of one a second.
+    "max_reclaim_history": 4096,
+    # Sums of all members, for the console: an hour and some, of one every ten seconds.
+    "sample_us": 10_000_000,
+    "max_samples": 400,
     # How long an ended lease still answers a late release, renewal or `GET`, and a report that
     # crossed its end. At a thousand leases a second it is 120,000 records of 300 bytes.
     "ended_retention_ms": 120_000,

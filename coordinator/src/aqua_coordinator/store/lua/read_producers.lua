@@ -7,9 +7,10 @@
 -- Calls    member_rows
 -- Result   {'ok', rows}
 --            row {producer_id, silent_us, node, domain, gpu_uuid, model, endpoint, transport,
---                 slab_bytes, offered_bytes, leased_bytes, grantable, queue_length}
+--                 slab_bytes, offered_bytes, leased_bytes, grantable, queue_length,
+--                 memory_total_bytes}
 -- @flags no-writes
 
 return {'ok', member_rows(ARGV, KEY.producers, KEY.producers_of, KEY.producers_seen, KEY.producer,
   'node', 'domain', 'gpu_uuid', 'model', 'endpoint', 'transport', 'slab_bytes', 'offered_bytes',
-  'leased_bytes', 'grantable', 'queue_length')}
+  'leased_bytes', 'grantable', 'queue_length', 'memory_total_bytes')}

@@ -134,7 +134,8 @@ redis.call('HSET', key,
   'revision', integer(report.revision), 'fingerprint', fingerprint,
   'retired', reborn and retire(known) or known.retired,
   'node', report.node, 'gpu_uuid', report.gpu_uuid, 'model', report.model or '',
-  'queue_length', report.load and integer(report.load.queue_length) or '')
+  'queue_length', report.load and integer(report.load.queue_length) or '',
+  'memory_total_bytes', report.load and integer(report.load.memory_total_bytes) or '')
 redis.call('ZADD', KEY.producers_seen, integer(clock_us), producer_id)
 redis.call('ZADD', KEY.producers, 0, producer_id)
 if tenant ~= '' then

@@ -48,7 +48,9 @@ end
 
 -- Whether a member's field can be shown under this name.
 local function is_readable(name, text)
-  if string.find(name, '_bytes$') then
+  if name == 'memory_total_bytes' and (text or '') == '' then
+    return true  -- Not told, or booked by a version that did not keep it.
+  elseif string.find(name, '_bytes$') then
     return whole(text)
   elseif name == 'model' or name == 'queue_length' then
     return text == '' or (name == 'model' and is_name or whole)(text)

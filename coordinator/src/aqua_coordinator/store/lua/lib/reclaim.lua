@@ -23,7 +23,15 @@ local function close_reclaim(reclaim_id, producer_id, outcome)
   redis.call('PEXPIRE', KEY.reclaim .. reclaim_id, CONST.ended_retention_ms)
   redis.call('ZREM', KEY.producer_reclaims .. producer_id, reclaim_id)
   redis.call('ZADD', KEY.ended_reclaims, integer(now_us), reclaim_id)
-  emit(KIND.reclaim_closed, producer_id, nil, nil, nil, nil, offer_of(producer_id).tenant)
+  -- A record is kept for minutes, what the console shows for as long as the stream reaches back:
+  -- the row, '' for none, and the outcome.
+  local row, tenant = reclaim_row(reclaim_id), offer_of(producer_id).tenant
+  local figures = row and table.concat(row, ' ') .. ' ' .. outcome
+  if figures then
+    redis.call('XADD', KEY.reclaim_history, 'MAXLEN', '~', CONST.max_reclaim_history, '*',
+      'reclaim', figures, 'tenant', tenant or '')
+  end
+  emit(KIND.reclaim_closed, producer_id, nil, nil, nil, nil, tenant, figures)
 end
 
 -- What is listed as a reclaim, and has no record that could be read.

@@ -18,11 +18,14 @@ end
 
 -- One field instead of one for each fact: an entry costs by its words. `rows.event` takes the
 -- facts apart, in this order; '' stands for none.
--- What concerns one tenant alone carries its name beside them.
-local function emit(kind, producer_id, consumer_id, lease_id, state, bytes, tenant)
+-- What concerns one tenant alone carries its name beside them, the end of a reclaim its figures.
+local function emit(kind, producer_id, consumer_id, lease_id, state, bytes, tenant, reclaim)
   local facts = table.concat({kind, producer_id or '', consumer_id or '', lease_id or '',
     state or '', bytes and integer(bytes) or ''}, ' ')
-  if (tenant or '') == '' then
+  if reclaim then
+    redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event', facts,
+      'tenant', tenant or '', 'reclaim', reclaim)
+  elseif (tenant or '') == '' then
     redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event', facts)
   else
     redis.call('XADD', KEY.events, 'MAXLEN', '~', CONST.max_events, '*', 'event', facts,

@@ -1,0 +1,393 @@
+"""The console in a real headless Chromium, over real coordinators.
+
+One test watches the demo, with real members; the others watch members on paper, of whom there can
+be a thousand. What a page must never do (break its policy, put a token into an address, fail in the
+browser's eyes) is looked for after every test.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import httpx
+import pytest
+
+from aqua_coordinator.tokens import Role, create_token
+from aqua_protocol.leases import Pairing, PlacementPlan
+from harness.asgi import as_json
+from harness.browser import Browser, missing_programs
+from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.paper_cluster import PaperCluster
+from harness.source_tree import ROOT
+from harness.store_servers import running_store
+
+if TYPE_CHECKING:
+    from aqua_demo.processes import ProcessGroup
+
+AXE: Final = ROOT / ".console-tools" / "axe.min.js"
+SHOTS: Final = ROOT / "out" / "console"
+LATE_MS: Final = 1000
+"""A reclaim is on the screen this long after the books heard of its end, at most; and so long may
+a thousand GPUs take to draw."""
+LONG_S: Final = "3600"
+
+missing = missing_programs()
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"no {' and no '.join(missing)} here"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+        # What could not be loaded is a refused token, or a coordinator that was killed.
+        complaints = [one for one in opened.complaints() if "Failed to load resource" not in one]
+        assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Role, str]]:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.json"
+    return path, {
+        role: create_token(path, roles=[role])[0] for role in (Role.OPERATOR, Role.READER)
+    }
+
+
+@pytest.fixture(scope="module")
+def coordinator(tokens: tuple[Path, dict[Role, str]]) -> Iterator[CoordinatorProcess]:
+    """One that asks for tokens."""
+    environment = {"AQUA_TOKENS_FILE": str(tokens[0]), "AQUA_SILENT_MEMBER_S": LONG_S}
+    with data_dir() as path, CoordinatorProcess(path, port=0, **environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(
+    coordinator: CoordinatorProcess, tokens: tuple[Path, dict[Role, str]]
+) -> Iterator[httpx.Client]:
+    header = {"Authorization": f"Bearer {tokens[1][Role.OPERATOR]}"}
+    with httpx.Client(
+        base_url=coordinator.url, headers=header, trust_env=False, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cluster(http: httpx.Client) -> PaperCluster:
+    """Three servers, with a plan whose reason is hostile."""
+    made = PaperCluster(http, 24)
+    reason = "<img src=x onerror=document.title='run'><script>document.title='run'</script>"
+    pairing = Pairing(consumer_id="llm-000-0", producers=["sdxl-000-0"], reason=reason)
+    http.put("/v1/placements", json=as_json(PlacementPlan(pairings=[pairing]))).raise_for_status()
+    return made
+
+
+@pytest.fixture
+def page(
+    browser: Browser,
+    coordinator: CoordinatorProcess,
+    cluster: PaperCluster,
+    tokens: tuple[Path, dict[Role, str]],
+) -> Browser:
+    """The console, once it has been given a reader's token."""
+    browser.open(f"{coordinator.url}/")
+    sign_in(browser, tokens[1][Role.READER])
+    browser.wait_for("document.querySelectorAll('button.gpu').length === 24")
+    return browser
+
+
+def sign_in(browser: Browser, token: str) -> None:
+    browser.wait_for("document.getElementById('ask').open")
+    browser.press(token, "Enter")
+    browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
+
+
+def watch_for_reclaims(browser: Browser) -> None:
+    """Let the page note when it first shows each reclaim, by the sentence that tells it."""
+    browser.run(
+        """
+        window.seen = {};
+        const look = () => {
+          for (const item of document.querySelectorAll("#happened-list li.reclaiming")) {
+            if (item.textContent.includes("took back")) window.seen[item.id] ??= Date.now();
+          }
+        };
+        look();
+        new MutationObserver(look).observe(document.body, {childList: true, subtree: true});
+        """
+    )
+
+
+def seen_after_ms(browser: Browser, event_id: str) -> float:
+    """How long after its event a reclaim was on the screen; both are times of this machine."""
+    shown_ms = browser.wait_for("window.seen[arguments[0]]", f"e{event_id}")
+    return float(shown_ms) - float(event_id.partition("-")[0])
+
+
+def await_reclaim(url: str, token: str, reclaim_id: str = "") -> dict[str, Any]:
+    """Read the event stream from its beginning, as a script does, until a reclaim has ended."""
+    headers = {"Authorization": f"Bearer {token}", "Last-Event-ID": "0-0"}
+    with (
+        httpx.Client(trust_env=False, timeout=300) as client,
+        client.stream("GET", f"{url}/v1/events", headers=headers) as answer,
+    ):
+        for line in answer.iter_lines():
+            event = json.loads(line[6:]) if line.startswith("data: ") else {}
+            if "reclaim" in event and event["reclaim"]["reclaim_id"].endswith(reclaim_id):
+                return dict(event)
+    raise AssertionError("the stream ended")
+
+
+def violations(browser: Browser) -> list[str]:
+    """What axe finds wrong, in words."""
+    assert AXE.is_file(), "make test-console gets it"
+    browser.run(AXE.read_text("utf-8") + "\nwindow.axe = axe;")
+    found = browser.run_async(
+        "const done = arguments[0]; axe.run(document).then((all) => done(all.violations));"
+    )
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
+
+
+def test_a_token_is_asked_for_and_gets_into_no_address(
+    browser: Browser, coordinator: CoordinatorProcess, tokens: tuple[Path, dict[Role, str]]
+) -> None:
+    browser.open(f"{coordinator.url}/")
+    browser.wait_for("document.getElementById('ask').open")
+    browser.press("aqua_0_0", "Enter")
+    browser.wait_for("document.getElementById('ask-error').textContent.includes('unknown')")
+    token = tokens[1][Role.READER]
+    sign_in(browser, token)
+    addresses = browser.run(
+        "return [location.href, ...performance.getEntries().map((entry) => entry.name)]"
+    )
+    assert not [address for address in addresses if "aqua_" in address]
+    assert {httpx.URL(name).host for name in addresses if "://" in name} == {"127.0.0.1"}
+    assert browser.run("return document.cookie + localStorage.length") == "0"
+
+
+def test_a_reclaim_appears_within_a_second_of_its_event(
+    page: Browser,
+    coordinator: CoordinatorProcess,
+    cluster: PaperCluster,
+    tokens: tuple[Path, dict[Role, str]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    watch_for_reclaims(page)
+    late_ms = []
+    for number in range(5):
+        name = cluster.reclaim(cluster.producers[number], 12.5)
+        event = await_reclaim(coordinator.url, tokens[1][Role.READER], name)
+        late_ms.append(seen_after_ms(page, event["event_id"]))
+    record_property("seen_after_ms", late_ms)
+    assert max(late_ms) < LATE_MS
+    page.wait_for("document.querySelectorAll('#reclaim-rows tr').length >= 5")
+    assert "13 ms" in page.run("return document.getElementById('reclaim-rows').textContent")
+    assert "ended, half within" in page.run(
+        "return document.getElementById('reclaims').getAttribute('aria-label')"
+    )
+
+
+def test_the_page_beside_another_coordinator_shows_what_came_through_this_one(
+    browser: Browser,
+) -> None:
+    with running_store() as store, ExitStack() as stack:
+        environment = {"AQUA_REDIS_URL": store.url, "AQUA_SILENT_MEMBER_S": LONG_S}
+        first, second = (
+            stack.enter_context(
+                CoordinatorProcess(stack.enter_context(data_dir()), port=0, **environment)
+            )
+            for _ in range(2)
+        )
+        client = stack.enter_context(httpx.Client(base_url=first.url, trust_env=False, timeout=60))
+        made = PaperCluster(client, 8)
+        browser.open(f"{second.url}/")
+        browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
+        watch_for_reclaims(browser)
+        made.reclaim(made.producers[0], 7.5)
+        browser.wait_for("Object.keys(window.seen).length === 1")
+        first.kill()
+        browser.open(f"{second.url}/")
+        browser.wait_for("document.querySelectorAll('#reclaim-rows tr').length === 1")
+
+
+def test_a_thousand_gpus_draw_within_a_second(
+    browser: Browser, record_property: Callable[[str, object], None]
+) -> None:
+    with (
+        data_dir() as path,
+        CoordinatorProcess(path, AQUA_SILENT_MEMBER_S=LONG_S) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
+    ):
+        PaperCluster(client, 1000)
+        taken_ms = []
+        for _ in range(3):
+            browser.open(f"{running.url}/")
+            browser.wait_for("performance.getEntriesByName('cluster-drawn').length > 0")
+            asked_ms, answered_ms, drawn_ms, count, ready_ms = browser.run(
+                """
+                const name = location.origin + "/v1/console/cluster";
+                const entry = performance.getEntriesByName(name)[0];
+                return [entry.startTime, entry.responseEnd,
+                  performance.getEntriesByName("cluster-drawn")[0].startTime,
+                  document.querySelectorAll("button.gpu").length,
+                  performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart];
+                """
+            )
+            assert count == 1000
+            figures = {"page ready": ready_ms, "asked": asked_ms, "answered": answered_ms}
+            record_property("ms after the click", figures | {"drawn": drawn_ms})
+            taken_ms.append(drawn_ms - asked_ms)
+        assert min(taken_ms) < LATE_MS
+        assert browser.run("return document.querySelectorAll('path.link').length") == 250
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_both_schemes_differ(page: Browser, scheme: str) -> None:
+    page.prefer(scheme)
+    dark = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(16, 19, 21)") == (scheme == "dark")
+    page.wait_for("document.querySelectorAll('.chart canvas').length === 2")
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(SHOTS / f"{scheme}.png")
+    assert violations(page) == []
+    page.run("document.querySelector('#reclaim-table').open = true")
+    page.press("g", "Enter")
+    page.wait_for("document.getElementById('details').open")
+    page.screenshot(SHOTS / f"{scheme}-details.png")
+    assert violations(page) == []
+    page.resize(420, 800)
+    page.press("Escape")
+    assert violations(page) == []
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_axe_finds_nothing_where_a_token_is_asked_for(
+    browser: Browser, coordinator: CoordinatorProcess
+) -> None:
+    browser.open(f"{coordinator.url}/")
+    browser.wait_for("document.getElementById('ask').open")
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    browser.screenshot(SHOTS / "token.png")
+    assert violations(browser) == []
+
+
+def test_the_keyboard_reaches_everything(page: Browser) -> None:
+    focused = "document.activeElement.id"
+    page.press("g")
+    assert page.run(f"return {focused}") == "producers.sdxl-000-0"
+    page.press("Down", "Right")
+    assert page.run(f"return {focused}") == "consumers.llm-000-1"
+    page.press("Left", "Up", "Right", "Enter")
+    page.wait_for("document.getElementById('details').open")
+    said = page.run("return document.getElementById('details-body').textContent")
+    assert "The placer says: <img src=x" in said
+    page.press("Escape")
+    page.wait_for("!document.getElementById('details').open")
+    assert page.run(f"return {focused}") == "consumers.llm-000-0"
+    assert page.run("return document.title") == "Aqua"
+    page.press("/", "llm-002")
+    page.wait_for(
+        "[...document.querySelectorAll('.domain')].filter((one) => !one.hidden).length === 1"
+    )
+    page.press("Enter")
+    assert page.run(f"return {focused}").startswith("consumers.llm-002")
+    # One stop for all GPUs: Tab goes on to what comes after them.
+    page.press("Tab")
+    assert "gpu" not in page.run("return document.activeElement.className")
+
+
+def test_focus_stays_where_it_is_while_the_page_is_drawn_anew(
+    page: Browser, cluster: PaperCluster
+) -> None:
+    watch_for_reclaims(page)
+    page.press("g", "Down")
+    before = len(page.run("return Object.keys(window.seen)"))
+    cluster.reclaim(cluster.producers[-1], 3.5)
+    page.wait_for("Object.keys(window.seen).length > arguments[0]", before)
+    marks = "performance.getEntriesByName('cluster-drawn').length"
+    drawn = page.run(f"return {marks}")
+    page.wait_for(f"{marks} > arguments[0]", drawn)
+    assert page.run("return document.activeElement.id") == "producers.sdxl-000-1"
+    assert page.run("return document.activeElement.tabIndex") == 0
+
+
+def test_the_page_finds_a_coordinator_again_that_was_away(browser: Browser) -> None:
+    with data_dir() as path:
+        first = CoordinatorProcess(path)
+        browser.open(f"{first.url}/")
+        browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
+        first.kill()
+        browser.wait_for("document.getElementById('connection').dataset.state === 'away'")
+        with CoordinatorProcess(path, port=first.port):
+            browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
+            browser.complaints()
+
+
+def test_the_demo_is_watched(
+    browser: Browser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Real members: what is lent is seen, and taken back within a second of the event."""
+    from rich.console import Console
+
+    from aqua_demo import orchestration
+    from aqua_demo.processes import DemoCoordinator
+    from aqua_demo.scale import SCALES
+    from aqua_demo.view import RunView
+
+    started: list[DemoCoordinator] = []
+    up = threading.Event()
+
+    class WatchedCoordinator(DemoCoordinator):
+        @classmethod
+        def start(cls, group: ProcessGroup, scratch: Path) -> Self:
+            running = super().start(group, scratch)
+            started.append(running)
+            up.set()
+            return running
+
+    monkeypatch.setattr(orchestration, "DemoCoordinator", WatchedCoordinator)
+    options = orchestration.Options(
+        size="quick",
+        scale=SCALES["quick"],
+        transport=None,
+        seed=0,
+        checksum=True,
+        corrupt_one_byte=False,
+        logs=tmp_path,
+    )
+    ended: list[object] = []
+
+    def tell() -> None:
+        try:
+            ended.append(orchestration.DemoRun(options, RunView(Console(quiet=True))).run())
+        except BaseException as error:  # noqa: BLE001 - told by the test
+            ended.append(error)
+
+    demo = threading.Thread(target=tell)
+    demo.start()
+    try:
+        assert up.wait(120)
+        browser.open(f"{started[0].url}/")
+        sign_in(browser, started[0].operator_token)
+        watch_for_reclaims(browser)
+        browser.wait_for("document.querySelector('path.link')")
+        event = await_reclaim(started[0].url, started[0].operator_token)
+        late_ms = seen_after_ms(browser, event["event_id"])
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        browser.screenshot(SHOTS / "demo.png")
+        record_property("seen_after_ms", late_ms)
+        assert late_ms < LATE_MS
+    finally:
+        demo.join()
+    browser.complaints()
+    assert not isinstance(ended[0], BaseException), ended[0]
