@@ -54,7 +54,10 @@ class Browser:
             prefix="aqua-browser-", ignore_cleanup_errors=True
         )
         self._driver = subprocess.Popen(
-            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ["chromedriver", "--port=0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,  # For what a buffer holds already, `select` would wait in vain.
         )
         self._session = ""
         self._http = httpx.Client(timeout=HANG_S, trust_env=False)
