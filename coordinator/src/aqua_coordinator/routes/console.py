@@ -85,19 +85,19 @@ def _served(name: str, known: str | None) -> Response:
     return Response(content, media_type=kind, headers=headers)
 
 
-@router.get("/cluster", response_class=HTMLResponse)
+@router.get("/cluster", response_class=HTMLResponse, include_in_schema=False)
 async def cluster(caller: CallerDep, services: ServicesDep) -> HTMLResponse:
     """Draw figures and scale-up domains, for the console: HTML."""
     return HTMLResponse(await services.console.cluster(caller.tenant), headers=FRAGMENT_HEADERS)
 
 
-@router.get("/happened", response_class=HTMLResponse)
+@router.get("/happened", response_class=HTMLResponse, include_in_schema=False)
 async def happened(caller: CallerDep, services: ServicesDep) -> HTMLResponse:
     """Tell what happened of late, for the console: HTML."""
     return HTMLResponse(await services.console.happened(caller.tenant), headers=FRAGMENT_HEADERS)
 
 
-@router.get("/{role}/{member_id}", response_class=HTMLResponse)
+@router.get("/{role}/{member_id}", response_class=HTMLResponse, include_in_schema=False)
 async def member(
     role: Literal["producers", "consumers"],
     member_id: Name,
