@@ -55,7 +55,7 @@ def event_sentence(event: Event) -> str | None:
     words = {
         "producer": event.producer_id,
         "consumer": event.consumer_id,
-        "size": format_bytes(event.bytes or 0),
+        "size": format_bytes(event.bytes) if event.bytes else "nothing",
     }
     if event.kind is EventKind.LEASE_CHANGED:
         text = None if event.state is None else _LEASE.get(event.state)

@@ -237,7 +237,7 @@ function makeCharts(memory, past) {
 function reclaimRange() {
   const figures = timeline.past.flatMap((one) => [one.reclaim.first_slab_ms || one.reclaim.total_ms, one.reclaim.total_ms]).filter((ms) => ms > 0);
   if (!figures.length) return [1, 1000];
-  return [10 ** Math.floor(Math.log10(Math.min(...figures, 10))), 10 ** Math.ceil(Math.log10(Math.max(...figures, 100)))];
+  return [10 ** Math.floor(Math.log10(Math.min(...figures, 10))), 10 ** Math.ceil(Math.log10(1.1 * Math.max(...figures, 90)))];
 }
 
 // From the first slab to the last.
