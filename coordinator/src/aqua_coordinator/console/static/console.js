@@ -312,7 +312,8 @@ function size(id) {
   return { width: Math.max(200, at(id).clientWidth), height: at(id).clientHeight };
 }
 
-new ResizeObserver(() => charts.forEach((chart, i) => chart.setSize(size(["memory", "reclaims"][i])))).observe(at("memory"));
+// In the next frame: what is resized within the observer's call would be told to it again.
+new ResizeObserver(() => requestAnimationFrame(() => charts.forEach((chart, i) => chart.setSize(size(["memory", "reclaims"][i]))))).observe(at("memory"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   if (charts.length) makeCharts(charts[0].data, charts[1].data);
 });
