@@ -1,13 +1,16 @@
-"""Offline requests that wait: in which order they come in, and which have waited too long.
+"""Offline requests that wait: in which order they come in, and which has waited too long.
 
 Deadlines first, earliest first; then requests that have begun before those that have not (their
 checkpoints take room, and their end frees it); then by arrival. A later request overtakes only by
 its deadline, and a preempted one comes back before any new one.
 
 A request is *due* when what it still has to compute, one token a step at the objective's pace,
-takes as long as is left until its deadline. It is *starved* when it got no token for
-`starvation_s`. Either is served before all other offline work and may use the whole objective;
-the longest starved one besides gets tokens that online prompts would have taken (`policy`).
+takes as long as is left until its deadline. The *eldest* request, the first to arrive of those that
+have not ended, is *starved* when it got no token for `starvation_s`, and stays so until it ends: a
+token now and then would be no help. No other request is, however long it waits: it waits for those
+before it, and a long queue is no emergency. Either kind goes before all other offline work; one
+that is due may use the whole objective, the starved one besides gets tokens that online prompts
+would have taken (`policy`).
 
 Costs: O(log n) for each that comes or goes, O(1) for the starved one, O(k) for the k first.
 
@@ -27,10 +30,10 @@ QueueKey = tuple[float, bool, float, int]
 
 
 class OfflineQueue:
-    """Waiting offline requests in order, and when each offline request was last served.
+    """Waiting offline requests in order, and when the eldest offline request was last served.
 
     Args:
-        starvation_s: Seconds without a token after which a request is starved.
+        starvation_s: Seconds without a token after which it is starved.
     """
 
     def __init__(self, starvation_s: float) -> None:
@@ -38,10 +41,12 @@ class OfflineQueue:
         self._order: list[QueueKey] = []
         self._waiting: dict[int, CoServedRequest] = {}
         self._keys: dict[str, QueueKey] = {}
+        # Of all that have not ended, by arrival.
         self._numbers: dict[str, int] = {}
-        # In order of the last service: one that is served moves to the end.
-        self._served_s: dict[str, float] = {}
         self._arrival_count = 0
+        self._eldest: str | None = None
+        self._eldest_served_s = 0.0
+        self._is_starved = False
 
     def __len__(self) -> int:
         return len(self._order)
@@ -62,7 +67,7 @@ class OfflineQueue:
         if name not in self._numbers:
             self._numbers[name] = self._arrival_count
             self._arrival_count += 1
-            self._served_s[name] = now_s
+            self._find_eldest(now_s)
         key = (
             request.finish_by_s,
             not (request.computed_tokens or request.output_tokens),
@@ -82,22 +87,27 @@ class OfflineQueue:
 
     def served(self, request_id: str, now_s: float) -> None:
         """A request got tokens."""
-        if self._served_s.pop(request_id, None) is not None:
-            self._served_s[request_id] = now_s
+        if request_id == self._eldest:
+            self._eldest_served_s = now_s
 
     def remove(self, request_id: str) -> None:
         """A request finished or was aborted by its user, wherever it is."""
         if request_id in self._keys:
             self.take(request_id)
-        self._served_s.pop(request_id, None)
         self._numbers.pop(request_id, None)
 
     def starved(self, now_s: float) -> str | None:
-        """The request that has gone longest without a token, if that is too long."""
-        name = next(iter(self._served_s), None)
-        if name is None or now_s - self._served_s[name] < self._starvation_s:
-            return None
-        return name
+        """The eldest request, if it is starved."""
+        self._find_eldest(now_s)
+        if self._eldest is not None and now_s - self._eldest_served_s >= self._starvation_s:
+            self._is_starved = True
+        return self._eldest if self._is_starved else None
+
+    def _find_eldest(self, now_s: float) -> None:
+        """Let the next request be the eldest, from now on, when the last one has ended."""
+        eldest = next(iter(self._numbers), None)
+        if eldest != self._eldest:
+            self._eldest, self._eldest_served_s, self._is_starved = eldest, now_s, False
 
 
 def is_due(request: CoServedRequest, now_s: float, prompt_token_s: float, tpot_s: float) -> bool:

@@ -17,9 +17,10 @@ Algorithm 1 as it runs here, once per step:
 6. Full blocks of offline requests are copied out, next victims first.
 
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
-if they do so alone; memory is never taken twice; the longest starved offline request computes
-`starved_tokens` in every step that has online prompts and memory for it, out of their share. It
-promises offline work nothing when online decodes alone fill the steps or the memory.
+if they do so alone; memory is never taken twice; the starved offline request computes
+`starved_tokens` in every step that has online prompts and memory for it, out of their share, and
+under `guarded` what its stretch allows beside online decodes. It promises offline work nothing when
+online requests fill the memory: none of them leaves it for an offline one, however long that waits.
 
 Costs: O(n) in the requests that hold blocks, O(v log v) when victims are sought, O(k) in those
 admitted.
@@ -63,7 +64,8 @@ class _StepInMaking:
 
     Attributes:
         load: Of online and offline requests together.
-        limit_s: For the ordinary offline work of the step; `hard_limit_s` for urgent one.
+        limit_s: For the ordinary offline work of the step; `hard_limit_s` for that which is due,
+            `starved_limit_s` for the starved request.
         token_room: Tokens that the step still takes.
         free_blocks: Blocks that nothing holds or is about to take.
         slots: Requests that may still come in.
@@ -73,6 +75,7 @@ class _StepInMaking:
     load: StepLoad
     limit_s: float
     hard_limit_s: float
+    starved_limit_s: float
     token_room: int
     free_blocks: int
     slots: int
@@ -172,8 +175,8 @@ class ConservePolicy:
         online = [each for each in view.running if each.service_class is ServiceClass.ONLINE]
         offline = [each for each in view.running if each.service_class is ServiceClass.OFFLINE]
         starved = self.waiting.starved(view.now_s)
-        urgent = {starved} if starved is not None else set()
-        urgent |= {each.request_id for each in offline if self._is_due(each, view.now_s)}
+        due = {each.request_id for each in offline if self._is_due(each, view.now_s)}
+        urgent = due if starved is None else due | {starved}
         reclaimable = sum(
             each.held_blocks - self.checkpoints.of(each.request_id).copying for each in offline
         )
@@ -191,11 +194,11 @@ class ConservePolicy:
             while offline and (need > step.free_blocks or step.slots < 1):
                 self._preempt(step, offline.pop())
         is_preemptible = not online_tokens
-        self._fill(step, offline, urgent, starved)
+        self._fill(step, offline, due, starved)
         loading = [
             each for each in offline if each.is_loading and each.request_id not in step.preempt
         ]
-        admit, start_loading = self._admit(step, view, urgent, overdue)
+        admit, start_loading = self._admit(step, view, due, overdue)
         expected_s = self.times.seconds(step.load)
         # An idle engine's link has as much to do as one in a step.
         paced_s = expected_s if 0.0 < expected_s < inf else self._objectives.tpot_s
@@ -240,10 +243,11 @@ class ConservePolicy:
         reading = self._reading
         if decodes:
             limit_s, hard_s = reading.limit_s(alone_s), reading.hard_limit_s()
+            starved_s = reading.starved_limit_s(alone_s)
         elif prompts:
-            limit_s = hard_s = reading.prompt_limit_s(prompts, view.now_s)
+            limit_s = hard_s = starved_s = reading.prompt_limit_s(prompts, view.now_s)
         else:
-            limit_s = hard_s = NO_LIMIT
+            limit_s = hard_s = starved_s = NO_LIMIT
         kept_back = self._settings.starved_tokens if keeps_back and prompts else 0
         room = view.max_tokens - count - kept_back
         prompt_tokens = arriving_count = 0
@@ -264,11 +268,13 @@ class ConservePolicy:
                 break
         room += kept_back
         if prompts and decodes and not reading.joins_prompts:
-            limit_s = 0.0
+            limit_s = starved_s = 0.0
         slots = view.max_running - len(view.running) - arriving_count
         if not prompts and not decodes:
             room = min(view.max_tokens, self._offline_step_tokens)
-        step = _StepInMaking(load, limit_s, hard_s, room, free_blocks, slots, bool(prompts))
+        step = _StepInMaking(
+            load, limit_s, hard_s, starved_s, room, free_blocks, slots, bool(prompts)
+        )
         return step, count + prompt_tokens
 
     def _prompt_tokens(
@@ -317,7 +323,7 @@ class ConservePolicy:
         self,
         step: _StepInMaking,
         offline: Sequence[CoServedRequest],
-        urgent: set[str],
+        due: set[str],
         starved: str | None,
     ) -> None:
         """Step 3: tokens for offline requests in memory; the last ones give way to the first."""
@@ -327,7 +333,7 @@ class ConservePolicy:
                 return
             if request.is_loading:
                 continue
-            tokens = self._tokens_for(step, request, urgent, starved)
+            tokens = self._tokens_for(step, request, due, starved)
             need = self._need(request, tokens)
             while tokens and need > step.free_blocks and end - 1 > index:
                 end -= 1
@@ -357,12 +363,14 @@ class ConservePolicy:
             step.load = step.load.and_chunk(tokens, request.computed_tokens)
 
     def _tokens_for(
-        self, step: _StepInMaking, request: CoServedRequest, urgent: set[str], starved: str | None
+        self, step: _StepInMaking, request: CoServedRequest, due: set[str], starved: str | None
     ) -> int:
         """The most tokens that an offline request may compute in the step."""
         wanted = min(request.pending_tokens, step.token_room)
         name = request.request_id
-        limit_s = step.hard_limit_s if name in urgent else step.limit_s
+        limit_s = step.starved_limit_s if name == starved else step.limit_s
+        if name in due:
+            limit_s = max(limit_s, step.hard_limit_s)
         if limit_s == NO_LIMIT or wanted <= 0:
             return max(0, wanted)
         if request.is_decode:
@@ -381,7 +389,7 @@ class ConservePolicy:
         self,
         step: _StepInMaking,
         view: CoServingView,
-        urgent: set[str],
+        due: set[str],
         overdue: CoServedRequest | None,
     ) -> tuple[list[str], list[CoServedRequest]]:
         """Step 4: waiting requests that come in, and those whose checkpoints begin to load.
@@ -412,7 +420,7 @@ class ConservePolicy:
                 loading.append(request)
                 step.free_blocks -= need
             else:
-                tokens = self._tokens_for(step, request, urgent, starved)
+                tokens = self._tokens_for(step, request, due, starved)
                 if not tokens:
                     break
                 admit.append(request.request_id)

@@ -196,7 +196,11 @@ def _error(profile: StepTimeProfile, rows: Sequence[MeasuredStep]) -> float:
 def _positive_fit(
     terms: Float64[np.ndarray, "rows 4"], seconds: Float64[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " 4"]:
-    """Least squares of relative errors; terms with a negative coefficient are dropped."""
+    """Least squares of relative errors; terms with a negative coefficient are dropped.
+
+    `scipy.optimize.nnls` finds the least squares; this differs where a dropped term would have come
+    back. Four terms that all cost time need no better, and the policies stay without SciPy.
+    """
     scaled = terms / seconds[:, None]
     kept = list(range(terms.shape[1]))
     found = np.zeros(terms.shape[1])

@@ -51,7 +51,11 @@ class Reading(Protocol):
         ...
 
     def hard_limit_s(self) -> float:
-        """Longest step with online decodes, whatever offline requests need."""
+        """Longest step with online decodes for an offline request that is due."""
+        ...
+
+    def starved_limit_s(self, alone_s: float) -> float:
+        """Longest step with online decodes for the starved offline request."""
         ...
 
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
@@ -94,6 +98,11 @@ class PaperReading:
         """The objective."""
         return self.objectives.tpot_s
 
+    def starved_limit_s(self, alone_s: float) -> float:
+        """The objective."""
+        del alone_s
+        return self.objectives.tpot_s
+
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
         """What is left to the tightest prompt."""
         return max(0.0, min(each.arrival_s for each in prompts) + self.objectives.ttft_s - now_s)
@@ -123,13 +132,19 @@ class GuardedReading:
     joins_prompts: bool = False
 
     def limit_s(self, alone_s: float) -> float:
-        """A little longer than the online requests alone."""
-        extra_s = min(self.wait_share * self.objectives.ttft_s, self.stretch * alone_s)
-        return min(self.hard_limit_s(), alone_s + extra_s)
+        """A little longer than the online requests alone, within the objective."""
+        return min(self.hard_limit_s(), self.starved_limit_s(alone_s))
 
     def hard_limit_s(self) -> float:
         """The objective, less a margin for what a prediction does not know."""
         return self.objective_share * self.objectives.tpot_s
+
+    def starved_limit_s(self, alone_s: float) -> float:
+        """The same little, but where online requests exceed the objective by themselves as well.
+
+        Never the whole objective: with a long queue some request is always starved.
+        """
+        return alone_s + min(self.wait_share * self.objectives.ttft_s, self.stretch * alone_s)
 
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
         """No offline work: whatever joins a prompt's step comes on top of its first token."""

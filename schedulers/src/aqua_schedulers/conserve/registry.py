@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.cfs.registry import DEFAULT_BLOCK_TOKENS
 from aqua_schedulers.conserve.policy import ConservePolicy
@@ -12,9 +10,10 @@ from aqua_schedulers.conserve.profile import StepTimeProfile
 from aqua_schedulers.conserve.readings import GuardedReading, Objectives, PaperReading
 from aqua_schedulers.conserve.settings import ConserveSettings
 from aqua_schedulers.conserve.step_time import StepTimes
+from aqua_schedulers.policy_names import PolicyNames
 
 
-class CoServingPolicyName(StrEnum):
+class CoServingPolicyName(PolicyNames):
     """Policies on command lines and in engine configurations."""
 
     PRIORITY = "priority"
@@ -22,21 +21,9 @@ class CoServingPolicyName(StrEnum):
     GUARDED = "guarded"
 
     @classmethod
-    def named(cls, name: str) -> CoServingPolicyName:
-        """The policy of that name; `best` is the best we have.
-
-        Raises:
-            ConfigError: No policy of that name.
-        """
-        if name == "best":
-            return cls.GUARDED
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(cls)
-            raise ConfigError(
-                f"no co-serving policy named {name!r}", remedy=f"Known: {known}."
-            ) from None
+    def best(cls) -> CoServingPolicyName:
+        """Ours; `aqua-sim paper conserve-beyond` says by how much."""
+        return cls.GUARDED
 
 
 def co_serving_policy(

@@ -32,10 +32,10 @@ class ConserveSettings(BaseModel):
         link_share: Part of the link for either direction. Doubled, it is all of it.
         spare_share: Part of memory that admissions of offline requests leave free for the growth of
             those inside, vLLM's watermark. Doubled, fewer come in and fewer are put out again.
-        starvation_s: Seconds without a token after which an offline request is starved. Doubled, it
-            waits up to twice as long.
-        starved_tokens: Tokens of a step with online prompts that go to the longest starved offline
-            request. Doubled, prompts give way twice as much and it ends in half the time.
+        starvation_s: Seconds without a token after which the eldest offline request is starved.
+            Doubled, it waits up to twice as long.
+        starved_tokens: Tokens of a step with online prompts that go to the starved request.
+            Doubled, prompts give way twice as much and it ends in half the time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

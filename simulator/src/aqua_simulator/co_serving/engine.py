@@ -1,18 +1,17 @@
-"""An engine that co-serves: steps, safepoints, checkpoints and one link, on a virtual clock.
+"""An engine that co-serves: steps, memory, checkpoints and one link, on a virtual clock.
 
 The rules are those of `serving.engine` with synchronous steps; who computes what in a step is the
 plan of an `aqua_schedulers.conserve` policy, the same object that runs in a real engine. Which
 online requests hold memory is a fair policy's decision (`aqua_schedulers.cfs`), to which blocks of
 offline requests are free.
 
-*Safepoints.* A step without online requests may stop between groups of layers; each safepoint costs
-`safepoint_s`. An abort takes effect at the next safepoint after the arrival and `safepoint_lag`
-more (kernels are launched ahead). Nothing of an aborted step counts.
+*Safepoints* (`step`) cost `safepoint_s` each, in steps without online requests only. Nothing of an
+aborted step counts.
 
-*Link.* Copies to and from the checkpoint store move in the background, each direction in order, at
-the link's rate. A copy is acknowledged at the first step boundary after its end. Background copies
-take memory bandwidth from the step that runs (`hbm_bytes_per_s`). Copies that all wait for (swaps,
-loads without prefetch) come on top of the step, at `swap_bytes_per_s`.
+*Copies* to and from the checkpoint store move in the background (`link`) and are acknowledged at
+the first step boundary after their end. They take memory bandwidth from the step that runs
+(`hbm_bytes_per_s`). Copies that all wait for (swaps, loads without prefetch) come on top of the
+step, at `swap_bytes_per_s`.
 
 *Offline requests* come from an iterator, some ahead of what runs: there is always more.
 """
@@ -22,7 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isnan
+from typing import Final
 
 from aqua_protocol.errors import CapacityError
 from aqua_schedulers.cfs import (
@@ -38,35 +38,21 @@ from aqua_schedulers.conserve import (
     CoServingPlan,
     CoServingView,
     ServiceClass,
-    StepLoad,
-    StepUnderWay,
 )
-from aqua_simulator.co_serving.job import CoServedJob, CoServingRun, LinkCopy, StepRecord
+from aqua_simulator.co_serving.job import CoServedJob, CoServingRun, StepRecord
+from aqua_simulator.co_serving.link import LinkDirection
 from aqua_simulator.co_serving.spec import CoServingEngineSpec
+from aqua_simulator.co_serving.step import CoServingStep, StepWork, batch_of
 from aqua_simulator.serving.request import Arrival, Phase
-from aqua_simulator.timing.iteration import Chunk, IterationTime, ScheduledBatch
+from aqua_simulator.timing.iteration import IterationTime
 
-OFFLINE_AHEAD = 64
-"""Offline requests kept waiting, more than come in at one step. Doubled, the queue is longer and
-nothing else changes."""
+OFFLINE_AHEAD: Final = 64
+"""Offline requests kept waiting, by judgement: more than come in at one step. Doubled, the queue is
+longer and nothing else changes."""
 
-
-IDLE_S = 0.01
-"""Seconds after which an engine with requests and nothing to compute asks its policy again; it
-waits for a copy then. Doubled, the copy's budget comes in coarser pieces."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step that runs: what it computes, and its end, which an abort brings forward."""
-
-    plan: CoServingPlan
-    start_s: float
-    end_s: float
-    load: StepLoad
-    work: list[tuple[CoServedJob, int]]
-    stall_s: float
-    is_aborting: bool = False
+IDLE_S: Final = 0.01
+"""Seconds after which an engine with requests and nothing to compute asks its policy again, about a
+decode step; it waits for a copy then. Doubled, the copy's budget comes in coarser pieces."""
 
 
 @dataclass(slots=True)
@@ -91,12 +77,14 @@ class CoServingEngine:
     _offline_waiting: dict[str, CoServedJob] = field(default_factory=dict, repr=False)
     _running: list[CoServedJob] = field(default_factory=list, repr=False)
     _listed: Sequence[str] = field(default=(), repr=False)
-    _step: _Step | None = field(default=None, repr=False)
-    _out: deque[LinkCopy] = field(default_factory=deque, repr=False)
-    _in: deque[LinkCopy] = field(default_factory=deque, repr=False)
+    _step: CoServingStep | None = field(default=None, repr=False)
+    _out: LinkDirection = field(init=False, repr=False)
+    _in: LinkDirection = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.free_blocks = self.spec.block_count
+        block_s = self.spec.block_bytes / self.spec.link_bytes_per_s
+        self._out, self._in = LinkDirection(block_s), LinkDirection(block_s)
 
     def run(self, arrivals: Iterable[Arrival], until_s: float) -> CoServingRun:
         """Serve all online arrivals to their end, and offline requests until then and `until_s`.
@@ -128,16 +116,15 @@ class CoServingEngine:
         return self._running
 
     def _has_online(self) -> bool:
-        return any(job.service_class is ServiceClass.ONLINE for job in self._running)
+        return any(job.is_online for job in self._running)
 
     def _next_event_s(self) -> float:
         """When the step ends; without one, when a copy ends that it may wait for, or is allowed."""
         if self._step is not None:
             return self._step.end_s
-        ends = [copies[0].end_s for copies in (self._out, self._in) if copies]
-        if self._running or self._offline_waiting or self._online_waiting:
-            ends.append(self.now_s + IDLE_S)
-        return min(ends, default=inf)
+        has_requests = self._running or self._offline_waiting or self._online_waiting
+        idle_s = self.now_s + IDLE_S if has_requests else inf
+        return min(self._out.next_end_s, self._in.next_end_s, idle_s)
 
     # --- Arrivals and aborts -----------------------------------------------------------------
 
@@ -157,25 +144,13 @@ class CoServingEngine:
         step = self._step
         if step is None:
             return
-        under_way = StepUnderWay(
-            step.start_s + step.stall_s,
-            step.plan.load,
-            step.plan.expected_s,
-            step.plan.is_preemptible,
-            step.is_aborting,
-        )
         waiting = [each.view(size) for each in self._online_waiting.values()]
-        if not self.policy.on_arrival(under_way, waiting, self.now_s):
+        if not self.policy.on_arrival(step.under_way(), waiting, self.now_s):
             return
-        begin_s = step.start_s + step.stall_s
-        group_s = (step.end_s - begin_s) * self.spec.safepoint_layers / self.spec.layer_count
-        passed = max(0.0, (self.now_s - begin_s) / group_s)
-        abort_s = begin_s + (int(passed) + 1 + self.spec.safepoint_lag) * group_s
-        if abort_s < step.end_s:
-            step.end_s, step.is_aborting = abort_s, True
+        if step.abort(self.spec, self.now_s):
             job.abort_count += 1
             self.result.most_aborts = max(self.result.most_aborts, job.abort_count)
-            self.result.abort_lags_s.append(abort_s - self.now_s)
+            self.result.abort_lags_s.append(step.end_s - self.now_s)
 
     # --- Planning ----------------------------------------------------------------------------
 
@@ -210,7 +185,7 @@ class CoServingEngine:
             stall_s += self._admit_offline(name)
         for job in self._running:
             tokens = plan.offline_tokens.get(job.arrival.request_id, 0)
-            if tokens and job.service_class is ServiceClass.OFFLINE:
+            if tokens and not job.is_online:
                 assert self._grow(job, job.computed_tokens + tokens), job
                 work.append((job, tokens))
         copied = self._start_copies(plan)
@@ -231,13 +206,11 @@ class CoServingEngine:
         if not self.fair.begin_step():
             return
         size = self.spec.block_tokens
-        online = [job for job in self._running if job.service_class is ServiceClass.ONLINE]
-        held = sum(job.block_count for job in self._running) - sum(
-            job.block_count for job in online
-        )
+        online = [job for job in self._running if job.is_online]
+        offline = [job for job in self._running if not job.is_online]
         decision = self.fair.decide(
             EngineView(
-                free_blocks=self.free_blocks + held,
+                free_blocks=self.free_blocks + sum(job.block_count for job in offline),
                 token_budget=self.spec.max_tokens,
                 max_running=self.spec.max_running,
                 running_count=len(online),
@@ -249,7 +222,7 @@ class CoServingEngine:
         by_name = {job.arrival.request_id: job for job in online}
         if decision.preempt:
             # Online requests want more than all memory: no offline one keeps any.
-            for job in [each for each in self._running if each not in online]:
+            for job in offline:
                 self._preempt_offline(job, PreemptionMode.RECOMPUTE)
         for name, _mode in decision.preempt:
             self._preempt_online(by_name[name])
@@ -257,7 +230,7 @@ class CoServingEngine:
     def _online_work(self, budget: int) -> list[tuple[CoServedJob, int]]:
         """Tokens of online requests inside, decodes first, prompts by admission."""
         work: list[tuple[CoServedJob, int]] = []
-        online = [job for job in self._running if job.service_class is ServiceClass.ONLINE]
+        online = [job for job in self._running if job.is_online]
         online.sort(key=lambda job: job.pending_tokens > 1 or not job.emitted_tokens)
         index = 0
         while index < len(online):
@@ -295,7 +268,7 @@ class CoServingEngine:
             del self._online_waiting[name]
             self.fair.admitted(name)
             waiting.phase = Phase.RUNNING
-            if waiting.scheduled_s != waiting.scheduled_s:  # NaN: never scheduled before
+            if isnan(waiting.scheduled_s):
                 waiting.scheduled_s = self.now_s
             self._running.append(waiting)
             work.append((waiting, tokens))
@@ -303,34 +276,18 @@ class CoServingEngine:
         return work
 
     def _launch(
-        self,
-        plan: CoServingPlan,
-        work: list[tuple[CoServedJob, int]],
-        stall_s: float,
-        copied_bytes: float,
+        self, plan: CoServingPlan, work: StepWork, stall_s: float, copied_bytes: float
     ) -> None:
-        chunks: list[Chunk] = []
-        decoding = context = sampled = 0
-        pairs = 0.0
-        for job, tokens in work:
-            if tokens == 1 and job.emitted_tokens:
-                decoding += 1
-                context += job.computed_tokens + 1
-            else:
-                chunks.append(Chunk(tokens, job.computed_tokens))
-                pairs += tokens * (job.computed_tokens + tokens / 2)
-            sampled += job.computed_tokens + tokens == job.known_tokens
-        batch = ScheduledBatch(tuple(chunks), decoding, context, sampled)
+        batch, load = batch_of(work)
         contended_s = copied_bytes / self.spec.hbm_bytes_per_s
         spent_s = self.time_of(batch) + contended_s
         if plan.is_preemptible:
             groups = self.spec.layer_count // self.spec.safepoint_layers
             spent_s += groups * self.spec.safepoint_s
-        load = StepLoad(batch.tokens, context, pairs, len(work))
-        end_s = self.now_s + stall_s + spent_s
         self.result.stalled_s += stall_s
         self.result.contended_s += contended_s
-        self._step = _Step(plan, self.now_s, end_s, load, work, stall_s)
+        end_s = self.now_s + stall_s + spent_s
+        self._step = CoServingStep(plan, self.now_s, end_s, load, work, stall_s)
 
     # --- Memory ------------------------------------------------------------------------------
 
@@ -348,7 +305,7 @@ class CoServingEngine:
     def _preempt_online(self, job: CoServedJob) -> None:
         """Take an online request's memory; it computes everything again."""
         self.result.online_victims += 1
-        if any(each.service_class is ServiceClass.OFFLINE for each in self._running):
+        if not all(each.is_online for each in self._running):
             self.result.wrong_victims += 1
         self._running.remove(job)
         self.free_blocks += job.block_count
@@ -379,7 +336,7 @@ class CoServingEngine:
         job.preemption_count += 1
         job.phase = Phase.PAGED_OUT if saved else Phase.WAITING
         self._running.remove(job)
-        self._in = deque(copy for copy in self._in if copy.job is not job)
+        self._in.withdraw(job)
         self._offline_waiting[name] = job
         pinned = self.policy.preempted(job.view(self.spec.block_tokens), self.now_s)
         self.free_blocks += held - pinned
@@ -407,12 +364,9 @@ class CoServingEngine:
     def _start_copies(self, plan: CoServingPlan) -> float:
         """Put the plan's copies on the link; returns their bytes."""
         by_name = {job.arrival.request_id: job for job in self._running}
-        blocks = 0
         for name, count in plan.copy_out.items():
             self.policy.checkpoints.copy(name, count)
-            self._send(self._out, by_name[name], count)
-            self.result.copied_out_blocks += count
-            blocks += count
+            self._out.send(by_name[name], count, self.now_s)
         for name, count in plan.copy_in.items():
             job = by_name.get(name)
             if job is None:
@@ -420,24 +374,18 @@ class CoServingEngine:
                 job.is_loading, job.loaded_blocks = True, 0
                 assert self._grow(job, job.known_tokens), name
             if count:
-                self._send(self._in, job, count)
-                self.result.copied_in_blocks += count
-                blocks += count
-        return float(blocks * self.spec.block_bytes)
-
-    def _send(self, direction: deque[LinkCopy], job: CoServedJob, blocks: int) -> None:
-        begin_s = max(self.now_s, direction[-1].end_s) if direction else self.now_s
-        spent_s = blocks * self.spec.block_bytes / self.spec.link_bytes_per_s
-        direction.append(LinkCopy(begin_s + spent_s, job, blocks))
+                self._in.send(job, count, self.now_s)
+        out, loaded = sum(plan.copy_out.values()), sum(plan.copy_in.values())
+        self.result.copied_out_blocks += out
+        self.result.copied_in_blocks += loaded
+        return float((out + loaded) * self.spec.block_bytes)
 
     def _settle_copies(self) -> None:
         """Acknowledge what has arrived."""
-        while self._out and self._out[0].end_s <= self.now_s:
-            copy = self._out.popleft()
+        for copy in self._out.ended(self.now_s):
             name = copy.job.arrival.request_id
             self.free_blocks += self.policy.checkpoints.acknowledge(name, copy.blocks)
-        while self._in and self._in[0].end_s <= self.now_s:
-            copy = self._in.popleft()
+        for copy in self._in.ended(self.now_s):
             job = copy.job
             job.loaded_blocks += copy.blocks
             saved = self.policy.checkpoints.of(job.arrival.request_id).saved
@@ -447,7 +395,7 @@ class CoServingEngine:
 
     # --- Results -----------------------------------------------------------------------------
 
-    def _deliver(self, step: _Step) -> None:
+    def _deliver(self, step: CoServingStep) -> None:
         result = self.result
         result.busy_s += step.end_s - step.start_s
         record = StepRecord(step.start_s, step.end_s, 0, 0)
@@ -466,7 +414,7 @@ class CoServingEngine:
                 self._emit(job)
             counted = job.computed_tokens + (job.emitted_tokens == job.arrival.output_tokens)
             if counted > job.counted_tokens:
-                if job.service_class is ServiceClass.ONLINE:
+                if job.is_online:
                     record.online_tokens += counted - job.counted_tokens
                 else:
                     record.offline_tokens += counted - job.counted_tokens
@@ -477,12 +425,11 @@ class CoServingEngine:
     def _emit(self, job: CoServedJob) -> None:
         """Hand out a token at the end of a step."""
         job.emitted_tokens += 1
-        is_online = job.service_class is ServiceClass.ONLINE
+        is_online = job.is_online
         if job.emitted_tokens == 1:
             job.first_token_s = self.now_s
         elif is_online:
             self.result.token_gaps_s.append(self.now_s - job.last_emitted_s)
-            self.result.gap_ends_s.append(self.now_s)
         job.last_emitted_s = self.now_s
         if job.emitted_tokens < job.arrival.output_tokens:
             return

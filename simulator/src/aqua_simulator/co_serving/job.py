@@ -34,6 +34,11 @@ class CoServedJob(Job):
     is_loading: bool = False
     loaded_blocks: int = 0
 
+    @property
+    def is_online(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.service_class is ServiceClass.ONLINE
+
     def view(self, block_tokens: int) -> CoServedRequest:
         """The job as the co-serving policy sees it."""
         arrival = self.arrival
@@ -79,15 +84,6 @@ class CoServedJob(Job):
 
 
 @dataclass(slots=True)
-class LinkCopy:
-    """Blocks of a request on their way over the link."""
-
-    end_s: float
-    job: CoServedJob
-    blocks: int
-
-
-@dataclass(slots=True)
 class StepRecord:
     """One step, for plots and rates: when it ended and the tokens that counted."""
 
@@ -104,7 +100,6 @@ class CoServingRun:
     Attributes:
         served: Online requests, by their end.
         token_gaps_s: Seconds between two tokens of one answer, all answers together.
-        gap_ends_s: When each of those gaps ended.
         finished_offline: Offline requests, by their end.
         steps: In order; aborted ones count no tokens.
         busy_s: Time in steps. Of it: `aborted_s` in aborted ones, `stalled_s` waiting for copies,
@@ -119,7 +114,6 @@ class CoServingRun:
 
     served: list[Served] = field(default_factory=list)
     token_gaps_s: list[float] = field(default_factory=list)
-    gap_ends_s: list[float] = field(default_factory=list)
     finished_offline: list[Served] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     busy_s: float = 0.0
@@ -127,7 +121,6 @@ class CoServingRun:
     stalled_s: float = 0.0
     contended_s: float = 0.0
     abort_lags_s: list[float] = field(default_factory=list)
-    abort_durations_s: list[float] = field(default_factory=list)
     most_aborts: int = 0
     online_victims: int = 0
     wrong_victims: int = 0
