@@ -259,9 +259,11 @@ def burst_of(
     )
 
 
-def piecewise_bytes_per_s(link_bytes_per_s: float, *, launch_s: float = PIECE_S) -> float:
+def piecewise_bytes_per_s(
+    link_bytes_per_s: float, *, launch_s: float = PIECE_S, piece_bytes: int = PIECE_BYTES
+) -> float:
     """What a link gives when every block, layer, key and value is a copy of its own."""
-    return PIECE_BYTES / (launch_s + PIECE_BYTES / link_bytes_per_s)
+    return piece_bytes / (launch_s + piece_bytes / link_bytes_per_s)
 
 
 def cached_prefix_run(

@@ -22,7 +22,8 @@ def paper(
         list[str],
         typer.Argument(
             help="table3, figure3, figure5 .. figure12, beyond (BlendServe), aqua-figure8, "
-            "aqua-figure9, aqua-figure13, or all."
+            "aqua-figure9, aqua-figure13, conserve-figure1 .. conserve-figure8, "
+            "conserve-safepoints, conserve-beyond; a whole paper: blendserve, aqua, conserve; all."
         ),
     ],
     request_count: Annotated[
@@ -70,7 +71,7 @@ def paper(
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_json(kept, figure)
     if output is not None:
-        write_page(output, made, plots)
+        write_page(output, made, plots, names)
     if as_json:
         figures = [figure.model_dump(mode="json") for figure in made]
         print_json({"request_count": request_count, "seed": seed, "figures": figures})
@@ -156,7 +157,8 @@ def print_values(title: str, values: Mapping[str, Any]) -> None:
 
 
 def _print_reproduction(made: Reproduction) -> None:
-    """A figure: rows, sensitivity, and what to know about it."""
+    """A figure: where it comes from, rows, sensitivity, and what to know about it."""
+    typer.echo(f"{made.source}.")
     print_table(made.title, made.columns, made.table)
     for each in made.chosen:
         typer.echo(f"- Chosen knowing the result: {each.name}, {each.value}: {each.why}")

@@ -1,8 +1,8 @@
 """All figures by the names of the command line, and how one is made.
 
 `published.toml` holds what the papers print and what is to be said of it; a function of
-`blendserve_figures` or `aqua_figures` measures our numbers, by the names of the rows. `reproduce`
-lays the two beside each other.
+`blendserve_figures`, `aqua_figures` or `conserve_figures` measures our numbers, by the names of the
+rows. `reproduce` lays the two beside each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from pydantic import BaseModel, TypeAdapter
 
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.papers import aqua_figures, blendserve_figures
+from aqua_simulator.papers import aqua_figures, blendserve_figures, conserve_figures
 from aqua_simulator.papers.blendserve import Experiments
 from aqua_simulator.papers.report import (
     FigureMeasurement,
@@ -27,11 +27,16 @@ from aqua_simulator.papers.report import (
 )
 from aqua_simulator.workloads.sources import SOURCES
 
-FIGURES: Final[Mapping[str, Callable[[Experiments], FigureMeasurement]]] = {
-    **blendserve_figures.FIGURES,
-    **aqua_figures.FIGURES,
+PAPERS: Final = {
+    "blendserve": blendserve_figures.FIGURES,
+    "aqua": aqua_figures.FIGURES,
+    "conserve": conserve_figures.FIGURES,
 }
-"""BlendServe's without a prefix, Aqua's with one: both papers have a Figure 8."""
+"""BlendServe's figures without a prefix, the others' with one: all papers have a Figure 8."""
+
+FIGURES: Final[Mapping[str, Callable[[Experiments], FigureMeasurement]]] = {
+    key: figure for figures in PAPERS.values() for key, figure in figures.items()
+}
 
 
 class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
@@ -56,17 +61,19 @@ def published_figures() -> Mapping[str, PublishedFigure]:
 
 
 def named(names: Sequence[str]) -> list[str]:
-    """Figures by name, each once; `all` is all of them.
+    """Figures by name, each once; the name of a paper is all of its figures, `all` is all.
 
     Raises:
         ConfigError: No figure of that name.
     """
+    groups: dict[str, list[str]] = {"all": list(FIGURES)}
+    for paper, figures in PAPERS.items():
+        groups[paper] = list(figures)
+    groups |= {key: [key] for key in FIGURES}
     for name in names:
-        if name not in FIGURES and name != "all":
-            raise ConfigError(
-                f"no figure named {name!r}", remedy=f"Known: {', '.join(FIGURES)}, all."
-            )
-    return list(FIGURES) if "all" in names else list(dict.fromkeys(names))
+        if name not in groups:
+            raise ConfigError(f"no figure named {name!r}", remedy=f"Known: {', '.join(groups)}.")
+    return list(dict.fromkeys(key for name in names for key in groups[name]))
 
 
 def reproduce(key: str, experiments: Experiments) -> Reproduction:

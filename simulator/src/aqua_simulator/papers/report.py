@@ -1,6 +1,6 @@
 """A reproduced figure: published numbers beside ours, what was a surrogate, how far it bends.
 
-All figures together are the page `docs/measurements/papers.md`, written by `aqua-sim paper all`.
+The figures of one command are a page, as `docs/measurements/papers.md` and `conserve.md` are.
 
 A row without a published number is still shown: the reader sees what the figure has that the text
 does not state. Differences are in the unit of the row, points for percentages, and a share of what
@@ -198,7 +198,7 @@ class Reproduction(BaseModel, frozen=True):
     draw: Callable[[Any], None] | None = Field(default=None, repr=False, exclude=True)
 
     def to_markdown(self, *, image: str | None = None) -> str:
-        """A section of `docs/measurements/papers.md`."""
+        """A section of the page."""
         lines = [f"## {self.title}", "", f"{self.source}.", ""]
         if image:
             lines += [f"![{self.title}]({image})", ""]
@@ -246,9 +246,9 @@ class Reproduction(BaseModel, frozen=True):
 
 HEADER: Final = """# The papers, simulated again
 
-Written by `aqua-sim paper all -o docs/measurements/papers.md --plots docs/measurements/images`; do
-not edit. Numbers are those of a simulator with the policies of `aqua_schedulers`, not of a GPU;
-`docs/simulation.md` says what it models and how far it is off a real engine.
+Written by `aqua-sim paper {names}` with `-o` and `--plots`; do not edit. Numbers are those of a
+simulator with the policies of `aqua_schedulers`, not of a GPU; `docs/simulation.md` says what it
+models and how far it is off a real engine.
 
 Columns: what the paper prints, what we get, the difference (ours less published, and its share).
 "Up to" and "at least" are the extremes of several numbers and compared as points, so that falling
@@ -276,18 +276,28 @@ def misses(made: Sequence[Reproduction]) -> list[str]:
     return lines
 
 
-def page(made: Sequence[Reproduction], images: Mapping[str, str]) -> str:
-    """The whole page as Markdown; `images` are paths of pictures, relative to it, by figure."""
+def page(
+    made: Sequence[Reproduction], images: Mapping[str, str], names: Sequence[str] = ("all",)
+) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        images: Paths of pictures, relative to the page, by figure.
+        names: What the figures were asked for by.
+    """
     sections = [each.to_markdown(image=images.get(each.key)) for each in made]
-    return "\n".join([HEADER, *misses(made), *sections])
+    return "\n".join([HEADER.format(names=" ".join(names)), *misses(made), *sections])
 
 
 def picture_of(key: str, folder: Path) -> Path:
     """Where the picture of a figure lies."""
-    return folder / (f"{key}.png" if key.startswith("aqua") else f"blendserve-{key}.png")
+    has_paper = key.startswith(("aqua", "conserve"))
+    return folder / (f"{key}.png" if has_paper else f"blendserve-{key}.png")
 
 
-def write_page(output: Path, made: Sequence[Reproduction], plots: Path | None) -> None:
+def write_page(
+    output: Path, made: Sequence[Reproduction], plots: Path | None, names: Sequence[str]
+) -> None:
     """Write the page, with those pictures that are in `plots`."""
     images = {
         each.key: os.path.relpath(picture_of(each.key, plots), output.parent)
@@ -295,4 +305,4 @@ def write_page(output: Path, made: Sequence[Reproduction], plots: Path | None) -
         if plots is not None and picture_of(each.key, plots).is_file()
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, page(made, images))
+    write_text(output, page(made, images, names))

@@ -168,3 +168,29 @@ MMLU: Final = Source(
 SOURCES: Final[dict[str, Source]] = {
     source.name: source for source in (SHAREGPT, WILDCHAT, AZURE, OPENVID, BURSTGPT, MMLU)
 }
+
+LONGBENCH: Final = Source(
+    name="LongBench summaries",
+    prompt=Quantiles(_LEVELS, (1, 65, 748, 1232, 1981, 2722, 3363, 3696, 3807, 3932, 4009, 4054)),
+    output=Quantiles(_LEVELS, (5, 36, 61, 79, 115, 167, 241, 373, 512, 512, 512, 512)),
+    rank_correlation=-0.11,
+    system_tokens=0,
+    provenance="surrogate",
+    origin="arxiv_summarization of Vidur, Llama-2 tokenizer, up to 4,096 tokens, 14,129 rows; with "
+    "the 512 output tokens at which LongBench ends its summaries",
+)
+
+BURSTGPT_CHATS: Final = Source(
+    name="BurstGPT",
+    prompt=Quantiles(_FEW_LEVELS, (2, 18, 74, 360, 1291, 1697, 3023, 4000)),
+    output=Quantiles((0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (1, 14, 100, 401, 510, 757, 2000)),
+    rank_correlation=-0.3,
+    system_tokens=0,
+    provenance="surrogate",
+    origin="quantiles of the first 59,999 rows of BurstGPT_1, cut to the 4,096 tokens of Llama-2",
+)
+
+CO_SERVED: Final[dict[str, Source]] = {
+    source.name: source for source in (LONGBENCH, BURSTGPT_CHATS)
+}
+"""What ConServe serves; not part of BlendServe's tables."""
