@@ -1,4 +1,4 @@
-"""Names of a family of policies, as command lines and engine configurations give them."""
+"""Policies of one kind by name, as command lines and engine configurations give it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Self
 from aqua_protocol.errors import ConfigError
 
 
-class PolicyNames(StrEnum):
-    """A family of policies; each family says which is its best, and that `best` is a name too."""
+class PolicyKind(StrEnum):
+    """Policies of one kind; `best` is a name for that which its kind calls the best."""
 
     @classmethod
     def best(cls) -> Self:
-        """The best of the family."""
+        """The best of the kind."""
         raise NotImplementedError
 
     @classmethod

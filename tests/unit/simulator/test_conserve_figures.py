@@ -24,7 +24,7 @@ from aqua_simulator.papers.conserve import (
     highest_rate,
     trace,
 )
-from aqua_simulator.papers.conserve_beyond import FRESH, JudgedLoad, LoadVerdict, headline
+from aqua_simulator.papers.conserve_beyond import FRESH, LoadVerdict, TrialLoad, headline
 from aqua_simulator.papers.conserve_beyond import judged as judgement
 from aqua_simulator.papers.conserve_figures import READINGS
 from aqua_simulator.papers.figures import FIGURES, PAPERS, named, published_figures, reproduce
@@ -138,7 +138,7 @@ def test_ours_is_judged_on_loads_that_no_setting_was_chosen_on() -> None:
 
 
 def test_a_verdict_compares_with_engines_of_their_own() -> None:
-    one = judgement(JudgedLoad(3.0, on_s=5.0, off_s=15.0), seed=3, count=40)
+    one = judgement(TrialLoad(3.0, on_s=5.0, off_s=15.0), seed=3, count=40)
     assert one.ttft_ratio == pytest.approx(1.0, abs=0.05)
     assert one.tpot_ratio < 1.02
     assert one.offline_share is not None
@@ -146,7 +146,7 @@ def test_a_verdict_compares_with_engines_of_their_own() -> None:
 
 
 def test_time_that_is_not_left_is_no_measure() -> None:
-    steady = JudgedLoad(4.0, 0.1)
+    steady = TrialLoad(4.0, 0.1)
     assert judgement(steady, seed=3, count=40).offline_share is None
 
 

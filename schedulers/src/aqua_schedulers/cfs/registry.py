@@ -15,13 +15,13 @@ from aqua_schedulers.cfs.ranking import (
     Ranking,
 )
 from aqua_schedulers.cfs.tenants import TenantSettings
-from aqua_schedulers.policy_names import PolicyNames
+from aqua_schedulers.policy_names import PolicyKind
 
 DEFAULT_BLOCK_TOKENS: Final = 16
 """Tokens of a KV block, vLLM's default. Doubled, requests are reckoned in coarser pieces."""
 
 
-class PolicyName(PolicyNames):
+class PolicyName(PolicyKind):
     """Policies on command lines and in engine configurations."""
 
     FCFS = "fcfs"

@@ -10,10 +10,10 @@ from aqua_schedulers.conserve.profile import StepTimeProfile
 from aqua_schedulers.conserve.readings import GuardedReading, Objectives, PaperReading
 from aqua_schedulers.conserve.settings import ConserveSettings
 from aqua_schedulers.conserve.step_time import StepTimes
-from aqua_schedulers.policy_names import PolicyNames
+from aqua_schedulers.policy_names import PolicyKind
 
 
-class CoServingPolicyName(PolicyNames):
+class CoServingPolicyName(PolicyKind):
     """Policies on command lines and in engine configurations."""
 
     PRIORITY = "priority"

@@ -1,8 +1,8 @@
 """The link to the checkpoint store: copies in order, each direction on its own.
 
-A copy begins when the one before it in its direction has ended, moves at the link's rate, and is
-acknowledged by whoever asks for what has ended. Copying takes no time of a step; what it takes of
-the GPU's memory bandwidth is the engine's account.
+A copy begins when the one before it in its direction has ended, and moves at the link's rate. The
+engine takes ended copies out at its step boundaries and acknowledges them. Copying takes no time of
+a step; the engine accounts for the memory bandwidth that it takes.
 """
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ REQUESTS: Final = 1000
 less and the section takes twice as long."""
 
 ALONE_S: Final = 60.0
-"""Seconds of offline work on an engine of its own, of which the first ten fill the memory. Doubled,
-its rate changes by less than a percent."""
+"""Seconds of offline work on an engine of its own. Doubled, its rate scatters less."""
 
 FILLING_S: Final = 10.0
-"""See `ALONE_S`."""
+"""Of those, seconds that do not count, while memory fills. Doubled, the rate scatters more."""
 
 FIRST_SEED: Final = 29
 """Fixed: the first seed of the judgement, behind a thousand for each of `--seed`. Those from 17 on
@@ -57,7 +56,7 @@ are."""
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedLoad:
+class TrialLoad:
     """A load on which ours is judged.
 
     Attributes:
@@ -95,16 +94,16 @@ class JudgedLoad:
         ]
 
 
-FRESH: Final[Mapping[str, JudgedLoad]] = {
-    "1.6 requests/s, CV 0.5": JudgedLoad(1.6, 0.5),
-    "2.4 requests/s, CV 1": JudgedLoad(2.4),
-    "1.3 requests/s, CV 2.5": JudgedLoad(1.3, 2.5),
-    "0.8 requests/s, CV 4": JudgedLoad(0.8, 4.0),
-    "3 requests/s for 40 s, none for 25 s": JudgedLoad(3.0, on_s=40.0, off_s=25.0),
-    "BurstGPT's lengths at 3 requests/s, CV 2, beside LongBench": JudgedLoad(
+FRESH: Final[Mapping[str, TrialLoad]] = {
+    "1.6 requests/s, CV 0.5": TrialLoad(1.6, 0.5),
+    "2.4 requests/s, CV 1": TrialLoad(2.4),
+    "1.3 requests/s, CV 2.5": TrialLoad(1.3, 2.5),
+    "0.8 requests/s, CV 4": TrialLoad(0.8, 4.0),
+    "3 requests/s for 40 s, none for 25 s": TrialLoad(3.0, on_s=40.0, off_s=25.0),
+    "BurstGPT's lengths at 3 requests/s, CV 2, beside LongBench": TrialLoad(
         3.0, 2.0, BURSTGPT_CHATS, LONGBENCH
     ),
-    "ShareGPT's lengths at 1.5 requests/s, CV 1, beside LongBench": JudgedLoad(
+    "ShareGPT's lengths at 1.5 requests/s, CV 1, beside LongBench": TrialLoad(
         1.5, 1.0, SHAREGPT, LONGBENCH
     ),
 }
@@ -127,7 +126,7 @@ class LoadVerdict:
     offline_share: float | None
 
 
-def judged(load: JudgedLoad, seed: int, count: int) -> LoadVerdict:
+def judged(load: TrialLoad, seed: int, count: int) -> LoadVerdict:
     """Run online requests alone, offline requests alone, and both under ours."""
     setup = replace(CoServingExperiment(), offline=load.offline, seed=seed)
     arrivals = load.arrivals(seed, count)
