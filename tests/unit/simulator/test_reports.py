@@ -55,6 +55,9 @@ def test_a_difference_is_to_the_number_to_the_extreme_or_to_the_range(
         (row(0.004, published=0.0, digit=0.01), "+0.004", False),
         (row(0.4, published=0.0, digit=0.01), "+0.4", True),
         (row(7.0), "", False),
+        (row(1.0, high=1.05, bound=True), "inside", False),
+        (row(1.06, high=1.05, bound=True), "+0.01 (+1.0%)", True),
+        (row(106.0, low=95.0, bound=True), "inside", False),
     ],
 )
 def test_a_miss_reads_as_one(one: FigureRow, text: str, is_missed: bool) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,6 +48,8 @@ class PublishedRow(BaseModel, frozen=True, extra="forbid"):
         unit: None is that of the figure.
         digit: Value of the last printed digit, where half of it is more than a tenth of the number.
         fitted: A constant was chosen to meet this number, so it checks nothing.
+        bound: `low` and `high` are no extremes but bounds to keep to: inside is well, any step
+            outside a miss.
     """
 
     published: float | None = None
@@ -55,6 +58,7 @@ class PublishedRow(BaseModel, frozen=True, extra="forbid"):
     high: float | None = None
     digit: float = 0.0
     fitted: bool = False
+    bound: bool = False
 
 
 class FittedConstant(BaseModel, frozen=True, extra="forbid"):
@@ -88,8 +92,9 @@ class FigureRow(PublishedRow, frozen=True, extra="ignore"):
         """The published point that ours is compared with; of a range, its nearest."""
         if self.published is not None:
             return self.published
-        if self.low is not None and self.high is not None:
-            return min(max(self.ours, self.low), self.high)
+        if self.bound or (self.low is not None and self.high is not None):
+            low = -inf if self.low is None else self.low
+            return min(max(self.ours, low), inf if self.high is None else self.high)
         return self.high if self.low is None else self.low
 
     @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated properties
@@ -104,6 +109,8 @@ class FigureRow(PublishedRow, frozen=True, extra="ignore"):
         """Whether ours is further from what is published than `MISS_SHARE` of it."""
         if self.reference is None or self.difference is None:
             return False
+        if self.bound:
+            return self.difference != 0.0
         return abs(self.difference) > max(MISS_SHARE * abs(self.reference), self.digit / 2)
 
     @property
@@ -112,7 +119,8 @@ class FigureRow(PublishedRow, frozen=True, extra="ignore"):
         if self.reference is None or self.difference is None:
             return ""
         if self.difference == 0.0:
-            text = "as published" if self.low is None or self.high is None else "inside"
+            is_range = self.bound or (self.low is not None and self.high is not None)
+            text = "inside" if is_range else "as published"
         else:
             share = f" ({self.difference / abs(self.reference):+.1%})" if self.reference else ""
             text = f"{self.difference:+.3g}{share}"
@@ -252,9 +260,9 @@ models and how far it is off a real engine.
 
 Columns: what the paper prints, what we get, the difference (ours less published, and its share).
 "Up to" and "at least" are the extremes of several numbers and compared as points, so that falling
-short of them shows; a number within a printed range is "inside". "Fitted" marks numbers that a
-constant was chosen to meet: they check nothing. "Not printed" marks numbers that the paper shows
-only as a picture.
+short of them shows, or bounds to keep to, and any number beyond one is a miss; a number within a
+range or a bound is "inside". "Fitted" marks numbers that a constant was chosen to meet: they check
+nothing. "Not printed" marks numbers that the paper shows only as a picture.
 """
 
 
