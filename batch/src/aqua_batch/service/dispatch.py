@@ -212,12 +212,15 @@ class Dispatcher:
         """Give engines with room the next requests."""
         while self._ready and (taken := self._engines.take(1)):
             request, body = self._ready.popleft()
-            job = start_job(self._run(request, body, taken[0]), self._crashed)
+            run = self._run(request, body, taken[0])
+            job = start_job(run, partial(self._crashed, request))
             self._jobs[request.key] = request, job
         self._is_wanting.set()
 
-    def _crashed(self, error: BaseException) -> None:
-        raise error
+    def _crashed(self, request: LeasedRequest, error: BaseException) -> None:
+        """Give back a request that tripped over a mistake of ours, or end it as any that fails."""
+        log.error("unexpected error", exc_info=error)
+        self._fail(request, "the batch service made a mistake")
 
     async def _run(self, request: LeasedRequest, body: bytes, engine: EngineEndpoint) -> None:
         try:
