@@ -134,6 +134,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     slab_bytes: int | str | None = None,
     model: str | None = None,
     profile_names: Sequence[str] = (),
+    gpu_uuid: str | None = None,
     registry: CollectorRegistry | None = None,
 ) -> Iterator[Producer]:
     """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
@@ -146,6 +147,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         profile_names: Names that the model may have been profiled by; `model` if left out. What the
             books have under one of them is `producer.measured_profile`, and an `Informer` that is
             given no profile goes by it. Where there is none, `producer.profile_follower` says why.
+        gpu_uuid: Name of an emulated GPU; a real one has its own.
         registry: Where its metrics are while it is open; None leaves them out.
 
     Raises:
@@ -164,7 +166,11 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     from aqualib.transports import select
 
     settings = load_settings(
-        coordinator_url=coordinator_url, token=token, transport=transport, slab_bytes=slab_bytes
+        coordinator_url=coordinator_url,
+        token=token,
+        transport=transport,
+        slab_bytes=slab_bytes,
+        gpu_uuid=gpu_uuid,
     )
     chosen = select(settings.transport, device)
     if model is not None:

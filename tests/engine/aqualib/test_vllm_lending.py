@@ -38,6 +38,10 @@ LENT: Final = 5 * MIB
 LEND: Final = {"bytes": LENT, "reserve_bytes": 0, "calm_s": 0.0}
 
 
+RANKS: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""Without the first, a build for CPUs wants a NUMA node for every rank."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
@@ -94,12 +98,12 @@ def environment(sockets: str, url: str = "http://127.0.0.1:9") -> dict[str, str]
 
 
 def assert_took_back(
-    answer: dict[str, Any], stock: dict[str, list[int]], *, waves: int = 2
+    answer: dict[str, Any], stock: dict[str, list[int]], *, waves: int = 2, lent: int = LENT
 ) -> None:
     """Every request was answered as without lending, and each wave really took memory back."""
     assert answer["tokens"] == stock
     assert answer["reclaims"] >= waves, answer
-    assert answer["reclaimed_bytes"] >= LENT + waves - 1, answer
+    assert answer["reclaimed_bytes"] >= lent + waves - 1, answer
     assert answer["usage"] < 0.01, "no block is lost"
 
 
@@ -188,6 +192,30 @@ def test_one_engine_lends_to_another_and_takes_back_while_both_work(
             assert answer["tokens"] == alone
             assert answer["paging"]["restored_tokens"] > 300, answer
             assert answer["drained_bytes"] > 0, "nothing was paged where it was taken back"
+
+
+@pytest.mark.parametrize("width", ["tensor_parallel_size"])
+def test_all_ranks_of_an_engine_lend_the_same_blocks_and_take_them_back(
+    model: str, sockets: str, coordinator: CoordinatorProcess, width: str
+) -> None:
+    engine = {"num_gpu_blocks_override": BLOCKS, width: 2}
+    each = LENT // 2
+    lend = {**LEND, "bytes": each}
+    scenario = dataclasses.replace(
+        lending(model, engine=engine), lend=lend, await_offered_bytes=each
+    )
+    variables = environment(sockets, coordinator.url) | RANKS
+    with VllmProgram(scenario, **variables) as program:
+        idle = program.until("offered")
+        # Half of a block is on each rank.
+        assert idle["absent_blocks"] == each // (32 << 10)
+        with HolderProcess(coordinator.url, 2 * each, SLAB) as holder:
+            assert holder.look()["leased_bytes"] == 2 * each, "each rank lends its own"
+            program.go_on()
+            answer = program.until("done")
+            assert holder.look()["intact"], "the borrower lost bytes"
+    stock = run(waves(model, engine=engine), **RANKS)["tokens"]
+    assert_took_back(answer, stock, lent=each)
 
 
 def test_the_pool_on_paper_is_vllms_as_far_as_lending_uses_it() -> None:

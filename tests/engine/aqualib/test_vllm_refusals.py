@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,10 @@ def config(*, enable_sleep_mode: bool = False) -> Any:  # noqa: ANN401 - as much
         kv_transfer_config=None,
         additional_config={"aqua": {"lend": {}}},
         scheduler_config=SimpleNamespace(async_scheduling=False),
-        model_config=SimpleNamespace(enable_sleep_mode=enable_sleep_mode),
+        model_config=SimpleNamespace(
+            model="tiny", served_model_name=None, enable_sleep_mode=enable_sleep_mode
+        ),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_index=0),
     )
 
 
@@ -63,12 +67,12 @@ def test_a_build_that_has_renamed_what_lending_uses() -> None:
     assert 'Run without "lend"' in said
 
 
-@pytest.mark.usefixtures("unmade")
 def test_a_cache_in_another_process_or_made_by_another_worker(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(scheduler, "require_lendable", lambda *_: None)
-    said = refusal(lambda: LendingScheduler(config()))
+    monkeypatch.setenv("AQUA_SOCKET_DIR", str(tmp_path))
+    said = refusal(scheduler._ranks_of(config(), None).__enter__)
+    assert "no worker of rank 0 is here" in said
     assert "--worker-cls aqualib.engines.vllm.LendingWorker" in said
 
 

@@ -136,8 +136,7 @@ def await_gauges(client: httpx.Client, **levels: float) -> None:
 def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    from aqualib.engines.vllm.lending.scheduler import SAME_PROCESS
-
+    # The server's worker for CPUs is a process of its own: the engine tells it what to do.
     port = free_port()
     lend = {"bytes": "4MiB", "reserve_bytes": 0, "calm_s": 0, "metrics_port": port}
     flags = [
@@ -145,7 +144,6 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         *("--scheduler-cls", "aqualib.engines.vllm.LendingScheduler"),
         *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
         *ADMINISTERED,
-        *("--distributed-executor-backend", SAME_PROCESS),
         *("--additional-config", json.dumps({"aqua": {"lend": lend}})),
     ]
     with (

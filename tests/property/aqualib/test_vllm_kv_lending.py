@@ -1,4 +1,7 @@
-"""An engine that lends, by any history: no block lost, none used without memory, all come back."""
+"""An engine that lends, by any history: no block lost, none used without memory, all come back.
+
+It has up to three ranks with unequal parts; any one of them may refuse or stop half-way.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.granules import GranuleMap
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
 from aqualib.engines.vllm.lending.memory import LendableCache
+from aqualib.engines.vllm.lending.rank_memory import LocalMemory
 from aqualib.ranges import Range
 from harness.block_pool import PaperBlock, PaperPool
 
@@ -83,23 +87,19 @@ class LendingEngine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(8, 60),
         layer_count=st.integers(1, 3),
-        piece=st.sampled_from([24, 32, 64, 96, 200]),
+        pieces=st.lists(st.sampled_from([24, 32, 64, 96, 200]), min_size=1, max_size=3),
         keep=st.integers(1, 8),
         keep_free=st.integers(0, 5),
     )
-    def start(self, blocks: int, layer_count: int, piece: int, keep: int, keep_free: int) -> None:
-        row_bytes = blocks * piece
-        whole = -(-layer_count * row_bytes // GRANULE) * GRANULE
-        rows = [Range(BASE + at * row_bytes, row_bytes) for at in range(layer_count)]
-        self.granules = GranuleMap(
-            [Range(BASE, whole)], rows, block_count=blocks, granule_bytes=GRANULE
-        )
+    def start(
+        self, blocks: int, layer_count: int, pieces: list[int], keep: int, keep_free: int
+    ) -> None:
         self.pool = PaperPool(blocks)
-        self.memory = PaperMemory(self.granules.count)
+        self.ranks = [self._rank(blocks, layer_count, piece) for piece in pieces]
         self.limit = BlockLimit(self.pool, keep_free)
         self.keep, self.keep_free = keep, keep_free
         self.lending = KvLending(
-            LendableCache(self.memory, self.granules, layer_count * piece, torch.device("cpu")),
+            [LocalMemory(rank) for rank in self.ranks],
             self.limit,
             slab_bytes=SLAB,
             keep_blocks=keep,
@@ -110,6 +110,19 @@ class LendingEngine(RuleBasedStateMachine):
         self.steps: list[set[int]] = []  # Blocks that each step under way uses, oldest first.
         self.given_bytes = 0
         self.is_torn = False
+
+    def _rank(self, blocks: int, layer_count: int, piece: int) -> LendableCache:
+        row_bytes = blocks * piece
+        whole = -(-layer_count * row_bytes // GRANULE) * GRANULE
+        rows = [Range(BASE + at * row_bytes, row_bytes) for at in range(layer_count)]
+        granules = GranuleMap([Range(BASE, whole)], rows, block_count=blocks, granule_bytes=GRANULE)
+        return LendableCache(
+            PaperMemory(granules.count), granules, layer_count * piece, torch.device("cpu")
+        )
+
+    def _memories(self) -> list[PaperMemory]:
+        found = [rank.memory for rank in self.ranks]
+        return [memory for memory in found if isinstance(memory, PaperMemory)]
 
     # --- The engine -----------------------------------------------------------------------
 
@@ -159,37 +172,48 @@ class LendingEngine(RuleBasedStateMachine):
         self.lending.grow(slabs * SLAB)
         self.given_bytes -= slabs * SLAB
 
-    @rule(slabs=st.integers(1, 6))
-    def shrink_or_grow_on_a_device_that_refuses(self, slabs: int) -> None:
-        self.memory.is_refusing = True
+    @rule(slabs=st.integers(1, 6), which=st.integers(0, 2))
+    def shrink_or_grow_on_a_device_that_refuses(self, slabs: int, which: int) -> None:
+        memory = self._memories()[which % len(self.ranks)]
+        memory.is_refusing = True
         for ask in (self.lending.shrink, self.lending.grow):
             try:
                 given = ask(slabs * SLAB)
             except TransportError:
+                self.is_torn |= len(self.ranks) > 1
                 continue
             assert not given, "nothing moved, so nothing was given"
+            # A rank that has nothing to move agrees, whatever its device says.
             assert not self.given_bytes or ask == self.lending.shrink
-        self.memory.is_refusing = False
+        memory.is_refusing = False
 
-    @rule(slabs=st.integers(1, 6), done_count=st.integers(0, 9), is_shrink=st.booleans())
-    def shrink_or_grow_half_way(self, slabs: int, done_count: int, is_shrink: bool) -> None:
-        self.memory.tears_after = done_count
+    @rule(
+        slabs=st.integers(1, 6),
+        done_count=st.integers(0, 9),
+        is_shrink=st.booleans(),
+        which=st.integers(0, 2),
+    )
+    def shrink_or_grow_half_way(
+        self, slabs: int, done_count: int, is_shrink: bool, which: int
+    ) -> None:
+        memory = self._memories()[which % len(self.ranks)]
+        memory.tears_after = done_count
         try:
             given = (self.lending.shrink if is_shrink else self.lending.grow)(slabs * SLAB)
         except TransportError:
             self.is_torn = True
         else:
             assert not given, "nothing moved, so nothing was given"
-        self.memory.tears_after = None
+        memory.tears_after = None
 
     @precondition(lambda self: self.is_torn)
     @rule()
     def look_on_a_device_that_works_again(self) -> None:
         self.lending.load()
-        absent = int(self.memory.absent.sum())
+        absent = [int(memory.absent.sum()) for memory in self._memories()]
         needed = -(-self.given_bytes // GRANULE)
-        assert absent <= needed, "all that left in vain is back"
-        self.is_torn = absent < needed
+        assert max(absent) <= needed, "all that left in vain is back"
+        self.is_torn = min(absent) < needed
 
     # --- What always holds ----------------------------------------------------------------
 
@@ -204,19 +228,21 @@ class LendingEngine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_in_use_have_their_memory(self) -> None:
-        touched = self.granules.blocks_of(self.memory.absent)
         used = {block.block_id for blocks in self.requests for block in blocks}.union(*self.steps)
         free = {block.block_id for block in self.pool.free}
-        assert not touched[list(used | free)].any()
-        assert not touched[: self.keep].any()
+        for rank in self.ranks:
+            touched = rank.granules.blocks_of(rank.memory.absent)
+            assert not touched[list(used | free)].any()
+            assert not touched[: self.keep].any()
 
     @invariant()
     def what_was_given_up_is_really_gone(self) -> None:
         assert self.lending.surrendered_bytes == self.given_bytes
         if self.is_torn:
             return
-        gone = int(self.memory.absent.sum()) * GRANULE
-        assert self.given_bytes <= gone < self.given_bytes + GRANULE + (not self.given_bytes)
+        for memory in self._memories():
+            gone = int(memory.absent.sum()) * GRANULE
+            assert self.given_bytes <= gone < self.given_bytes + GRANULE + (not self.given_bytes)
 
     @invariant()
     def blocks_that_are_out_answer_no_prefix(self) -> None:
@@ -231,7 +257,7 @@ class LendingEngine(RuleBasedStateMachine):
             self.lending.grow(self.given_bytes)
         self.lending.load()
         self.lending.before_step(has_waiting=True)
-        assert self.memory.present.all()
+        assert all(memory.present.all() for memory in self._memories())
         assert len(self.pool.free) == len(self.pool.blocks) - 1
         assert self.pool.get_usage() == 0
 

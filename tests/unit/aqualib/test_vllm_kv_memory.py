@@ -13,6 +13,7 @@ from aqua_protocol import MIB, TransportError
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad, KvLending
 from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
+from aqualib.engines.vllm.lending.rank_memory import LocalMemory
 from aqualib.transports.host_pages import PAGE_BYTES, HostMapping
 from harness.block_pool import PaperPool
 from harness.refusals import refuse_after
@@ -146,7 +147,7 @@ def test_no_block_over_a_hole_is_used_when_a_release_fails_half_way(
     starts = [region.start for region in memory.regions]
     pool = PaperPool(8)
     lending = KvLending(
-        lendable_cache(memory, layers, 8),
+        [LocalMemory(lendable_cache(memory, layers, 8))],
         BlockLimit(pool, 0),
         slab_bytes=3 * PAGE_BYTES,
         keep_blocks=2,

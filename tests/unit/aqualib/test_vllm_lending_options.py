@@ -33,6 +33,15 @@ def test_sizes_may_have_units() -> None:
     assert lend.bytes == 5 * MIB
 
 
+def test_data_parallel_engines_have_ports_of_their_own() -> None:
+    assert LendingOptions().metrics_port_of(3) is None
+    lend = LendingOptions(metrics_port=65533)
+    assert [lend.metrics_port_of(index) for index in range(3)] == [65533, 65534, 65535]
+    with pytest.raises(ConfigError, match="no port for the data-parallel engine 3") as refused:
+        lend.metrics_port_of(3)
+    assert "65532" in str(refused.value.remedy)
+
+
 def test_a_misspelt_option_refuses_the_start_by_name() -> None:
     with pytest.raises(ConfigError, match=r"lend\.byte:"):
         options_of(engine(lend={"byte": 1}))

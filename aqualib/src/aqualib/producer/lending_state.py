@@ -147,10 +147,14 @@ class LendingState:
         """Slabs that open reclaims still have to find."""
         return sum(reclaim.missing_count for reclaim in self._reclaims.values())
 
+    @property
+    def lasting_count(self) -> int:
+        """Slabs that stay offered after open reclaims, with those that are owed."""
+        return self.pool.offered_count - self.missing_count + self.owed_count
+
     def shortfall(self, nbytes: int) -> int:
         """Slabs to add so that `nbytes`, in whole slabs, stay offered after open reclaims."""
-        lasting = self.pool.offered_count - self.missing_count + self.owed_count
-        return max(0, nbytes // self.pool.slab_bytes - lasting)
+        return max(0, nbytes // self.pool.slab_bytes - self.lasting_count)
 
     def reclaim(
         self, reclaim_id: ReclaimId, nbytes: int, deadline_s: float, now_s: float

@@ -301,6 +301,12 @@ class Producer:
             return self._lending.missing_count * self.slab_bytes
 
     @property
+    def lasting_bytes(self) -> int:
+        """What is offered when open reclaims are complete and lost slabs have been replaced."""
+        with self._lock:
+            return self._lending.lasting_count * self.slab_bytes
+
+    @property
     def ended_reclaims(self) -> ReclaimTotals:
         """Reclaims that are complete, asked for by the engine or an operator."""
         return self._lending.ended_reclaims

@@ -32,6 +32,9 @@ SEVERAL: Final = "MultiConnector"
 MAX_NAME: Final = 256
 """Characters of a profile's name at most; fixed by its schema."""
 
+MAX_PORT: Final = 65535
+"""Of TCP."""
+
 SPARE_SHARE: Final = 0.5
 """Share of the KV cache that is lent unless the options say how much: by caution, since this engine
 has no profile. Doubled, an idle engine lends all but its reserve and has more to take back."""
@@ -74,8 +77,8 @@ class LendingOptions(BaseModel):
     bytes: Size | None = Field(
         default=None,
         ge=1,
-        description="What is lent while the load is low; if unset, what the model's profile in the "
-        "coordinator's books spares, or half of the KV cache where there is none.",
+        description="What each rank lends while the load is low; if unset, what the model's "
+        "profile in the coordinator's books spares, or half of the KV cache where there is none.",
     )
     reserve_bytes: Size | None = Field(
         default=None,
@@ -104,7 +107,10 @@ class LendingOptions(BaseModel):
         "and its own.",
     )
     metrics_port: int | None = Field(
-        default=None, ge=1, le=65535, description="Serve the lender's metrics here, by HTTP."
+        default=None,
+        ge=1,
+        le=MAX_PORT,
+        description="Serve the lender's metrics here, by HTTP; data-parallel engines count up.",
     )
 
     def informed(
@@ -146,6 +152,23 @@ class LendingOptions(BaseModel):
         if self.steady_requests_per_s is not None:
             steady = replace(steady, steady_requests_per_s=self.steady_requests_per_s)
         return steady
+
+    def metrics_port_of(self, data_parallel_index: int) -> int | None:
+        """The port of one of several data-parallel engines, which count up from the first's.
+
+        Raises:
+            ConfigError: There is no such port.
+        """
+        if self.metrics_port is None:
+            return None
+        port = self.metrics_port + data_parallel_index
+        if port > MAX_PORT:
+            raise ConfigError(
+                f"lend.metrics_port {self.metrics_port} leaves no port for the data-parallel "
+                f"engine {data_parallel_index}",
+                remedy=f"Choose one of {MAX_PORT - data_parallel_index} at most.",
+            )
+        return port
 
     def reserve_of(self, cache_bytes: int) -> int:
         """Bytes that stay free in a cache of this size."""

@@ -112,8 +112,9 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     f"{CONNECTOR_PLACE}.v1.multi_connector:MultiConnector": ("_connectors",),
     f"{CONNECTOR_PLACE}.factory:KVConnectorFactory": ("register_connector",),
     "vllm.v1.metrics.utils:create_metric_per_engine": (),
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
-    "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config",),
+    "vllm.v1.worker.gpu_worker:Worker": (
+        *("execute_model", "initialize_from_config", "sample_tokens", "shutdown"),
+    ),
     "vllm.v1.worker.cpu_worker:CPUWorker": ("initialize_from_config",),
 }
 """By `module:class` or `module:function`: the attributes of it that are used or overridden."""

@@ -48,6 +48,8 @@ class GranuleMap:
         block_count: int,
         granule_bytes: int,
     ) -> None:
+        self.regions: Final = [*regions]
+        self.rows: Final = [*rows]
         self.granule_bytes: Final = granule_bytes
         self.block_count: Final = block_count
         self.count: Final = sum(region.size // granule_bytes for region in regions)
@@ -55,7 +57,7 @@ class GranuleMap:
         firsts: list[Int64[np.ndarray, " rows"]] = []
         lasts: list[Int64[np.ndarray, " rows"]] = []
         covered = np.zeros(self.count, np.int64)
-        for row in rows:
+        for row in self.rows:
             start = _offset_of(row, regions)
             piece_bytes, rest = divmod(row.size, block_count)
             assert not rest, (row, block_count)

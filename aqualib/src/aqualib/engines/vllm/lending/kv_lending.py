@@ -5,12 +5,18 @@ bring it back (`shrink` and `grow` of a `LoadSource`). One lock, the scheduler's
 long as the block pool is looked at or changed, and never while memory moves:
 
     shrink:  limit down, free blocks out (lock) -> granules that are free, marked (lock)
-             -> released                            later steps: more blocks come free, are taken
-    grow:    granules restored -> marked, their blocks given back (lock)
+             -> released on every rank              later steps: more blocks come free, are taken
+    grow:    granules restored on every rank -> marked, their blocks given back (lock)
 
-Promises: a block in use has all of its memory; a block that is out is used by no step, running or
-queued; at least `keep_blocks` blocks and, when an offer is made, `keep_free_blocks` free ones stay,
-so the longest request fits and goes on. What is given up counts in whole slabs.
+An engine of several ranks decides here for all of them (`rank_memory`): the same blocks are out on
+all ranks, every rank gives up as many bytes, and all sizes are those of one rank. Where ranks hold
+unequal parts of a block, as under an uneven pipeline, the one with the smallest parts says how many
+blocks that takes.
+
+Promises: a block in use has all of its memory on every rank; a block that is out is used by no
+step, running or queued; at least `keep_blocks` blocks and, when an offer is made,
+`keep_free_blocks` free ones stay, so the longest request fits and goes on. What is given up counts
+in whole slabs.
 
 When memory gets short while a shrink still waits for blocks, those that are out and whose memory is
 still there go back in the next step, and the shrink is over.
@@ -30,17 +36,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from aqua_protocol import TransportError, format_bytes
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
+from aqualib.engines.vllm.lending.rank_memory import (
+    RankPart,
+    blocks_without_memory,
+    require_all,
+)
 from aqualib.producer.offer_rule import ObservedLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from aqualib.engines.vllm.lending.granules import GranuleMask
-    from aqualib.engines.vllm.lending.memory import LendableCache
+    from aqualib.engines.vllm.lending.rank_memory import Acknowledgement, RankMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +74,9 @@ class KvLending:
     """An engine's KV cache as a `LoadSource`.
 
     Args:
-        cache: The engine's.
+        ranks: The cache's parts, by rank.
         limit: On its pool of blocks.
-        slab_bytes: Unit of what is given up.
+        slab_bytes: Unit of what each rank gives up.
         keep_blocks: Blocks that are never given up, from number 0 on.
         lock: The scheduler's.
         read_load: The engine's load now.
@@ -79,7 +87,7 @@ class KvLending:
 
     def __init__(
         self,
-        cache: LendableCache,
+        ranks: Sequence[RankMemory],
         limit: BlockLimit,
         *,
         slab_bytes: int,
@@ -88,16 +96,13 @@ class KvLending:
         read_load: Callable[[], EngineLoad],
     ) -> None:
         self._limit = limit
-        self._granules = cache.granules
-        self._memory = cache.memory
-        self._block_bytes = cache.block_bytes
+        self._parts = [RankPart.of(rank) for rank in ranks]
+        self._block_bytes = min(rank.block_bytes for rank in ranks)
         self._slab_bytes = slab_bytes
         self._keep_blocks = keep_blocks
         self._lock = lock
         self._read_load = read_load
         self.on_grown: Callable[[], None] | None = None
-        # Granules without memory, or about to lose it.
-        self._gone: GranuleMask = np.zeros(cache.granules.count, np.bool_)
         self._surrendered_bytes = 0
         # Blocks are out, or awaited, whose memory is still here.
         self._is_shrinking = False
@@ -112,13 +117,13 @@ class KvLending:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that an idle engine could give up."""
-        most = self._granules.bytes_above(self._keep_blocks)
+        """Bytes that each rank of an idle engine could give up."""
+        most = min(p.memory.granules.bytes_above(self._keep_blocks) for p in self._parts)
         return most - most % self._slab_bytes
 
     @property
     def surrendered_bytes(self) -> int:
-        """Bytes that it has given up, in whole slabs."""
+        """Bytes that each rank has given up, in whole slabs."""
         return self._surrendered_bytes
 
     @property
@@ -128,7 +133,7 @@ class KvLending:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the KV cache."""
+        """Size of a rank's part of the KV cache."""
         return self._limit.block_count * self._block_bytes
 
     # --- The scheduler's thread, under the lock -------------------------------------------
@@ -142,9 +147,13 @@ class KvLending:
         else:
             self._limit.settle(self._begun_steps)
 
-    def step_begun(self) -> None:
-        """A step was scheduled; one without requests may still page blocks out."""
+    def step_begun(self) -> int:
+        """A step was scheduled; returns its number.
+
+        One without requests counts: it may still page blocks out.
+        """
         self._begun_steps += 1
+        return self._begun_steps
 
     def step_ended(self) -> None:
         """The output of the oldest step under way is there."""
@@ -154,8 +163,7 @@ class KvLending:
 
     def load(self) -> ObservedLoad:
         """The engine's load; blocks that are out count as used."""
-        granule_bytes = self._granules.granule_bytes
-        if self._gone.sum() * granule_bytes >= self._surrendered_bytes + granule_bytes:
+        if any(self._lacks_too_much(part) for part in self._parts):
             with suppress(TransportError):
                 self._take_back(self._surrendered_bytes)
         load = self._read_load()
@@ -170,27 +178,27 @@ class KvLending:
         )
 
     def shrink(self, nbytes: int) -> int:
-        """Give up to `nbytes` to the device; returns how much it was, whole slabs."""
+        """Have each rank give up to `nbytes` to its device; returns how much, whole slabs."""
         before = self._surrendered_bytes
         wanted = min(before + nbytes, self.most_bytes)
         with self._lock:
-            limit = max(self._keep_blocks, self._granules.limit_for(wanted))
-            self._limit.lower(limit, self._begun_steps)
+            limit = min(part.memory.granules.limit_for(wanted) for part in self._parts)
+            self._limit.lower(max(self._keep_blocks, limit), self._begun_steps)
             self._is_shrinking = True
-            is_unused = self._limit.out & (self._limit.since <= self._ended_steps)
-            free = self._granules.free(is_unused) & ~self._gone
-            granule_bytes = self._granules.granule_bytes
-            gone_count = int(self._gone.sum())
-            goal = min(wanted, (gone_count + int(free.sum())) * granule_bytes)
+            ended_steps = self._ended_steps
+            unused = self._limit.out & (self._limit.since <= ended_steps)
+            goal = min(wanted, *(part.reach(unused) for part in self._parts))
             goal -= goal % self._slab_bytes
             if goal <= before:
                 return 0
-            leaving = self._granules.highest(free, max(0, -(-goal // granule_bytes) - gone_count))
-            self._gone |= leaving
+            leaving = [part.leave(unused, goal) for part in self._parts]
             if goal == wanted:
                 self._give_back()
         try:
-            self._memory.release(leaving)
+            self._agree(
+                part.memory.release(granules, ended_steps)
+                for part, granules in zip(self._parts, leaving, strict=True)
+            )
         except BaseException:
             with suppress(TransportError):
                 self._take_back(before)
@@ -199,10 +207,11 @@ class KvLending:
         return goal - before
 
     def grow(self, nbytes: int) -> None:
-        """`nbytes` given up before are free on the device: take them back into use.
+        """`nbytes` given up before are free on each device: take them back into use.
 
         Raises:
-            TransportError: Another process took them; `surrendered_bytes` has not changed.
+            TransportError: Another process took them, or a rank has not said that it has them;
+                `surrendered_bytes` has not changed.
         """
         self._take_back(max(0, self._surrendered_bytes - nbytes))
         if self.on_grown is not None:
@@ -210,17 +219,26 @@ class KvLending:
 
     def _take_back(self, goal: int) -> None:
         """Restore what is gone but `goal` bytes; use whatever memory is here then."""
-        gone = self._memory.absent
-        staying = self._granules.highest(gone, -(-goal // self._granules.granule_bytes))
         try:
-            self._memory.restore(gone & ~staying)
+            self._agree(part.memory.restore(part.returning(goal)) for part in self._parts)
             self._surrendered_bytes = goal
         finally:
             with self._lock:
-                self._gone = self._memory.absent.copy()
+                for part in self._parts:
+                    part.settle()
                 self._give_back()
 
+    def _agree(self, told: Iterable[Acknowledgement]) -> None:
+        """Tell every rank, then wait until all of them have done it."""
+        require_all([*told])
+
     def _give_back(self) -> None:
-        """Give back every block whose memory is here."""
+        """Give back every block whose memory is here, on every rank."""
         self._is_shrinking = False
-        self._limit.give_back(~self._granules.blocks_of(self._gone))
+        lacking = blocks_without_memory(self._parts, self._limit.block_count)
+        self._limit.give_back(~lacking)
+
+    def _lacks_too_much(self, part: RankPart) -> bool:
+        """Whether more is gone of a rank than was given up."""
+        granule_bytes = part.memory.granules.granule_bytes
+        return part.gone_bytes >= self._surrendered_bytes + granule_bytes

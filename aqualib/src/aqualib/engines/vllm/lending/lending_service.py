@@ -37,7 +37,6 @@ from prometheus_client import start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.connection import open_producer
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import KvLending
 from aqualib.engines.vllm.lending.step_meter import LentState, StepMeter
@@ -46,12 +45,13 @@ from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.reclaims import ReclaimTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
+    from contextlib import AbstractContextManager
 
+    from aqualib.engines.vllm.lending.engine_ranks import EngineRanks
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
-    from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.options import LendingOptions
-    from aqualib.producer.producer import Producer
+    from aqualib.producer.lender import Lender
     from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
@@ -61,45 +61,39 @@ class LendingService:
     """An engine's lending, as one thing that opens and closes.
 
     Args:
+        ranks: The engine's, to be opened.
         pool: vLLM's pool of the cache's blocks.
         keep_blocks: Blocks that the longest request needs, and the null block.
         lock: The scheduler's.
         still_read: Free blocks that the next step is going to read.
-        profile_names: That the model may have been profiled by.
+        metrics_port: Where to serve the metrics, if anywhere.
 
     Raises:
         ConfigError: A setting is wrong, or the cache is too small to lend a slab.
-        TransportError: The producer's socket cannot be listened on.
+        TransportError: A producer's socket cannot be listened on.
     """
 
-    def __init__(  # noqa: PLR0913 - one by one, by keyword: what an engine's lending needs
+    def __init__(
         self,
         options: LendingOptions,
-        cache: LendableCache,
+        ranks: AbstractContextManager[EngineRanks],
         *,
         pool: Any,
         keep_blocks: int,
         lock: threading.RLock,
         read_load: Callable[[], EngineLoad],
         still_read: Callable[[], Collection[int]],
-        model: str | None,
-        profile_names: Sequence[str] = (),
+        metrics_port: int | None = None,
     ) -> None:
-        block_bytes = cache.block_bytes
-        cache_bytes = len(pool.blocks) * block_bytes
-        reserve_bytes = options.reserve_of(cache_bytes)
         with ExitStack() as opened:
-            self.memory_producer: Final[Producer] = opened.enter_context(
-                open_producer(
-                    device=str(cache.device),
-                    memory=cache.memory.account,
-                    model=model,
-                    profile_names=profile_names,
-                )
-            )
+            engine = opened.enter_context(ranks)
+            block_bytes = min(memory.block_bytes for memory in engine.memories)
+            cache_bytes = len(pool.blocks) * block_bytes
+            reserve_bytes = options.reserve_of(cache_bytes)
+            self.memory_producer: Final = engine.lender
             slab_bytes = self.memory_producer.slab_bytes
             self.lending: Final = KvLending(
-                cache,
+                engine.memories,
                 BlockLimit(pool, -(-reserve_bytes // block_bytes), still_read),
                 slab_bytes=slab_bytes,
                 keep_blocks=keep_blocks,
@@ -123,8 +117,8 @@ class LendingService:
             )
             self.metrics: Final = LenderMetrics(self.lending, self.memory_producer)
             self.lending.on_grown = self.metrics.blocks_came_back
-            if options.metrics_port is not None:
-                server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
+            if metrics_port is not None:
+                server, _ = start_http_server(metrics_port, registry=self.metrics.registry)
                 opened.callback(server.server_close)
                 opened.callback(server.shutdown)
             self.informer: Final = Informer(self.memory_producer, self.lending, rule)
@@ -132,9 +126,10 @@ class LendingService:
             opened.enter_context(self.informer)
             self._opened = opened.pop_all()
         logger.info(
-            "lends up to %s of its KV cache of %s while the load is low",
+            "lends up to %s of its KV cache of %s%s while the load is low",
             format_bytes(min(most_bytes, (self.informer.profile.spare_bytes or 0) - reserve_bytes)),
             format_bytes(cache_bytes),
+            f" on each of {len(engine.memories)} ranks" if len(engine.memories) > 1 else "",
         )
 
     def requests_wait(self) -> None:
@@ -161,7 +156,7 @@ class LenderMetrics(ProducerMetrics):
         is_lending: Whether lending is switched on.
     """
 
-    def __init__(self, lending: KvLending, producer: Producer) -> None:
+    def __init__(self, lending: KvLending, producer: Lender) -> None:
         self._lending = lending
         self.is_lending = True
         self._lock = threading.Lock()

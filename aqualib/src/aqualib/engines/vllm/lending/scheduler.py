@@ -15,17 +15,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Self
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from aqua_protocol import ConfigError
 from aqualib.engines.vllm.admin_commands import answer
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
+from aqualib.engines.vllm.lending.engine_ranks import (
+    EngineRanks,
+    open_local,
+    open_remote,
+    rank_endpoint,
+)
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
+from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of, profile_names
 from aqualib.engines.vllm.switches import Feature, Switches
@@ -35,10 +42,6 @@ from aqualib.settings import load_settings
 RATE_WINDOW_S: Final = 10.0
 """Arrivals of so many seconds make the rate that the books are told, by judgement. Doubled, they
 hear of a burst later. What the informer goes by are counts."""
-
-SAME_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Keeps the worker beside the scheduler, which is vLLM's own choice for one GPU. Builds for
-CPUs take another process even when told `uni`, but not when told this name."""
 
 
 class LendingScheduler(Scheduler):
@@ -73,25 +76,18 @@ class LendingScheduler(Scheduler):
             return
         require_supported(vllm.__version__)
         require_lendable(self)
-        cache = LENDABLE.pop(vllm_config.instance_id, None)
-        if cache is None:
-            raise ConfigError(
-                "this engine's KV cache is not in this process, in memory that can be lent",
-                remedy="Add --worker-cls aqualib.engines.vllm.LendingWorker; on an API server for "
-                f"CPUs also --distributed-executor-backend {SAME_PROCESS}. Engines of several "
-                "GPUs cannot lend.",
-            )
         look_for_coordinator(load_settings(), is_required=options.require_coordinator)
         self.lending_service = LendingService(
             options.lend,
-            cache,
+            _ranks_of(vllm_config, options.lend.profile),
             pool=self.kv_cache_manager.block_pool,
             keep_blocks=_keep_blocks(self, vllm_config),
             lock=self._block_lock,
             read_load=self._read_load,
             still_read=self._still_read,
-            model=model_name(vllm_config),
-            profile_names=[name] if (name := options.lend.profile) else profile_names(vllm_config),
+            metrics_port=options.lend.metrics_port_of(
+                vllm_config.parallel_config.data_parallel_index
+            ),
         )
         self.switches.add(Feature.LENDING, self.lending_service.turn)
 
@@ -108,7 +104,8 @@ class LendingScheduler(Scheduler):
         with self._block_lock:
             service.lending.before_step(has_waiting=self._left_waiting > 0)
             output = super().schedule(*args, **kwargs)
-            service.lending.step_begun()
+            # Ranks in other processes count by it.
+            setattr(output, STEP, service.lending.step_begun())
             metrics = service.metrics
             metrics.steps.begun(output.total_num_scheduled_tokens, metrics.loans, began_s)
             was_waiting = self._left_waiting > 0
@@ -193,6 +190,18 @@ class AsyncLendingScheduler(LendingScheduler, AsyncScheduler):
 
 
 LendingScheduler.asynchronous = AsyncLendingScheduler
+
+
+def _ranks_of(vllm_config: Any, profile: str | None) -> AbstractContextManager[EngineRanks]:
+    """The engine's ranks: the worker beside this scheduler, or those of other processes."""
+    model = model_name(vllm_config)
+    names = [profile] if profile else profile_names(vllm_config)
+    if (worker := LENDABLE.pop(vllm_config.instance_id, None)) is not None:
+        worker.service.close()  # It is called, not told.
+        return open_local(worker.cache, model, names)
+    count = vllm_config.parallel_config.world_size
+    endpoints = [rank_endpoint(vllm_config, rank) for rank in range(count)]
+    return open_remote(endpoints, model, names)
 
 
 def _keep_blocks(scheduler: Any, vllm_config: Any) -> int:

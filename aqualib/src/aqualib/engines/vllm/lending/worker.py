@@ -8,11 +8,13 @@ configuration lists them. Whatever else torch does meanwhile goes its way.
 What comes out is looked at, not believed: a cache that lies anywhere else refuses the start.
 
 Without `"lend"` among the options it is vLLM's worker. The scheduler of the same process finds the
-memory by the engine's name, in `LENDABLE`.
+memory by the engine's name, in `LENDABLE`; that of another process tells the rank's service what to
+do (`rank_service`), which goes by the steps that are counted here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
+from aqualib.engines.vllm.lending.engine_ranks import rank_endpoint
 from aqualib.engines.vllm.lending.memory import HostKvMemory, LendableCache, lendable_cache
+from aqualib.engines.vllm.lending.rank_service import RankService
+from aqualib.engines.vllm.lending.step_count import StepCount
 from aqualib.engines.vllm.options import options_of
 from aqualib.settings import load_settings
 from aqualib.transports.host_pages import PAGE_BYTES
@@ -40,12 +45,24 @@ MAX_HOST_GRANULES: Final = 1 << 18
 """Granules of a CPU's KV cache at most: a shrink looks at each of them, in milliseconds. Doubled,
 large caches are given up in finer pieces and each shrink takes twice as long."""
 
-LENDABLE: Final[dict[str, LendableCache]] = {}
-"""KV caches of this process by the engine's instance id, until its scheduler has come for them."""
+
+@dataclass(frozen=True, slots=True)
+class LendableWorker:
+    """A worker's KV cache, and what serves it to a scheduler in another process."""
+
+    cache: LendableCache
+    service: RankService
+
+
+LENDABLE: Final[dict[str, LendableWorker]] = {}
+"""Workers of this process by the engine's instance id, until its scheduler has come for them."""
 
 
 class LendingWorker(PlatformWorker):
     """vLLM's worker, lending; vLLM makes it from `--worker-cls`."""
+
+    _steps: StepCount | None = None
+    _service: RankService | None = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache, in memory of ours if this engine lends.
@@ -65,9 +82,37 @@ class LendingWorker(PlatformWorker):
         memory = _memory_for(self.device, kv_cache_config, load_settings())
         with KvCacheAllocation(memory, sizes):
             super().initialize_from_config(kv_cache_config)
-        LENDABLE[self.vllm_config.instance_id] = lendable_cache(
-            memory, self.model_runner.kv_caches, kv_cache_config.num_blocks
-        )
+        cache = lendable_cache(memory, self.model_runner.kv_caches, kv_cache_config.num_blocks)
+        self._steps = StepCount()
+        endpoint = rank_endpoint(self.vllm_config, self.rank)
+        self._service = RankService(cache, self.rank, endpoint, self._steps)
+        if self.vllm_config.parallel_config.world_size == 1:
+            LENDABLE[self.vllm_config.instance_id] = LendableWorker(cache, self._service)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step as vLLM does, and count it."""
+        if self._steps is None:
+            return super().execute_model(scheduler_output)
+        self._steps.begun(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        is_sampled = self.model_config.runner_type != "pooling"
+        # Without an output the step goes on when its tokens are sampled.
+        if output is not None or not is_sampled or not scheduler_output.total_num_scheduled_tokens:
+            self._steps.ended()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """End a step as vLLM does, and count it."""
+        output = super().sample_tokens(grammar_output)
+        if self._steps is not None:
+            self._steps.ended()
+        return output
+
+    def shutdown(self) -> None:
+        """End the loans of this rank, and the worker."""
+        if self._service is not None:
+            self._service.close()
+        super().shutdown()
 
 
 class KvCacheAllocation(TorchFunctionMode):
