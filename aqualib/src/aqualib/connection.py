@@ -133,7 +133,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     memory: EmulatedMemory | None = None,
     slab_bytes: int | str | None = None,
     model: str | None = None,
-    profile_names: Sequence[str] = (),
+    profile_names: Sequence[str] | None = None,
     gpu_uuid: str | None = None,
     registry: CollectorRegistry | None = None,
 ) -> Iterator[Producer]:
@@ -197,7 +197,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
         ) as producer,
         contextlib.ExitStack() as opened,
     ):
-        if names := [*profile_names] or [*filter(None, [model])]:
+        if names := [*filter(None, [model])] if profile_names is None else [*profile_names]:
             producer.profile_follower = opened.enter_context(
                 ProfileFollower(link, names, max_age_s=settings.profile_max_age_s)
             )

@@ -199,7 +199,7 @@ def test_all_ranks_of_an_engine_lend_the_same_blocks_and_take_them_back(
     model: str, sockets: str, coordinator: CoordinatorProcess, width: str
 ) -> None:
     engine = {"num_gpu_blocks_override": BLOCKS, width: 2}
-    each = LENT // 2
+    each = 2 * SLAB
     lend = {**LEND, "bytes": each}
     scenario = dataclasses.replace(
         lending(model, engine=engine), lend=lend, await_offered_bytes=each

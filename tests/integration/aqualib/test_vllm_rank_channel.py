@@ -107,7 +107,7 @@ def test_all_ranks_give_up_offer_and_take_back_as_much(
     assert absent_bytes(workers) == [SLAB, SLAB]
     assert lender.ended_reclaims.returned_bytes == 2 * SLAB
     names = lender.identity.gpu_uuid
-    assert names == "GPU-0.0,GPU-0.1", "each rank has a GPU of its own"
+    assert names == "GPU-0,GPU-0.1", "each rank has a GPU of its own"
 
 
 def test_a_rank_gives_up_nothing_before_its_own_step_has_ended(

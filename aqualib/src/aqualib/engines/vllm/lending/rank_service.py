@@ -32,6 +32,7 @@ from aqualib.engines.vllm.lending.rank_messages import (
 )
 from aqualib.peers import require_trusted, trusted_uids
 from aqualib.settings import load_settings
+from aqualib.topology import place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,18 +172,24 @@ class RankService:
                 self._end_loans()
 
     def _open(self, order: RankOrder) -> None:
-        settings = load_settings()
         self._producer = self._opened.enter_context(
             open_producer(
                 order.producer_id,
                 device=str(self._cache.device),
                 memory=self._cache.memory.account,
                 model=order.model,
-                # The name of one emulated GPU, and each rank has its own.
-                gpu_uuid=f"{settings.gpu_uuid}.{self._rank}" if settings.gpu_uuid else None,
+                profile_names=(),  # The scheduler's half goes by the profile.
+                gpu_uuid=self._gpu_uuid(),
             )
         )
         self._producer.on_returned = self._returned
+
+    def _gpu_uuid(self) -> str | None:
+        """The name of this rank's GPU, where settings name one for all ranks."""
+        if self._cache.device.type == "cuda":
+            return place(self._cache.device).gpu_uuid
+        named = load_settings().gpu_uuid
+        return f"{named}.{self._rank}" if named and self._rank else named
 
     def _returned(self) -> None:
         """Say that memory is back; on the producer's thread."""
