@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 import torch
@@ -27,6 +27,9 @@ from aqualib.engines.vllm.lending.step_count import STEP, StepCount
 from aqualib.transports.host_pages import PAGE_BYTES
 from harness.block_pool import PaperPool
 from harness.producers import socket_dir, until
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.lending.granules import GranuleMask
 
 SLAB: Final = 16 * PAGE_BYTES
 BLOCKS: Final = 64
@@ -153,6 +156,36 @@ def test_a_rank_that_cannot_offer_takes_the_others_down(
     engine.lender.load = LOAD
     until(lambda: engine.lender.committed_bytes == 0, "nothing is offered")
     workers.memories[1].account.give_back(2 * SLAB)
+
+
+def test_a_rank_that_is_slow_costs_its_blocks_until_it_is_heard(
+    workers: Workers, engine: EngineRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lending = lending_of(engine)
+    go_on = threading.Event()
+    release = workers.memories[1].release
+
+    def release_late(granules: GranuleMask) -> None:
+        go_on.wait(60)
+        release(granules)
+
+    monkeypatch.setattr(workers.memories[1], "release", release_late)
+    monkeypatch.setattr(engine.memories[1], "_answer_within_s", 0.05)
+    with pytest.raises(TransportError, match="rank 1 of this engine has not acknowledged yet"):
+        lending.shrink(SLAB)
+    assert absent_bytes(workers) == [0, 0], "the first rank has taken it back, the second not begun"
+    assert lending.surrendered_bytes == 0
+    assert lending.out_blocks, "blocks that the second may give up at any moment"
+    with pytest.raises(TransportError, match="rank 1 of this engine has not acknowledged yet"):
+        engine.lender.load = LOAD
+    go_on.set()
+
+    def is_whole() -> bool:
+        lending.load()
+        return not lending.out_blocks
+
+    until(is_whole, "the second rank has given up, said so, and taken it back")
+    assert absent_bytes(workers) == [0, 0]
 
 
 def test_a_rank_that_dies_leaves_the_others_blocks_out_of_use(
