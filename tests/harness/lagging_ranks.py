@@ -163,8 +163,8 @@ class History:
     def _engine_events(self) -> list[Callable[[], None]]:
         return [
             self._admit,
-            self._finish,
-            self._finish,
+            self.finish,
+            self.finish,
             self._begin_step,
             self._end_step,
             self._lag,
@@ -176,7 +176,7 @@ class History:
         if count:
             self.requests.append(self.pool.get_new_blocks(count))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         if self.requests:
             self.pool.free_blocks(self.requests.pop(self.draw.randrange(len(self.requests))))
 
@@ -228,7 +228,7 @@ class History:
         while self.under_way:
             self._end_step()
         while self.requests:
-            self._finish()
+            self.finish()
         for _ in range(200):
             for rank in self.ranks:
                 rank.steps.clear()

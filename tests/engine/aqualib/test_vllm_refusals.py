@@ -71,7 +71,7 @@ def test_a_cache_in_another_process_or_made_by_another_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AQUA_SOCKET_DIR", str(tmp_path))
-    said = refusal(scheduler._ranks_of(config(), None).__enter__)
+    said = refusal(scheduler.ranks_of(config(), None).__enter__)
     assert "no worker of rank 0 is here" in said
     assert "--worker-cls aqualib.engines.vllm.LendingWorker" in said
 

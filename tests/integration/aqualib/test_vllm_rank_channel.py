@@ -137,7 +137,7 @@ def test_what_an_operator_takes_from_one_rank_the_others_take_back_too(
 ) -> None:
     lending_of(engine).shrink(3 * SLAB)
     engine.lender.offer(3 * SLAB)
-    producer = workers.services[1]._producer
+    producer = workers.services[1].producer
     assert producer is not None
     producer.reclaim(2 * SLAB).wait(10)
     engine.lender.load = LOAD
@@ -170,7 +170,7 @@ def test_a_rank_that_is_slow_costs_its_blocks_until_it_is_heard(
         release(granules)
 
     monkeypatch.setattr(workers.memories[1], "release", release_late)
-    monkeypatch.setattr(engine.memories[1], "_answer_within_s", 0.05)
+    monkeypatch.setattr(engine.memories[1], "answer_within_s", 0.05)
     with pytest.raises(TransportError, match="rank 1 of this engine has not acknowledged yet"):
         lending.shrink(SLAB)
     assert absent_bytes(workers) == [0, 0], "the first rank has taken it back, the second not begun"

@@ -31,7 +31,7 @@ def test_a_rank_that_dies_costs_blocks_and_the_engine_goes_on() -> None:
         history.kill()
         history.run(EVENTS // 2)
         while history.requests:
-            history._finish()
+            history.finish()
         assert history.pool.get_num_free_blocks() >= 1, "no request would ever run again"
 
 

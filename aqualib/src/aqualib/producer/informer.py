@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from aqua_protocol.members import LoadReport
     from aqua_protocol.profile import ModelProfile
-    from aqualib.producer.lender import Lender
+    from aqualib.producer.lender import MemoryLender
     from aqualib.producer.profile import ProfileRule
     from aqualib.producer.reclaims import ReclaimTicket
 
@@ -87,7 +87,7 @@ class Informer:
 
     def __init__(
         self,
-        producer: Lender,
+        producer: MemoryLender,
         source: LoadSource,
         profile: Profile | ProfileRule | None = None,
         *,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aqualib.reporter import Identity
 
 
-class Lender(Protocol):
+class MemoryLender(Protocol):
     """Offers memory and takes it back."""
 
     load: LoadReport | None

@@ -27,7 +27,7 @@ from aqualib.producer.profile_follower import ProfileState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqualib.producer.lender import Lender
+    from aqualib.producer.lender import MemoryLender
     from aqualib.producer.reclaims import ReclaimTotals
 
 
@@ -41,7 +41,7 @@ class ProducerMetrics(Collector):
         ConfigError: The registry has an Aqua producer already.
     """
 
-    def __init__(self, producer: Lender, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, producer: MemoryLender, registry: CollectorRegistry | None = None) -> None:
         self.registry: Final = registry or CollectorRegistry()
         self._producer = producer
         try:

@@ -182,12 +182,9 @@ class Producer:
     # --- What the engine does -------------------------------------------------------------
 
     def offer(self, nbytes: int) -> int:
-        """Grow the offer to `nbytes`, rounded down to slabs; it never shrinks here.
+        """Grow the offer to `nbytes`, rounded down to slabs, and return it; it never shrinks here.
 
         Slabs join one by one, each lendable at once.
-
-        Returns:
-            Bytes offered now.
 
         Raises:
             TransportError: Memory ran out; what was made stays offered.
@@ -287,10 +284,7 @@ class Producer:
 
     @property
     def committed_bytes(self) -> int:
-        """Physical memory that slabs have or will have: the engine cannot have it back yet.
-
-        More than `offered_bytes` while withdrawn slabs are being closed or lost ones replaced.
-        """
+        """Memory that slabs have or will have: more than the offer while some are being closed."""
         with self._lock:
             return (self._memory.physical_count + self._lending.owed_count) * self.slab_bytes
 

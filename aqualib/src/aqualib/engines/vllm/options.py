@@ -33,7 +33,7 @@ MAX_NAME: Final = 256
 """Characters of a profile's name at most; fixed by its schema."""
 
 MAX_PORT: Final = 65535
-"""Of TCP."""
+"""Fixed by TCP."""
 
 SPARE_SHARE: Final = 0.5
 """Share of the KV cache that is lent unless the options say how much: by caution, since this engine

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.rank_memory import RankMemory
-    from aqualib.producer.lender import Lender
+    from aqualib.producer.lender import MemoryLender
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EngineRanks:
     """What an engine lends with: its cache's parts, and what offers them."""
 
     memories: Sequence[RankMemory]
-    lender: Lender
+    lender: MemoryLender
 
 
 def rank_endpoint(vllm_config: Any, rank: int) -> Path:

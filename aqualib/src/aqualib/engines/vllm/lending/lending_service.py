@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.engine_ranks import EngineRanks
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.options import LendingOptions
-    from aqualib.producer.lender import Lender
+    from aqualib.producer.lender import MemoryLender
     from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
@@ -156,7 +156,7 @@ class LenderMetrics(ProducerMetrics):
         is_lending: Whether lending is switched on.
     """
 
-    def __init__(self, lending: KvLending, producer: Lender) -> None:
+    def __init__(self, lending: KvLending, producer: MemoryLender) -> None:
         self._lending = lending
         self.is_lending = True
         self._lock = threading.Lock()

@@ -38,7 +38,7 @@ class RankMemory(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of a block's piece here."""
+        """Size of a block's piece here."""
 
     @property
     def absent(self) -> GranuleMask:

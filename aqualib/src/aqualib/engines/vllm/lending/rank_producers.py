@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RankProducers:
-    """The producers of all ranks; satisfies `Lender`. Orders are the informer's thread's.
+    """The producers of all ranks; satisfies `MemoryLender`. Orders are the informer's thread's.
 
     Args:
         ranks: By number.

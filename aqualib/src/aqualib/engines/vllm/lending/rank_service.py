@@ -62,6 +62,9 @@ class RankService:
         endpoint: Where the scheduler finds it.
         steps: The worker's.
 
+    Attributes:
+        producer: The rank's, once the scheduler has asked for it.
+
     Raises:
         ConfigError: Others could replace the endpoint.
         TransportError: It cannot be listened on.
@@ -74,7 +77,7 @@ class RankService:
         self._endpoint = endpoint
         self._listener = listen(endpoint, backlog=1)
         self._channel: Channel[RankOrder] | None = None
-        self._producer: Producer | None = None
+        self.producer: Producer | None = None
         self._opened = ExitStack()
         self._reclaims: dict[int, ReclaimTicket] = {}
         self._is_closing = False
@@ -84,7 +87,7 @@ class RankService:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"RankService({self._rank}, {self._producer or 'not asked yet'})"
+        return f"RankService({self._rank}, {self.producer or 'not asked yet'})"
 
     def close(self) -> None:
         """End the loans and leave the books; harmless when repeated."""
@@ -172,7 +175,7 @@ class RankService:
                 self._end_loans()
 
     def _open(self, order: RankOrder) -> None:
-        self._producer = self._opened.enter_context(
+        self.producer = self._opened.enter_context(
             open_producer(
                 order.producer_id,
                 device=str(self._cache.device),
@@ -182,7 +185,7 @@ class RankService:
                 gpu_uuid=self._gpu_uuid(),
             )
         )
-        self._producer.on_returned = self._returned
+        self.producer.on_returned = self._returned
 
     def _gpu_uuid(self) -> str | None:
         """The name of this rank's GPU, where settings name one for all ranks."""
@@ -199,7 +202,7 @@ class RankService:
 
     def _state(self, order: RankOrder | None = None, fault: str = "") -> RankAnswer:
         """How the rank stands, after an order or of its own accord; one at a time."""
-        producer = self._producer
+        producer = self.producer
         self._reclaims = {n: each for n, each in self._reclaims.items() if not each.done}
         figures = RankFigures()
         if producer is not None:
@@ -239,9 +242,9 @@ class RankService:
 
     @property
     def _open_producer(self) -> Producer:
-        if self._producer is None:
+        if self.producer is None:
             raise TransportError("this rank's producer is not open")
-        return self._producer
+        return self.producer
 
     def _stop_listening(self) -> None:
         """There is one scheduler; what else asks finds nothing."""
@@ -250,7 +253,7 @@ class RankService:
 
     def _end_loans(self) -> None:
         """Take back what consumers return in time, and leave the books."""
-        producer, self._producer = self._producer, None
+        producer, self.producer = self.producer, None
         if producer is not None:
             producer.on_returned = None
             producer.close(CLOSE_S)

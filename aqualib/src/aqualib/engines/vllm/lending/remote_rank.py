@@ -63,6 +63,7 @@ class RemoteRank:
     Attributes:
         figures: How its producer stands, as last heard.
         absent: See `RankMemory.absent`.
+        answer_within_s: How long an answer is waited for.
         on_returned: Called when lent memory is back, on a thread of ours.
 
     Raises:
@@ -77,11 +78,10 @@ class RemoteRank:
         *,
         producer_id: str,
         model: str | None,
-        answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
         self.rank: Final = rank
         self.producer_id: Final = producer_id
-        self._answer_within_s = answer_within_s
+        self.answer_within_s = ANSWER_WITHIN_S
         self.on_returned: Callable[[], None] | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -170,7 +170,7 @@ class RemoteRank:
             TransportError: The rank could not, has not answered yet, or is lost.
         """
         try:
-            answer = told.result(self._answer_within_s if within_s is None else within_s)
+            answer = told.result(self.answer_within_s if within_s is None else within_s)
         except TimeoutError:
             raise self._is_behind() from None
         if answer.error:

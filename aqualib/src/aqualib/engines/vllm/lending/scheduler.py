@@ -79,7 +79,7 @@ class LendingScheduler(Scheduler):
         look_for_coordinator(load_settings(), is_required=options.require_coordinator)
         self.lending_service = LendingService(
             options.lend,
-            _ranks_of(vllm_config, options.lend.profile),
+            ranks_of(vllm_config, options.lend.profile),
             pool=self.kv_cache_manager.block_pool,
             keep_blocks=_keep_blocks(self, vllm_config),
             lock=self._block_lock,
@@ -192,7 +192,7 @@ class AsyncLendingScheduler(LendingScheduler, AsyncScheduler):
 LendingScheduler.asynchronous = AsyncLendingScheduler
 
 
-def _ranks_of(vllm_config: Any, profile: str | None) -> AbstractContextManager[EngineRanks]:
+def ranks_of(vllm_config: Any, profile: str | None) -> AbstractContextManager[EngineRanks]:
     """The engine's ranks: the worker beside this scheduler, or those of other processes."""
     model = model_name(vllm_config)
     names = [profile] if profile else profile_names(vllm_config)
