@@ -41,7 +41,8 @@ BURST_SERVICE_TIMES: Final = 6.0
 """A minute over about ten seconds, the length of a request."""
 
 STABLE_SHARE: Final = 2 / 3
-"""Stable rate over capacity."""
+"""Stable rate over capacity, chosen knowing the paper's result, see above. A test makes sure that
+`aqua_simulator.papers.aqua` takes the same."""
 
 NOTICE: Final = 1.0 / 12
 """Of the burst: rates are looked at every 5 s of a minute."""

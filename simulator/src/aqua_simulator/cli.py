@@ -6,18 +6,18 @@ are PNG or SVG files. Heavy imports happen inside the commands, so that `--help`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from aqua_cli import Json, Plot, print_json, print_table, progress, say
 from aqua_cli import main as run_program
-from aqua_protocol.errors import ConfigError
+from aqua_protocol.errors import AquaError, ConfigError
 from aqua_simulator.papers.cli import blend, paper, print_values
 
 if TYPE_CHECKING:
@@ -257,7 +257,13 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
 
 @app.command()
 def replay(
-    folder: Annotated[Path, typer.Argument(help="Folder with vllm_real_* and kernel tables.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder with recordings (*_requests.csv[.gz], *.jsonl, JSON of `vllm bench serve "
+            "--save-detailed`), their *_meta.json, and kernel tables if there are any."
+        ),
+    ],
     fit_path: Annotated[
         Path | None, typer.Option("--fit", help="Fit file; default: the folder's own tables.")
     ] = None,
@@ -270,53 +276,111 @@ def replay(
             max=0.5,
         ),
     ] = 0.2,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of the recordings, where they do not say.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of the recordings, where they do not say.")
+    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Compare against recorded runs of a real engine."""
+    """Compare against recorded runs of a real engine.
+
+    What a recording does not say of its engine is assumed and told. One that cannot be read is
+    named, the others are replayed, and the command ends with 2.
+    """
+    from aqua_simulator.serving.recordings import read_recordings
     from aqua_simulator.serving.replay import (
         calibrate,
         compare,
+        errors_by_metric,
         iteration_time,
-        read_recordings,
         simulate,
     )
     from aqua_simulator.timing.fit import Fit
 
     table = Fit.load(fit_path) if fit_path else None
-    document = []
-    for recording in read_recordings(folder):
-        time_of = iteration_time(folder, recording, table)
-        if calibrate_on > 0.0:
-            time_of = calibrate(recording, time_of, first=calibrate_on)
-        served, engine = simulate(recording, time_of)
+    found = read_recordings(folder, gpu=gpu, model=model)
+    refused = dict(found.refused)
+    document: list[dict[str, Any]] = []
+    for recording in found.recordings:
+        try:
+            time_of, timed_by = iteration_time(folder, recording, table)
+            if calibrate_on > 0.0:
+                time_of = calibrate(recording, time_of, first=calibrate_on)
+            served, engine = simulate(recording, time_of)
+        except AquaError as error:
+            refused[recording.name] = f"{error.message} {error.remedy or ''}".strip()
+            continue
         rows = compare(recording, served)
-        found = {
-            "gpu": recording.gpu,
-            "model": recording.model_key,
-            "request_count": len(recording.served),
-            "calibrated_on_first": calibrate_on,
-            "host_overhead_s": time_of.overhead_s,
-            "steps": engine.step_count,
-            "preemptions": engine.preemption_count,
-        }
-        document.append({**found, "rows": rows})
+        document.append(
+            {
+                "name": recording.name,
+                "gpu": recording.gpu,
+                "model": recording.model_key,
+                "request_count": len(recording.served),
+                "calibrated_on_first": calibrate_on,
+                "host_overhead_s": time_of.overhead_s,
+                "timed_by": timed_by,
+                "assumed": list(recording.assumed),
+                "steps": engine.step_count,
+                "preemptions": engine.preemption_count,
+                "rows": rows,
+            }
+        )
         if plot is not None:
             from aqua_simulator.plots import draw_latencies
 
-            draw_latencies({"recorded": recording.served, "simulated": served}, plot)
+            # Of several recordings each has a picture of its own.
+            several = len(found.recordings) > 1
+            path = plot.with_stem(f"{plot.stem}-{recording.name}") if several else plot
+            draw_latencies({"recorded": recording.served, "simulated": served}, path)
         if not as_json:
-            print_table(
-                f"{recording.gpu}, {recording.model_key}: {len(recording.served)} requests, host "
-                f"overhead {time_of.overhead_s * 1e3:.2f} ms from the first {calibrate_on:.0%}",
-                ("", "recorded", "simulated", "difference, %"),
-                [
-                    (name, f"{real:.4g}", f"{ours:.4g}", f"{off:+.2f}")
-                    for name, real, ours, off in (row.values() for row in rows)
-                ],
-            )
+            _print_replayed(document[-1])
+    errors = errors_by_metric({one["name"]: one["rows"] for one in document})
     if as_json:
-        print_json({"recordings": document})
+        print_json({"recordings": document, "errors": errors, "refused": refused})
+    elif len(document) > 1:
+        _print_errors(errors, len(document))
+    for name, reason in refused.items():
+        say(f"Not replayed: {name}: {reason}")
+    if refused:
+        raise typer.Exit(2)
+
+
+def _print_replayed(one: Mapping[str, Any]) -> None:
+    """A recording beside its replay, and what was assumed."""
+    overhead_ms, share = one["host_overhead_s"] * 1e3, one["calibrated_on_first"]
+    print_table(
+        f"{one['name']}: {one['request_count']} requests of {one['model']} on {one['gpu']}, host "
+        f"overhead {overhead_ms:.2f} ms from the first {share:.0%}",
+        ("", "recorded", "simulated", "difference, %"),
+        [
+            (name, f"{real:.4g}", f"{ours:.4g}", f"{off:+.2f}")
+            for name, real, ours, off in (row.values() for row in one["rows"])
+        ],
+    )
+    say(f"Step times: {one['timed_by']}.")
+    for text in one["assumed"]:
+        say(f"Assumed: {text}.")
+
+
+def _print_errors(errors: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Errors by metric over a folder."""
+    print_table(
+        f"Errors over {count} recordings",
+        ("", "mean, %", "worst, %", "of"),
+        [
+            (
+                one["name"],
+                f"{one['mean_absolute_percent']:.2f}",
+                f"{one['worst_percent']:+.2f}",
+                one["worst_recording"],
+            )
+            for one in errors
+        ],
+    )
 
 
 app.command()(paper)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +80,7 @@ class Experiments:
     Args:
         request_count: Requests per trace.
         seed: Of the draw and of the sample.
+        data: Folder with recorded lengths, for the figures that can use them.
         progress: Told what is about to run.
     """
 
@@ -87,6 +89,7 @@ class Experiments:
     model: DecoderModel = DECODERS["Llama-3-8B"]
     gpu: GpuModel = GPUS["A100-80GB"]
     interference: float = INTERFERENCE
+    data: Path | None = None
     progress: Callable[[str], None] = field(default=lambda _message: None, repr=False)
     _runs: dict[tuple[object, ...], TraceRun] = field(default_factory=dict, init=False, repr=False)
     _drawn: dict[tuple[Trace, int], OfflineWorkload] = field(

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 Interference = Annotated[float, typer.Option(help="Alpha of the step time.", min=0.0, max=1.0)]
 
 
-def paper(
+def paper(  # noqa: PLR0917 - Typer hands options over by name
     names: Annotated[
         list[str],
         typer.Argument(
-            help="table3, figure3, figure5 .. figure12, beyond (BlendServe), aqua-figure8, "
-            "aqua-figure9, aqua-figure13, conserve-figure1 .. conserve-figure8, "
-            "conserve-safepoints, conserve-beyond; a whole paper: blendserve, aqua, conserve; all."
+            help="table3, figure2, figure3, figure5 .. figure12, beyond (BlendServe), "
+            "aqua-figure8 .. aqua-figure13, conserve-figure1 .. conserve-figure8, "
+            "conserve-safepoints, conserve-beyond; a whole paper: blendserve, aqua, conserve; all. "
+            "On one core: figure6 about five minutes, each of figure9 .. figure12 ten, "
+            "aqua-figure8 and aqua-figure13 four, others under one."
         ),
     ],
     request_count: Annotated[
@@ -31,6 +33,10 @@ def paper(
     ] = 400_000,
     seed: Annotated[int, typer.Option(help="Of workloads and samples.")] = 1,
     interference: Interference = 0.4,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with recorded lengths (arxiv_summarization*.csv[.gz])."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the sections as Markdown here.")
     ] = None,
@@ -53,6 +59,7 @@ def paper(
             request_count=request_count,
             seed=seed,
             interference=interference,
+            data=data,
             progress=lambda text: shown.update(note=text),
         )
         for done, key in enumerate(wanted):

@@ -133,6 +133,11 @@ class Engine:
         return len(self._waiting) + len(self._incoming) + len(self._running)
 
     @property
+    def waiting_count(self) -> int:
+        """Requests that have arrived and are not in the batch."""
+        return len(self._waiting)
+
+    @property
     def next_event_s(self) -> float:
         """When something happens next: a step ends or a request arrives; infinity when idle."""
         step_s = self._in_flight[0].end_s if self._in_flight else inf

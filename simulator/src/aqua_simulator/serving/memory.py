@@ -150,6 +150,19 @@ class PagedMemory:
         job.shared_chunks = 0
         job.computed_tokens = 0
 
+    def lend(self, blocks: int) -> bool:
+        """Give free blocks away; False, and no change, if there are not so many."""
+        if blocks > self.free_count:
+            return False
+        self._take(blocks)
+        self.block_count -= blocks
+        return True
+
+    def take_back(self, blocks: int) -> None:
+        """Have lent blocks again; they remember nothing."""
+        self.block_count += blocks
+        self._give(blocks)
+
     def _give(self, blocks: int, key: RunKey | None = None) -> None:
         """Append a run to the queue of free blocks."""
         if blocks == 0:
@@ -189,6 +202,7 @@ class PageStore:
         location: As the policy is told.
         is_overlapped: Whether a step lasts as long as the longer of copies and computation; else
             the copies come on top.
+        peak_tokens: The most it has held.
     """
 
     name: str
@@ -199,6 +213,7 @@ class PageStore:
     used_tokens: int = 0
     paged_out_tokens: int = 0
     paged_in_tokens: int = 0
+    peak_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.link_bytes_per_s <= 0:
@@ -209,6 +224,7 @@ class PageStore:
         if self.used_tokens + tokens > self.capacity_tokens:
             return False
         self.used_tokens += tokens
+        self.peak_tokens = max(self.peak_tokens, self.used_tokens)
         self.paged_out_tokens += tokens
         return True
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.serving.request import Arrival
@@ -40,11 +40,7 @@ def read_trace(
     Raises:
         ConfigError: No such file, unknown columns, a broken line, or lengths without times.
     """
-    if not path.is_file():
-        raise ConfigError(f"no trace {path}", remedy="Give a CSV file, plain or .gz.")
-    rows = [_arrival(path, number, row) for number, row in enumerate(rows_of(path), start=2)]
-    if not rows:
-        raise ConfigError(f"{path} holds no requests")
+    rows = _rows(path)
     if times_s is None:
         if any(row.arrival_s != row.arrival_s for row in rows):  # NaN: the file has no times
             raise ConfigError(
@@ -56,6 +52,24 @@ def read_trace(
         replace(rows[index % len(rows)], arrival_s=float(time_s), request_id=str(index))
         for index, time_s in enumerate(times_s)
     ]
+
+
+def read_lengths(path: Path) -> Int64[np.ndarray, "count 2"]:
+    """Prompt and output tokens of a file with or without times.
+
+    Raises:
+        ConfigError: No such file, unknown columns, or a broken line.
+    """
+    return np.array([(row.prompt_tokens, row.output_tokens) for row in _rows(path)], dtype=np.int64)
+
+
+def _rows(path: Path) -> list[Arrival]:
+    if not path.is_file():
+        raise ConfigError(f"no trace {path}", remedy="Give a CSV file, plain or .gz.")
+    rows = [_arrival(path, number, row) for number, row in enumerate(rows_of(path), start=2)]
+    if not rows:
+        raise ConfigError(f"{path} holds no requests")
+    return rows
 
 
 def _arrival(path: Path, number: int, row: dict[str, str]) -> Arrival:
