@@ -422,7 +422,10 @@ class Cluster:
         self.check()
 
 
-_FOR_EVER: Final = ("books", "events", "quarantine", "libraries")
+_FOR_EVER: Final = (
+    *("books", "events", "libraries", "quarantine"),
+    *("reclaim_history", "samples"),
+)
 
 
 @contextlib.contextmanager

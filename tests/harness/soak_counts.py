@@ -49,7 +49,7 @@ appear as each route gives each of its answers for the first time."""
 MEMBER: Final = re.compile(r'"(producer|consumer)-(steady|mortal)')
 """A label that names a member, of which there are ever new ones."""
 
-STREAMS: Final = frozenset({"events", "quarantine"})
+STREAMS: Final = frozenset({"events", "quarantine", "reclaim_history", "samples"})
 """Trimmed to a length that a soak does not reach by itself."""
 ENDING: Final = frozenset({"reclaims", "ended_reclaims"})
 """Indexes of records that expire; they empty two minutes later."""
