@@ -98,9 +98,11 @@ class RedisOnPaper:
     # --- Scripts ---------------------------------------------------------------------
 
     def _call(self, name: bytes, *words: bytes | float) -> Any:  # noqa: ANN401 - Lua's
-        answer = self._run(name.upper(), [_word(word) for word in words])
+        return self._given(self._run(name.upper(), [_word(word) for word in words]))
+
+    def _given(self, answer: Reply) -> Any:  # noqa: ANN401 - Lua's
         if isinstance(answer, list):
-            return self._array([False if part is None else part for part in answer], len(answer))
+            return self._array([self._given(part) for part in answer], len(answer))
         return False if answer is None else answer
 
     def _register(self, name: bytes, callback: object) -> None:
@@ -208,6 +210,11 @@ class RedisOnPaper:
 
     def _do_keys(self, _: bytes) -> list[bytes]:
         return [key.encode() for key in self.keys()]
+
+    def _do_scan(self, _: bytes, *options: bytes) -> list[Any]:
+        """All at once, as a server may that has few keys; a pattern is a beginning and a star."""
+        prefix = options[options.index(b"MATCH") + 1].removesuffix(b"*")
+        return [b"0", [key for key in self._do_keys(b"*") if key.startswith(prefix)]]
 
     # Hashes.
 

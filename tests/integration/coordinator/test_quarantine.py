@@ -324,6 +324,25 @@ async def test_a_lease_set_aside_is_kept_as_it_was(town: Town) -> None:
     assert (records[0].key, records[0].record) == (KEYS["lease"] + lease.lease_id, "junk")
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_a_record_that_every_list_has_lost_is_found_by_its_name(
+    town: Town, *, is_left: bool
+) -> None:
+    (lease, _), room = town.leases, town.room
+    for noun, member in (("producer_leases", "lender-0"), ("consumer_leases", "llm-0")):
+        await room.command("DEL", KEYS[noun] + member)
+    await room.command("ZREM", KEYS["deadlines"], lease.lease_id)
+    if is_left:
+        for noun in ("producers", "producers_seen"):
+            await room.command("ZREM", KEYS[noun], "lender-0")
+        await room.command("DEL", KEYS["producer"] + "lender-0")
+    assert any(f"{lease.lease_id} is not listed" in fault for fault in await room.ledger.audit())
+    found = await room.ledger.lease(lease.lease_id)
+    assert found.state is (LeaseState.LOST if is_left else LeaseState.ACTIVE)
+    await room.ledger.audit()
+    assert await room.ledger.audit() == []
+
+
 # --- Over HTTP -----------------------------------------------------------------------------
 
 

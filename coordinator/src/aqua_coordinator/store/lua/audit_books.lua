@@ -4,11 +4,12 @@
 -- ARGV[2]  limit: how many members and leases, or somewhat more with the leases of the last member
 -- Calls    score_of, set_aside, strike, set_deadline, enlist, write_lease, counts_of, offer_of,
 --          drop_reclaim, leases_on, member_of, list_lease, integer, write_list, load_leases,
---          lease_of, count_for, write_tenants, tenant_of, set_leased, attribute, save
+--          lease_of, count_for, write_tenants, tenant_of, set_leased, attribute, save, step
 -- Result   {'ok', faults, cursor}: sentences; where to go on, '' at the end
 --
--- First reclaims and producers, then consumers, tenants, deadlines. A producer whose sums cannot be
--- right lends nothing until its next report, which makes them anew.
+-- First reclaims and producers, then consumers, tenants, deadlines, and last the records of leases,
+-- which are looked for by name: one that every list has lost would be found by nothing else. A
+-- producer whose sums cannot be right lends nothing until its next report, which makes them anew.
 
 local domains, limit, seen = {}, tonumber(ARGV[2]), 0
 local phase, after = string.match(ARGV[1], '^(%l) (.*)$')
@@ -190,10 +191,15 @@ end
 
 local function check_reclaims()
   for _, reclaim_id in ipairs(redis.call('ZRANGE', KEY.reclaims, 0, limit - 1)) do
-    if not redis.call('HGET', KEY.reclaim .. reclaim_id, 'producer_id')
-        and not redis.call('ZSCORE', KEY.ended_reclaims, reclaim_id) then
-      set_aside(KEY.reclaims, reclaim_id .. ' has no record')
-      redis.call('ZREM', KEY.reclaims, reclaim_id)
+    local record = redis.call('HMGET', KEY.reclaim .. reclaim_id, 'producer_id', 'done')
+    if not redis.call('ZSCORE', KEY.ended_reclaims, reclaim_id) then
+      if not record[1] then
+        set_aside(KEY.reclaims, reclaim_id .. ' has no record')
+        redis.call('ZREM', KEY.reclaims, reclaim_id)
+      elseif record[2] == '1' then
+        set_aside(KEY.ended_reclaims, reclaim_id .. ' is not listed')
+        redis.call('ZADD', KEY.ended_reclaims, integer(now_us), reclaim_id)
+      end
     end
   end
 end
@@ -234,15 +240,39 @@ if phase == 't' then
   end
   phase, after = 'd', ''
 end
-local first = tonumber(after) or 0
-write_list(KEY.deadlines)
-local lease_ids = redis.call('ZRANGE', KEY.deadlines, first, first + limit - 1)
+if phase == 'd' then
+  local first = tonumber(after) or 0
+  write_list(KEY.deadlines)
+  local lease_ids = redis.call('ZRANGE', KEY.deadlines, first, first + limit - 1)
+  load_leases(lease_ids)
+  for _, lease_id in ipairs(lease_ids) do
+    local lease = lease_of(lease_id)
+    if not lease or not RIGHTFUL[lease.state] then
+      set_aside(KEY.deadlines, lease_id .. ' has a deadline, and no right')
+      strike(KEY.deadlines, lease_id)
+    end
+  end
+  if #lease_ids == limit then
+    return go_on_with('d', first + limit)
+  end
+  after = '0'
+end
+local page = redis.call('SCAN', after, 'MATCH', KEY.lease .. '*', 'COUNT', limit)
+local lease_ids = {}
+for index, name in ipairs(page[2]) do
+  lease_ids[index] = string.sub(name, #KEY.lease + 1)
+end
 load_leases(lease_ids)
 for _, lease_id in ipairs(lease_ids) do
   local lease = lease_of(lease_id)
-  if not lease or not RIGHTFUL[lease.state] then
-    set_aside(KEY.deadlines, lease_id .. ' has a deadline, and no right')
-    strike(KEY.deadlines, lease_id)
+  local list = lease and KEY.producer_leases .. lease.producer_id
+  if lease and BOOKED[lease.state] and not score_of(list, lease_id) then
+    set_aside(list, lease_id .. ' is not listed')
+    list_lease(lease)
+    if not redis.call('ZSCORE', KEY.producers, lease.producer_id) then
+      step(lease, EVENT.producer_lost, 'producer_lost')
+      save(lease)
+    end
   end
 end
-return #lease_ids == limit and go_on_with('d', first + limit) or {'ok', faults, ''}
+return page[1] == '0' and {'ok', faults, ''} or go_on_with('r', page[1])
