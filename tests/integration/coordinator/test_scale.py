@@ -20,13 +20,13 @@ from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
 
 def paged_paths() -> set[str]:
-    """Every path under /v1 that is read without naming one thing, but the stream."""
+    """Every listing: what is read without naming one thing, but the stream and the console."""
     return {
         route.path
         for router in routes.ALL
         for route in router.routes
         if isinstance(route, APIRoute) and "GET" in (route.methods or ())
-        if route.path.startswith("/v1/") and "{" not in route.path
+        if route.path.startswith("/v1/") and "{" not in route.path and "console" not in route.tags
     } - {"/v1/events"}
 
 

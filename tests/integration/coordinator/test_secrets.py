@@ -31,8 +31,8 @@ SECRET_FIELDS: Final[list[tuple[type[BaseModel], str]]] = [
 FAULT = """
 import sys
 import structlog
+from aqua_cli.service import configure_logs
 from aqua_coordinator.answers import typed
-from aqua_coordinator.server import configure_logs
 configure_logs("info")
 def fail():
     secret = "hunter" + str(1 + 1)

@@ -179,6 +179,7 @@ async def furnish(room: LedgerRoom) -> list[Call]:
         *(read(**page) for read in (ledger.producers, ledger.consumers, ledger.leases)),
         *(read(**page) for read in (ledger.reclaims, ledger.placements, ledger.profiles)),
         ledger.summary(),
+        ledger.keep_sample("4 3 2 1"),
         ledger.lease(active.lease_id),
         ledger.reclaim("own"),
         ledger.leases(cursor=f"{lender.name}@{where['epoch']}", **page),
@@ -196,7 +197,7 @@ async def furnish(room: LedgerRoom) -> list[Call]:
         *((step, (10,)) for step in ("expire_leases", "forget_reclaims")),
         ("announce_library", (LIBRARY.name,)),
         ("create_books", ("books-1", "00ff")),
-        *(("audit_books", (at, 2)) for at in ("", "p lender-0", "c ", "d 0")),
+        *(("audit_books", (at, 2)) for at in ("", "p lender-0", "c ", "d 0", "r 0")),
         ("audit_books", ("", 256)),
     ]
     for work in works:

@@ -82,8 +82,8 @@ EXAMPLES: Final[dict[str, Call[Any] | Listing[Any, Any]]] = {
     "healthz": calls.healthz(),
     "readyz": calls.readyz(),
 }
-NOT_CALLS: Final = {"metrics", "stream_events"}
-"""Text for Prometheus, and the stream, which browsers read."""
+NOT_CALLS: Final = {"metrics", "stream_events", "timeline"}
+"""Text for Prometheus, and what the console reads."""
 WHOLE_OR_PAGED: Final = {"get_placements", "get_profiles"}
 """What fits on a page as a rule, and is a call that gives one."""
 

@@ -8,7 +8,7 @@
 
 local since_us = now_us - (whole(redis.call('HGET', KEYS[1], 'sampled_us')) or 0)
 if since_us >= CONST.sample_us or since_us < 0 then
-  redis.call('HSET', KEYS[1], 'sampled_us', integer(now_us))
   redis.call('XADD', KEY.samples, 'MAXLEN', '~', CONST.max_samples, '*', 'sums', ARGV[1])
+  redis.call('HSET', KEYS[1], 'sampled_us', integer(now_us))
 end
 return {'ok'}

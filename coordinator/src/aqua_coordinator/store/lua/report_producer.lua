@@ -19,8 +19,8 @@
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
 -- ended is adopted, and so is one that they do not know, if its proof is good: not more than some
--- hundred in one report, and not at the cost of a grant if all of it is on its way back. What is not
--- proven, or more than was granted, is booked as the producer's own: under no lease, in no
+-- hundred in one report, and not at the cost of a grant if all of it is on its way back. What is
+-- not proven, or more than was granted, is booked as the producer's own: under no lease, in no
 -- consumer's name. If the offer no longer covers everything, grants that no consumer has attached
 -- to yet go, newest first; what is held fits by the schema.
 --
