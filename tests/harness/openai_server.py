@@ -78,7 +78,7 @@ class OpenAIServer:
         self._manners = manners
         self.asked = 0
         self.prompts: list[str] = []
-        self._held_tokens = 0
+        self._held_tokens = self._waiting = 0
         self.url = ""
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Event
@@ -156,6 +156,8 @@ class OpenAIServer:
         usage = min(1.0, self._held_tokens / manners.cache_tokens)
         return (
             f'vllm:kv_cache_usage_perc{{model_name="m"}} {usage}\n'
+            f'vllm:num_requests_waiting{{model_name="m"}} {self._waiting}\n'
+            f'vllm:num_requests_waiting_by_reason{{reason="capacity"}} 99\n'
             f'vllm:cache_config_info{{block_size="1",num_gpu_blocks="{manners.cache_tokens}",'
             f'kv_cache_memory_bytes="{manners.cache_bytes}"}} 1\n'
         )
@@ -179,7 +181,9 @@ class OpenAIServer:
         if fault is Fault.DIES:
             self._die()
             return
+        self._waiting += 1
         async with self._slots:
+            self._waiting -= 1
             if fault is Fault.STALLS:
                 await asyncio.sleep(3600)
             await self._stream(asked, writer, fault)

@@ -126,14 +126,15 @@ class _LlmProfile:
                     f"{dropped} of {asked} requests exceed the engine's context of {context} tokens"
                     " and were left out"
                 )
-        config = await self._gauge.look()
-        if self._gauge.usage is None:
+        await self._gauge.look()
+        seen = self._gauge.seen
+        if seen.usage is None:
             findings.notes.append(
                 "the engine does not report the use of its KV cache (/metrics), so what it spares"
                 " is not known"
             )
         else:
-            findings.cache = cache_of(config, folder, self._spec.kv_bytes)
+            findings.cache = cache_of(seen.config, folder, self._spec.kv_bytes)
             if findings.cache.nbytes is None:
                 findings.notes.append(
                     "the engine does not say how many bytes its KV cache has; give --kv-bytes or"
@@ -278,7 +279,7 @@ class _LlmProfile:
             stall_s=self._stall_s,
             drain_s=max(0.5, drain_s),
             listen=self._show_load,
-            kv_usage=lambda: self._gauge.usage,
+            figures=lambda: self._gauge.seen,
         )
         try:
             summary = await load.go()

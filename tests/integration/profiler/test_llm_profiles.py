@@ -6,6 +6,7 @@ Server and profiler share a virtual clock, so that how fast the machine is makes
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from aqua_profiler.cli import app
 from aqua_profiler.errors import EndpointError
 from aqua_profiler.report.files import read_profile
 from aqua_protocol import ConfigError
-from aqua_protocol.profile import ProfileLabel
+from aqua_protocol.profile import ModelProfile, ProfileLabel
+from aqualib.producer.profile import Profile
 from harness.openai_server import Fault, Manners, OpenAIServer, on_virtual_clock
 from harness.scripted_server import Answer, Request, ScriptedServer
 
@@ -160,6 +162,23 @@ def test_a_server_that_cannot_keep_up_is_rated_below_what_it_can_finish(tmp_path
     assert exit_code == 0
     assert 0 < content["stable_rate_per_s"] < 40
     assert content["limited_by"] == "ttft"
+    assert content["queue"] is None, "without metrics it is not known"
+
+
+def test_the_queue_at_the_stable_rate_is_what_a_lender_takes_for_normal(tmp_path: Path) -> None:
+    manners = Manners(slots=1, prefill_s=0.02, token_s=0.005, cache_tokens=10**6)
+    manners = replace(manners, cache_bytes=40 * 10**9)
+    exit_code, content = _profile(tmp_path, manners, "--max-rate", "20")
+    assert exit_code == 0
+    queue, rate = content["queue"], content["stable_rate_per_s"]
+    # One server at a time, 32.5 ms on average and 5.6 of scatter: M/G/1 has that many wait.
+    busy = rate * 0.0325
+    expected = busy**2 * (1 + (5.6 / 32.5) ** 2) / (2 * (1 - busy))
+    assert 0.5 * expected < queue["mean_length"] < 2.0 * expected, (rate, expected, queue)
+    assert 0.1 < queue["waiting_share"] < busy
+    profile = Profile.measured(ModelProfile.model_validate(content), slab_bytes=1 << 20)
+    assert profile.steady_queue_length > 0
+    assert profile.queue_margin > 2
 
 
 def test_a_server_that_sheds_load_is_not_called_faulty(tmp_path: Path) -> None:

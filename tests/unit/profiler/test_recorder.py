@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aqua_profiler.load.trial import ArrivalProcess, Trial
+from aqua_profiler.measure.kv_cache import EngineFigures
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
@@ -131,6 +132,27 @@ def test_a_trial_is_not_steady_before_requests_have_come_and_gone_three_times() 
             break
     assert ended_s is not None
     assert 12.0 <= ended_s < 12.5
+
+
+def test_the_queue_is_averaged_over_time_and_not_over_looks() -> None:
+    watch = _watch()
+    for number in range(20):  # Each stays for a second: that long the server is filling.
+        watch.scheduled(number * 0.5, 10)
+        watch.token(number, number * 0.5)
+        watch.token(number, number * 0.5 + 1.0)
+        watch.finish(number, number * 0.5 + 1.0)
+    watch.look_inside(EngineFigures(waiting=50.0), 0.0)
+    watch.look_inside(EngineFigures(waiting=0.0), 1.0)
+    for at_s in (6.0, 6.1, 6.2, 6.3):
+        watch.look_inside(EngineFigures(waiting=4.0), at_s)
+    watch.look_inside(EngineFigures(), 7.0)  # The page could not be read: it stays as it was.
+    watch.look_inside(EngineFigures(waiting=0.0), 8.0)
+    watch.look_inside(EngineFigures(waiting=9.0), 11.0)  # While the last answers come in.
+    queue = watch.summary(StopReason.ENOUGH, 2.0, 11.0, 12.0).queue
+    assert queue is not None
+    assert abs(queue[0] - 4.0 * 0.2) < 1e-9
+    assert abs(queue[1] - 0.2) < 1e-9
+    assert _watch().summary(StopReason.ENOUGH, 2.0, 11.0, 12.0).queue is None
 
 
 def test_requests_turned_away_end_a_run() -> None:

@@ -109,12 +109,16 @@ def test_the_cache_is_read_from_metrics_and_sized_by_the_models_configuration(
     page = (
         "# TYPE vllm:kv_cache_usage_perc gauge\n"
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:num_requests_waiting{engine="0"} 3.0\n'
+        'vllm:num_requests_waiting{engine="1"} 1.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 9.0\n'
         "vllm:other_total this line of another metric is never read\n"
         'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",cache_dtype="auto"} 1.0\n'
     )
-    usage, config = parse_metrics(page)
+    usage, waiting, config = parse_metrics(page)
     assert usage == 0.75
+    assert waiting == 3.0
     assert cache_of(config, None, None).nbytes is None
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,'

@@ -1,5 +1,7 @@
 """The engine's KV cache as its `/metrics` tell it: how full, how large, how much a token takes.
 
+And, on the same page, how many requests wait for room in it.
+
 Bytes are taken from, in this order: the operator (`--kv-bytes`), the number of blocks with the
 model's own configuration where its folder can be read, or the size that the engine was given. If
 none of them says it, the size is unknown and stays so.
@@ -10,9 +12,10 @@ Source of the names: vLLM's Prometheus metrics, present and former.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,8 +27,10 @@ from aqua_protocol.supervision import resting
 
 USAGE_NAMES: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 CONFIG_NAMES: Final = ("vllm:cache_config_info", "vllm:cache_config")
-OF_INTEREST: Final = (*USAGE_NAMES, *CONFIG_NAMES)
-"""Metrics of the cache's use and configuration; names of vLLM, present and former, and SGLang."""
+WAITING_NAMES: Final = ("vllm:num_requests_waiting{", "sglang:num_queue_reqs{")
+OF_INTEREST: Final = (*USAGE_NAMES, *CONFIG_NAMES, *WAITING_NAMES)
+"""Metrics of the cache's use and configuration, and of the queue; names of vLLM, present and
+former, and SGLang. The brace keeps out vLLM's counts by reason."""
 
 LEAST_POLL_S: Final = 0.25
 """Seconds between two looks at the least: a trial's peak lasts longer. Halved, nothing changes."""
@@ -69,46 +74,62 @@ class KvCache:
         return self.nbytes / self.tokens
 
 
-def parse_metrics(text: str) -> tuple[float | None, dict[str, str]]:
-    """Share of the cache in use, and labels of its configuration, as the page says.
+class EngineFigures(NamedTuple):
+    """What a page of metrics says; None of what it does not.
 
-    Several engines behind one page count as the fullest.
+    Attributes:
+        usage: Share of the cache in use.
+        waiting: Requests that wait.
+        config: Labels of the cache's configuration.
+    """
+
+    usage: float | None = None
+    waiting: float | None = None
+    config: Mapping[str, str] = {}
+
+
+def parse_metrics(text: str) -> EngineFigures:
+    """Read a page; several engines behind it count as the fullest, and as the longest queue.
 
     Raises:
         ValueError: Not Prometheus text.
     """
     usage: float | None = None
+    waiting: float | None = None
     config: dict[str, str] = {}
     # To parse it all would make the generator late by 20 ms: what is not of the cache stays unread.
     told = "".join(line for line in text.splitlines(keepends=True) if line.startswith(OF_INTEREST))
     for family in text_string_to_metric_families(told):
         for sample in family.samples:
-            if sample.name in USAGE_NAMES and sample.value == sample.value:
-                usage = max(sample.value, usage or 0.0)
-            elif sample.name in CONFIG_NAMES:
+            if sample.name in CONFIG_NAMES:
                 config |= sample.labels
-    return usage, config
+            elif sample.value != sample.value:
+                continue
+            elif sample.name in USAGE_NAMES:
+                usage = max(sample.value, usage or 0.0)
+            else:
+                waiting = max(sample.value, waiting or 0.0)
+    return EngineFigures(usage, waiting, config)
 
 
 class KvCachePoller:
     """Polls an endpoint's `/metrics` beside a trial.
 
     Attributes:
-        usage: As last seen; None where the engine does not say.
+        seen: What the engine said last.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self.usage: float | None = None
+        self.seen = EngineFigures()
 
-    async def look(self) -> dict[str, str]:
-        """Ask once, also for the labels of the cache's configuration."""
+    async def look(self) -> None:
+        """Ask once."""
         try:
             page = await self._endpoint.get("/metrics") or b""
-            self.usage, config = parse_metrics(page.decode(errors="replace"))
+            self.seen = parse_metrics(page.decode(errors="replace"))
         except (EndpointError, ValueError):
-            self.usage, config = None, {}  # An engine is judged by its answers, not its metrics.
-        return config
+            self.seen = EngineFigures()  # An engine is judged by its answers, not its metrics.
 
     async def follow(self) -> None:
         """Keep asking, until cancelled."""
@@ -121,7 +142,7 @@ class KvCachePoller:
                 await asyncio.sleep(min(max(took_s / LOOKING_SHARE, LEAST_POLL_S), MOST_POLL_S))
 
 
-def cache_of(config: dict[str, str], model_folder: Path | None, kv_bytes: int | None) -> KvCache:
+def cache_of(config: Mapping[str, str], model_folder: Path | None, kv_bytes: int | None) -> KvCache:
     """The size of the cache.
 
     Args:

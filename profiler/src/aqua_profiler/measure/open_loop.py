@@ -19,6 +19,7 @@ from typing import Final
 from aqua_profiler.errors import EndpointError, EndpointStalledError
 from aqua_profiler.load.endpoint import Endpoint, ShedError
 from aqua_profiler.load.trial import ArrivalProcess, Trial
+from aqua_profiler.measure.kv_cache import EngineFigures
 from aqua_profiler.measure.recorder import TrialRecorder
 from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
@@ -46,7 +47,7 @@ class OpenLoopTrial:
         stall_s: No news for so long, with requests outstanding, is a stall.
         drain_s: How long outstanding requests may take at the end.
         listen: Called at every tick with the rate that is due and how many are outstanding.
-        kv_usage: Share of the KV cache in use, as last seen.
+        figures: Use of the KV cache and requests that wait, as the engine said last.
         cancelled: Requests that were cut off at the end.
     """
 
@@ -59,7 +60,7 @@ class OpenLoopTrial:
     stall_s: float
     drain_s: float
     listen: Callable[[float, int], None] = lambda _rate, _outstanding: None
-    kv_usage: Callable[[], float | None] = lambda: None
+    figures: Callable[[], EngineFigures] = EngineFigures
     cancelled: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -119,9 +120,7 @@ class OpenLoopTrial:
         """
         watch, rate = self._watch, self._schedule.rate_at(now_s)
         self._check(now_s)
-        usage = self.kv_usage()
-        if usage is not None:
-            watch.kv_usage = max(usage, watch.kv_usage or 0.0)
+        watch.look_inside(self.figures(), now_s)
         if watch.is_backlogged(now_s):
             self._schedule.freeze(now_s)
         else:

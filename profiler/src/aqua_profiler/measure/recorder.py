@@ -22,6 +22,7 @@ from jaxtyping import Float64
 
 from aqua_profiler.load.trial import Trial
 from aqua_profiler.measure.gap_histogram import gap_histograms
+from aqua_profiler.measure.kv_cache import EngineFigures
 from aqua_profiler.measure.summary import BacklogClock, StopReason, TrialSummary
 from aqua_profiler.spec import LatencyObjective, UnloadedLatency
 
@@ -60,7 +61,6 @@ class TrialRecorder:
     """A trial under way.
 
     Attributes:
-        kv_usage: Highest share of the KV cache in use, to be told by the caller.
         tokens_peak: Most tokens of context that requests in the system would hold together.
         backlog_starts: First tokens while requests queued.
         news_s: When the endpoint last gave a sign of life.
@@ -91,7 +91,8 @@ class TrialRecorder:
         self._open: BacklogClock | None = None
         self.shed = 0
         self.finished = 0
-        self.kv_usage: float | None = None
+        self._kv_usage: float | None = None
+        self._looked_at, self._queue = array("d"), array("d")
         self.tokens_peak = 0
         self.backlog_starts = 0
         self.news_s = 0.0
@@ -149,6 +150,14 @@ class TrialRecorder:
     def abandon(self, number: int, at_s: float) -> None:
         """It failed, which says nothing about the endpoint's capacity."""
         self._leave(number, at_s)
+
+    def look_inside(self, figures: EngineFigures, now_s: float) -> None:
+        """What the engine itself says, as of its last page of metrics."""
+        if figures.usage is not None:
+            self._kv_usage = max(figures.usage, self._kv_usage or 0.0)
+        if figures.waiting is not None:
+            self._looked_at.append(now_s)
+            self._queue.append(figures.waiting)
 
     # --- Decisions ----------------------------------------------------------------------
 
@@ -301,7 +310,8 @@ class TrialRecorder:
             ),
             lateness_p99_s=_quantile(np.array(self._late), 0.99),
             tokens_peak=self.tokens_peak,
-            kv_usage=self.kv_usage,
+            kv_usage=self._kv_usage,
+            queue=self._mean_queue(min(residence_s, sending_s / 4), sending_s),
             gaps_per_request=float(complete[owners].sum() / max(1, complete.sum())),
             paces=gap_histograms(
                 (np.maximum.accumulate(np.array(self._change_at)), np.array(self._crowd)),
@@ -310,6 +320,18 @@ class TrialRecorder:
                 min(residence_s, sending_s / 4),
                 sending_s,
             ),
+        )
+
+    def _mean_queue(self, from_s: float, to_s: float) -> tuple[float, float] | None:
+        """Requests that wait on average, and the share of time in which any do."""
+        looked_at = np.array(self._looked_at)
+        begins = np.clip(looked_at, from_s, to_s)
+        seconds = np.diff(begins, append=to_s)
+        if not seconds.any():
+            return None
+        queue = np.array(self._queue)
+        return float(np.average(queue, weights=seconds)), float(
+            np.average(queue > 0, weights=seconds)
         )
 
 

@@ -70,6 +70,8 @@ class TrialSummary:
         lateness_p99_s: Between scheduled and actual sends: the generator's own fault.
         tokens_peak: Most tokens of context that requests in the system would hold together.
         kv_usage: Highest share of the KV cache in use that the engine reported, if it did.
+        queue: Requests that waited on average over the steady time, and the share of it in which
+            any did, as the engine counted; None if it did not.
         gaps_per_request: Of those answered to the end, on average.
         paces: How fast tokens came, by requests in the system; one part after the other.
     """
@@ -93,6 +95,7 @@ class TrialSummary:
     lateness_p99_s: float
     tokens_peak: int = 0
     kv_usage: float | None = None
+    queue: tuple[float, float] | None = None
     gaps_per_request: float = 0.0
     paces: tuple[GapHistogram, ...] = ()
 

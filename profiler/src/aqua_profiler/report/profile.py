@@ -19,11 +19,23 @@ from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.search.journal import Journal
 from aqua_profiler.search.rate_search import SearchResult
 from aqua_profiler.spec import LatencyObjective, ProfileSpec
-from aqua_protocol.profile import Burst, ModelProfile, ProfileKind, ProfileLabel, label_of
+from aqua_protocol.profile import (
+    Burst,
+    ModelProfile,
+    ProfileKind,
+    ProfileLabel,
+    StableQueue,
+    label_of,
+)
 
 LATENESS_LIMIT_S: Final = 0.010
 """Seconds (p99) from which the generator's own lateness is noted: a tenth of the limit of TBT.
 Doubled, it would be a fifth of what is measured before anyone is told."""
+
+NEAR_RATE: Final = 0.9
+"""Share of the highest rate that met the objective above which a trial's queue counts as that of
+the stable rate: one trial alone sees few waits. Doubled, none would; at 0.8 queues come out
+shorter."""
 
 
 @dataclass(slots=True)
@@ -92,6 +104,7 @@ def compose(
         tensor_parallel=plan.tensor_parallel,
         hbm_bytes=plan.hbm_bytes,
         stable_rate_per_s=None if known is None else known.rate_per_s,
+        queue=None if partial else stable_queue(plan.objective, verdict, journal.trials),
         confidence=0.0 if known is None else known.confidence,
         requests_sent=sent + findings.lone_requests + findings.failed_sends,
         bursts=bursts,
@@ -113,6 +126,29 @@ def spare_bytes(objective: LatencyObjective, findings: Findings, journal: Journa
     if near is None or near.kv_usage is None:
         return None
     return max(0, int((1 - min(near.kv_usage, 1.0)) * cache.nbytes))
+
+
+def stable_queue(
+    objective: LatencyObjective, verdict: SearchResult | None, trials: Sequence[TrialSummary]
+) -> StableQueue | None:
+    """Requests that wait at the stable rate: of all trials near it that met the objective."""
+    known = None if verdict is None else verdict.estimate
+    highest = _nearest(objective, known, trials)
+    if highest is None:
+        return None
+    near = [
+        (trial.seconds, trial.queue)
+        for trial in trials
+        if trial.queue is not None
+        and trial.is_measured
+        and trial.meets(objective)
+        and trial.rate_per_s >= NEAR_RATE * highest.rate_per_s
+    ]
+    total_s = sum(seconds for seconds, _ in near)
+    if not total_s:
+        return None
+    length, share = (sum(s * queue[which] for s, queue in near) / total_s for which in (0, 1))
+    return StableQueue(mean_length=length, waiting_share=min(share, 1.0))
 
 
 def _bursts(cache: KvCache | None, journal: Journal) -> list[Burst]:

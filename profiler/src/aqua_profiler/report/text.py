@@ -65,6 +65,9 @@ def lines_of(profile: ModelProfile) -> list[str]:
     row("threshold", format_bytes(profile.threshold_bytes))
     if profile.stable_rate_per_s is not None:
         row("stable rate", f"{profile.stable_rate_per_s:.3f}/s")
+    if profile.queue is not None:
+        waiting, share = profile.queue.mean_length, profile.queue.waiting_share
+        row("queue", f"{waiting:.2f} wait on average, any for {share:.0%} of the time")
     if profile.confidence is not None:
         row("confidence", f"{profile.confidence:.0%} that the truth is within 5%")
     row("limited by", profile.added("limited_by"))
