@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -203,3 +205,21 @@ def test_a_batch_expires_with_its_window(client: openai.OpenAI) -> None:
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     }
+
+
+def test_a_batch_runs_in_blendserves_order_once_that_is_found(tmp_path: Path) -> None:
+    heads = [f"{letter} " + "the same beginning of many " * 20 for letter in "ab"]
+    lines = [chat_line(str(i), f"{heads[i % 2]} {i}") for i in range(40)]
+    with (
+        CountingServer() as engine,
+        BatchServiceProcess(tmp_path, [engine.url], engine_concurrency="1") as service,
+    ):
+        client = service.client()
+        # A held request has the only place until the order is there.
+        batch = submit(client, [chat_line("held", "hold them"), *lines])
+        engine.wait_for("began", 1)
+        assert service.wait_to_say("batch ordered")["requests"] == 41
+        engine.release("them")
+        assert completed(wait_until(client, batch.id)) == 41
+        first = [prompt[0] for prompt in engine.counts()["began"]][2:]  # One was leased before.
+        assert sum(a != b for a, b in itertools.pairwise(first)) <= 3

@@ -10,7 +10,6 @@ from sqlalchemy import Connection
 
 from aqua_batch.service import keys
 from aqua_batch.service.database import Database
-from aqua_batch.service.request_rows import fair_shares
 from harness.batch_service import BatchServiceProcess, chat_line, records, submit, wait_until
 from harness.counting_server import CountingServer
 
@@ -61,10 +60,3 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError):
             ours.batches.list()
     database.close()
-
-
-def test_free_places_go_to_the_tenants_that_run_least() -> None:
-    assert fair_shares(6, {}, {"red": 100, "blue": 100}) == {"red": 3, "blue": 3}
-    assert fair_shares(6, {"red": 10}, {"red": 100, "blue": 100}) == {"red": 0, "blue": 6}
-    assert fair_shares(6, {"red": 2}, {"red": 100, "blue": 2}) == {"red": 4, "blue": 2}
-    assert fair_shares(6, {}, {"red": 1, "blue": 0}) == {"red": 1, "blue": 0}

@@ -29,6 +29,8 @@ from aqua_batch.service.engines import EnginePool
 from aqua_batch.service.keys import has_keys
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.refusals import BatchApiError, error_body
 from aqua_batch.service.routes import BatchServices
 from aqua_batch.service.settings import BatchSettings
@@ -81,10 +83,21 @@ class BatchService:
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
         )
+        task = OrderTask(
+            files=settings.files,
+            input_key="",
+            endpoint="",
+            policy=settings.order,
+            tokenizer=settings.tokenizer,
+            gpu=settings.gpu,
+            model=settings.model,
+        )
+        together = settings.engine_concurrency * len(settings.engines)
         upkeep = Upkeep(
             database,
             objects,
             dispatcher,
+            RankWriter(database, task, together),
             max_requests=settings.max_batch_requests,
             output_ttl_s=settings.file_ttl_s,
         )

@@ -156,9 +156,9 @@ class Dispatcher:
             held |= {each.batch for each, _ in self._ready}
             if held:
                 active = await self._database.read(partial(active_batches, batches=held))
-                gone = [key for key in self._jobs if key[0] not in active]
-                self._ready = deque(each for each in self._ready if each[0].batch in active)
-                await self._drop(gone)
+                gone = held - active  # What was leased meanwhile is of neither.
+                self._ready = deque(each for each in self._ready if each[0].batch not in gone)
+                await self._drop([key for key in self._jobs if key[0] in gone])
             with resting(), contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_changed.wait(), POLL_S)
 

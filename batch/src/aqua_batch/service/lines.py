@@ -85,8 +85,13 @@ class InputReader:
         self._count = 0
         self._bad_count = 0
 
-    async def read(self, database: Database, now_s: Callable[[], float]) -> None:
-        """Bring the batch from `validating` to `in_progress`, or to `failed`.
+    @property
+    def good_count(self) -> int:
+        """Lines that can be run."""
+        return self._count - self._bad_count
+
+    async def read(self, database: Database, now_s: Callable[[], float]) -> bool:
+        """Bring the batch from `validating` to `in_progress`, or to `failed`; whether it runs.
 
         A batch that is cancelled meanwhile, or claimed by another, is left alone.
         """
@@ -94,8 +99,8 @@ class InputReader:
         # The generator blocks on the file, so each step of it runs in a thread.
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             if not await database.write(partial(self._add, chunk=chunk)):
-                return
-        await database.write(partial(self._finish, now_s=now_s()))
+                return False
+        return await database.write(partial(self._finish, now_s=now_s()))
 
     def _add(self, connection: Connection, chunk: _Chunk) -> bool:
         if not holds(connection, self._batch):
@@ -105,9 +110,9 @@ class InputReader:
             connection.execute(insert(OUTCOMES), chunk.outcomes)
         return True
 
-    def _finish(self, connection: Connection, now_s: float) -> None:
+    def _finish(self, connection: Connection, now_s: float) -> bool:
         if not holds(connection, self._batch):
-            return
+            return False
         if self._count > self._max_requests:
             message = f"The file has more than {self._max_requests} requests"
             self._fail(connection, "too_many_requests", message, now_s)
@@ -117,6 +122,8 @@ class InputReader:
             fail_batch(connection, self._batch, self._faults, now_s)
         else:
             begin_batch(connection, self._batch, self._faults, now_s)
+            return True
+        return False
 
     def _fail(self, connection: Connection, code: str, message: str, now_s: float) -> None:
         fault = BatchLineError(code=code, message=message, param="input_file_id")

@@ -13,8 +13,9 @@ early or too late; the generations keep the outcome single even then.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -36,6 +37,16 @@ from aqua_batch.service.schema import BATCHES, OUTCOMES, REQUESTS, WORKERS
 ROWS_AT_ONCE: Final = 500
 """Rows of one query that names each of them, below SQLite's 32,766 parameters. Doubled, a
 transaction takes half as many queries, each twice as long."""
+
+EARLY_SHARE: Final = 0.1
+"""Share of its window in which a batch is never late. Doubled, one that gets too little is helped
+when a fifth of its time is gone."""
+SAFE_SHARE: Final = 0.8
+"""Share of its window in which a batch is to end at its pace so far. Doubled, none would be late
+before its deadline has passed."""
+LATE_SHARE: Final = 0.5
+"""Share of free places that late batches get first. Doubled, tenants with short windows would
+starve the others."""
 
 
 class RequestState(IntEnum):
@@ -164,17 +175,60 @@ def fair_shares(
     return shares
 
 
+def is_late(began_s: float, expires_s: float, ended: int, total: int, now_s: float) -> bool:
+    """Whether a batch, at its pace so far, would end later than `SAFE_SHARE` of its window.
+
+    Said only once `EARLY_SHARE` of the window has passed: before that, its pace says nothing.
+    """
+    window_s, passed_s = expires_s - began_s, now_s - began_s
+    if passed_s < window_s * EARLY_SHARE:
+        return False
+    return ended * window_s * SAFE_SHARE < total * passed_s
+
+
+def choose_requests(
+    room: int, running: Mapping[str, int], waiting: Sequence[LeasedRequest], late: Container[int]
+) -> list[LeasedRequest]:
+    """Choose whom to run next: late batches by deadline, then tenants fairly, each's in order.
+
+    Late batches get `LATE_SHARE` of the room before all others, the earliest deadline first. No
+    more: a tenant cannot take all by asking for windows that nothing keeps.
+
+    Args:
+        room: Free places.
+        running: Requests under way, by tenant.
+        waiting: Requests that could run now, by deadline and then in the order of their batch.
+        late: Batches that will miss their deadline at their pace so far.
+    """
+    hurried = [each for each in waiting if each.batch in late][: math.ceil(room * LATE_SHARE)]
+    keys = {each.key for each in hurried}
+    others: defaultdict[str, list[LeasedRequest]] = defaultdict(list)
+    for each in waiting:
+        if each.key not in keys:
+            others[each.tenant].append(each)
+    busy = Counter(running)
+    busy.update(each.tenant for each in hurried)
+    counts = {tenant: len(each) for tenant, each in others.items()}
+    shares = fair_shares(room - len(hurried), busy, counts)
+    return hurried + [each for tenant, share in shares.items() for each in others[tenant][:share]]
+
+
 def lease_requests(
     connection: Connection, worker: str, room: int, running: Mapping[str, int], now_s: float
 ) -> list[LeasedRequest]:
-    """Lease up to `room` waiting requests: fairly among tenants, each's earliest deadline first.
+    """Lease up to `room` waiting requests, as `choose_requests` says.
 
     Within a batch they come in its order (`rank`).
     """
-    candidates: defaultdict[str, list[LeasedRequest]] = defaultdict(list)
-    for batch in connection.execute(_running_batches()).mappings():
-        if (wanted := room - len(candidates[batch["tenant"]])) <= 0:
+    candidates: list[LeasedRequest] = []
+    of_tenant: Counter[str] = Counter()
+    late: set[int] = set()
+    for row in connection.execute(_running_batches()):
+        batch, tenant, endpoint, input_key, began_s, expires_s, ended, total = row
+        if (wanted := room - of_tenant[tenant]) <= 0:
             continue
+        if is_late(began_s, expires_s, ended, total, now_s):
+            late.add(batch)
         waiting = (
             select(
                 REQUESTS.c.line,
@@ -185,7 +239,7 @@ def lease_requests(
                 REQUESTS.c.attempts,
             )
             .where(
-                REQUESTS.c.batch == batch["batch"],
+                REQUESTS.c.batch == batch,
                 REQUESTS.c.state == RequestState.WAITING,
                 REQUESTS.c.not_before_s <= now_s,
             )
@@ -193,11 +247,13 @@ def lease_requests(
             .limit(wanted)
             .with_for_update(skip_locked=True)
         )
-        for row in connection.execute(waiting).mappings():
-            fields = {**batch, **row, "generation": row["generation"] + 1}
-            candidates[batch["tenant"]].append(LeasedRequest(**fields))
-    shares = fair_shares(room, running, {tenant: len(each) for tenant, each in candidates.items()})
-    leased = [each for tenant, share in shares.items() for each in candidates[tenant][:share]]
+        for line, custom_id, start, size, generation, attempts in connection.execute(waiting):
+            place = (endpoint, input_key, start, size)
+            candidates.append(
+                LeasedRequest(batch, line, custom_id, tenant, *place, generation + 1, attempts)
+            )
+            of_tenant[tenant] += 1
+    leased = choose_requests(room, running, candidates, late)
     if leased:
         connection.execute(
             update(REQUESTS)
@@ -215,9 +271,28 @@ def _running_batches() -> Select[Any]:
             BATCHES.c.tenant,
             BATCHES.c.endpoint,
             BATCHES.c.input_key,
+            BATCHES.c.in_progress_s,
+            BATCHES.c.expires_s,
+            BATCHES.c.completed + BATCHES.c.failed,
+            BATCHES.c.total,
         )
         .where(BATCHES.c.status == "in_progress")
         .order_by(BATCHES.c.expires_s, BATCHES.c.seq)
+    )
+
+
+def rank_requests(connection: Connection, batch: int, ranks: Mapping[int, int]) -> None:
+    """Put waiting requests of a batch in an order: ranks by line."""
+    connection.execute(
+        update(REQUESTS)
+        .where(
+            REQUESTS.c.batch == batch,
+            REQUESTS.c.line == bindparam("on"),
+            REQUESTS.c.state == RequestState.WAITING,
+        )
+        .values(rank=bindparam("to")),
+        # One order of locks for all.
+        [{"on": line, "to": rank} for line, rank in sorted(ranks.items())],
     )
 
 

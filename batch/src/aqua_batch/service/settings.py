@@ -13,6 +13,8 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from aqua_batch.policies import Policy
+from aqua_batch.tokens import BYTES
 from aqua_protocol.errors import ConfigError
 
 DEFAULT_PORT: Final = 7720
@@ -60,6 +62,23 @@ class BatchSettings(BaseSettings):
     )
     engine_concurrency: int = Field(
         64, ge=1, le=4096, description="Requests that one engine gets at once."
+    )
+    order: Policy = Field(
+        Policy.FORESIGHT,
+        description="In what order requests of a batch run: BlendServe's (foresight, paper), or "
+        "fcfs for that of the file.",
+    )
+    tokenizer: str = Field(
+        BYTES,
+        min_length=1,
+        max_length=4096,
+        description="Hugging Face folder or tiktoken name, for that order; bytes find the same "
+        "prefixes, and count tokens by four bytes each.",
+    )
+    gpu: str = Field("A100-80GB", max_length=64, description="GPU of an engine, for that order.")
+    model: Path | None = Field(
+        None,
+        description="Folder or config.json of the model, for that order; Llama-3.1-8B otherwise.",
     )
     request_timeout_s: float = Field(
         3600.0, gt=0, le=86_400, description="How long an engine may take to answer one request."

@@ -31,6 +31,7 @@ from aqua_batch.service.dispatch import Dispatcher
 from aqua_batch.service.file_rows import doomed_files, drop_files
 from aqua_batch.service.lines import InputReader
 from aqua_batch.service.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.request_rows import free_dead_workers
 from aqua_batch.service.results import ResultWriter
 from aqua_batch.service.wire import BatchLineError
@@ -55,6 +56,7 @@ class Upkeep:
         database: Database,
         objects: ObjectStore,
         dispatcher: Dispatcher,
+        ranks: RankWriter,
         *,
         max_requests: int,
         output_ttl_s: int,
@@ -63,6 +65,7 @@ class Upkeep:
         self._database = database
         self._objects = objects
         self._dispatcher = dispatcher
+        self._ranks = ranks
         self._max_requests = max_requests
         self._output_ttl_s = output_ttl_s
         self._now_s = now_s
@@ -74,6 +77,7 @@ class Upkeep:
         async with (
             SupervisedTask(self._work, "batch-files"),
             SupervisedTask(self._sweep, "batch-sweep"),
+            SupervisedTask(self._ranks.run, "batch-order"),
         ):
             yield
 
@@ -104,7 +108,8 @@ class Upkeep:
             return
         reader = InputReader(batch, self._objects, self._max_requests)
         try:
-            await reader.read(self._database, self._now_s)
+            if await reader.read(self._database, self._now_s):
+                self._ranks.put(batch, reader.good_count)
         except MissingObjectError:
             fault = BatchLineError(
                 code="input_lost",

@@ -1,0 +1,111 @@
+"""Puts running batches in BlendServe's order, beside the work on them.
+
+A batch begins in the order of its file, at once; the order is found by another process
+(`input_order`) and written to the ranks of its requests while the first of them run. It changes
+how fast a batch is, never what is answered: where it cannot be found, or its finder dies with its
+service, the order of the file stays. Batches are ordered one after the other. One that engines
+could take as a whole needs no order and gets none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections import deque
+from functools import partial
+from typing import Final
+
+import structlog
+
+from aqua_batch.policies import Policy
+from aqua_batch.service.batch_rows import BatchJob
+from aqua_batch.service.database import Database
+from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.request_rows import rank_requests
+from aqua_protocol.errors import StoreUnavailableError
+from aqua_protocol.supervision import resting
+
+log = structlog.get_logger(__name__)
+
+LONGEST_ORDER_S: Final = 600.0
+"""Seconds that an order may take to be found; 50,000 requests take some ten. Doubled, a finder that
+hangs holds other batches' orders up for twice as long."""
+RANKS_AT_ONCE: Final = 1000
+"""Rows of one transaction. Doubled, answers wait twice as long for their turn to be recorded, some
+10 ms, while an order is written."""
+ORDERED: Final = ("/v1/chat/completions", "/v1/completions")
+"""Endpoints whose requests decode; the others' only compute, in whatever order."""
+
+
+class RankWriter:
+    """The loop that orders batches.
+
+    Args:
+        task: All but the input and endpoint.
+        together: Requests that all engines take at once.
+    """
+
+    def __init__(self, database: Database, task: OrderTask, together: int) -> None:
+        self._database = database
+        self._task = task
+        self._together = together
+        self._waiting: deque[BatchJob] = deque()
+        self._came = asyncio.Event()
+
+    def put(self, batch: BatchJob, count: int) -> None:
+        """Have a batch of so many requests ordered, if that is of use."""
+        is_wanted = self._task.policy is not Policy.FCFS and batch.endpoint in ORDERED
+        if is_wanted and count > self._together:
+            self._waiting.append(batch)
+            self._came.set()
+
+    async def run(self) -> None:
+        """Order batches until cancelled."""
+        while True:
+            if not self._waiting:
+                self._came.clear()
+                with resting():
+                    await self._came.wait()
+            batch = self._waiting.popleft()
+            with resting():  # Another process works, and may take its time.
+                lines = await self._find(batch)
+            if lines is not None:
+                await self._write(batch, lines)
+
+    async def _find(self, batch: BatchJob) -> array[int] | None:
+        task = self._task.model_copy(
+            update={"input_key": batch.input_key, "endpoint": batch.endpoint}
+        )
+        finder = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "aqua_batch.service.input_order"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            sent = task.model_dump_json().encode()
+            async with asyncio.timeout(LONGEST_ORDER_S):
+                found, said = await finder.communicate(sent)
+        except TimeoutError:
+            found, said = b"", b"timeout"
+        finally:
+            if finder.returncode is None:
+                finder.kill()
+                await finder.wait()
+        if finder.returncode != 0:
+            why = said.decode(errors="replace").rpartition("\n")[2][:80]
+            log.warning("batch keeps the order of its file", batch=batch.batch_id, error=why)
+            return None
+        return array("i", found)
+
+    async def _write(self, batch: BatchJob, lines: array[int]) -> None:
+        try:
+            for begin in range(0, len(lines), RANKS_AT_ONCE):
+                chunk = enumerate(lines[begin : begin + RANKS_AT_ONCE], begin)
+                ranks = {line: rank for rank, line in chunk}
+                await self._database.write(partial(rank_requests, batch=batch.seq, ranks=ranks))
+        except StoreUnavailableError as error:
+            log.warning("batch is ordered in part", batch=batch.batch_id, error=error.message)
+            return
+        log.info("batch ordered", batch=batch.batch_id, requests=len(lines))

@@ -1,0 +1,109 @@
+"""The dispatcher on a database whose answers come late, against a real engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+
+from aqua_batch.service.batch_rows import BatchJob, claim_batch, create_batch, find_batch
+from aqua_batch.service.database import Database
+from aqua_batch.service.dispatch import Dispatcher
+from aqua_batch.service.engines import EngineEndpoint, EnginePool
+from aqua_batch.service.lines import InputReader
+from aqua_batch.service.metrics import BatchMetrics
+from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.request_rows import active_batches, lease_requests
+from harness.batch_service import chat_line
+from harness.bounds import HANG_S
+from harness.counting_server import CountingServer
+
+ResultT = TypeVar("ResultT")
+
+
+class LateDatabase(Database):
+    """What a look at batches found is told once something that was leased since is ready to run."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.looked = asyncio.Event()
+        self.is_leased = False
+        self.told = asyncio.Event()
+
+    async def read(self, work: Callable[[Connection], ResultT]) -> ResultT:
+        found = await super().read(work)
+        if isinstance(work, partial) and work.func is active_batches and not self.told.is_set():
+            self.looked.set()
+            await self.told.wait()
+        return found
+
+    async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
+        done = await super().write(work)
+        if isinstance(work, partial) and work.func is lease_requests and done:
+            self.is_leased = self.looked.is_set()
+        return done
+
+
+class AskedPool(EnginePool):
+    """Engines that tell when a place was asked for, which is for requests that are ready."""
+
+    def __init__(self, url: str, database: LateDatabase) -> None:
+        super().__init__([url], places=1, api_key=None, timeout_s=HANG_S)
+        self._database = database
+
+    def take(self, most: int) -> list[EngineEndpoint]:
+        if self._database.is_leased:
+            self._database.told.set()
+        return super().take(most)
+
+
+async def add_batch(database: Database, objects: ObjectStore, prompt: str) -> BatchJob:
+    """A batch of a single request, ready to run."""
+    with objects.create(prompt) as file:
+        file.write(chat_line(prompt, prompt))
+    values: dict[str, Any] = {
+        "tenant": "red",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+        "input_file_id": "file",
+        "input_key": prompt,
+        "created_s": 0,
+        "expires_s": 2**40,
+        "output_ttl_s": None,
+        "labels": {},
+    }
+    await database.write(lambda connection: create_batch(connection, **values))
+    batch = await database.write(partial(claim_batch, worker="reader", now_s=0.0))
+    assert batch is not None
+    assert await InputReader(batch, objects, 10).read(database, time.time)
+    return batch
+
+
+async def test_a_request_leased_amid_a_look_at_batches_is_kept(tmp_path: Path) -> None:
+    database = LateDatabase(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer() as server:
+        engines = AskedPool(server.url, database)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        async with engines, dispatcher.running():
+            first = await add_batch(database, objects, "hold first")
+            dispatcher.look()
+            await asyncio.to_thread(server.wait_for, "began", 1)
+            dispatcher.look()
+            await asyncio.wait_for(database.looked.wait(), HANG_S)
+            second = await add_batch(database, objects, "second")
+            dispatcher.look()
+            await asyncio.wait_for(database.told.wait(), HANG_S)
+            await asyncio.to_thread(server.release, "first")
+            await asyncio.to_thread(server.wait_for, "ended", 2)
+        for each in (first, second):
+            find = partial(find_batch, tenant="red", batch_id=each.batch_id)
+            assert (await database.read(find)).completed == 1
+    database.close()
