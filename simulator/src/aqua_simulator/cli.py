@@ -19,6 +19,7 @@ from aqua_cli import Json, Plot, print_json, print_table, progress, say
 from aqua_cli import main as run_program
 from aqua_protocol.errors import AquaError, ConfigError
 from aqua_simulator.papers.cli import blend, paper, print_values
+from aqua_simulator.whatif.cli import whatif
 
 if TYPE_CHECKING:
     import numpy as np
@@ -385,3 +386,4 @@ def _print_errors(errors: Sequence[Mapping[str, Any]], count: int) -> None:
 
 app.command()(paper)
 app.command()(blend)
+app.command()(whatif)

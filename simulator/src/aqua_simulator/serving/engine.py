@@ -154,6 +154,14 @@ class Engine:
             job = self._incoming.popleft()
             self._waiting[job.arrival.request_id] = job
             self.policy.added(self._view(job))
+        self._plan_ahead()
+
+    def replan(self, now_s: float) -> None:
+        """Plan what can be planned now that memory has come back, not before the last event."""
+        self.now_s = max(self.now_s, now_s)
+        self._plan_ahead()
+
+    def _plan_ahead(self) -> None:
         while len(self._in_flight) < self.settings.steps_in_flight:
             step = self._plan_step()
             if step is None:

@@ -5,7 +5,8 @@ Three kinds, told apart by name and content; `NAME_meta.json` beside one describ
 - `NAME_requests.csv[.gz]`: a row for each request, with the engine's timestamps. In LLMServingSim's
   `vllm_real_GPU_MODEL_requests.csv` the name says GPU and model.
 - `NAME.json`: the result of `vllm bench serve --save-result --save-detailed`, as the client saw it.
-- `NAME.jsonl`: a request log, an object for each finished request, under the names of `_COLUMNS`.
+- `NAME.jsonl`: a request log, an object for each finished request, under names of
+  `REQUEST_COLUMNS`.
 
 A description may be old, short or missing. What it lacks falls back to the engine's arguments, then
 to vLLM's defaults, then to what the GPU's memory leaves; every fallback is told in `assumed`. What
@@ -35,10 +36,10 @@ from aqua_simulator.timing.profiles import rows_of
 
 _VLLM_REAL: Final = re.compile(r"vllm_real_(?P<gpu>[A-Za-z0-9-]+)_(?P<model>.+)")
 
-_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+REQUEST_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "prompt": ("input_toks", "prompt_tokens", "prompt_len", "input_tokens"),
     "output": ("output_toks", "completion_tokens", "output_tokens", "output_len"),
-    "queued": ("queued_ts", "arrival_time", "arrival_s", "start_time"),
+    "queued": ("queued_ts", "arrival_time", "arrival_s", "start_time", "t_s"),
     "scheduled": ("scheduled_ts", "scheduled_s"),
     "first": ("first_token_ts", "first_token_time", "first_token_s"),
     "last": ("last_token_ts", "finish_time", "last_token_s"),
@@ -235,7 +236,7 @@ def _served(name: str, number: int, row: Mapping[str, Any]) -> Served:
     """A request of a table or log."""
 
     def found(column: str) -> float | None:
-        present = (row[key] for key in _COLUMNS[column] if row.get(key) not in (None, ""))
+        present = (row[key] for key in REQUEST_COLUMNS[column] if row.get(key) not in (None, ""))
         value = next(present, None)
         return None if value is None else float(value)
 
@@ -243,7 +244,7 @@ def _served(name: str, number: int, row: Mapping[str, Any]) -> Served:
         value = found(column)
         value = fallback if value is None else value
         if value is None:
-            known = ", ".join(_COLUMNS[column])
+            known = ", ".join(REQUEST_COLUMNS[column])
             raise ConfigError(
                 f"{name}, request {number} has no {column}", remedy=f"One of {known}."
             )
@@ -326,14 +327,19 @@ def _decoder(name: str, model: str) -> tuple[str, DecoderModel]:
     """A model by its key in profile files, or by its name on a hub."""
     if model in PROFILED_MODELS:
         return model, PROFILED_MODELS[model]
-    plain = re.sub(r"-(instruct|chat|hf)\b", "", model.rpartition("/")[2].lower())
-    plain = plain.removeprefix("meta-")
-    for known, decoder in DECODERS.items():
-        if known.lower() == plain:
-            keys = (key for key, each in PROFILED_MODELS.items() if each == decoder)
-            return next(keys, known), decoder
+    decoder = decoder_called(model)
+    if decoder is not None:
+        keys = (key for key, each in PROFILED_MODELS.items() if each == decoder)
+        return next(keys, decoder.name), decoder
     known = ", ".join((*PROFILED_MODELS, *DECODERS))
     raise ConfigError(f"{name}: unknown model {model!r}", remedy=f"Known: {known}.")
+
+
+def decoder_called(model: str) -> DecoderModel | None:
+    """The model of the catalogue whose name on a hub this is."""
+    plain = re.sub(r"-(instruct|chat|hf)\b", "", model.rpartition("/")[2].lower())
+    plain = plain.removeprefix("meta-")
+    return next((each for known, each in DECODERS.items() if known.lower() == plain), None)
 
 
 def catalogued(gpu: str) -> GpuModel | None:

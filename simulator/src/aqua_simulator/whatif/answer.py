@@ -1,0 +1,463 @@
+"""The answer: what Aqua's parts bring on the recorded day, each alone and together.
+
+Every number has three values: of the recorded day, and the least and most over it and the drawn
+ones. The twin's own errors stand first: the day without Aqua, simulated, beside the recording, on
+requests that no step time was fitted to.
+
+Fewer GPUs and offline work are alternatives (a GPU that is gone has no gaps), so that money counts
+the larger of the two and never both. Without prices there is no money.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import isnan
+from typing import Any, Final
+
+from aqua_simulator.serving.request import Served, summary
+from aqua_simulator.whatif.cluster import Cluster, InputFinding
+from aqua_simulator.whatif.jobs import (
+    CapacityJob,
+    GapJob,
+    Job,
+    OfflineJob,
+    OnlineJob,
+    SimulationInput,
+    run_all,
+    targets,
+)
+from aqua_simulator.whatif.online import Assumptions, OnlineResult
+from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
+from aqua_simulator.whatif.step_times import fitted, is_fitted_to
+
+SHORT_SHARE: Final = 0.95
+"""Of an engine's KV memory in use, from which it counts as short. It cannot be doubled."""
+
+CHECKED: Final = (
+    *("output_tokens_per_s", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s"),
+)
+"""What the recording and its simulation are compared in."""
+
+LATENCIES: Final = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Which parts of Aqua there are."""
+
+    name: str
+    is_harvesting: bool = False
+    is_fair: bool = False
+    is_co_serving: bool = False
+    is_blended: bool = False
+    is_replaced: bool = False
+
+    def online(self, seed: int, assumed: Assumptions) -> OnlineJob:
+        """Its day of online requests."""
+        return OnlineJob(seed, self.is_harvesting, self.is_fair, self.is_replaced, assumed)
+
+    def gaps(self, seed: int, model: str, assumed: Assumptions) -> GapJob:
+        """Its samples with offline work, on which lenders' reserves have no bearing."""
+        assumed = replace(assumed, reserve_share=Assumptions().reserve_share)
+        return GapJob(seed, model, self.is_harvesting, self.is_fair, self.is_blended, assumed)
+
+
+TODAY: Final = Scenario("without Aqua")
+TOGETHER: Final = Scenario("together", True, True, True, True)  # noqa: FBT003 - the four parts
+SCENARIOS: Final = (
+    TODAY,
+    Scenario("harvesting", is_harvesting=True),
+    Scenario("fair slices", is_fair=True),
+    Scenario("co-serving", is_co_serving=True),
+    Scenario("blended batches", is_blended=True),
+    TOGETHER,
+    replace(TOGETHER, name="together, placed anew", is_replaced=True),
+)
+
+Sensitivity = tuple[str, Assumptions, Assumptions]
+
+SENSITIVITIES: Final[tuple[Sensitivity, ...]] = (
+    ("load, -20 % and +20 %", Assumptions(load=0.8), Assumptions(load=1.2)),
+    ("output lengths, -20 % and +20 %", Assumptions(outputs=0.8), Assumptions(outputs=1.2)),
+    ("speed of steps, -10 % and +10 %", Assumptions(speed=0.9), Assumptions(speed=1.1)),
+    ("KV memory, -10 % and +10 %", Assumptions(memory=0.9), Assumptions(memory=1.1)),
+    ("rate of links, half and twice", Assumptions(link=0.5), Assumptions(link=2.0)),
+    (
+        "reserve of lenders, half and twice",
+        Assumptions(reserve_share=0.05),
+        Assumptions(reserve_share=0.2),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A number of the recorded day, and its least and most over the drawn days."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """A number of the recording beside its simulation."""
+
+    model: str
+    name: str
+    recorded: float
+    simulated: float
+
+    @property
+    def error_percent(self) -> float:
+        """How far the simulated number is off."""
+        return (self.simulated / self.recorded - 1.0) * 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioResult:
+    """What a scenario brings, by the names of `NUMBERS`, and latencies by model."""
+
+    scenario: str
+    numbers: dict[str, Interval]
+    latencies: dict[str, dict[str, Interval]]
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityRow:
+    """How far one assumption moves what all parts together bring."""
+
+    assumption: str
+    offline_gpu_hours: tuple[float, float]
+    memory_gb_hours: tuple[float, float]
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavingsReport:
+    """All of it.
+
+    Attributes:
+        step_times: By model: the fitted coefficients, and whether they are the data sheet's.
+        targets: By model: what counts as the same service.
+        swings: The assumption that matters most first.
+        remarks: What the numbers cannot say.
+    """
+
+    hours: float
+    gpu_count: int
+    checks: list[CheckRow]
+    findings: list[InputFinding]
+    step_times: dict[str, dict[str, float | bool]]
+    targets: dict[str, tuple[float, float]]
+    idle_gpu_hours: Interval
+    outlooks: list[ScenarioResult]
+    swings: list[SensitivityRow]
+    remarks: list[str] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """The answer as JSON has it."""
+        document = asdict(self)
+        for row, check in zip(document["checks"], self.checks, strict=True):
+            row["error_percent"] = check.error_percent
+        return document
+
+
+NUMBERS: Final[dict[str, tuple[str, str]]] = {
+    "memory_gb_hours": ("memory to be had at peers", "GB h"),
+    "memory_used_gb_hours": ("memory used at peers", "GB h"),
+    "gpu_hours": ("GPU time harvested", "GPU h"),
+    "offline_tokens": ("offline tokens", "million"),
+    "offline_gpu_hours": ("offline work in GPU time of its own", "GPU h"),
+    "blend_gain": ("offline throughput of an engine alone", "x"),
+    "reclaims": ("reclaims", ""),
+    "reclaim_s": ("a reclaim takes", "s"),
+    "producer_ttft_percent": ("p99 TTFT of producers", "%"),
+    "producer_tpot_percent": ("mean TPOT of producers", "%"),
+    "gpus_fewer": ("GPUs fewer for the same service", ""),
+    "money_per_day": ("money a day", ""),
+}
+"""Names of an outlook's numbers: for people, and their unit."""
+
+
+def ask(  # noqa: PLR0913 - a question is that wide
+    cluster: Cluster,
+    day: RecordedLoad,
+    findings: Sequence[InputFinding],
+    *,
+    seeds: int = 3,
+    processes: int = 1,
+    sample_count: int = 6,
+    sample_s: float = 60.0,
+    sensitivities: Sequence[Sensitivity] = SENSITIVITIES,
+    on_progress: Callable[[float, str], None] = lambda _done, _note: None,
+) -> SavingsReport:
+    """Simulate all scenarios.
+
+    Args:
+        seeds: Days drawn beside the recorded one.
+        processes: To use; the answer does not depend on it.
+        sensitivities: Assumptions to move, one at a time.
+        on_progress: Told the share that is done, and what is being done.
+    """
+    on_progress(0.0, "fitting step times")
+    times = fitted(day.loads, cluster.engines)
+    background = SimulationInput(cluster, day, times, sample_count=sample_count, sample_s=sample_s)
+    on_progress(0.01, "the recorded day without Aqua")
+    first = OnlineJob(0)
+    today: OnlineResult = first.run(background)
+    short = tuple(
+        name
+        for name, seen in today.by_model.items()
+        if seen.get("preemption_count") or seen.get("peak_kv_share", 0.0) >= SHORT_SHARE
+    )
+    background = replace(background, short=short, today=today.by_model)
+    jobs = _jobs(background, seeds, sensitivities)
+    done = 1 + len(jobs)
+    results = run_all(
+        background,
+        jobs,
+        processes=processes,
+        on_done=lambda count: on_progress((1 + count) / done, "scenarios"),
+    )
+    results[first] = today
+    on_progress(1.0, "done")
+    return _answer(background, results, list(findings), seeds, sensitivities)
+
+
+def _jobs(
+    background: SimulationInput, seeds: int, sensitivities: Sequence[Sensitivity]
+) -> list[Job]:
+    """Everything to simulate, each once."""
+    wanted: dict[Job, None] = {}
+    plain, models = Assumptions(), list(background.cluster.engines)
+    for seed in range(seeds + 1):
+        for scenario in SCENARIOS:
+            wanted[scenario.online(seed, plain)] = None
+            if scenario.is_co_serving:
+                wanted.update((scenario.gaps(seed, name, plain), None) for name in models)
+        for name in models:
+            wanted[OfflineJob(seed, name)] = None
+            wanted.update((CapacityJob(seed, name, has_aqua), None) for has_aqua in (False, True))
+    for _, low, high in sensitivities:
+        for assumed in (low, high):
+            wanted[TOGETHER.online(0, assumed)] = None
+            wanted.update((TOGETHER.gaps(0, name, assumed), None) for name in models)
+    wanted.pop(OnlineJob(0), None)
+    return list(wanted)
+
+
+def _answer(
+    background: SimulationInput,
+    results: dict[Job, Any],
+    findings: list[InputFinding],
+    seeds: int,
+    sensitivities: Sequence[Sensitivity],
+) -> SavingsReport:
+    cluster, day = background.cluster, background.day
+    hours, plain = day.span_s / 3600.0, Assumptions()
+    names = list(cluster.engines)
+    total = sum(cluster.gpu_count(name) for name in names)
+
+    def gpu_hours(seed: int) -> float:
+        seen = results[TODAY.online(seed, plain)].by_model
+        busy = sum(seen[name]["busy_s"] * cluster.engines[name].deployed.tp for name in names)
+        return float(total * hours - busy / 3600.0)
+
+    remarks = [
+        f"Latencies and savings are of {hours:.2f} recorded hours; money is scaled to 24.",
+        "Copies take no bandwidth from producers here; `aqua sim paper aqua-figure10` has it.",
+        "Fewer GPUs and offline work are alternatives: money counts the larger one.",
+    ]
+    if not cluster.listed.gpu_hour:
+        remarks.append("No price of a GPU hour is given (gpu_hour): no money is reckoned.")
+    outlooks = []
+    for scenario in SCENARIOS:
+        rows = [_numbers(background, results, scenario, seed, plain) for seed in range(seeds + 1)]
+        outlooks.append(
+            ScenarioResult(
+                scenario.name,
+                {key: _interval([row[key] for row in rows]) for key in rows[0] if key in NUMBERS},
+                {
+                    name: {
+                        key: _interval(
+                            [
+                                _latency(results, scenario, seed, name, key)
+                                for seed in range(seeds + 1)
+                            ]
+                        )
+                        for key in LATENCIES
+                        if results[TODAY.online(0, plain)].by_model[name].get(key) is not None
+                    }
+                    for name in names
+                },
+            )
+        )
+    checks = _checks(background)
+    if not checks:
+        findings.append(
+            InputFinding(
+                "unchecked", "recording", "no latencies: step times are the data sheet's, unchecked"
+            )
+        )
+    unserved = results[TODAY.online(0, plain)].unserved
+    findings += [
+        InputFinding("too long", name, f"{count} requests fit in no engine: not simulated")
+        for name, count in unserved.items()
+    ]
+    return SavingsReport(
+        hours,
+        total,
+        checks,
+        findings,
+        {name: asdict(background.times[name]) for name in names},
+        {name: targets(background, name) for name in names},
+        _interval([gpu_hours(seed) for seed in range(seeds + 1)]),
+        outlooks,
+        _swings(background, results, sensitivities),
+        remarks,
+    )
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    return Interval(values[0], min(values), max(values))
+
+
+def _numbers(
+    background: SimulationInput,
+    results: dict[Job, Any],
+    scenario: Scenario,
+    seed: int,
+    assumed: Assumptions,
+) -> dict[str, float]:
+    """The numbers of one day under one scenario; only those that its parts have."""
+    cluster, span_s = background.cluster, background.day.span_s
+    hours, found = span_s / 3600.0, dict[str, float]()
+    names = list(cluster.engines)
+    day: OnlineResult = results[scenario.online(seed, assumed)]
+    is_plain = assumed == Assumptions()
+    if scenario.is_harvesting:
+        lending = day.lending
+        # A load of so much more takes so much less time: all is told of the recorded hours.
+        found["memory_gb_hours"] = lending.offered_gb_s * assumed.load / 3600.0
+        found["memory_used_gb_hours"] = lending.used_gb_s * assumed.load / 3600.0
+        found["reclaims"] = float(lending.reclaim_count)
+        found["reclaim_s"] = lending.reclaim_s / max(1, lending.reclaim_count)
+        if is_plain:
+            found |= _cost(results[TODAY.online(seed, assumed)], day)
+    worth = 0.0
+    if scenario.is_co_serving:
+        found |= {"gpu_hours": 0.0, "offline_tokens": 0.0, "offline_gpu_hours": 0.0}
+        for name in names:
+            filled = results[scenario.gaps(seed, name, assumed)]
+            deployed = cluster.engines[name].deployed
+            gpu_hours = cluster.gpu_count(name) * hours
+            own_tokens_per_s, _ = results[OfflineJob(seed if is_plain else 0, name)]
+            # Of the time that a GPU with nothing else would have worked on it.
+            share = filled.offline_tokens_per_s / max(own_tokens_per_s, 1e-9)
+            found["gpu_hours"] += max(0.0, filled.busy_share - filled.online_busy_share) * gpu_hours
+            tokens = filled.offline_tokens_per_s * deployed.replicas * span_s
+            found["offline_tokens"] += tokens / 1e6
+            found["offline_gpu_hours"] += share * gpu_hours
+            worth += share * gpu_hours * cluster.price(name)
+    elif scenario.is_blended:
+        gains = [results[OfflineJob(seed, name)][1] for name in names]
+        found["blend_gain"] = sum(gains) / len(gains)
+    if is_plain and (scenario == TODAY or (scenario.is_fair and scenario.is_harvesting)):
+        fewer, saved = 0.0, 0.0
+        for name in names:
+            left = results[CapacityJob(seed, name, scenario != TODAY)]
+            deployed = cluster.engines[name].deployed
+            gone = (deployed.replicas - left) * deployed.tp
+            fewer += gone
+            saved += gone * hours * cluster.price(name)
+        found["gpus_fewer"] = fewer
+        worth = max(worth, saved)
+    if cluster.listed.gpu_hour and (worth or "gpus_fewer" in found):
+        found["money_per_day"] = worth * 24.0 / hours
+    return found
+
+
+def _cost(today: OnlineResult, day: OnlineResult) -> dict[str, float]:
+    """What lending cost the producers in latency, requests weighing alike."""
+    cost = {}
+    for key, of in (
+        ("producer_ttft_percent", "ttft_p99_s"),
+        ("producer_tpot_percent", "tpot_mean_s"),
+    ):
+        before = after = 0.0
+        for name in day.producers:
+            if today.by_model[name].get(of) and day.by_model[name].get(of):
+                weight = today.by_model[name]["request_count"]
+                before += weight * today.by_model[name][of]
+                after += weight * day.by_model[name][of]
+        cost[key] = (after / before - 1.0) * 100.0 if before else 0.0
+    return cost
+
+
+def _latency(results: dict[Job, Any], scenario: Scenario, seed: int, name: str, key: str) -> float:
+    """A latency of a model; co-serving lengthens it by the ratio of its samples."""
+    value = float(results[scenario.online(seed, Assumptions())].by_model[name].get(key) or 0.0)
+    if scenario.is_co_serving:
+        filled = results[scenario.gaps(seed, name, Assumptions())]
+        value *= filled.ttft_ratio if key.startswith("ttft") else filled.tpot_ratio
+    return value
+
+
+def _checks(background: SimulationInput) -> list[CheckRow]:
+    """The simulated day beside the recorded one, without what step times were fitted to."""
+    rows = []
+    for name, load in background.day.loads.items():
+        ours = background.today[name]
+        seen = load.observed or _observed(load)
+        simulated = ours if load.observed else ours.get("unfitted", ours)
+        rows += [
+            CheckRow(name, key, float(seen[key]), float(simulated[key]))
+            for key in CHECKED
+            if seen.get(key) and simulated.get(key)
+        ]
+    return rows
+
+
+def _observed(load: ModelLoad) -> dict[str, Any]:
+    """Latencies of the recorded requests that nothing was fitted to."""
+    served = [
+        Served(str(index), arrival, first, first, last, prompt, output, 0)
+        for index, (arrival, first, last, prompt, output) in enumerate(
+            zip(
+                load.arrival_s.tolist(),
+                load.first_s.tolist(),
+                load.last_s.tolist(),
+                load.prompt_tokens.tolist(),
+                load.output_tokens.tolist(),
+                strict=True,
+            )
+        )
+        if not isnan(last) and not is_fitted_to(index)
+    ]
+    return summary(served) if served else {}
+
+
+def _swings(
+    background: SimulationInput, results: dict[Job, Any], sensitivities: Sequence[Sensitivity]
+) -> list[SensitivityRow]:
+    """How far each assumption moves what the parts bring together."""
+    keys = ("offline_gpu_hours", "memory_gb_hours")
+    middle = _numbers(background, results, TOGETHER, 0, Assumptions())
+    swings = []
+    for text, low, high in sensitivities:
+        ends = [_numbers(background, results, TOGETHER, 0, each) for each in (low, high)]
+        moved = {key: (ends[0][key], ends[1][key]) for key in keys}
+        share = (
+            max(
+                abs(end - middle[key]) / middle[key]
+                for key in keys
+                for end in moved[key]
+                if middle[key]
+            )
+            if any(middle[key] for key in keys)
+            else 0.0
+        )
+        swings.append(SensitivityRow(text, moved[keys[0]], moved[keys[1]], share))
+    return sorted(swings, key=lambda each: -each.share)

@@ -1,0 +1,176 @@
+"""The command `aqua sim whatif`: what Aqua would save on a recorded cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aqua_cli import Json, print_json, print_table, progress, say
+from aqua_protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqua_simulator.whatif.answer import Interval, SavingsReport
+
+
+def whatif(  # noqa: PLR0917 - Typer hands options over by name
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="CSV files: t_s, model, prompt_tokens, output_tokens; ttft_s and latency_s (or "
+            "first_token_s and last_token_s) if known."
+        ),
+    ] = None,
+    cluster_path: Annotated[
+        Path | None,
+        typer.Option("--cluster", help="Deployment list, YAML or JSON: models, GPUs, prices."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan of `aqua place`: who lends to whom, and what runs.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of a plan that comes without --cluster.")
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(help="What the traces cover, from time 0.", min=0.01, max=24 * 31),
+    ] = None,
+    silence: Annotated[
+        str, typer.Option(help="A long silence of all models is: unknown (cut out) or idle.")
+    ] = "unknown",
+    seeds: Annotated[
+        int, typer.Option(help="Days drawn beside the recorded one, for intervals.", min=0, max=99)
+    ] = 3,
+    samples: Annotated[
+        int, typer.Option(help="Pieces of the day that are co-served.", min=1, max=10_000)
+    ] = 6,
+    sample_s: Annotated[
+        float, typer.Option(help="Seconds of such a piece.", min=1.0, max=86_400.0)
+    ] = 60.0,
+    sensitivity: Annotated[
+        bool, typer.Option(help="Find out which assumption matters most; half of the time.")
+    ] = True,
+    processes: Annotated[
+        int, typer.Option(help="To simulate in; results do not depend on it.", min=1, max=256)
+    ] = 2,
+    as_json: Json = False,
+) -> None:
+    """Say what Aqua would save on a cluster, from its recorded day.
+
+    The day is simulated without Aqua and held to the recording, errors first; then with
+    harvesting, fair slices, co-serving and blended batches, each alone and together. Input that is
+    not as it should be is named, and left out.
+    """
+    from aqua_simulator.whatif.answer import SENSITIVITIES, ask
+    from aqua_simulator.whatif.cluster import read_cluster, read_plan
+    from aqua_simulator.whatif.recorded_day import read_day
+
+    if silence not in {"unknown", "idle"}:
+        raise ConfigError(f"a silence cannot be {silence!r}", remedy="unknown or idle.")
+    if cluster_path is not None:
+        cluster, findings = read_cluster(cluster_path)
+        if plan is not None:
+            cluster, findings = read_plan(plan, gpu=gpu, listed=cluster.listed)
+    elif plan is not None:
+        cluster, findings = read_plan(plan, gpu=gpu)
+    else:
+        raise ConfigError("no cluster is given", remedy="Give --cluster FILE or --plan FILE.")
+    if not traces:
+        raise ConfigError("no recording is given", remedy="Give traces as CSV files.")
+    day = read_day(traces, list(cluster.engines), hours=hours, is_silence_idle=silence == "idle")
+    with progress("Simulating", total=1.0, quiet=as_json, log_every_s=30.0) as shown:
+        answer = ask(
+            cluster,
+            day,
+            [*findings, *day.findings],
+            seeds=seeds,
+            processes=processes,
+            sample_count=samples,
+            sample_s=sample_s,
+            sensitivities=SENSITIVITIES if sensitivity else (),
+            on_progress=lambda done, note: shown.update(done=done, note=note),
+        )
+    if as_json:
+        print_json(answer.document())
+    else:
+        print_answer(answer)
+
+
+def print_answer(answer: SavingsReport) -> None:
+    """The answer as tables, the twin's errors first."""
+    from aqua_simulator.whatif.answer import LATENCIES, NUMBERS
+
+    if answer.checks:
+        print_table(
+            "How far the simulation is off the recording",
+            ("model", "", "recorded", "simulated", "error, %"),
+            [
+                (
+                    row.model,
+                    row.name,
+                    f"{row.recorded:.4g}",
+                    f"{row.simulated:.4g}",
+                    f"{row.error_percent:+.1f}",
+                )
+                for row in answer.checks
+            ],
+        )
+    for finding in answer.findings:
+        say(f"{finding.kind}: {finding.where}: {finding.message}")
+    typer.echo(
+        f"{answer.gpu_count} GPUs over {answer.hours:.2f} h, idle for "
+        f"{interval_text(answer.idle_gpu_hours)} GPU h"
+    )
+    print_table(
+        "What Aqua would bring: the recorded day (least to most of all days)",
+        ("", "with", "", "unit"),
+        [
+            (text, each.scenario, interval_text(each.numbers[key]), unit)
+            for key, (text, unit) in NUMBERS.items()
+            for each in answer.outlooks
+            if key in each.numbers
+        ],
+    )
+    print_table(
+        "Latencies of the recorded day, ms",
+        ("model", "with", *(key.removesuffix("_s").replace("_", " ") for key in LATENCIES)),
+        [
+            (
+                model,
+                each.scenario,
+                *(f"{found[key].value * 1e3:.1f}" if key in found else "-" for key in LATENCIES),
+            )
+            for model in answer.outlooks[0].latencies
+            for each in answer.outlooks
+            for found in [each.latencies[model]]
+        ],
+    )
+    if answer.swings:
+        _print_swings(answer)
+    for remark in answer.remarks:
+        typer.echo(f"- {remark}")
+
+
+def _print_swings(answer: SavingsReport) -> None:
+    print_table(
+        "Which assumption matters most (all parts together)",
+        ("", "offline work, GPU h", "memory, GB h", "moves by, %"),
+        [
+            (
+                each.assumption,
+                " to ".join(f"{value:.3g}" for value in each.offline_gpu_hours),
+                " to ".join(f"{value:.3g}" for value in each.memory_gb_hours),
+                f"{each.share * 100:.0f}",
+            )
+            for each in answer.swings
+        ],
+    )
+
+
+def interval_text(found: Interval | None, factor: float = 1.0) -> str:
+    """A number with its interval, three digits; empty for none."""
+    if found is None:
+        return ""
+    value, low, high = (f"{each * factor:.3g}" for each in (found.value, found.low, found.high))
+    return value if low == high else f"{value} ({low} to {high})"

@@ -1,0 +1,233 @@
+"""The simulations behind an answer, as jobs that run in any order and in several processes.
+
+A job is a value: what to simulate of one common background (`SimulationInput`). Its result depends
+on nothing else, so that any number of processes give the same. They are spawned, not forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from aqua_simulator.serving.request import Arrival
+from aqua_simulator.whatif.cluster import Cluster
+from aqua_simulator.whatif.offline import (
+    CoServingSample,
+    blended_gain,
+    dedicated_tokens_per_s,
+    fill_gaps,
+)
+from aqua_simulator.whatif.online import Assumptions, OnlineResult, serve_day
+from aqua_simulator.whatif.recorded_day import RecordedLoad
+from aqua_simulator.whatif.step_times import StepCoefficients
+
+SLO_MARGIN: Final = 1.1
+"""Of today's 99th percentiles, what counts as the same where a model has no target. Doubled, more
+GPUs seem to be too many."""
+
+
+@dataclass(frozen=True, eq=False)
+class SimulationInput:
+    """What all jobs share.
+
+    Attributes:
+        times: Step times, by model.
+        short: Models whose memory runs short without Aqua; known after the first simulation.
+        today: What the first simulation showed, by model.
+        sample_count, sample_s: Of co-serving: pieces of the day, and their seconds.
+    """
+
+    cluster: Cluster
+    day: RecordedLoad
+    times: Mapping[str, StepCoefficients]
+    short: tuple[str, ...] = ()
+    today: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sample_count: int = 6
+    sample_s: float = 60.0
+
+    def requests(self, seed: int, assumed: Assumptions) -> dict[str, list[Arrival]]:
+        """The requests of a day, by model."""
+        found: dict[str, list[Arrival]] = {name: [] for name in self.cluster.engines}
+        for name, load in self.day.loads.items():
+            drawn = load.drawn(seed, self.day.span_s)
+            found[name] = drawn.arrivals(load=assumed.load, outputs=assumed.outputs)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineJob:
+    """A day of online requests."""
+
+    seed: int
+    is_harvesting: bool = False
+    is_fair: bool = False
+    is_replaced: bool = False
+    assumed: Assumptions = field(default_factory=Assumptions)
+
+    def run(self, background: SimulationInput) -> OnlineResult:
+        """Serve it."""
+        cluster = everywhere(background.cluster) if self.is_replaced else background.cluster
+        return serve_day(
+            cluster,
+            background.times,
+            background.requests(self.seed, self.assumed),
+            background.day.span_s,
+            is_harvesting=self.is_harvesting,
+            is_fair=self.is_fair,
+            short=background.short,
+            assumed=self.assumed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GapJob:
+    """Samples of a model's day with offline work in the gaps."""
+
+    seed: int
+    model: str
+    is_peer: bool = False
+    is_fair: bool = False
+    is_blended: bool = False
+    assumed: Assumptions = field(default_factory=Assumptions)
+
+    def run(self, background: SimulationInput) -> CoServingSample:
+        """Co-serve them."""
+        times, order = background.times[self.model], None
+        if self.is_blended:
+            _, order = blended_gain(background.cluster, self.model, times, seed=self.seed)
+        return fill_gaps(
+            background.cluster,
+            self.model,
+            times,
+            background.requests(self.seed, self.assumed)[self.model],
+            background.day.span_s,
+            online=background.today.get(self.model, {}),
+            is_peer=self.is_peer,
+            is_fair=self.is_fair,
+            order=order,
+            sample_count=background.sample_count,
+            sample_s=background.sample_s,
+            seed=self.seed,
+            assumed=self.assumed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineJob:
+    """An engine with the pool and nothing else: tokens per second, and the gain of its order."""
+
+    seed: int
+    model: str
+
+    def run(self, background: SimulationInput) -> tuple[float, float]:
+        """Run the pool."""
+        times = background.times[self.model]
+        gain, _ = blended_gain(background.cluster, self.model, times, seed=self.seed)
+        rate = dedicated_tokens_per_s(background.cluster, self.model, times, seed=self.seed)
+        return rate, gain
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityJob:
+    """The fewest engines of a model that keep its targets."""
+
+    seed: int
+    model: str
+    has_aqua: bool
+
+    def run(self, background: SimulationInput) -> int:
+        """Take engines away one by one while the targets are kept."""
+        shape = background.cluster.engines[self.model]
+        requests = background.requests(self.seed, Assumptions())
+        if not requests[self.model]:
+            return shape.deployed.replicas
+        count = shape.deployed.replicas
+        while count > 1:
+            fewer = replace(
+                shape, deployed=shape.deployed.model_copy(update={"replicas": count - 1})
+            )
+            # Without Aqua models do not meet; the one is enough.
+            others = background.cluster.engines if self.has_aqua else {}
+            cluster = replace(background.cluster, engines={**others, self.model: fewer})
+            day = serve_day(
+                cluster,
+                background.times,
+                requests,
+                background.day.span_s,
+                is_harvesting=self.has_aqua,
+                is_fair=self.has_aqua,
+                short=(*background.short, self.model) if self.has_aqua else (),
+            )
+            if not keeps_targets(background, self.model, day):
+                return count
+            count -= 1
+        return count
+
+
+def targets(background: SimulationInput, model: str) -> tuple[float, float]:
+    """Promised seconds to the first token and per further token, at the 99th percentile."""
+    slo, today = background.cluster.engines[model].deployed.slo, background.today.get(model, {})
+    ttft_s = slo.ttft_s or SLO_MARGIN * float(today.get("ttft_p99_s") or 0.0)
+    tpot_s = slo.tpot_s or SLO_MARGIN * float(today.get("tpot_p99_s") or 0.0)
+    return ttft_s, tpot_s
+
+
+def keeps_targets(background: SimulationInput, model: str, day: OnlineResult) -> bool:
+    """Whether 99 of 100 requests were within both."""
+    ttft_s, tpot_s = targets(background, model)
+    seen = day.by_model[model]
+    return (
+        not day.unserved.get(model)
+        and seen["ttft_p99_s"] <= ttft_s
+        and (seen["tpot_p99_s"] or 0.0) <= tpot_s
+    )
+
+
+def everywhere(cluster: Cluster) -> Cluster:
+    """The cluster with all consumers beside all producers: what re-placement could give at most."""
+    engines = {
+        name: replace(shape, deployed=shape.deployed.model_copy(update={"server": ""}))
+        for name, shape in cluster.engines.items()
+    }
+    lenders = [each.model_copy(update={"server": ""}) for each in cluster.listed.lenders]
+    listed = cluster.listed.model_copy(update={"lenders": lenders})
+    return replace(cluster, listed=listed, engines=engines, pairs=None)
+
+
+Job = OnlineJob | GapJob | OfflineJob | CapacityJob
+
+_background: SimulationInput | None = None
+
+
+def _begin(background: SimulationInput) -> None:
+    global _background  # noqa: PLW0603 - once in the life of a worker process
+    _background = background
+
+
+def _work(job: Job) -> Any:  # noqa: ANN401 - each job has its own
+    assert _background is not None, "the worker was begun"
+    return job.run(_background)
+
+
+def run_all(
+    background: SimulationInput,
+    jobs: Sequence[Job],
+    *,
+    processes: int,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> dict[Job, Any]:
+    """Results by job, whatever the number of processes."""
+    results: dict[Job, Any] = {}
+    if processes == 1 or len(jobs) == 1:
+        for job in jobs:
+            results[job] = job.run(background)
+            on_done(len(results))
+        return results
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _begin, (background,)) as pool:
+        for job, result in zip(jobs, pool.imap(_work, jobs), strict=True):
+            results[job] = result
+            on_done(len(results))
+    return results

@@ -1,0 +1,203 @@
+"""What Aqua would save, asked of a day whose savings are known because it was made with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqua_protocol.errors import ConfigError
+from aqua_simulator.whatif.answer import SENSITIVITIES, SavingsReport, ask
+from aqua_simulator.whatif.cluster import Cluster, read_cluster, read_plan
+from aqua_simulator.whatif.jobs import GapJob, SimulationInput
+from aqua_simulator.whatif.online import CALM_S, RESERVE_SHARE
+from aqua_simulator.whatif.recorded_day import RecordedLoad, read_day
+from aqua_simulator.whatif.step_times import StepCoefficients, fitted
+from harness.planted_day import (
+    CONTEXT_S,
+    FRONT_S,
+    STEP_S,
+    TOKEN_S,
+    PlantedDay,
+    planted_day,
+    write_day,
+)
+
+PHASE_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def day() -> PlantedDay:
+    return planted_day(phase_s=PHASE_S)
+
+
+@pytest.fixture(scope="module")
+def question(
+    day: PlantedDay, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Cluster, RecordedLoad]:
+    cluster_path, trace = write_day(tmp_path_factory.mktemp("planted"), day)
+    cluster, findings = read_cluster(cluster_path)
+    assert not findings
+    recorded = read_day([trace], list(cluster.engines), hours=day.span_s / 3600.0)
+    assert not recorded.findings
+    return cluster, recorded
+
+
+@pytest.fixture(scope="module")
+def answer(question: tuple[Cluster, RecordedLoad]) -> SavingsReport:
+    cluster, recorded = question
+    return ask(
+        cluster,
+        recorded,
+        [],
+        seeds=0,
+        sample_count=1,
+        sample_s=10.0,
+        sensitivities=SENSITIVITIES[:1],
+    )
+
+
+def numbers(answer: SavingsReport, scenario: str) -> dict[str, float]:
+    outlook = next(each for each in answer.outlooks if each.scenario == scenario)
+    return {key: each.value for key, each in outlook.numbers.items()}
+
+
+def test_step_times_that_a_recording_hides_are_found_again(
+    question: tuple[Cluster, RecordedLoad],
+) -> None:
+    cluster, recorded = question
+    found = fitted(recorded.loads, cluster.engines)["chat"]
+    assert found.is_fitted
+    assert found.step_s == pytest.approx(STEP_S, rel=0.05)
+    assert found.token_s == pytest.approx(TOKEN_S, rel=0.1)
+    assert found.front_s == pytest.approx(FRONT_S, rel=0.5)
+
+
+def test_the_day_without_aqua_is_the_recorded_one(answer: SavingsReport) -> None:
+    assert {row.model for row in answer.checks} == {"chat", "docs"}
+    for row in answer.checks:
+        assert abs(row.error_percent) < 10.0 if "p99" in row.name else 5.0, row
+
+
+def test_planted_idle_time_is_recovered_within_five_percent(
+    answer: SavingsReport, day: PlantedDay
+) -> None:
+    assert answer.idle_gpu_hours.value == pytest.approx(day.idle_gpu_hours, rel=0.05)
+
+
+def test_planted_spare_memory_is_recovered_within_five_percent(
+    answer: SavingsReport, day: PlantedDay
+) -> None:
+    # One of the three chats, which never need a hundredth of theirs, lends to the documents.
+    chat_gb = 200_000 * 131_072 / 1e9
+    known = chat_gb * (1.0 - RESERVE_SHARE) * (day.span_s - CALM_S) / 3600.0
+    assert numbers(answer, "harvesting")["memory_gb_hours"] == pytest.approx(known, rel=0.05)
+    assert numbers(answer, "harvesting")["reclaims"] == 0
+
+
+def test_planted_offline_work_is_recovered_within_five_percent(
+    question: tuple[Cluster, RecordedLoad],
+) -> None:
+    cluster, recorded = question
+    planted = StepCoefficients(STEP_S, TOKEN_S, CONTEXT_S, 0.0, FRONT_S, is_fitted=True)
+    known, found = (
+        GapJob(0, "chat").run(
+            SimulationInput(cluster, recorded, {"chat": times}, sample_count=1, sample_s=100.0)
+        )
+        for times in (planted, fitted(recorded.loads, cluster.engines)["chat"])
+    )
+    assert found.offline_tokens_per_s == pytest.approx(known.offline_tokens_per_s, rel=0.05)
+    assert known.online_busy_share < 0.8 < known.busy_share
+
+
+def test_superfluous_engines_are_found(answer: SavingsReport) -> None:
+    # One chat engine keeps 0.8 requests a second within the targets; the documents need theirs.
+    assert numbers(answer, "without Aqua")["gpus_fewer"] == 2
+    assert numbers(answer, "together")["money_per_day"] >= 2 * 24 * 2.0
+
+
+def test_fair_slices_shorten_the_longest_waits_for_memory(answer: SavingsReport) -> None:
+    waits = {each.scenario: each.latencies["docs"]["ttft_p99_s"].value for each in answer.outlooks}
+    assert waits["together"] < waits["without Aqua"] / 2
+    assert waits["harvesting"] <= waits["without Aqua"] * 1.01
+
+
+def test_an_answer_is_a_document_and_repeats_itself(
+    answer: SavingsReport, question: tuple[Cluster, RecordedLoad]
+) -> None:
+    document = json.loads(json.dumps(answer.document(), allow_nan=False))
+    assert document["checks"][0].keys() >= {"model", "recorded", "simulated", "error_percent"}
+    shares = [each["share"] for each in document["swings"]]
+    assert shares == sorted(shares, reverse=True)
+    cluster, recorded = question
+    again = recorded.loads["chat"].drawn(3, recorded.span_s)
+    assert np.array_equal(
+        again.arrival_s, recorded.loads["chat"].drawn(3, recorded.span_s).arrival_s
+    )
+    assert not np.array_equal(again.arrival_s, recorded.loads["chat"].arrival_s)
+    assert abs(len(again) - len(recorded.loads["chat"])) < 0.5 * len(recorded.loads["chat"])
+    assert cluster.gpu_count("chat") == 3
+
+
+# --- Bad input ------------------------------------------------------------------------------
+
+HEAD = "t_s,model,prompt_tokens,output_tokens,ttft_s,latency_s\n"
+
+
+def kinds(recorded: RecordedLoad) -> set[str]:
+    return {finding.kind for finding in recorded.findings}
+
+
+def read(tmp_path: Path, text: str, *models: str) -> RecordedLoad:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return read_day([path], models)
+
+
+def test_a_gap_of_all_models_is_named_and_neither_idle_nor_busy(tmp_path: Path) -> None:
+    lines = [f"{time},a,10,5,0.1,0.2\n" for time in [*range(0, 600, 10), *range(9000, 9600, 10)]]
+    recorded = read(tmp_path, HEAD + "".join(lines), "a")
+    assert kinds(recorded) == {"gap"}
+    assert recorded.span_s == pytest.approx(1190, abs=30)
+
+
+def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
+    times = [*range(0, 600, 2), *range(300, 900, 2)]
+    recorded = read(tmp_path, HEAD + "".join(f"{time},a,10,5,0.1,0.2\n" for time in times), "a")
+    assert kinds(recorded) == {"clock step"}
+
+
+def test_rows_that_cannot_be_are_left_out_and_named(tmp_path: Path) -> None:
+    rows = (
+        "0,a,10,5,0.1,0.2\n1,a,x,5,0.1,0.2\n2,a,10,5,0.5,0.2\n3,a,0,5,,\n4,b,10,5,,\n5,a,10,5,,\n"
+    )
+    recorded = read(tmp_path, HEAD + rows, "a", "c")
+    assert kinds(recorded) == {"broken line", "unknown model", "missing metric", "no requests"}
+    assert len(recorded.loads["a"]) == 2
+
+
+def test_a_recording_without_times_or_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no time"):
+        read(tmp_path, "prompt_tokens,output_tokens\n1,2\n", "a")
+
+
+def test_without_latencies_the_data_sheet_counts(tmp_path: Path) -> None:
+    recorded = read(tmp_path, "t_s,prompt_tokens,output_tokens\n0,10,5\n9,10,5\n", "chat")
+    cluster, _ = read_cluster(write_day(tmp_path, PlantedDay(1.0, {}, {}))[0])
+    assert not fitted(recorded.loads, cluster.engines)["chat"].is_fitted
+
+
+def test_an_unknown_model_is_left_out_and_a_broken_list_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    known = "{name: a, model: meta-llama/Llama-3.1-8B-Instruct, gpu: H100-80GB}"
+    path.write_text(f"models: [{known}, {{name: b, model: Foo-1B, gpu: H100-80GB}}]\n")
+    cluster, findings = read_cluster(path)
+    assert list(cluster.engines) == ["a"]
+    assert [each.kind for each in findings] == ["unknown model"]
+    path.write_text("models: [{name: a, model: Llama-3.1-8B, gpus: H100-80GB}]\n")
+    with pytest.raises(ConfigError, match=r"models\.0"):
+        read_cluster(path)
+    with pytest.raises(ConfigError, match="no plan"):
+        read_plan(path, gpu="H100-80GB")
