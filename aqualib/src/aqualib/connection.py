@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from aqualib.blocks import BlockStore
     from aqualib.producer.device import EmulatedMemory
     from aqualib.producer.producer import Producer
+    from aqualib.reporter import Identity
+    from aqualib.settings import Settings
     from aqualib.tensor import AquaTensor
 
 HOST_SHARE: Final = 0.25
@@ -62,7 +64,8 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
     memory. What is not given comes from `AQUA_*` variables (see `aqualib.settings`).
 
     Args:
-        consumer_id: Name in the books, kept across restarts; by default node and process.
+        consumer_id: Name in the books, kept across restarts; by default `AQUA_MEMBER`, or made of
+            node and process.
         coordinator_url: `http://host:port`.
         token: Bearer token with the role consumer.
         transport: How slabs are shared; by default the best that works on `device`.
@@ -103,7 +106,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
     with contextlib.ExitStack() as undo:
         link = None if is_offline else undo.enter_context(settings.coordinator_client())
         aqua = Aqua(
-            require_name("consumer_id", consumer_id or f"{identity.node}-{os.getpid()}"),
+            require_name("consumer_id", consumer_id or _own_name(settings, identity)),
             transport=chosen,
             link=link,
             identity=identity,
@@ -140,7 +143,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     """A producer of this process; what is not given comes from `AQUA_*` variables or defaults.
 
     Args, beside those of `connect`:
-        producer_id: Name in the books; by default made of the node and the process.
+        producer_id: Name in the books; by default as above.
         device: Whose memory is lent (`cuda:1`, `cpu`).
         memory: Budget that the slabs are taken from, where the engine shares it; by default one
             of `AQUA_EMULATED_HBM_BYTES` on a CPU, if that is set. A GPU's driver accounts itself.
@@ -176,7 +179,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
     if model is not None:
         require_name("model", model)
     identity = find_identity(settings, chosen.device, model)
-    name = require_name("producer_id", producer_id or f"{identity.node}-{os.getpid()}")
+    name = require_name("producer_id", producer_id or _own_name(settings, identity))
     directory = socket_directory(settings.socket_dir)
     remove_abandoned(directory)
     with (
@@ -239,6 +242,11 @@ def step() -> StepChanges | None:
     """`Aqua.step` of the default instance; None without one, so that engines may always call it."""
     aqua = _default
     return None if aqua is None else aqua.step()
+
+
+def _own_name(settings: Settings, identity: Identity) -> str:
+    """The name of a member that was given none."""
+    return settings.member or f"{identity.node}-{os.getpid()}"
 
 
 def _offer_as_default(aqua: Aqua) -> None:

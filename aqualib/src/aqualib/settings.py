@@ -109,6 +109,9 @@ class Settings(BaseSettings):
         description="Age of a model's profile from which a producer does not go by it any more.",
     )
 
+    member: Name | None = Field(
+        None, description="Name in the books, as plans say it; made of node and process if unset."
+    )
     node: Name | None = Field(None, description="Name of this host; found out if unset.")
     domain: Name | None = Field(None, description="Scale-up domain of the GPU; found out if unset.")
     gpu_uuid: Name | None = Field(None, description="The GPU; found out if unset.")

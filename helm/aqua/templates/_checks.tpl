@@ -60,8 +60,31 @@
 {{- if and (ne $mode "hostNamespaces") (semverCompare "<1.34.0-0" $.Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "servers.%s: mode %s needs ResourceClaims of Kubernetes 1.34; this is %s" $name $mode $.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
+{{- $taken := dict -}}
+{{- if and $server.gpus $server.visibleDevices -}}
+{{- fail (printf "servers.%s has gpus and visibleDevices: leave one out" $name) -}}
+{{- end -}}
 {{- range $engine, $spec := $server.engines -}}
-{{- if and (eq $mode "hostNamespaces") (not $spec.visibleDevices) -}}
+{{- if or $server.gpus $server.visibleDevices -}}
+{{- if not $spec.gpuIndices -}}
+{{- fail (printf "servers.%s.engines.%s.gpuIndices is required: the server says its GPUs" $name $engine) -}}
+{{- end -}}
+{{- if or $spec.gpus $spec.visibleDevices -}}
+{{- fail (printf "servers.%s.engines.%s: gpuIndices say which GPUs; leave gpus and visibleDevices out" $name $engine) -}}
+{{- end -}}
+{{- range $index := $spec.gpuIndices -}}
+{{- if ge (int $index) (int (include "aqua.serverGpus" $server)) -}}
+{{- fail (printf "servers.%s.engines.%s.gpuIndices: %d is not among its %s GPUs" $name $engine (int $index) (include "aqua.serverGpus" $server)) -}}
+{{- end -}}
+{{- if hasKey $taken (toString $index) -}}
+{{- fail (printf "servers.%s: engines %s and %s have GPU %d" $name (get $taken (toString $index)) $engine (int $index)) -}}
+{{- end -}}
+{{- $_ := set $taken (toString $index) $engine -}}
+{{- end -}}
+{{- else if $spec.gpuIndices -}}
+{{- fail (printf "servers.%s.engines.%s.gpuIndices needs servers.%s.gpus or .visibleDevices" $name $engine $name) -}}
+{{- end -}}
+{{- if and (eq $mode "hostNamespaces") (not $spec.visibleDevices) (not $server.visibleDevices) -}}
 {{- fail (printf "servers.%s.engines.%s.visibleDevices is required in mode hostNamespaces: nothing else keeps engines apart" $name $engine) -}}
 {{- end -}}
 {{- end -}}

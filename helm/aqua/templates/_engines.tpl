@@ -2,11 +2,20 @@
 
 {{/*
 GPUs in the order of one engine: its own first, then its neighbours', since a process maps only memory
-of GPUs that it sees. By UUID where the plan says them, else by place on the bus, engines by name.
+of GPUs that it sees. By UUID where the plan says them, else by place on the bus, engines by name. Where
+the server says its GPUs, engines see all of them: none restarts when another comes or goes.
 Call with (dict "server" s "engine" name).
 */}}
 {{- define "aqua.visibleDevices" -}}
 {{- $own := list }}{{ $others := list }}{{ $next := 0 -}}
+{{- if or .server.gpus .server.visibleDevices -}}
+{{- $indices := (index .server.engines .engine).gpuIndices -}}
+{{- range $indices }}{{ $own = append $own (include "aqua.serverDevice" (dict "server" $.server "index" (int .))) }}{{ end -}}
+{{- range $index := until (int (include "aqua.serverGpus" .server)) -}}
+{{- $device := include "aqua.serverDevice" (dict "server" $.server "index" $index) -}}
+{{- if not (has $device $own) }}{{ $others = append $others $device }}{{ end -}}
+{{- end -}}
+{{- else -}}
 {{- range $name, $engine := .server.engines -}}
 {{- $devices := $engine.visibleDevices | default list -}}
 {{- if not $devices -}}
@@ -15,7 +24,22 @@ Call with (dict "server" s "engine" name).
 {{- $next = int (add $next ($engine.gpus | default 1)) -}}
 {{- if eq $name $.engine }}{{ $own = $devices }}{{ else }}{{ $others = concat $others $devices }}{{ end -}}
 {{- end -}}
+{{- end -}}
 {{ join "," (concat $own $others) }}
+{{- end }}
+
+{{- define "aqua.serverGpus" -}}
+{{ if .visibleDevices }}{{ len .visibleDevices }}{{ else }}{{ .gpus }}{{ end }}
+{{- end }}
+
+{{/* Call with (dict "server" s "index" i). */}}
+{{- define "aqua.serverDevice" -}}
+{{ if .server.visibleDevices }}{{ index .server.visibleDevices .index }}{{ else }}{{ .index }}{{ end }}
+{{- end }}
+
+{{/* Call with (dict "root" $ "name" server "server" s). */}}
+{{- define "aqua.claimName" -}}
+{{ .server.resourceClaim | default (printf "%s-%s" (include "aqua.fullname" .root) .name) }}
 {{- end }}
 
 {{/* Call with (dict "root" $ "server" s "mode" m "name" engine "spec" e). */}}
@@ -126,7 +150,7 @@ priorityClassName: {{ . | quote }}
 {{- end }}
 {{- if ne .mode "hostNamespaces" }}
 resourceClaims:
-  - {name: gpus, resourceClaimName: {{ printf "%s-%s" (include "aqua.fullname" .root) .name | quote }}}
+  - {name: gpus, resourceClaimName: {{ include "aqua.claimName" . | quote }}}
 {{- end }}
 {{- if and .server.runAsUser (ne .mode "sidecar") }}
 initContainers:

@@ -1,4 +1,4 @@
-"""`aqua-place`: solve, replan, explain, render, check, bench, serve, push.
+"""`aqua-place`: solve, replan, explain, render, check, bench, serve, push, drift, apply.
 
 Imports numpy, HiGHS and the rest inside commands, so that `--help` answers at once. What a script
 may read goes to standard output (`--json`), what a person watches (progress, errors with their
@@ -30,6 +30,7 @@ from aqua_cli import (
 )
 from aqua_cli import main as run
 from aqua_cli.program import DEFAULT_COORDINATOR_URL
+from aqua_placer.rollout.cli import MappingFile, PlanFile, apply, drift
 
 if TYPE_CHECKING:
     from aqua_placer.budget import Budget, Progress
@@ -48,7 +49,6 @@ ObjectiveName = Literal["coverage", "abs", "signed"]
 MatchingName = Literal["stable", "best-fit", "exact", "links"]
 
 ProblemFile = Annotated[Path, typer.Argument(help="Problem: YAML or JSON, .gz or not.")]
-PlanFile = Annotated[Path, typer.Argument(help="Plan, as written by --output.")]
 ObjectiveOption = Annotated[ObjectiveName, typer.Option("--objective", help="What to optimise.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds, at most.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same plan.")]
@@ -167,14 +167,36 @@ def explain(
 def render(
     file: ProblemFile,
     plan_file: PlanFile,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .svg or .png file.")],
-    first: Annotated[int, typer.Option(min=0, help="First server to draw.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Servers to draw, up to 48.")] = 48,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A .svg or .png file; for Kubernetes a folder.")
+    ],
+    as_what: Annotated[
+        Literal["picture", "kubernetes"], typer.Option("--format", help="What to make of it.")
+    ] = "picture",
+    mapping_file: MappingFile = None,
+    after_step: Annotated[
+        int | None, typer.Option(help="Kubernetes: the state after so many steps of a replan.")
+    ] = None,
+    first: Annotated[int, typer.Option(min=0, help="Picture: first server to draw.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Picture: servers to draw, up to 48.")] = 48,
 ) -> None:
-    """Draw servers as columns, producers above, consumers below, matches joined."""
+    """Draw a plan, or make it values of the chart helm/aqua and ResourceClaims.
+
+    A picture has servers as columns, producers above, consumers below, matches joined. With
+    --format kubernetes, the folder gets values.yaml and resourceclaims.yaml; --mapping names what
+    the plan does not know: images, ports, nodes.
+    """
     from aqua_placer.plan.picture import render as draw
+    from aqua_placer.rollout.kubernetes import render_plan
+    from aqua_placer.rollout.mapping import read_mapping
 
     explainer = _explainer(file, plan_file)
+    if as_what == "kubernetes":
+        mapping = read_mapping(mapping_file)
+        made = render_plan(explainer.instance, explainer.plan, mapping, after_step)
+        for path in made.write(output):
+            say(str(path))
+        return
     drawn = draw(explainer, output, first=first, count=count)
     say(f"{output}: {drawn} of {explainer.instance.servers.count} servers")
 
@@ -272,19 +294,18 @@ def push(
         say(f"{url}: {count} pairings of plan {plan.plan_hash[:12]}")
 
 
+app.command()(drift)
+app.command()(apply)
+
+
 def _explainer(file: Path, plan_file: Path) -> Explainer:
     """Plan and problem, if they belong together."""
-    from aqua_placer.errors import PlanInvalidError
     from aqua_placer.plan.explanation import Explainer
-    from aqua_placer.plan.files import read_plan
+    from aqua_placer.plan.files import read_plan, require_problem
     from aqua_placer.problem.parser import read_problem
 
     plan, instance = read_plan(plan_file), read_problem(file)
-    if plan.problem_hash != instance.digest:
-        raise PlanInvalidError(
-            f"{plan_file} was made for another problem than {file}",
-            remedy="Give the file it was solved from, or solve again.",
-        )
+    require_problem(plan, instance, plan_file, file)
     return Explainer(instance, plan)
 
 

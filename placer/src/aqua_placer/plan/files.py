@@ -53,6 +53,19 @@ def read_plan(path: Path) -> Plan:
     return plan_from(read_document(path), str(path))
 
 
+def require_problem(plan: Plan, instance: Instance, plan_file: Path, file: Path) -> None:
+    """Refuse a plan that was not made for this problem.
+
+    Raises:
+        PlanInvalidError: It was made for another.
+    """
+    if plan.problem_hash != instance.digest:
+        raise PlanInvalidError(
+            f"{plan_file} was made for another problem than {file}",
+            remedy="Give the file it was solved from, or solve again.",
+        )
+
+
 def placement_of(instance: Instance, plan: Plan) -> tuple[Placement, list[list[int]]]:
     """Server and GPUs of each group of `instance` under `plan`; -1 and [] for groups it lacks.
 

@@ -36,7 +36,7 @@ from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Mete
 from aqualib.engines.vllm.kv_groups import kv_groups
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
-from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of
+from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of, rank_member
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
@@ -180,6 +180,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if not self.options.is_offline:
             look_for_coordinator(load_settings(), is_required=self.options.require_coordinator)
         aqua = connect(
+            rank_member(parallel, parallel.rank),
             device=str(rows[0].device),
             model=self._model,
             host_bytes=size.host_bytes,

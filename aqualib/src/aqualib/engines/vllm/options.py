@@ -21,7 +21,7 @@ from aqualib.engines.vllm.plugin import CONNECTOR
 from aqualib.engines.vllm.priority import UrgentPriority
 from aqualib.engines.vllm.tenant_key import TenantSource
 from aqualib.producer.profile import Profile
-from aqualib.settings import Size
+from aqualib.settings import Size, load_settings
 
 ADDITIONAL_CONFIG_KEY: Final = "aqua"
 """Where the scheduler finds its options when no connector is configured (`--additional-config`)."""
@@ -337,3 +337,16 @@ def model_name(vllm_config: Any) -> str | None:
     last = str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
     letters = re.sub(r"[^A-Za-z0-9._:-]+", "-", last)
     return letters.strip("-._:") or None
+
+
+def rank_member(parallel: Any, rank: int) -> str | None:
+    """The name in the books of one rank, as plans name shards; None unless `AQUA_MEMBER` names it.
+
+    Data-parallel engines after the first are `.dp1` and so on: the variable is the same for all.
+    """
+    member = load_settings().member
+    if member is None:
+        return None
+    index = parallel.data_parallel_index
+    engine = f"{member}.dp{index}" if index else member
+    return f"{engine}.{rank}" if parallel.world_size > 1 else engine

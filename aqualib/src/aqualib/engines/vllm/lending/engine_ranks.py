@@ -50,7 +50,10 @@ def rank_endpoint(vllm_config: Any, rank: int) -> Path:
 
 @contextmanager
 def open_local(
-    cache: LendableCache, model: str | None, profile_names: Sequence[str]
+    cache: LendableCache,
+    model: str | None,
+    profile_names: Sequence[str],
+    member: str | None = None,
 ) -> Iterator[EngineRanks]:
     """The one rank of an engine whose worker is in this process.
 
@@ -59,6 +62,7 @@ def open_local(
         TransportError: The producer's socket cannot be listened on.
     """
     with open_producer(
+        member,
         device=str(cache.device),
         memory=cache.memory.account,
         model=model,
@@ -69,7 +73,10 @@ def open_local(
 
 @contextmanager
 def open_remote(
-    endpoints: Sequence[Path], model: str | None, profile_names: Sequence[str]
+    endpoints: Sequence[Path],
+    model: str | None,
+    profile_names: Sequence[str],
+    members: Sequence[str | None] = (),
 ) -> Iterator[EngineRanks]:
     """The ranks of an engine whose workers are other processes; each becomes a member.
 
@@ -80,23 +87,23 @@ def open_remote(
     settings = load_settings()
     identity = find_identity(settings, CPU, model)
     producer_id = f"{identity.node}-{os.getpid()}"
+    names = [*members] or [None] * len(endpoints)
     ranks: list[RemoteRank] = []
     with ExitStack() as opened:
         for rank, endpoint in enumerate(endpoints):
             try:
-                ranks.append(
-                    RemoteRank(rank, endpoint, producer_id=f"{producer_id}-rank{rank}", model=model)
-                )
+                name = names[rank] or f"{producer_id}-rank{rank}"
+                ranks.append(RemoteRank(rank, endpoint, producer_id=name, model=model))
             except (ChannelClosedError, FileNotFoundError) as error:
                 raise _not_found(rank, error) from error
             opened.callback(ranks[-1].close)
         if len({rank.layout.slab_bytes for rank in ranks}) > 1:
             raise ConfigError("the ranks of this engine have slabs of different sizes")
         follower: ProfileFollower | None = None
-        if names := [*profile_names] or [*filter(None, [model])]:
+        if profiles := [*profile_names] or [*filter(None, [model])]:
             link = opened.enter_context(settings.coordinator_client())
             follower = opened.enter_context(
-                ProfileFollower(link, names, max_age_s=settings.profile_max_age_s)
+                ProfileFollower(link, profiles, max_age_s=settings.profile_max_age_s)
             )
         lender = RankProducers(
             ranks,

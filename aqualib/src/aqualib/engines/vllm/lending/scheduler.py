@@ -34,7 +34,7 @@ from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
-from aqualib.engines.vllm.options import model_name, options_of, profile_names
+from aqualib.engines.vllm.options import model_name, options_of, profile_names, rank_member
 from aqualib.engines.vllm.switches import Feature, Switches
 from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
 from aqualib.settings import load_settings
@@ -194,14 +194,16 @@ LendingScheduler.asynchronous = AsyncLendingScheduler
 
 def ranks_of(vllm_config: Any, profile: str | None) -> AbstractContextManager[EngineRanks]:
     """The engine's ranks: the worker beside this scheduler, or those of other processes."""
+    parallel = vllm_config.parallel_config
     model = model_name(vllm_config)
     names = [profile] if profile else profile_names(vllm_config)
     if (worker := LENDABLE.pop(vllm_config.instance_id, None)) is not None:
         worker.service.close()  # It is called, not told.
-        return open_local(worker.cache, model, names)
-    count = vllm_config.parallel_config.world_size
+        return open_local(worker.cache, model, names, rank_member(parallel, 0))
+    count = parallel.world_size
     endpoints = [rank_endpoint(vllm_config, rank) for rank in range(count)]
-    return open_remote(endpoints, model, names)
+    members = [rank_member(parallel, rank) for rank in range(count)]
+    return open_remote(endpoints, model, names, members)
 
 
 def _keep_blocks(scheduler: Any, vllm_config: Any) -> int:
