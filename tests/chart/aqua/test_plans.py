@@ -70,7 +70,7 @@ def faults(manifests: list[Manifest]) -> list[str]:
     return [*found, *name_faults(manifests), *reference_faults(manifests, set())]
 
 
-@pytest.mark.parametrize("family", ["tpmix", "tpscarce", "refmix"])
+@pytest.mark.parametrize("family", ["tpmix", "tpscarce"])
 @pytest.mark.parametrize(
     ("mode", "exact"),
     [("dra", False), ("dra", True), ("hostNamespaces", True), ("sidecar", False)],

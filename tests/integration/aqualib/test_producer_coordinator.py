@@ -277,6 +277,7 @@ def test_a_producer_opened_by_variables_is_in_the_books_until_it_is_closed(
         "AQUA_SOCKET_DIR": str(directory),
         "AQUA_EMULATED_HBM_BYTES": "256KiB",
         "AQUA_NODE": "node-7",
+        "AQUA_MEMBER": "sdxl.3",
         "AQUA_HEARTBEAT_S": "0.1",
     }.items():
         monkeypatch.setenv(name, value)
@@ -285,6 +286,7 @@ def test_a_producer_opened_by_variables_is_in_the_books_until_it_is_closed(
         await_grantable(producer)
         (view,) = coordinator.get("producers")["producers"]
         assert (view["node"], view["model"]) == ("node-7", "sdxl")
+        assert view["producer_id"] == "sdxl.3"
         assert view["offered_bytes"] == 3 * SLAB
         with pytest.raises(TransportError, match="out of device memory"):
             producer.offer(5 * SLAB)

@@ -6,9 +6,11 @@ whatever is offered comes back at once.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
@@ -76,6 +78,14 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
 def engine(workers: Workers) -> Iterator[EngineRanks]:
     with open_remote(workers.endpoints, "tiny", []) as opened:
         yield opened
+
+
+def test_ranks_report_under_the_names_that_they_are_given(workers: Workers) -> None:
+    with open_remote(workers.endpoints, "tiny", [], ["llama.0", "llama.1"]) as opened:
+        assert len(opened.memories) == 2
+        directory = Path(os.environ["AQUA_SOCKET_DIR"])
+        for name in ("llama.0", "llama.1"):
+            assert (directory / f"{name}.sock").is_socket()
 
 
 def lending_of(engine: EngineRanks) -> KvLending:

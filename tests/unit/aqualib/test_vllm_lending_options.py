@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aqua_protocol import MIB, ConfigError
-from aqualib.engines.vllm.options import LendingOptions, options_of
+from aqualib.engines.vllm.options import LendingOptions, options_of, rank_member
 
 
 def engine(
@@ -81,3 +81,17 @@ def test_by_default_half_of_the_cache_is_lent_if_that_much_can_be() -> None:
         None, cache_bytes=100 * MIB, most_bytes=30 * MIB, slab_bytes=MIB
     )
     assert profile.spare_bytes == 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("world_size", "index", "rank", "name"),
+    [(1, 0, 0, "llama"), (2, 0, 1, "llama.1"), (1, 2, 0, "llama.dp2"), (4, 1, 3, "llama.dp1.3")],
+)
+def test_ranks_are_named_as_plans_name_shards(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, index: int, rank: int, name: str
+) -> None:
+    parallel = SimpleNamespace(world_size=world_size, data_parallel_index=index)
+    monkeypatch.delenv("AQUA_MEMBER", raising=False)
+    assert rank_member(parallel, rank) is None
+    monkeypatch.setenv("AQUA_MEMBER", "llama")
+    assert rank_member(parallel, rank) == name
