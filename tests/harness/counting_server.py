@@ -1,6 +1,6 @@
 """An engine over HTTP that counts instead of computing; a process that outlives what asks it.
 
-It answers each chat with what it was asked, so a test sees from the answer alone
+It answers each request with what it was asked, so a test sees from the answer alone
 which request it belongs to, and counts how often each prompt began, ended, and was broken off. A
 prompt that begins with a word of `BEHAVIOURS` is treated as that says. `/counts` tells; `/release`
 lets held requests go.
@@ -9,15 +9,17 @@ lets held requests go.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import httpx
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from harness.bounds import HANG_S
 from harness.fork_server import ForkedProcess
@@ -54,7 +56,7 @@ class CountingServer:
         self._process.wait(HANG_S)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How often each prompt began, ended and was broken off."""
+        """How often each prompt began, ended, was broken off, and was said to be of a class."""
         found: dict[str, dict[str, int]] = self._http.get("/counts").json()
         return found
 
@@ -66,10 +68,15 @@ class CountingServer:
         """Let held requests of a group go, those to come as well."""
         self._http.post("/release", params={"group": group}).raise_for_status()
 
+    def tell_metrics(self, text: str) -> None:
+        """Have `/metrics` say this from now on; before, there is no such path."""
+        self._http.post("/tell", content=text).raise_for_status()
+
 
 class _Counts:
     def __init__(self) -> None:
-        self.of: dict[str, Counter[str]] = {kind: Counter() for kind in ("began", "ended", "gone")}
+        kinds = ("began", "ended", "gone", "offline", "online")
+        self.of: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.changed = asyncio.Condition()
 
     async def add(self, kind: str, prompt: str) -> None:
@@ -87,24 +94,55 @@ def _serve(listener: socket.socket) -> None:
 class _Engine:
     def __init__(self) -> None:
         self.counts = _Counts()
+        self._metrics = ""
         self._released: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     def api(self) -> FastAPI:
         api = FastAPI()
-        api.post("/v1/chat/completions")(self.chat)
+        for name in ("chat/completions", "completions", "embeddings"):
+            api.post(f"/v1/{name}")(self.answer)
+        api.get("/v1/models")(self.models)
+        api.get("/metrics")(self.metrics)
+        api.post("/tell")(self.tell_metrics)
         api.get("/counts")(self.tell)
         api.get("/wait")(self.wait)
         api.post("/release")(self.release)
         return api
 
-    async def chat(self, request: Request) -> JSONResponse:
+    async def answer(self, request: Request) -> Response:
         asked = await request.json()
-        prompt = asked["messages"][-1]["content"]
+        kind = "messages" if "messages" in asked else "prompt" if "prompt" in asked else "input"
+        prompt = asked[kind][-1]["content"] if kind == "messages" else asked[kind]
         await self.counts.add("began", prompt)
+        if told := request.headers.get("x-aqua-class"):
+            await self.counts.add(told, prompt)
         match prompt.partition(" ")[0]:
             case "hold" if not await self._wait_for_release(request, prompt.split()[1]):
                 await self.counts.add("gone", prompt)
                 return JSONResponse({}, 499)
+            case "fail" | "shaky" | "refuse" as manner if refusal := self._refusal(manner, prompt):
+                return refusal
+        if asked.get("stream"):
+            return StreamingResponse(self._stream(prompt), media_type="text/event-stream")
+        await self.counts.add("ended", prompt)
+        head = {"id": "c", "created": 0, "model": asked["model"]}
+        text = f"{prompt} was asked"
+        choice: dict[str, Any]
+        match kind:
+            case "messages":
+                choice = {"message": {"role": "assistant", "content": text}}
+                head["object"] = "chat.completion"
+            case "prompt":
+                choice = {"text": text}
+                head["object"] = "text_completion"
+            case _:
+                data = [{"object": "embedding", "index": 0, "embedding": [float(len(prompt))]}]
+                usage = {"prompt_tokens": 1, "total_tokens": 1}
+                return JSONResponse({**head, "object": "list", "data": data, "usage": usage})
+        return JSONResponse({**head, "choices": [{"index": 0, "finish_reason": "stop", **choice}]})
+
+    def _refusal(self, manner: str, prompt: str) -> Response | None:
+        match manner:
             case "fail":
                 return JSONResponse({"error": {"message": "out of memory"}}, 500)
             case "shaky" if self.counts.of["began"][prompt] == 1:
@@ -112,11 +150,31 @@ class _Engine:
             case "refuse":
                 error = {"message": "no such model", "type": "BadRequestError", "code": 400}
                 return JSONResponse({"error": error}, 400)
-        await self.counts.add("ended", prompt)
-        message = {"role": "assistant", "content": f"{prompt} was asked"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        head = {"id": "c", "object": "chat.completion", "created": 0, "model": asked["model"]}
-        return JSONResponse({**head, "choices": [choice]})
+        return None
+
+    async def _stream(self, prompt: str) -> AsyncIterator[str]:
+        """The prompt's words, one by one; after "stay" none, until the caller leaves."""
+        try:
+            for word in prompt.split():
+                delta = {"index": 0, "delta": {"content": word}}
+                head = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+                yield f"data: {json.dumps({**head, 'choices': [delta]})}\n\n"
+                if word == "stay":
+                    await asyncio.sleep(HANG_S)
+            yield "data: [DONE]\n\n"
+            await self.counts.add("ended", prompt)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.counts.add("gone", prompt))
+            raise
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "test"}]}
+
+    async def metrics(self) -> Response:
+        return PlainTextResponse(self._metrics, 200 if self._metrics else 404)
+
+    async def tell_metrics(self, request: Request) -> None:
+        self._metrics = (await request.body()).decode()
 
     async def _wait_for_release(self, request: Request, group: str) -> bool:
         """Whether it was released; False where the caller has left."""

@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 
 from aqua_batch.service import keys
 from aqua_batch.service.database import Database
+from aqua_batch.service.quotas import TenantLimits, list_quotas, set_quota
 from harness.batch_service import BatchServiceProcess, chat_line, records, submit, wait_until
 from harness.counting_server import CountingServer
 
@@ -59,4 +60,43 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
         await database.write(lambda connection: keys.revoke_key(connection, red_id))
         with pytest.raises(openai.AuthenticationError):
             ours.batches.list()
+    database.close()
+
+
+async def test_a_tenant_that_has_its_share_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    red, _ = await key_of(database, "red")
+    blue, _ = await key_of(database, "blue")
+    line = chat_line("a", "hold quota")
+    limits = TenantLimits("red", 8 * len(line), open_requests=2, requests_per_minute=1)
+    await database.write(lambda connection: set_quota(connection, limits))
+    with (
+        CountingServer() as engine,
+        BatchServiceProcess(tmp_path, [engine.url], listen_host="0.0.0.0") as service,  # noqa: S104 - there are keys
+    ):
+        ours = service.client(red).with_options(max_retries=0)
+        theirs = service.client(blue).with_options(max_retries=0)
+        with pytest.raises(openai.PermissionDeniedError, match="would exceed"):
+            ours.files.create(file=("in.jsonl", line * 9), purpose="batch")
+        assert list(ours.files.list()) == []
+        three = submit(ours, [chat_line(f"{i}", "x") for i in range(3)])
+        ended = wait_until(ours, three.id)
+        assert ended.errors
+        assert ended.errors.data
+        assert [each.code for each in ended.errors.data] == ["request_limit_exceeded"]
+        held = submit(ours, [chat_line(f"{i}", "hold quota") for i in range(2)])
+        engine.wait_for("began", 2)
+        with pytest.raises(openai.RateLimitError, match="as many open requests") as caught:
+            submit(ours, [line])
+        assert caught.value.response.headers["retry-after"] == "60"
+        assert submit(theirs, [line]).status == "validating"
+        ours.completions.create(model="m", prompt="x")
+        with pytest.raises(openai.RateLimitError, match="requests of this minute"):
+            ours.completions.create(model="m", prompt="x")
+        theirs.completions.create(model="m", prompt="x")
+        engine.release("quota")
+        assert wait_until(ours, held.id).status == "completed"
+        await database.write(lambda connection: set_quota(connection, TenantLimits("red")))
+        assert await database.read(list_quotas) == []
+        ours.completions.create(model="m", prompt="x")
     database.close()

@@ -29,7 +29,9 @@ from aqua_batch.service.engines import EnginePool
 from aqua_batch.service.keys import has_keys
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.online import online
 from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.quotas import RequestRates
 from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.refusals import BatchApiError, error_body
 from aqua_batch.service.routes import BatchServices
@@ -73,6 +75,7 @@ class BatchService:
             places=settings.engine_concurrency,
             api_key=None if key is None else key.get_secret_value(),
             timeout_s=settings.request_timeout_s,
+            ttft_s=settings.engine_ttft_s,
         )
         database = Database(settings.database)
         dispatcher = Dispatcher(
@@ -102,7 +105,15 @@ class BatchService:
             output_ttl_s=settings.file_ttl_s,
         )
         self.services = BatchServices(
-            settings, database, objects, engines, dispatcher, upkeep, metrics, asyncio.Event()
+            settings,
+            database,
+            objects,
+            engines,
+            dispatcher,
+            upkeep,
+            metrics,
+            RequestRates(),
+            asyncio.Event(),
         )
         self.asgi: ASGIApp = _api(self.services)
 
@@ -145,7 +156,7 @@ def _api(services: BatchServices) -> FastAPI:
         redirect_slashes=False,
     )
     api.state.services = services
-    for router in (routes.health, routes.files, routes.batches, routes.rest):
+    for router in (routes.health, routes.files, routes.batches, online, routes.rest):
         api.include_router(router)
     for kind in (AquaError, RequestValidationError, HTTPException, Exception):
         api.add_exception_handler(kind, _answer_error)

@@ -1,4 +1,4 @@
-"""`aqua batch serve | submit | status | wait | cancel | fetch | key`: the Batch API and its use.
+"""`aqua batch serve | submit | status | wait | cancel | fetch | key | quota`: the Batch API in use.
 
 Exit codes are those of all commands (`aqua_cli`); `wait` and `submit --wait` say 1 where the batch
 did not complete.
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -29,6 +30,10 @@ key_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", help="API keys of a batch service's tenants."
 )
 app.add_typer(key_app, name="key")
+quota_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown", help="Limits of a batch service's tenants."
+)
+app.add_typer(quota_app, name="quota")
 
 DEFAULT_URL: Final = "http://127.0.0.1:7720"
 LOOK_S: Final = 1.0
@@ -294,6 +299,48 @@ def revoke(
 
     with _database(database_url, data_dir) as run:
         run(lambda connection: revoke_key(connection, key_id))
+
+
+@quota_app.command("set")
+def set_limits(
+    tenant: Annotated[str, typer.Argument(help="Of its API keys; `default` without keys.")],
+    stored_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Bytes of all its files together.")
+    ] = None,
+    open_requests: Annotated[
+        int | None, typer.Option(min=0, help="Requests of its batches that have not ended.")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Online requests, at each service.")
+    ] = None,
+    database_url: DatabaseOption = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Set the limits of a tenant, all at once: one that is left out is none.
+
+    `aqua batch quota set research --stored-bytes 10000000000 --open-requests 200000`
+    """
+    from aqua_batch.service.quotas import TenantLimits, set_quota
+
+    quota = TenantLimits(tenant, stored_bytes, open_requests, requests_per_minute)
+    with _database(database_url, data_dir) as run:
+        run(lambda connection: set_quota(connection, quota))
+
+
+@quota_app.command("list")
+def list_limits(
+    database_url: DatabaseOption = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """List tenants with limits."""
+    from aqua_batch.service.quotas import list_quotas
+
+    with _database(database_url, data_dir) as run:
+        found = [asdict(each) for each in run(list_quotas)]
+    if as_json:
+        print_json(found)
+        return
+    rows = [tuple("-" if v is None else str(v) for v in each.values()) for each in found]
+    print_table("Quotas", ("tenant", "bytes", "open requests", "a minute"), rows)
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 One worker's life, as supervised loops: *feed* leases requests ahead of the engines' need, so that
 an engine never waits for the database; *record* writes outcomes (`Recorder`); *watch* finds batches
 that were cancelled or have expired, here or by another service, and breaks off their requests;
-*live* prolongs the worker's life. What is not on the database is nothing: a worker that is killed
-leaves leases, which others take up when its life has run out.
+*live* prolongs the worker's life; *sense* looks at the load of engines (`concurrency`). What is not
+on the database is nothing: a worker that is killed leaves leases, which others take up when its
+life has run out.
 
 A worker that was thought dead, because it or its machine stood still, notices by itself, drops all
 that it had and begins a new life; what it still records meanwhile is late (`request_rows`).
@@ -59,6 +60,14 @@ MOST_AHEAD: Final = 256
 MOST_UNRECORDED: Final = 2048
 """Answers that wait for the database before engines get no more. Doubled, a database that does not
 answer costs twice the memory."""
+MOST_UNRECORDED_BYTES: Final = 64 << 20
+"""Bytes of them, likewise. Doubled, a database that does not answer costs twice the memory."""
+MOST_HELD_BYTES: Final = 64 << 20
+"""Bytes of requests in memory, ahead or at engines; a single one may have more. Doubled, twice the
+memory where requests are of megabytes."""
+SENSE_S: Final = 1.0
+"""Seconds between looks at the engines' metrics. Doubled, an engine that has too much to do gets
+less a second later."""
 FIRST_PAUSE_S: Final = 1.0
 """Seconds before a request that failed runs again, then twice as long each time. Doubled, a short
 hiccup of an engine costs a second more."""
@@ -112,6 +121,7 @@ class Dispatcher:
                 SupervisedTask(self._live, "batch-live"),
                 SupervisedTask(self._watch, "batch-watch"),
                 SupervisedTask(self._feed, "batch-feed"),
+                SupervisedTask(self._sense, "batch-sense"),
             ):
                 yield
         finally:
@@ -169,26 +179,46 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _sense(self) -> None:
+        while True:
+            await self._engines.look()
+            self._is_wanting.set()
+            with resting():
+                await asyncio.sleep(SENSE_S)
+
     async def _feed(self) -> None:
         while True:
             self._is_wanting.clear()
-            ahead = min(MOST_AHEAD, sum(each.places for each in self._engines.engines))
+            ahead = min(MOST_AHEAD, sum(int(each.limit.value) for each in self._engines.engines))
             wanted = ahead - len(self._ready)
             found = 0
-            if wanted * 2 > ahead and len(self._recorder) < MOST_UNRECORDED:
-                found = await self._lease(wanted)
+            held_bytes = sum(each.size for each, _ in (*self._ready, *self._jobs.values()))
+            is_behind = (
+                len(self._recorder) >= MOST_UNRECORDED
+                or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
+                or held_bytes >= MOST_HELD_BYTES
+            )
+            if wanted * 2 > ahead and not is_behind:
+                found = await self._lease(wanted, MOST_HELD_BYTES - held_bytes)
             self._pump()
             if found < wanted or wanted * 2 <= ahead:
                 pause_s = min(POLL_S, self._engines.next_return_s() or POLL_S)
                 with resting(), contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._is_wanting.wait(), pause_s)
 
-    async def _lease(self, count: int) -> int:
+    async def _lease(self, count: int, most_bytes: int) -> int:
         running = Counter(each.tenant for each, _ in self._jobs.values())
         running.update(each.tenant for each, _ in self._ready)
         worker = self.worker
         leased = await self._database.write(
-            partial(lease_requests, worker=worker, room=count, running=running, now_s=self._now_s())
+            partial(
+                lease_requests,
+                worker=worker,
+                room=count,
+                most_bytes=most_bytes,
+                running=running,
+                now_s=self._now_s(),
+            )
         )
         by_input: defaultdict[str, list[LeasedRequest]] = defaultdict(list)
         for each in leased:

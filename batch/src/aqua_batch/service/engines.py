@@ -1,10 +1,11 @@
 """The engines: who takes the next request, and what an answer of theirs means.
 
 An engine is any server that speaks OpenAI's HTTP: vLLM, with or without Aqua's schedulers. Each has
-a number of places, so that one is never flooded. One that cannot be reached rests, longer each
-time, and then gets a single request to show that it is back; that costs no request an attempt.
-Closing the connection is how a request is cancelled: vLLM aborts it, and its memory is free at the
-next step.
+a number of places for offline requests, found by feedback (`concurrency`), so that one is never
+flooded. Online requests, which are passed through, take none: they go to whom has the fewest. One
+that cannot be reached rests, longer each time, and then gets a single request to show that it is
+back; that costs no request an attempt. Closing the connection is how a request is cancelled: vLLM
+aborts it, and its memory is free at the next step.
 
 An answer is final (2xx, or a refusal that repetition would not change), or the request is to run
 again: the engine was overloaded, failed, or broke off.
@@ -12,15 +13,17 @@ again: the engine was overloaded, failed, or broke off.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import aiohttp
 
+from aqua_batch.service.concurrency import AdmissionLimit, LoadSample
 from aqua_protocol.errors import AquaError
 
 FIRST_REST_S: Final = 0.5
@@ -33,7 +36,16 @@ CONNECT_S: Final = 10.0
 twice as long."""
 LONGEST_ANSWER_BYTES: Final = 64 << 20
 """Bytes; as long as a line may be. Doubled, an engine gone mad may take twice the memory."""
+LOOK_S: Final = 2.0
+"""Seconds that an engine may take to tell its metrics or models; one that takes longer has too much
+to do. Doubled, that is noticed two seconds later."""
+LONGEST_METRICS_BYTES: Final = 8 << 20
+"""Bytes; vLLM tells some 100 KiB. Doubled, an engine gone mad may take twice the memory."""
+CLASS_HEADER: Final = "x-aqua-class"
+"""Fixed, as part of the interface of engines that co-serve; others pass over it."""
 
+OK: Final = 200
+"""Fixed by HTTP."""
 OVERLOADED: Final = frozenset({429, 503})
 AGAIN: Final = frozenset({408, 409, 425, 500, 502, 504})
 
@@ -82,19 +94,28 @@ class EngineEndpoint:
         running: Requests that it has.
         rests_until_s: Monotonic time before which it gets nothing.
         absences: How often in a row it could not be reached.
+        online: Online requests that it has from here.
+        limit: How many of the places are used.
+        load: What its metrics said last; None where it has none.
     """
 
     url: str
     places: int
     running: int = 0
+    online: int = 0
+    limit: AdmissionLimit = field(init=False)
+    load: LoadSample | None = None
     rests_until_s: float = 0.0
     absences: int = 0
+
+    def __post_init__(self) -> None:
+        self.limit = AdmissionLimit(self.places)
 
     def room(self, now_s: float) -> int:
         """Requests that it would take now; one that was away gets a single one first."""
         if now_s < self.rests_until_s:
             return 0
-        return max(0, (1 if self.absences else self.places) - self.running)
+        return max(0, (1 if self.absences else int(self.limit.value)) - self.running)
 
     def rest(self, now_s: float, at_least_s: float) -> None:
         """Leave it alone for a while, longer each time."""
@@ -113,6 +134,7 @@ class EnginePool:
         places: Requests that each gets at once.
         api_key: For the engines, if they want one.
         timeout_s: How long an answer may take.
+        ttft_s: Mean time to the first token above which an engine has too much to do.
         clock_s: Monotonic.
     """
 
@@ -123,6 +145,7 @@ class EnginePool:
         places: int,
         api_key: str | None,
         timeout_s: float,
+        ttft_s: float | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engines = [EngineEndpoint(url.rstrip("/").removesuffix("/v1"), places) for url in urls]
@@ -130,6 +153,7 @@ class EnginePool:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        self._ttft_s = ttft_s
         self._clock_s = clock_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -157,24 +181,63 @@ class EnginePool:
             taken.append(engine)
         return taken
 
+    def choose_online(self, passed: Sequence[EngineEndpoint]) -> EngineEndpoint | None:
+        """The engine with the fewest online requests, but those passed over and those at rest."""
+        now_s = self._clock_s()
+        free = [e for e in self.engines if e not in passed and now_s >= e.rests_until_s]
+        return min(free, key=lambda each: each.online, default=None)
+
     def next_return_s(self) -> float | None:
         """Seconds until the first resting engine is tried again; None where none rests."""
         now_s = self._clock_s()
         rests = [each.rests_until_s - now_s for each in self.engines if each.rests_until_s > now_s]
         return min(rests, default=None)
 
-    async def ask(self, engine: EngineEndpoint, path: str, body: bytes) -> EngineAnswer:
-        """Have an engine run a request.
+    async def look(self) -> None:
+        """Ask all engines how they are, and adjust how many requests each gets."""
+        await asyncio.gather(*(self._look_at(each) for each in self.engines))
+
+    async def _look_at(self, engine: EngineEndpoint) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                status, content = await self.read(engine, "/metrics", LONGEST_METRICS_BYTES)
+            load = LoadSample.of(content.decode()) if status == OK else None
+        except TimeoutError:
+            engine.limit.congested(engine.running)
+            return
+        except (aiohttp.ClientError, EngineFailedError, ValueError):  # Away, or no metrics.
+            load = None
+        before, engine.load = engine.load, load
+        if load is None or before is None:
+            return
+        if load.is_congested(before, self._ttft_s):
+            engine.limit.congested(engine.running)
+        else:
+            engine.limit.calm(engine.running)
+
+    async def read(self, engine: EngineEndpoint, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Status and content of what an engine tells of itself.
 
         Raises:
-            EngineAbsentError: It has not run; the engine rests now.
-            EngineFailedError: It failed or broke off.
+            aiohttp.ClientError: It cannot be reached, or broke off.
+            EngineFailedError: It said more than that.
+        """
+        assert self._session is not None
+        async with self._session.get(engine.url + path) as response:
+            return response.status, await _read(response, most_bytes)
+
+    async def open(
+        self, engine: EngineEndpoint, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Begin a request, and wait for the head of its answer; the caller closes it.
+
+        Raises:
+            EngineAbsentError: It cannot be reached; the engine rests now.
+            EngineFailedError: It broke off before it answered.
         """
         assert self._session is not None
         try:
-            async with self._session.post(engine.url + path, data=body) as response:
-                engine.absences = 0 if response.status not in OVERLOADED else engine.absences
-                content = await _read(response)
+            return await self._session.post(engine.url + path, data=body, headers=headers)
         except aiohttp.ClientConnectorError as error:
             engine.rest(self._clock_s(), 0.0)
             raise EngineAbsentError(
@@ -182,8 +245,24 @@ class EnginePool:
             ) from None
         except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineFailedError(f"the engine broke off: {type(error).__name__}") from None
+
+    async def ask(self, engine: EngineEndpoint, path: str, body: bytes) -> EngineAnswer:
+        """Have an engine run an offline request.
+
+        Raises:
+            EngineAbsentError: It has not run; the engine rests now.
+            EngineFailedError: It failed or broke off.
+        """
+        response = await self.open(engine, path, body, {CLASS_HEADER: "offline"})
+        try:
+            engine.absences = 0 if response.status not in OVERLOADED else engine.absences
+            content = await _read(response, LONGEST_ANSWER_BYTES)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise EngineFailedError(f"the engine broke off: {type(error).__name__}") from None
+        finally:
+            response.close()
         if response.status in OVERLOADED:
-            engine.rest(self._clock_s(), _retry_after_s(response))
+            self.refused(engine, response)
             raise EngineAbsentError(f"the engine has no room: HTTP {response.status}")
         if response.status in AGAIN:
             raise EngineFailedError(f"the engine failed: HTTP {response.status}")
@@ -191,15 +270,22 @@ class EnginePool:
             answer = json.loads(content)
         except ValueError:
             raise EngineFailedError("the engine answered something that is not JSON") from None
+        if engine.load is None:
+            engine.limit.answered(engine.running)
         return EngineAnswer(response.status, answer, response.headers.get("x-request-id", ""))
 
+    def refused(self, engine: EngineEndpoint, response: aiohttp.ClientResponse) -> None:
+        """Take note that an engine has no room."""
+        engine.limit.congested(engine.running)
+        engine.rest(self._clock_s(), _retry_after_s(response))
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
+
+async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     content = bytearray()
     async for piece in response.content.iter_any():
         content += piece
-        if len(content) > LONGEST_ANSWER_BYTES:
-            raise EngineFailedError(f"an answer of more than {LONGEST_ANSWER_BYTES >> 20} MiB")
+        if len(content) > most_bytes:
+            raise EngineFailedError(f"an answer of more than {most_bytes >> 20} MiB")
     return bytes(content)
 
 

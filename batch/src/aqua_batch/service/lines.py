@@ -28,6 +28,7 @@ from aqua_batch.records import CODES, Rejection, RejectionCode, numbered_lines
 from aqua_batch.service.batch_rows import BatchJob, begin_batch, fail_batch, holds
 from aqua_batch.service.database import Database
 from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.quotas import open_room
 from aqua_batch.service.request_rows import RequestState
 from aqua_batch.service.schema import OUTCOMES, REQUESTS
 from aqua_batch.service.wire import BatchLineError
@@ -120,6 +121,11 @@ class InputReader:
             self._fail(connection, "empty_file", "The file has no requests", now_s)
         elif self._bad_count == self._count:
             fail_batch(connection, self._batch, self._faults, now_s)
+        elif (room := open_room(connection, self._batch.tenant)) is not None and (
+            self.good_count > room
+        ):
+            message = f"The tenant's batches may have {max(0, room)} more open requests"
+            self._fail(connection, "request_limit_exceeded", message, now_s)
         else:
             begin_batch(connection, self._batch, self._faults, now_s)
             return True

@@ -45,6 +45,12 @@ class BatchMetrics:
             ["engine"],
             registry=self._registry,
         )
+        self._limit = Gauge(
+            "aqua_batch_engine_limit",
+            "Requests of batches that an engine gets at once, by feedback",
+            ["engine"],
+            registry=self._registry,
+        )
         self._absent = Gauge(
             "aqua_batch_engine_absent",
             "Whether an engine cannot be reached or has no room",
@@ -69,6 +75,7 @@ class BatchMetrics:
             self._batches.labels(status).set(count)
         for engine in engines:
             self._running.labels(engine.url).set(engine.running)
+            self._limit.labels(engine.url).set(int(engine.limit.value))
             self._absent.labels(engine.url).set(engine.absences > 0)
         for loop, count in restart_counts().items():
             self._restarts.labels(loop).set(count)

@@ -34,6 +34,9 @@ class Recorder:
 
     Args:
         recorded: Called after a transaction with how many of its entries were late.
+
+    Attributes:
+        waiting_bytes: Of records that are not on the disk.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Recorder:
         self._waiting: list[RequestOutcome | Return] = []
         self._writing: list[RequestOutcome | Return] = []
         self._came = asyncio.Event()
+        self.waiting_bytes = 0
 
     def __len__(self) -> int:
         """Entries that are not on the disk."""
@@ -53,6 +57,7 @@ class Recorder:
     def put(self, entry: RequestOutcome | Return) -> None:
         """Have an entry recorded."""
         self._waiting.append(entry)
+        self.waiting_bytes += _size_of(entry)
         self._came.set()
 
     async def run(self) -> None:
@@ -83,5 +88,10 @@ class Recorder:
                 with resting():
                     await asyncio.sleep(RETRY_S)
                 continue
+            self.waiting_bytes -= sum(map(_size_of, self._writing))
             self._writing = []
             self._recorded(len(late))
+
+
+def _size_of(entry: RequestOutcome | Return) -> int:
+    return len(entry.record) if isinstance(entry, RequestOutcome) else 0

@@ -22,8 +22,15 @@ class BatchApiError(AquaError):
     http_status = 400
     error_type: ClassVar[str] = "invalid_request_error"
 
-    def __init__(self, message: str, *, param: str | None = None, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        remedy: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy, retry_after_s=retry_after_s)
         self.param = param
 
 
@@ -53,6 +60,21 @@ class UploadTooLargeError(BatchApiError):
 
     code = "too_large"
     http_status = 413
+
+
+class TenantQuotaError(BatchApiError):
+    """The tenant has as much as it may have; only deleting helps."""
+
+    code = "insufficient_quota"
+    http_status = 403
+
+
+class RateLimitError(BatchApiError):
+    """Too much at once; the same request may come again, later."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    error_type = "rate_limit_error"
 
 
 def error_body(error: AquaError) -> dict[str, Any]:

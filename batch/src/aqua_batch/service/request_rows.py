@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -214,11 +215,17 @@ def choose_requests(
 
 
 def lease_requests(
-    connection: Connection, worker: str, room: int, running: Mapping[str, int], now_s: float
+    connection: Connection,
+    worker: str,
+    room: int,
+    most_bytes: int,
+    running: Mapping[str, int],
+    now_s: float,
 ) -> list[LeasedRequest]:
     """Lease up to `room` waiting requests, as `choose_requests` says.
 
-    Within a batch they come in its order (`rank`).
+    Within a batch they come in its order (`rank`). Together they have no more than `most_bytes`,
+    unless the first has.
     """
     candidates: list[LeasedRequest] = []
     of_tenant: Counter[str] = Counter()
@@ -253,7 +260,10 @@ def lease_requests(
                 LeasedRequest(batch, line, custom_id, tenant, *place, generation + 1, attempts)
             )
             of_tenant[tenant] += 1
-    leased = choose_requests(room, running, candidates, late)
+    chosen = choose_requests(room, running, candidates, late)
+    sizes = accumulate(each.size for each in chosen)
+    fit = [size <= most_bytes for size in sizes]
+    leased = chosen[: max(1, sum(fit))]
     if leased:
         connection.execute(
             update(REQUESTS)

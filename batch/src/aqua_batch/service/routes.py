@@ -29,6 +29,7 @@ from aqua_batch.service.engines import EnginePool
 from aqua_batch.service.keys import ANONYMOUS_TENANT, has_keys, tenant_of
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import PIECE_BYTES, ObjectStore
+from aqua_batch.service.quotas import RequestRates, require_open_room, require_room
 from aqua_batch.service.refusals import BatchApiError, NotServedError, UploadTooLargeError
 from aqua_batch.service.settings import BatchSettings
 from aqua_batch.service.upkeep import Upkeep
@@ -72,6 +73,7 @@ class BatchServices:
     dispatcher: Dispatcher
     upkeep: Upkeep
     metrics: BatchMetrics
+    rates: RequestRates
     stopping: asyncio.Event
 
 
@@ -143,6 +145,7 @@ async def upload_file(request: Request, services: ServicesDep, tenant: Tenant) -
     """Upload a file: a form with `file`, `purpose` and, if it may, `expires_after`."""
     settings, database = services.settings, services.database
     now_s = time.time()
+    await database.read(partial(require_room, tenant=tenant, more_bytes=0))
     file_id, key = await database.write(partial(file_rows.begin_upload, tenant=tenant, now_s=now_s))
     try:
         with ExitStack() as stack:
@@ -153,16 +156,19 @@ async def upload_file(request: Request, services: ServicesDep, tenant: Tenant) -
             await form.read(request.stream())
             purpose, ttl_s = _upload_params(form.fields)
             await asyncio.to_thread(stack.close)
-        stored = await database.write(
-            partial(
-                file_rows.end_upload,
+
+        def end(connection: Any) -> file_rows.StoredFile:  # noqa: ANN401 - a connection
+            require_room(connection, tenant, form.size_bytes)
+            return file_rows.end_upload(
+                connection,
                 file_id=file_id,
                 filename=clean_filename(form.filename or ""),
                 purpose=purpose,
                 size_bytes=form.size_bytes,
                 expires_s=int(now_s) + (ttl_s or settings.file_ttl_s),
             )
-        )
+
+        stored = await database.write(end)
     except BaseException:
         await database.write(partial(file_rows.give_up_upload, file_id=file_id))
         raise
@@ -276,6 +282,7 @@ async def create_batch(request: Request, services: ServicesDep, tenant: Tenant) 
             raise BatchApiError(
                 f"{file.file_id} has purpose '{file.purpose}', not 'batch'", param="input_file_id"
             )
+        require_open_room(connection, tenant)
         kept = params.output_expires_after
         return batch_rows.create_batch(
             connection,
@@ -348,7 +355,8 @@ async def refuse(path: str, request: Request) -> None:
     if parts[0] == "v1" and len(parts) > 1 and parts[1] in NOT_SERVED:
         raise NotServedError(
             f"/v1/{parts[1]} is not served by Aqua's batch service",
-            remedy="It serves /v1/files and /v1/batches; ask an engine itself for the rest.",
+            remedy="It serves /v1/files, /v1/batches, /v1/models, chats, completions and "
+            "embeddings.",
         )
     raise NotServedError(
         f"Unknown request URL: {request.method} /{clean_filename(path)}",

@@ -50,6 +50,15 @@ API_KEYS: Final = Table(
     Column("created_s", BigInteger, nullable=False),
 )
 
+QUOTAS: Final = Table(
+    "quotas",
+    METADATA,
+    Column("tenant", String(128), primary_key=True),
+    Column("stored_bytes", BigInteger),
+    Column("open_requests", BigInteger),
+    Column("requests_per_minute", Integer),
+)
+
 FILES: Final = Table(
     "files",
     METADATA,

@@ -61,7 +61,18 @@ class BatchSettings(BaseSettings):
         None, description="API key for the engines, if they want one."
     )
     engine_concurrency: int = Field(
-        64, ge=1, le=4096, description="Requests that one engine gets at once."
+        64,
+        ge=1,
+        le=4096,
+        description="Most requests of batches that one engine gets at once; how many of them it "
+        "does get is found by feedback.",
+    )
+    engine_ttft_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="Mean time to the first token above which an engine that tells it (vLLM) gets "
+        "fewer. Unset: its queue and memory alone decide.",
     )
     order: Policy = Field(
         Policy.FORESIGHT,
