@@ -38,6 +38,12 @@ HOURS ?= 1
 PLANT ?=
 JSON ?=
 
+# `make gpu`: the same steps without a GPU; steps by name, with commas; minutes of a run, 18 if
+# empty; and where its records are.
+STAND_IN ?=
+MINUTES ?=
+RECORDS ?=
+
 # `make test-chart`: write, to take the chart's renders over as they are.
 GOLDEN ?=
 KEEP ?=
@@ -170,6 +176,11 @@ test-repeat: $(READY) ## Repeat TESTS="..." TIMES=100, or the SUITE=3; BUSY="0 2
 test-gpu: $(READY) ## Run the gpu tests; they skip without a CUDA device
 	@$(if $(GPU_TESTS),,echo "no gpu tests yet"; exit 1)
 	$(PY) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
+
+.PHONY: gpu
+gpu: $(READY) ## Measure and prove everything on a GPU, in steps that resume; STAND_IN=1 without one
+	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m harness.gpu $(if $(STAND_IN),--stand-in) \
+	  $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RECORDS),--records $(RECORDS))
 
 .PHONY: test-engine
 test-engine: $(ENGINE_ENV)/.ready ## Run the engine tests: a real vLLM on CPU; VLLM=0.28.0, RECORD=1

@@ -1,4 +1,4 @@
-"""Random walks of a consumer on the stand-in: every operation, in any order, against a model.
+"""Random walks of a consumer, on the stand-in or a GPU: any operation, against a model.
 
 A walk holds tensors and blocks whose bytes it knows, and does what engines, producers and bad luck
 do: it writes and reads by kernels and copies, pins, pages, drops transfers, lets threads end, takes
@@ -20,7 +20,8 @@ import torch
 
 from aqua_protocol import AquaError, TransportKind
 from harness.consumers import consuming, grant
-from harness.cuda.stand_in import StandIn, stand_in
+from harness.cuda.stand_in import stand_in
+from harness.gpu.device import GpuAtHand, StandInGpu
 from harness.gpu_scenarios import GPU, SLAB, in_thread
 from harness.producers import lending, until
 from harness.raw_consumer import TokenIssuer
@@ -45,8 +46,8 @@ CHECKED_EVERY: Final = 20
 class Walk:
     """One consumer with up to one producer, and what their bytes should be."""
 
-    def __init__(self, standing: StandIn, aqua: Aqua, seed: int) -> None:
-        self.standing = standing
+    def __init__(self, gpu: GpuAtHand, aqua: Aqua, seed: int) -> None:
+        self.gpu = gpu
         self.aqua = aqua
         self.random = random.Random(seed)
         self.issuer = TokenIssuer()
@@ -58,7 +59,7 @@ class Walk:
         self.done: Counter[str] = Counter()
         self.left_slots = 0
         self.value = 0
-        self.stream: Any = standing.stream()
+        self.stream: Any = gpu.stream()
         self.steps: tuple[Callable[[], None], ...] = (
             *(self.offload, self.load, self.overwrite, self.read_by_kernel, self.write_by_kernel),
             *(self.release, self.page_out, self.page_in, self.drop_a_transfer, self.end_a_thread),
@@ -73,8 +74,8 @@ class Walk:
                 step()
             self.done[step.__name__] += 1
             if number % CHECKED_EVERY == 0:
-                self.standing.machine.check()
-        self.standing.machine.check()
+                self.gpu.check()
+        self.gpu.check()
 
     def close(self) -> None:
         """Give everything back."""
@@ -165,7 +166,7 @@ class Walk:
 
     def lend(self) -> None:
         if self.producer is None:
-            transport = self.standing.transport()
+            transport = self.gpu.transport()
             self.producer = self.lending.enter_context(
                 lending(self.issuer, 2, transport=transport, slab_bytes=SLAB)
             )
@@ -190,31 +191,29 @@ class Walk:
     # --- Luck -----------------------------------------------------------------------------
 
     def capture(self) -> None:
-        with self.standing.torch.capturing():
+        with self.gpu.capturing():
             in_thread(self.random.choice([self.lend, self.reclaim]))
 
     def fill_gpu(self) -> None:
-        machine = self.standing.machine
-        before, machine.memory_bytes = machine.memory_bytes, machine.used[0]
-        try:
-            with contextlib.suppress(AquaError, torch.OutOfMemoryError):
-                self.random.choice([self.load, self.reclaim, self.page_in, self.lend])()
-        finally:
-            machine.memory_bytes = before
+        with self.gpu.full(), contextlib.suppress(AquaError, torch.OutOfMemoryError):
+            self.random.choice([self.load, self.reclaim, self.page_in, self.lend])()
 
 
 def walk(seed: int, count: int) -> Counter[str]:
-    """A walk of `count` operations; returns how many of each it did.
+    """A walk of `count` operations on the stand-in; returns how many of each it did.
 
     Raises:
         AssertionError: Other bytes than were put in, or a broken rule.
         AquaError: The product failed where nothing had.
     """
-    with (
-        stand_in(seed=seed) as standing,
-        consuming(16, SLAB, transport=standing.transport(), is_checking=seed % 2 == 1) as aqua,
-    ):
-        walking = Walk(standing, aqua, seed)
+    with stand_in(seed=seed) as standing:
+        return walk_on(StandInGpu(standing), seed, count)
+
+
+def walk_on(gpu: GpuAtHand, seed: int, count: int) -> Counter[str]:
+    """The same on a GPU at hand."""
+    with consuming(16, SLAB, transport=gpu.transport(), is_checking=seed % 2 == 1) as aqua:
+        walking = Walk(gpu, aqua, seed)
         try:
             walking.run(count)
         finally:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import signal
 import socket
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +45,24 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply: a JSON value and the descriptors that came with it."""
+    """A reply: a JSON value, the descriptors that came with it, and how long the peer took."""
 
     value: Any
     fds: list[int]
+    spent_ms: float
+
+    def as_handle(self) -> Handle:
+        """The handle that came with it, now the caller's."""
+        from aqualib.transports import Handle
+
+        return Handle(payload=base64.b64decode(self.value), fd=self.fds[0] if self.fds else None)
 
 
 class Peer:
     """The test's end of a second process."""
 
     def __init__(self, kind: TransportKind, *, stands_in: bool = False) -> None:
+        stands_in = stands_in or bool(os.environ.get("AQUA_GPU_TESTS_ON_STAND_IN"))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_WITHIN_S)
         with theirs:
@@ -65,18 +76,14 @@ class Peer:
         packet, received, _, _ = socket.recv_fds(self._socket, 65536, 4)
         if not packet:
             raise PeerError("Died", f"exit status {self.process.wait(ANSWER_WITHIN_S)}")
-        kind, value = json.loads(packet)
+        kind, value, spent_ms = json.loads(packet)
         if kind != "ok":
             raise PeerError(kind, value)
-        return Answer(value, received)
+        return Answer(value, received, spent_ms)
 
     def export(self, name: str) -> Handle:
         """A handle to the peer's slab `name`, owned by the test."""
-        from aqualib.transports import Handle
-
-        answer = self.call("export", name=name)
-        payload = base64.b64decode(answer.value)
-        return Handle(payload=payload, fd=answer.fds[0] if answer.fds else None)
+        return self.call("export", name=name).as_handle()
 
     def open(self, name: str, handle: Handle, nbytes: int) -> None:
         """Have the peer map what `handle` names; consumes the handle."""
@@ -138,6 +145,19 @@ class _Server:
         tensor = self.slabs[name].tensor.cpu()
         return bool((tensor == pattern(seed, tensor.numel())).all())
 
+    def churn(self, _: list[int], name: str) -> None:
+        """Copy into the slab and out of it from now on, until the process ends."""
+        tensor, copier = self.slabs[name].tensor, self.transport.copier()
+        near = tensor.clone()
+
+        def work() -> None:
+            while True:
+                copier.copy(near, tensor)
+                copier.copy(tensor, near)
+                copier.fence()
+
+        threading.Thread(target=work, daemon=True).start()
+
     def close(self, _: list[int], name: str) -> None:
         self.slabs[name].close()
 
@@ -151,16 +171,18 @@ class _Server:
                 return
             verb, arguments = json.loads(packet)
             handle: Handle | None = None
+            begin = time.perf_counter()
             try:
                 value = getattr(self, verb)(fds, **arguments)
                 self._check()
             except Exception as error:  # noqa: BLE001 - the test decides what was expected
-                answer = [type(error).__name__, str(error)]
+                answer: list[Any] = [type(error).__name__, str(error)]
             else:
                 if verb == "export":
                     handle = value
                     value = base64.b64encode(handle.payload).decode()
                 answer = ["ok", value]
+            answer.append(round((time.perf_counter() - begin) * 1e3, 4))
             with handle or contextlib.nullcontext():
                 passed = [handle.fd] if handle is not None and handle.fd is not None else []
                 socket.send_fds(sock, [json.dumps(answer).encode()], passed)

@@ -150,6 +150,7 @@ def test_a_copy_sees_what_the_caller_launched_before_it(
 ) -> None:
     source = torch.zeros(SLAB_BYTES, dtype=torch.uint8, device=transport.device)
     stream = torch.cuda.Stream(transport.device)  # type: ignore[no-untyped-call] # torch's
+    stream.wait_stream(torch.cuda.current_stream(transport.device))
     with torch.cuda.stream(stream):
         for _ in range(50):
             source.add_(1)

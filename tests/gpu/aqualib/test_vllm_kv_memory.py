@@ -45,6 +45,7 @@ def test_what_leaves_is_free_on_the_gpu_and_what_returns_is_clean(memory: CudaKv
 
 def test_a_graph_captured_before_works_after_memory_came_back(memory: CudaKvMemory) -> None:
     tensor = memory.allocate(2 * SLAB)
+    torch.zeros_like(tensor[:64]).add_(1)  # The kernel is loaded before the capture.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.add_(1)

@@ -29,6 +29,7 @@ from harness.cuda.results import (
     INVALID_DEVICE,
     INVALID_HANDLE,
     INVALID_VALUE,
+    NAME,
     NO_DEVICE,
     NOT_FOUND,
     OUT_OF_MEMORY,
@@ -135,6 +136,11 @@ class StandInLibrary:
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
         _put(device, ordinal)
         return SUCCESS if 0 <= ordinal < len(self.machine.visible) else INVALID_DEVICE
+
+    @call(needs_context=False)
+    def cuDeviceGetName(self, name: Any, size: int, device: int) -> int:
+        name.value = NAME.encode()[: size - 1]
+        return SUCCESS if 0 <= device < len(self.machine.visible) else INVALID_DEVICE
 
     @call(needs_context=False)
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+NAME: Final = "stand-in, no GPU"
+"""What the GPUs of a machine that is not there are called."""
+
 SUCCESS: Final = 0
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2

@@ -102,6 +102,7 @@ PROTOTYPES: Final[dict[str, tuple[object, ...]]] = {
     "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int)),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),

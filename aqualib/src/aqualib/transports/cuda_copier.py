@@ -6,8 +6,9 @@ engine's stream does not wait for the copier's; `fence` does, on the host.
 
 Rows go by their size:
 
-- Long runs (256 KiB and more on average) are copied where they lie, by the copy engines, in one
-  batched submission of about 3 us. Drivers before CUDA 12.8 get one call per run.
+- Long runs are copied where they lie, by the copy engines, in one batched submission of about 3 us.
+  Drivers before CUDA 12.8 get one call per run. From which length on is measured for each kind of
+  GPU and each side that the rows go to or come from (see `gpu_thresholds`).
 - Short rows are packed first: `index_select` gathers them into a staging buffer in local memory
   and one large copy carries that to the slab; scattering is the mirror image. The gather kernel
   runs at the speed of local HBM for microseconds and leaves the link to the copy engines. A kernel
@@ -27,7 +28,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from aqua_protocol import KIB
 from aqualib.transports.base import Copier, MappedSlab, Transport
 from aqualib.transports.cuda_buffers import INDEX_ROWS, STAGING_BYTES
 from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, Words, load_driver
@@ -45,11 +45,6 @@ from aqualib.transports.rows import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-
-LONG_RUN_BYTES: Final = 256 * KIB
-"""Bytes from which a copy engine is as fast on pieces as on the whole
-(benchmarks/gpu_transport.py). Doubled, runs of 256 to 512 KiB take the detour through the staging
-buffer."""
 
 MAX_IN_FLIGHT: Final = 4096
 """Tensors kept alive before the copier fences by itself. Doubled, an engine that never waits keeps
@@ -146,7 +141,7 @@ class CudaCopier(Copier):
             return
         self._begin(packed, table)
         runs = RowRuns.of(rows, table)
-        if not _goes_by_staging(packed, table, runs):
+        if not self._goes_by_staging(packed, table, runs):
             self._copy_runs(runs, packed=packed, table=table, into_table=into_table)
             return
         with on_stream(self._as_torch), self._gpu.staging.buffer(self._stream) as buffer:
@@ -159,6 +154,16 @@ class CudaCopier(Copier):
                 else:
                     torch.index_select(table, 0, where, out=stage)
                     packed[rows_of_stage].copy_(stage, non_blocking=True)
+
+    def _goes_by_staging(self, packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
+        """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
+        limits = self._gpu.thresholds
+        long_run = limits.device_run_bytes if packed.is_cuda else limits.host_run_bytes
+        return (
+            table.is_cuda
+            and packed.nbytes < long_run * len(runs)
+            and packed[0].nbytes <= STAGING_BYTES
+        )
 
     def _copy_runs(
         self, runs: RowRuns, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
@@ -201,15 +206,6 @@ def _stages(packed: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[slice
         shape = (rows.stop - start, *row.shape)
         nbytes = shape[0] * row.nbytes
         yield rows, staging[:nbytes].view(packed.dtype).view(shape)
-
-
-def _goes_by_staging(packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
-    """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
-    return (
-        table.is_cuda
-        and packed.nbytes < LONG_RUN_BYTES * len(runs)
-        and packed[0].nbytes <= STAGING_BYTES
-    )
 
 
 def _as_tables(table: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

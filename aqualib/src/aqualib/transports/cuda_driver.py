@@ -49,11 +49,16 @@ from aqualib.transports.cuda_abi import (
 )
 from aqualib.transports.cuda_buffers import StagingPool
 from aqualib.transports.cuda_stream import CudaStream
+from aqualib.transports.gpu_thresholds import thresholds_of
 
 Words = npt.NDArray[np.uint64]
 """Addresses or sizes, laid out as the driver reads them."""
 
 LIBRARY: Final = "libcuda.so.1"
+
+NAME_BYTES: Final = 256
+"""Bytes of room for a GPU's name, the end included: what NVIDIA's own tools allow. Doubled, nothing
+changes."""
 
 
 def load_library(name: str = LIBRARY) -> Any:  # noqa: ANN401 - what ctypes makes has no members
@@ -126,6 +131,12 @@ class CudaDriver:
         self.call("cuDeviceGetUuid_v2", byref(raw), self.read_int("cuDeviceGet", ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
 
+    def name_of(self, ordinal: int) -> str:
+        """What the vendor calls this kind of GPU, which needs no context on it."""
+        text = ctypes.create_string_buffer(NAME_BYTES)
+        self.call("cuDeviceGetName", text, NAME_BYTES, self.read_int("cuDeviceGet", ordinal))
+        return text.value.decode(errors="replace")
+
     def device(self, ordinal: int) -> CudaDevice:
         """The GPU with this ordinal among the visible ones; one object per GPU.
 
@@ -189,6 +200,9 @@ class CudaDevice:
 
     The context is retained for the life of the process: torch keeps it anyway, and releasing it
     under live mappings would be a crash.
+
+    Attributes:
+        thresholds: Where copies change their route; measured on this kind of GPU, or the defaults.
     """
 
     def __init__(self, driver: CudaDriver, ordinal: int) -> None:
@@ -206,6 +220,7 @@ class CudaDevice:
         # Network cards, NIXL's among them, register only memory that was made for it.
         self._prop.alloc_flags.gpu_direct_rdma_capable = self._has(ATTRIBUTE_RDMA)
         self.uuid: Final = driver.uuid_of(ordinal)
+        self.thresholds = thresholds_of(driver.name_of(ordinal))
         self._stream = self.make_stream(is_background=True)
         self.staging: Final = StagingPool(self)
 
