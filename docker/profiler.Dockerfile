@@ -8,11 +8,12 @@ COPY constraints.txt ./
 COPY protocol protocol
 COPY client client
 COPY cli cli
+COPY schedulers schedulers
 COPY profiler profiler
 RUN python3 -m venv /build \
  && python3 -m venv --without-pip /opt/aqua \
  && /build/bin/pip --python /opt/aqua/bin/python install --no-cache-dir --constraint constraints.txt \
-      ./protocol ./client './cli[plot]' ./profiler
+      ./protocol ./client './cli[plot]' ./schedulers ./profiler
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="aqua-profiler" \

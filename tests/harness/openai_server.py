@@ -50,6 +50,7 @@ class Manners:
         fails_from: The first request that meets the fault.
         unknown: Options that it refuses by name, as strict servers do.
         word_tokens: Tokens of a word; 0 for a server that does not count them.
+        limits: Of an engine that records its steps, as it tells them; None for one that does not.
         context_tokens: A prompt and its answer must fit; told by `/v1/models`. None for no limit.
     """
 
@@ -63,6 +64,7 @@ class Manners:
     unknown: tuple[str, ...] = ()
     word_tokens: int = 1
     context_tokens: int | None = None
+    limits: dict[str, int] | None = None
 
 
 class OpenAIServer:
@@ -77,7 +79,8 @@ class OpenAIServer:
     def __init__(self, manners: Manners) -> None:
         self._manners = manners
         self.asked = 0
-        self.prompts: list[str] = []
+        self.prompts: list[str | list[int]] = []
+        self._steps: list[list[float]] = []
         self._held_tokens = self._waiting = 0
         self.url = ""
         self._loop: asyncio.AbstractEventLoop
@@ -142,6 +145,8 @@ class OpenAIServer:
     async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics" and self._manners.cache_tokens is not None:
             _plain(writer, 200, self._metrics())
+        elif path == "/aqua/steps" and self._manners.limits is not None:
+            _plain(writer, 200, json.dumps({"engines": [self._recorded(body)]}))
         elif path == "/v1/models" and self._manners.context_tokens is not None:
             card = {"id": "m", "max_model_len": self._manners.context_tokens}
             _plain(writer, 200, json.dumps({"data": [card]}))
@@ -162,6 +167,16 @@ class OpenAIServer:
             f'kv_cache_memory_bytes="{manners.cache_bytes}"}} 1\n'
         )
 
+    def _recorded(self, body: bytes) -> dict[str, Any]:
+        if body:
+            self._steps.clear()
+        key = {"model": "m", "engine": "fake 1", "gpu": "none"}
+        return {**key, "limits": self._manners.limits, "steps": self._steps}
+
+    def _note_step(self, tokens: int, context: int, pairs: float) -> None:
+        seconds = 0.005 + 1e-5 * tokens + 2e-7 * context + 1e-9 * pairs
+        self._steps.append([tokens, context, pairs, 1, seconds])
+
     async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         manners, number = self._manners, self.asked
         self.asked += 1
@@ -170,7 +185,7 @@ class OpenAIServer:
         if strange is not None:
             _plain(writer, 400, json.dumps({"error": f"unknown field {strange}"}))
             return
-        needed = len(asked["prompt"].split()) * manners.word_tokens + asked["max_tokens"]
+        needed = _words_of(asked) * manners.word_tokens + asked["max_tokens"]
         if manners.context_tokens is not None and needed > manners.context_tokens:
             _plain(writer, 400, json.dumps({"error": f"{needed} tokens exceed the context"}))
             return
@@ -192,10 +207,11 @@ class OpenAIServer:
         self, asked: dict[str, Any], writer: asyncio.StreamWriter, fault: Fault | None
     ) -> None:
         manners, count = self._manners, asked["max_tokens"]
-        prompt = len(asked["prompt"].split()) * manners.word_tokens
+        prompt = _words_of(asked) * manners.word_tokens
         self._held_tokens += prompt + count
         try:
             await asyncio.sleep(manners.prefill_s)
+            self._note_step(prompt, 0, prompt**2 / 2)
             writer.write(
                 b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
                 b"Transfer-Encoding: chunked\r\n\r\n"
@@ -211,6 +227,7 @@ class OpenAIServer:
                 _event(writer, {"choices": [{"text": " so", "finish_reason": reason}]})
                 if not last:
                     await asyncio.sleep(manners.token_s)
+                    self._note_step(1, prompt + index + 1, 0.0)
             if manners.word_tokens and "stream_options" in asked:
                 usage = {"prompt_tokens": prompt, "completion_tokens": count}
                 _event(writer, {"choices": [], "usage": usage})
@@ -233,6 +250,11 @@ def on_virtual_clock(manners: Manners, socket: Path) -> Iterator[OpenAIServer]:
             yield server
         finally:
             asyncio.set_event_loop_policy(None)
+
+
+def _words_of(asked: dict[str, Any]) -> int:
+    prompt = asked["prompt"]
+    return len(prompt.split() if isinstance(prompt, str) else prompt)
 
 
 def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:

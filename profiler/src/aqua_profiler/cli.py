@@ -1,4 +1,4 @@
-"""`aqua-profile`: run, show, diff, push, label.
+"""`aqua-profile`: run, steps, show, diff, push, label.
 
 Errors, exit codes and files are those of all commands (`aqua_cli`). Exit code 1 says that the
 profile is partial because the budget was spent, or that two profiles differ; 3 that the endpoint
@@ -230,6 +230,92 @@ def context(  # noqa: PLR0917 - as above
     spec = _batch_spec(model, 600.0, 1, threshold, hbm, hardware)
     profile = profile_context(spec, load(program, "read"), long_prompt_tokens, prefix_tokens)
     _deliver(profile, None, output, None, as_json=as_json)
+
+
+@app.command()
+def steps(  # noqa: PLR0917 - as above
+    endpoint: Annotated[str, typer.Option(help="URL of a running vLLM under Aqua.")],
+    model: Annotated[
+        str | None, typer.Option(help="As the server calls it; default: the one it serves.")
+    ] = None,
+    admin_token: Annotated[
+        str | None,
+        typer.Option(envvar="AQUA_ADMIN_TOKEN", help="That the engine was started with."),
+    ] = None,
+    token: Token = None,
+    budget_s: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds; no point begins after.")
+    ] = 600.0,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Of profiles; default: ~/.cache/aqua/step-profiles."),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="To resume from; default: beside the profile.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the loads kept from the fit.")] = 0,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how long an engine's steps take, by chunk, context and batch.
+
+    Co-serving predicts each step by such a profile, and fills the gaps of online requests with
+    offline work that still keeps their objectives. Without one it keeps to a small fixed budget.
+
+    The engine measures itself: start vLLM as it will serve, with
+    --scheduler-cls aqualib.engines.vllm.AquaScheduler,
+    --middleware aqualib.engines.vllm.AquaMiddleware and AQUA_ADMIN_TOKEN set, then
+
+        aqua-profile steps --endpoint http://127.0.0.1:8000 --plot steps.png
+
+    The profile goes into a folder, under a name made of model, engine and GPU, by which it is
+    found. Interrupted, or with its budget spent (exit code 1), the same command goes on.
+    """
+    from aqua_cli import write_json
+    from aqua_profiler.report.steps import draw_steps, lines_of_steps
+    from aqua_profiler.steps import StepsSpec, profile_steps
+    from aqua_schedulers.conserve.profile_folder import DEFAULT_FOLDER
+    from aqua_schedulers.conserve.step_time import TOLERATED_SCATTER
+
+    folder = (folder or DEFAULT_FOLDER).expanduser()
+    spec = StepsSpec(
+        url=endpoint,
+        model=model,
+        budget_s=budget_s,
+        token=token,
+        admin_token=admin_token,
+        journal=journal,
+        folder=folder,
+        seed=seed,
+    )
+    with progress("steps", total=1.0, quiet=as_json, log_every_s=30.0) as shown:
+        found = profile_steps(spec, shown)
+    profile = found.profile
+    if profile is None:
+        if as_json:
+            error = None if found.error is None else found.error.to_body().model_dump(mode="json")
+            print_json({"partial": True, "done": found.done, "of": found.total, "error": error})
+        said = found.error.message if found.error else "the budget is spent"
+        say(f"aqua-profile: {found.done} of {found.total} points measured: {said}")
+        say(f"  {found.error.remedy if found.error else 'The same command goes on from there.'}")
+        raise typer.Exit(ExitCode.UNAVAILABLE if found.error else ExitCode.FAILED)
+    path = output or folder / found.key.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, profile)
+    found.journal.remove()
+    if plot is not None:
+        draw_steps(profile, found.rows, plot)
+        say(str(plot))
+    if as_json:
+        print_json({**profile.model_dump(), "path": str(path), "loads": len(found.rows)})
+    else:
+        typer.echo("\n".join([*lines_of_steps(profile, len(found.rows)), "", str(path)]))
+    if profile.relative_error > TOLERATED_SCATTER:
+        say(
+            f"aqua-profile: off by {profile.relative_error:.0%}: was the machine busy? An engine"
+            " leaves such a profile for its fixed budget unless steps prove better"
+        )
 
 
 def _batch_spec(

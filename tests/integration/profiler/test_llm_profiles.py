@@ -150,7 +150,7 @@ def test_a_second_profile_of_a_seed_finds_none_of_its_prompts_in_a_cache(tmp_pat
         command += ["--lengths", str(lengths), *LIMITS, "--budget-s", "10", "--max-rate", "10"]
         for _ in range(2):
             CliRunner().invoke(app, command)
-        beginnings = [" ".join(prompt.split()[:16]) for prompt in server.prompts]
+        beginnings = [" ".join(str(prompt).split()[:16]) for prompt in server.prompts]
     assert len(beginnings) > 60
     assert len(set(beginnings)) == len(beginnings)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
@@ -78,6 +78,7 @@ class Endpoint:
     Attributes:
         words_per_token: Words of a prompt for one token of the wanted length.
         most_tokens: The engine's context, once it has said so.
+        token_ids: Of what prompts are made where their lengths must be exact; None for words.
     """
 
     def __init__(self, url: str, model: str, token: str | None = None) -> None:
@@ -92,6 +93,7 @@ class Endpoint:
         }
         self.words_per_token = 1.0
         self.most_tokens: int | None = None
+        self.token_ids: Sequence[int] | None = None
         # Asked again, the same words would come out of a prefix cache.
         self._salt = secrets.token_hex(8)
         self._token = token
@@ -135,6 +137,21 @@ class Endpoint:
         except aiohttp.ClientError as error:
             raise _no_answer(error, self.url) from error
 
+    async def served_model(self) -> str:
+        """The first model that the server lists.
+
+        Raises:
+            EndpointError: It lists none.
+        """
+        try:
+            page = json.loads(await self.get("/v1/models") or b"")
+            name: str = page["data"][0]["id"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise EndpointGarbledError(
+                f"{self.url} does not say which model it serves", remedy="Give --model."
+            ) from error
+        return name
+
     async def ask(
         self,
         prompt_tokens: int,
@@ -177,7 +194,9 @@ class Endpoint:
             room = round(CONTEXT_SHARE * self.most_tokens) - output_tokens
             prompt_tokens = min(prompt_tokens, max(1, room))
         count = max(1, round(prompt_tokens * self.words_per_token))
-        text = " ".join(generator.choices(WORDS, k=count))
+        prompt: str | list[int] = " ".join(generator.choices(WORDS, k=count))
+        if self.token_ids is not None:
+            prompt = generator.choices(self.token_ids, k=prompt_tokens)
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": output_tokens,
@@ -186,8 +205,8 @@ class Endpoint:
             **self._optional,
         }
         if self._is_chat:
-            return body | {"messages": [{"role": "user", "content": text}]}
-        return body | {"prompt": text}
+            return body | {"messages": [{"role": "user", "content": prompt}]}
+        return body | {"prompt": prompt}
 
     def _adapt(self, response: aiohttp.ClientResponse, said: str) -> None:
         """After a refusal: put requests another way from now on, or raise."""

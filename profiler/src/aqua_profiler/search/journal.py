@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from aqua_profiler.errors import JournalMismatchError
 from aqua_profiler.measure.summary import TrialSummary
 from aqua_profiler.spec import UnloadedLatency
+from aqua_schedulers.conserve import MeasuredStep
 
 
 class _Line(BaseModel):
@@ -24,6 +25,8 @@ class _Line(BaseModel):
     run: TrialSummary | None = None
     burst: TrialSummary | None = None
     factor: float = 0.0
+    point: str = ""
+    rows: list[MeasuredStep] = []
 
 
 class Journal:
@@ -37,6 +40,7 @@ class Journal:
         unloaded: What a lone request took, if known.
         trials: Of the search, in order.
         bursts: Factor and summary of each, in order.
+        points: Of steps, the rows of each that is done, by name.
 
     Raises:
         JournalMismatchError: It belongs to another subject, or is no journal of this version.
@@ -47,6 +51,7 @@ class Journal:
         self.unloaded: UnloadedLatency | None = None
         self.trials: list[TrialSummary] = []
         self.bursts: list[tuple[float, TrialSummary]] = []
+        self.points: dict[str, list[MeasuredStep]] = {}
         if path is None:
             return
         if path.exists() and path.stat().st_size:
@@ -68,6 +73,11 @@ class Journal:
         """Keep a burst at that factor of the stable rate."""
         self.bursts.append((factor, summary))
         self._append(_Line(burst=summary, factor=factor))
+
+    def note_point(self, point: str, rows: list[MeasuredStep]) -> None:
+        """Keep the steps of a point."""
+        self.points[point] = rows
+        self._append(_Line(point=point, rows=rows))
 
     def remove(self) -> None:
         """The profile is complete: nothing is left to resume."""
@@ -99,4 +109,6 @@ class Journal:
                 self.trials.append(line.run)
             if line.burst is not None:
                 self.bursts.append((line.factor, line.burst))
+            if line.point:
+                self.points[line.point] = line.rows
         path.write_text(whole, encoding="utf-8")  # What follows was cut off by a crash.

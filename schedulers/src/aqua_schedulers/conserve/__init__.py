@@ -19,6 +19,7 @@ blocks of offline requests as free, and when it preempts, preempt all offline re
 
 `policy` is the unified scheduler, `readings` where the paper's (`conserve`) and ours (`guarded`)
 differ, `priority` the stock engine with priorities; `profile` and `step_time` predict steps,
+`profile_folder` finds profiles,
 `checkpoints` and `offline_queue` keep the books of offline requests.
 
 Source: `ConServe: Harvesting GPUs for Low-Latency and High-Throughput Large Language Model
@@ -33,6 +34,7 @@ from aqua_schedulers.conserve.profile import (
     StepTimeProfile,
     fitted_profile,
 )
+from aqua_schedulers.conserve.profile_folder import StepTimeKey, find_profile
 from aqua_schedulers.conserve.readings import Objectives
 from aqua_schedulers.conserve.registry import CoServingPolicyName, co_serving_policy
 from aqua_schedulers.conserve.settings import ConserveSettings
@@ -58,9 +60,11 @@ __all__ = [
     "PredictionBasis",
     "ServiceClass",
     "StepLoad",
+    "StepTimeKey",
     "StepTimeProfile",
     "StepTimes",
     "StepUnderWay",
     "co_serving_policy",
+    "find_profile",
     "fitted_profile",
 ]

@@ -7,6 +7,8 @@ r"""The admin API of an engine: a middleware of vLLM's OpenAI server, which answ
     GET   /aqua/switches                       {"engines": [{"slicing": true, "paging": true, ...}]}
     PATCH /aqua/switches  {"paging": false}    likewise, as they stand then
     GET   /aqua/tenants                        {"engines": [{"team-a": {"served": 1234.0, ...}}]}
+    PATCH /aqua/steps     {"recording": true}  forgets recorded steps, and records those that follow
+    GET   /aqua/steps                          {"engines": [{"model": ..., "steps": [...], ...}]}
 
 Every data-parallel rank answers for itself, in order: `engines` has one entry for each. Errors are
 Aqua's (`{code, message, remedy, ...}`); of several the first.
@@ -59,6 +61,7 @@ Doubled, a caller can make the server hold twice as much."""
 ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
     "tenants": {"GET": "read-tenants"},
+    "steps": {"GET": "read-steps", "PATCH": "record-steps"},
 }
 """By path and method, the command of `admin_commands`."""
 

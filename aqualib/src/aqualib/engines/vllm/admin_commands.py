@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
+from aqualib.engines.vllm.step_log import RecordingState, engine_key, engine_limits
 from aqualib.engines.vllm.switches import SwitchState
 
 if TYPE_CHECKING:
@@ -73,9 +74,27 @@ def _read_tenants(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dic
     }
 
 
+def _read_steps(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    del arguments
+    return {
+        **engine_key(scheduler.vllm_config)._asdict(),
+        "recording": scheduler.step_log.is_recording,
+        "limits": engine_limits(scheduler),
+        "steps": [[*load, seconds] for load, seconds in scheduler.step_log.steps],
+    }
+
+
+def _record_steps(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    wanted = RecordingState.model_validate(arguments)
+    scheduler.step_log.record(recording=wanted.recording)
+    return wanted.model_dump()
+
+
 COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str, Any]]]] = {
     "read-switches": _read_switches,
     "change-switches": _change_switches,
     "read-tenants": _read_tenants,
+    "read-steps": _read_steps,
+    "record-steps": _record_steps,
 }
 """By name, as the front end sends them."""

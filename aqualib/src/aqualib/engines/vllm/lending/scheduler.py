@@ -35,6 +35,7 @@ from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of, profile_names, rank_member
+from aqualib.engines.vllm.step_log import StepLog
 from aqualib.engines.vllm.switches import Feature, Switches
 from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
 from aqualib.settings import load_settings
@@ -66,6 +67,7 @@ class LendingScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self.lending_service: LendingService | None = None
         self.switches: Final = Switches()
+        self.step_log: Final = StepLog()
         self._block_lock = threading.RLock()
         self._left_waiting = 0
         self._is_starved = False
@@ -97,6 +99,14 @@ class LendingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does, with the blocks that are there."""
+        if not self.step_log.is_recording:
+            return self._schedule_lending(*args, **kwargs)
+        begun_s = time.monotonic()
+        output = self._schedule_lending(*args, **kwargs)
+        self.step_log.begun(output, self.requests, begun_s)
+        return output
+
+    def _schedule_lending(self, *args: Any, **kwargs: Any) -> Any:
         service = self.lending_service
         if service is None:
             return super().schedule(*args, **kwargs)
@@ -117,6 +127,8 @@ class LendingScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Note that a step has ended, and go on as vLLM does."""
+        if self.step_log.is_recording:
+            self.step_log.ended(scheduler_output, time.monotonic())
         service = self.lending_service
         if service is None:
             return super().update_from_output(scheduler_output, model_runner_output)

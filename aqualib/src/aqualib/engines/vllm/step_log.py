@@ -1,0 +1,137 @@
+"""What an engine's own steps computed and how long they took, recorded while somebody asks.
+
+`aqua-profile steps` fits a step-time profile to them; so they are told as co-serving sees steps:
+what was computed is a `StepLoad`, and a step lasts from the call of the scheduler, or from the end
+of the step before where steps overlap, until its output is taken in.
+
+A recording ends by itself when it is full, so one that is forgotten costs nothing for long. While
+nothing is recorded a step costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from aqua_schedulers.conserve import MeasuredStep, StepLoad, StepTimeKey
+from aqualib.engines.vllm.options import model_name
+
+MAX_STEPS: Final = 2048
+"""Steps of a recording, some 100 KB as JSON. Doubled, an answer holds up the engine for twice as
+long, some milliseconds."""
+
+# What of an engine's configuration changes how long its steps take, beside model and version, and
+# the value that need not be said.
+_SHAPING: Final = (
+    ("model_config", "quantization", None, "quantized by"),
+    ("cache_config", "cache_dtype", "auto", "KV in"),
+    ("parallel_config", "tensor_parallel_size", 1, "TP"),
+    ("parallel_config", "pipeline_parallel_size", 1, "PP"),
+    ("model_config", "enforce_eager", False, "eager"),
+)
+
+
+class RecordingState(BaseModel):
+    """What an operator may say about the recording: begin anew, or end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    recording: bool
+
+
+class StepLog:
+    """Steps of one engine, on its scheduler's thread; times are of one monotonic clock.
+
+    Attributes:
+        is_recording: Whether steps are noted.
+    """
+
+    def __init__(self) -> None:
+        self.is_recording = False
+        self._under_way: deque[tuple[Any, StepLoad, float]] = deque()
+        self._steps: list[MeasuredStep] = []
+        self._last_end_s = 0.0
+
+    @property
+    def steps(self) -> list[MeasuredStep]:
+        """Those of this recording, or of the last, as they ended."""
+        return list(self._steps)
+
+    def record(self, *, recording: bool) -> None:
+        """Begin a recording anew, or end it."""
+        self.is_recording = recording
+        self._under_way.clear()
+        if recording:
+            self._steps.clear()
+
+    def begun(self, output: Any, requests: Mapping[str, Any], begun_s: float) -> None:
+        """A step was scheduled, by a call at `begun_s`."""
+        if self.is_recording and output.total_num_scheduled_tokens:
+            self._under_way.append((output, load_of(output, requests), begun_s))
+
+    def ended(self, output: Any, now_s: float) -> None:
+        """A step's output is there; steps end in the order in which they were scheduled."""
+        while self._under_way:
+            known, load, begun_s = self._under_way.popleft()
+            if known is not output:
+                continue
+            seconds = now_s - max(begun_s, self._last_end_s)
+            self._steps.append(MeasuredStep(load, seconds))
+            self.is_recording = len(self._steps) < MAX_STEPS
+            break
+        self._last_end_s = now_s
+
+
+def load_of(output: Any, requests: Mapping[str, Any]) -> StepLoad:
+    """What a step computes.
+
+    Args:
+        output: The scheduler's.
+        requests: All of the engine's, by id, as they are once it is scheduled.
+    """
+    load = StepLoad()
+    for name, tokens in output.num_scheduled_tokens.items():
+        request = requests[name]
+        before = request.num_computed_tokens - tokens
+        if tokens == 1 and before >= request.num_prompt_tokens:
+            load = load.and_decode(before + 1)
+        else:
+            load = load.and_chunk(tokens, before)
+    return load
+
+
+def engine_key(vllm_config: Any) -> StepTimeKey:
+    """Name what a step-time profile of this engine is found by."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    facts = [f"vLLM {vllm.__version__}", dtype]
+    for part, name, usual, said in _SHAPING:
+        value = getattr(getattr(vllm_config, part), name, usual)
+        if value != usual:
+            facts.append(said if value is True else f"{said} {value}")
+    if current_platform.is_cpu():
+        gpu = f"none: {platform.machine()}, {os.cpu_count()} cores"
+    else:
+        gpu = str(current_platform.get_device_name())
+    model = model_name(vllm_config) or str(vllm_config.model_config.model)
+    return StepTimeKey(model, ", ".join(facts), gpu)
+
+
+def engine_limits(scheduler: Any) -> dict[str, int]:
+    """What an engine takes: tokens of a step, requests, what memory holds, its vocabulary."""
+    config = scheduler.vllm_config
+    blocks = len(scheduler.kv_cache_manager.block_pool.blocks) - 1
+    return {
+        "step_tokens": int(scheduler.max_num_scheduled_tokens),
+        "requests": int(config.scheduler_config.max_num_seqs),
+        "context_tokens": int(config.model_config.max_model_len),
+        "memory_tokens": blocks * int(config.cache_config.block_size),
+        "vocabulary": int(config.model_config.get_vocab_size()),
+    }

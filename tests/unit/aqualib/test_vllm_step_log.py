@@ -1,0 +1,79 @@
+"""Steps as an engine records them, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from aqua_schedulers.conserve import MeasuredStep, StepLoad
+from aqualib.engines.vllm.admin_commands import answer
+from aqualib.engines.vllm.step_log import MAX_STEPS, StepLog, load_of
+
+if TYPE_CHECKING:
+    from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+
+
+def request(computed: int, prompt: int) -> SimpleNamespace:
+    return SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+
+
+def output(**tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+
+
+REQUESTS = {
+    "decode": request(computed=41, prompt=30),
+    "prompt": request(computed=96, prompt=200),
+    "last token of a prompt": request(computed=50, prompt=50),
+}
+
+
+def test_a_load_is_what_the_step_computes_of_each_request() -> None:
+    step = output(decode=1, prompt=64, **{"last token of a prompt": 1})
+    expected = StepLoad().and_decode(41).and_chunk(64, 32).and_chunk(1, 49)
+    assert load_of(step, REQUESTS) == expected
+
+
+def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
+    log = StepLog()
+    log.record(recording=True)
+    first, second, dropped, last = (output(decode=1) for _ in range(4))
+    log.begun(first, REQUESTS, 10.0)
+    log.begun(second, REQUESTS, 10.25)
+    log.ended(first, 11.0)
+    log.ended(second, 11.5)
+    log.begun(output(), REQUESTS, 11.5)  # It computes nothing, so it is no step.
+    log.begun(dropped, REQUESTS, 12.0)
+    log.begun(last, REQUESTS, 12.5)
+    log.ended(last, 14.0)
+    assert [step.seconds for step in log.steps] == [1.0, 0.5, 1.5]
+
+
+def test_nothing_is_recorded_unasked_and_a_full_recording_ends() -> None:
+    log = StepLog()
+    log.begun(output(decode=1), REQUESTS, 1.0)
+    assert log.steps == []
+    log.record(recording=True)
+    for number in range(MAX_STEPS + 5):
+        step = output(decode=1)
+        log.begun(step, REQUESTS, float(number))
+        log.ended(step, number + 0.5)
+    assert not log.is_recording
+    assert len(log.steps) == MAX_STEPS
+    log.record(recording=False)
+    assert len(log.steps) == MAX_STEPS, "an end keeps what there is"
+    log.record(recording=True)
+    assert log.steps == []
+
+
+@pytest.mark.parametrize("wrong", [{}, {"recording": "perhaps"}, {"recording": True, "more": 1}])
+def test_another_command_than_to_begin_or_end_is_refused(wrong: dict[str, object]) -> None:
+    engine = cast("LendingScheduler", SimpleNamespace(step_log=StepLog()))
+    assert answer(engine, "record-steps", wrong)["error"]["code"] == "request_invalid"
+    assert answer(engine, "record-steps", {"recording": True})["result"] == {"recording": True}
+    engine.step_log.begun(output(decode=1), REQUESTS, 1.0)
+    assert engine.step_log.steps == list[MeasuredStep]()
