@@ -131,6 +131,12 @@ def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     return found
 
 
+def the_one(manifests: list[Manifest], kind: str) -> Manifest:
+    """The only object of this kind."""
+    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
 def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
     """Every pod or template of one: whose it is, its metadata, its spec."""
     for manifest in manifests:

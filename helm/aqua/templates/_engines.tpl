@@ -37,9 +37,41 @@ Call with (dict "server" s "engine" name).
 {{ if .server.visibleDevices }}{{ index .server.visibleDevices .index }}{{ else }}{{ .index }}{{ end }}
 {{- end }}
 
+{{/* Call with (dict "root" $ "server" s "name" n "count" c "uuids" u). */}}
+{{- define "aqua.claimRequest" -}}
+- name: {{ .name }}
+  exactly:
+    deviceClassName: {{ .server.deviceClassName | default .root.Values.ipc.deviceClassName | quote }}
+    allocationMode: ExactCount
+    count: {{ .count }}
+    {{- with .uuids }}
+    selectors:
+      - cel:
+          expression: {{ printf "device.attributes['gpu.nvidia.com'].uuid in ['%s']" (join "', '" .) | quote }}
+    {{- end }}
+{{- end }}
+
+{{/* Call with (dict "root" $ "server" s). */}}
+{{- define "aqua.claimSpec" -}}
+{{- $of := dict "root" .root "server" .server -}}
+devices:
+  requests:
+    {{- if or .server.gpus .server.visibleDevices }}
+    {{- include "aqua.claimRequest" (merge (dict "name" "gpus" "count" (include "aqua.serverGpus" .server) "uuids" .server.visibleDevices) $of) | nindent 4 }}
+    {{- else }}
+    {{- range $engine, $spec := .server.engines }}
+    {{- include "aqua.claimRequest" (merge (dict "name" $engine "count" ($spec.gpus | default 1) "uuids" $spec.visibleDevices) $of) | nindent 4 }}
+    {{- end }}
+    {{- end }}
+  {{- with .server.constraints }}
+  constraints: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
 {{/* Call with (dict "root" $ "name" server "server" s). */}}
 {{- define "aqua.claimName" -}}
-{{ .server.resourceClaim | default (printf "%s-%s" (include "aqua.fullname" .root) .name) }}
+{{- $digest := include "aqua.claimSpec" . | sha256sum | trunc 5 -}}
+{{ .server.resourceClaim | default (printf "%s-%s-%s" (include "aqua.fullname" .root) .name $digest) }}
 {{- end }}
 
 {{/* Call with (dict "root" $ "server" s "mode" m "name" engine "spec" e). */}}

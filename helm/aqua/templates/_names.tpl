@@ -25,6 +25,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
+{{/* Of engines' pods: without versions, so that an engine does not load its model anew with each upgrade. */}}
+{{- define "aqua.engineLabels" -}}
+{{ include "aqua.selector" (dict "root" .root "component" "engine") }}
+app.kubernetes.io/part-of: "aqua"
+{{- range $key, $value := .root.Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
 {{/* Call with (dict "root" $ "of" .Values.coordinator): a digest wins over the tag. */}}
 {{- define "aqua.image" -}}
 {{- $image := .root.Values.image -}}

@@ -18,7 +18,7 @@ from aqua_placer.rollout.mapping import ClusterMapping
 from aqua_placer.solve.placement import place
 from aqua_protocol.plan import Plan
 from harness.changed_problems import churned
-from harness.chart import EXAMPLES, Manifest, containers, merged, named, pods, refusal, render
+from harness.chart import EXAMPLES, Manifest, containers, merged, pods, refusal, render, the_one
 from harness.manifest_rules import Schemas, name_faults, reference_faults
 
 SCHEMAS: Final = Schemas()
@@ -137,7 +137,7 @@ def test_a_server_that_says_its_gpus_has_them_in_one_claim_of_the_chart() -> Non
     engines = {"a": {**engine, "gpuIndices": [2]}, "b": {**engine, "gpuIndices": [0, 3]}}
     manifests = render({"servers": {"s": {"gpus": 4, "engines": engines}}})
     assert faults(manifests) == []
-    (request,) = named(manifests, "ResourceClaim", "aqua-s")["spec"]["devices"]["requests"]
+    (request,) = the_one(manifests, "ResourceClaim")["spec"]["devices"]["requests"]
     assert request["exactly"]["count"] == 4
     visible = {
         one["name"]: {entry["name"]: entry.get("value") for entry in one["env"]}

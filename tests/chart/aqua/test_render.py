@@ -23,6 +23,7 @@ from harness.chart import (
     named,
     pods,
     render,
+    the_one,
 )
 from harness.manifest_rules import (
     Schemas,
@@ -168,7 +169,7 @@ def test_engines_of_one_server_see_the_same_gpus_each_its_own_first() -> None:
     }
     manifests = render({"servers": {"s": {"engines": engines}}})
     assert _visible(manifests) == {"a": "0,1,2,3,4,5", "b": "2,0,1,3,4,5", "c": "3,4,5,0,1,2"}
-    claim = named(manifests, "ResourceClaim", "aqua-s")
+    claim = the_one(manifests, "ResourceClaim")
     counts = {r["name"]: r["exactly"]["count"] for r in claim["spec"]["devices"]["requests"]}
     assert counts == {"a": 2, "b": 1, "c": 3}
 
@@ -180,7 +181,7 @@ def test_a_plan_that_says_which_gpus_is_kept_by_claim_and_by_cuda() -> None:
     }
     manifests = render({"servers": {"s": {"engines": engines}}})
     assert _visible(manifests) == {"a": "GPU-a,GPU-b", "b": "GPU-b,GPU-a"}
-    requests = named(manifests, "ResourceClaim", "aqua-s")["spec"]["devices"]["requests"]
+    requests = the_one(manifests, "ResourceClaim")["spec"]["devices"]["requests"]
     assert [r["exactly"]["selectors"][0]["cel"]["expression"] for r in requests] == [
         f"device.attributes['gpu.nvidia.com'].uuid in ['GPU-{name}']" for name in ("a", "b")
     ]

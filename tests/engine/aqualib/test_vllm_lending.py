@@ -178,12 +178,15 @@ def test_one_engine_lends_to_another_and_takes_back_while_both_work(
         **environment(sockets, coordinator.url),
         "AQUA_GPU_UUID": "GPU-borrower",
         "AQUA_WANTED_BYTES": str(LENT),
+        "AQUA_MEMBER": "borrower",
     }
     with VllmProgram(lending(model), **environment(sockets, coordinator.url)) as lender:
         lender.until("offered")
         with VllmProgram(borrower, **borrowing) as program:
             before = program.until("paused")
             assert before["leased_bytes"] == LENT
+            consumers = coordinator.get("consumers")["consumers"]
+            assert [one["consumer_id"] for one in consumers] == ["borrower"]
             assert before["location"] == "peer"
             lender.go_on()
             program.go_on()
@@ -204,9 +207,11 @@ def test_all_ranks_of_an_engine_lend_the_same_blocks_and_take_them_back(
     scenario = dataclasses.replace(
         lending(model, engine=engine), lend=lend, await_offered_bytes=each
     )
-    variables = environment(sockets, coordinator.url) | RANKS
+    variables = environment(sockets, coordinator.url) | RANKS | {"AQUA_MEMBER": "llama"}
     with VllmProgram(scenario, **variables) as program:
         idle = program.until("offered")
+        producers = coordinator.get("producers")["producers"]
+        assert [one["producer_id"] for one in producers] == ["llama.0", "llama.1"]
         # Half of a block is on each rank.
         assert idle["absent_blocks"] == each // (32 << 10)
         with HolderProcess(coordinator.url, 2 * each, SLAB) as holder:

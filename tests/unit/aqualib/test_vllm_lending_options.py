@@ -84,14 +84,30 @@ def test_by_default_half_of_the_cache_is_lent_if_that_much_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "index", "rank", "name"),
-    [(1, 0, 0, "llama"), (2, 0, 1, "llama.1"), (1, 2, 0, "llama.dp2"), (4, 1, 3, "llama.dp1.3")],
+    ("member", "world_size", "stage_count", "index", "rank", "name"),
+    [
+        ("llama", 1, 1, 0, 0, "llama"),
+        ("llama", 2, 1, 0, 1, "llama.1"),
+        ("llama", 1, 1, 2, 0, "llama.dp2"),
+        ("llama", 4, 1, 1, 3, "llama.dp1.3"),
+        ("llama", 4, 2, 0, 3, "llama.stage1.1"),
+        ("llama", 2, 2, 0, 1, "llama.stage1"),
+        ("llama.0.stage1", 4, 2, 0, 2, "llama.0.stage1.0"),
+    ],
 )
 def test_ranks_are_named_as_plans_name_shards(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, index: int, rank: int, name: str
+    monkeypatch: pytest.MonkeyPatch,
+    member: str,
+    world_size: int,
+    stage_count: int,
+    index: int,
+    rank: int,
+    name: str,
 ) -> None:
-    parallel = SimpleNamespace(world_size=world_size, data_parallel_index=index)
+    parallel = SimpleNamespace(
+        world_size=world_size, pipeline_parallel_size=stage_count, data_parallel_index=index
+    )
     monkeypatch.delenv("AQUA_MEMBER", raising=False)
     assert rank_member(parallel, rank) is None
-    monkeypatch.setenv("AQUA_MEMBER", "llama")
+    monkeypatch.setenv("AQUA_MEMBER", member)
     assert rank_member(parallel, rank) == name

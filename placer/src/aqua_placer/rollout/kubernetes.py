@@ -41,7 +41,6 @@ DIGEST_LENGTH: Final = 5
 """Characters by which shortened names differ: a million values. Doubled, less of a name is left."""
 
 DEVICE_CLASS: Final = "gpu.nvidia.com"
-STAGE: Final = re.compile(r"\.stage\d+$")
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def _engine(
 ) -> dict[str, Any]:
     """One engine of the chart; `size_gb` is spare (> 0) or need, None for a group that leaves."""
     told = mapping.engine(group).model_dump(by_alias=True, exclude_none=True)
-    # A pipeline stage is a part of the engine that has the name: the engine adds the stage itself.
-    plan_env = {"AQUA_MEMBER": STAGE.sub("", group)}
+    plan_env = {"AQUA_MEMBER": group}
     role = "none"
     if size_gb is not None and abs(size_gb) > GRAIN_GB / 2:
         role = "producer" if size_gb > 0 else "consumer"

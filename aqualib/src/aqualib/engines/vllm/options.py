@@ -343,10 +343,15 @@ def rank_member(parallel: Any, rank: int) -> str | None:
     """The name in the books of one rank, as plans name shards; None unless `AQUA_MEMBER` names it.
 
     Data-parallel engines after the first are `.dp1` and so on: the variable is the same for all.
+    A pipeline's stages are `.stage0` and so on, unless each has the variable to itself.
     """
     member = load_settings().member
     if member is None:
         return None
     index = parallel.data_parallel_index
     engine = f"{member}.dp{index}" if index else member
-    return f"{engine}.{rank}" if parallel.world_size > 1 else engine
+    stage_count = parallel.pipeline_parallel_size
+    shard_count = parallel.world_size // stage_count
+    if stage_count > 1 and ".stage" not in member:
+        engine += f".stage{rank // shard_count}"
+    return f"{engine}.{rank % shard_count}" if shard_count > 1 else engine
