@@ -1,0 +1,103 @@
+"""The commands of a batch service as users type them, and its tutorial as it is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from aqua_batch.cli import app
+from harness.batch_service import BatchServiceProcess, chat_line
+from harness.bounds import HANG_S
+from harness.counting_server import CountingServer
+
+TUTORIAL: Final = Path(__file__).resolve().parents[3] / "docs/tutorials/batch-api.md"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CountingServer]:
+    with CountingServer() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def service(
+    engine: CountingServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BatchServiceProcess]:
+    with BatchServiceProcess(tmp_path_factory.mktemp("batch"), [engine.url]) as service:
+        yield service
+
+
+def aqua_batch(service: BatchServiceProcess | None, *arguments: str) -> Result:
+    url = {"AQUA_BATCH_URL": service.url} if service is not None else {}
+    return CliRunner().invoke(app, arguments, env=url)
+
+
+def test_a_batch_is_submitted_waited_for_and_fetched(
+    service: BatchServiceProcess, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(chat_line("a", "fine") + chat_line("b", "refuse this"))
+    sent = aqua_batch(service, "submit", str(source), "--wait", "--label", "team=red", "--json")
+    assert sent.exit_code == 0, sent.output
+    batch = json.loads(sent.stdout)
+    assert batch["status"] == "completed"
+    assert batch["metadata"] == {"team": "red"}
+    assert aqua_batch(service, "fetch", batch["id"], "-o", str(output)).exit_code == 0
+    assert json.loads(output.read_text())["custom_id"] == "a"
+    assert json.loads((tmp_path / "out.errors.jsonl").read_text())["custom_id"] == "b"
+    newest = json.loads(aqua_batch(service, "status", "--limit", "1", "--json").stdout)
+    assert [each["id"] for each in newest] == [batch["id"]]
+    assert batch["id"] in aqua_batch(service, "status", batch["id"]).stdout
+    assert aqua_batch(service, "wait", batch["id"]).exit_code == 0
+
+
+def test_a_batch_is_cancelled_and_waiting_says_that_it_did_not_complete(
+    service: BatchServiceProcess, engine: CountingServer, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(chat_line("a", "hold commands"))
+    began = sum(engine.counts()["began"].values())
+    batch_id = aqua_batch(service, "submit", str(source)).stdout.split()[0]
+    engine.wait_for("began", began + 1)
+    assert aqua_batch(service, "cancel", batch_id).exit_code == 0
+    assert aqua_batch(service, "wait", batch_id).exit_code == 1
+    output = tmp_path / "out.jsonl"
+    assert aqua_batch(service, "fetch", batch_id, "-o", str(output)).exit_code == 0
+    assert not output.exists()
+    assert "batch_cancelled" in (tmp_path / "out.errors.jsonl").read_text()
+
+
+def test_keys_and_quotas_are_kept_in_the_services_database(tmp_path: Path) -> None:
+    place = ("--data-dir", str(tmp_path))
+    made = aqua_batch(None, "key", "add", "--tenant", "red", *place)
+    assert made.stdout.startswith("sk-aqua-")
+    (row,) = json.loads(aqua_batch(None, "key", "list", "--json", *place).stdout)
+    assert row["tenant"] == "red"
+    assert aqua_batch(None, "key", "revoke", row["id"], *place).exit_code == 0
+    assert json.loads(aqua_batch(None, "key", "list", "--json", *place).stdout) == []
+    assert aqua_batch(None, "quota", "set", "red", "--open-requests", "5", *place).exit_code == 0
+    assert json.loads(aqua_batch(None, "quota", "list", "--json", *place).stdout) == [
+        {"tenant": "red", "stored_bytes": None, "open_requests": 5, "requests_per_minute": None}
+    ]
+
+
+def test_the_tutorials_program_runs_as_it_is_printed(service: BatchServiceProcess) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=os.environ | {"OPENAI_BASE_URL": f"{service.url}/v1"},
+    )
+    assert "question-2 Why are tokens fenced? was asked" in ran.stdout
