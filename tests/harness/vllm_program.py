@@ -55,6 +55,7 @@ class Scenario:
         offers_before_wave: The wave comes later if requests wait then, and once memory is offered.
         overlaps_steps: Schedule asynchronously: a step before the last one's output is there.
         is_beside: Our connector is one of several.
+        online_every: Every n-th request is online, the others offline; 0 says nothing.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Scenario:
     offers_before_wave: bool = False
     overlaps_steps: bool = False
     is_beside: bool = False
+    online_every: int = 0
 
 
 class VllmProgram(Program):
@@ -185,12 +187,18 @@ def _main(scenario: Scenario) -> None:
     worker = _worker(scenario)
     _before_step(scenario, 0, engine, worker)
     prompts = _prompts(scenario)
-    params = SamplingParams(temperature=0, max_tokens=scenario.output_tokens, ignore_eos=True)
 
     def add(turn: int | str) -> None:
         for index, prompt in enumerate(prompts):
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=scenario.output_tokens,
+                ignore_eos=True,
+                extra_args=_told(scenario, index),
+            )
             engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
 
+    steps = _Steps(engine)
     tokens: dict[str, list[int]] = {}
     step = 0
     has_waved = False
@@ -204,20 +212,49 @@ def _main(scenario: Scenario) -> None:
             if not has_waved and 0 < scenario.wave_at_step <= step and _is_ready(scenario, engine):
                 has_waved = True
                 add("wave")
-            for output in engine.step():
+            for output in steps.make():
                 if output.finished:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
-    _settle(engine)
+    steps.settle()
     say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, worker)})
     if scenario.lend is not None:
         engine.engine_core.engine_core.scheduler.shutdown()
 
 
-def _settle(engine: Any) -> None:  # noqa: ANN401 - vLLM's
-    """An engine goes on until what it pages out beside the model is acknowledged."""
-    while engine.engine_core.engine_core.scheduler.has_requests():
-        engine.step()
+def _told(scenario: Scenario, index: int) -> dict[str, str] | None:
+    """What a request says of its class."""
+    if not scenario.online_every:
+        return None
+    return {"aqua_class": "offline" if index % scenario.online_every else "online"}
+
+
+class _Steps:
+    """An engine's steps; if nothing comes of them for long, an error that says how it stands."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
+        self._engine = engine
+        self._idle_s = 0.0
+
+    def make(self) -> Any:  # noqa: ANN401 - vLLM's
+        """Make one."""
+        begun_s = time.monotonic()
+        outputs = self._engine.step()
+        self._idle_s = 0.0 if outputs else self._idle_s + time.monotonic() - begun_s
+        if self._idle_s > HANG_S:
+            scheduler = self._engine.engine_core.engine_core.scheduler
+            free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            requests = [
+                (name, each.status.name, each.num_computed_tokens, each.num_tokens)
+                for name, each in scheduler.requests.items()
+            ]
+            raise TimeoutError(f"nothing comes of steps; {free_blocks} blocks free; {requests}")
+        return outputs
+
+    def settle(self) -> None:
+        """An engine goes on until what it pages out beside the model is acknowledged."""
+        while self._engine.engine_core.engine_core.scheduler.has_requests():
+            self.make()
 
 
 def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - vLLM's, ours

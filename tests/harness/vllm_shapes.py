@@ -34,6 +34,7 @@ class Shape:
         connectors: Where our connector is among several; None makes it the only one.
         store_blocks: Places that each worker has.
         storage: Folder of a connector beside ours.
+        offline: Chance that a request is offline, where the engine co-serves.
     """
 
     aqua: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Shape:
     connectors: tuple[str, ...] = ("AquaConnector",)
     store_blocks: tuple[int, ...] = (1000,)
     storage: str = ""
+    offline: float = 0.0
 
 
 def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401 - vLLM's

@@ -93,9 +93,11 @@ class SimulatedEngine:
                 said = list(self.runner.requests[earlier].prompt_token_ids) + self.expected[earlier]
                 prompt = said[:LONGEST_HISTORY] + own
             count = self.rng.randrange(8, 32)
-            tenant = {"aqua_tenant": "ab"[index % 2]}
+            told = {"aqua_tenant": "ab"[index % 2]}
+            if shape.offline:
+                told["aqua_class"] = "offline" if self.rng.random() < shape.offline else "online"
             params = SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, extra_args=tenant
+                temperature=0, max_tokens=count, ignore_eos=True, extra_args=told
             )
             name = f"r{index}"
             request = Request(

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from aqualib.engines.vllm.async_page_out import AsyncPageOut
 from harness.tiny_llama import write_tiny_llama
+from harness.vllm_disturbances import disturb
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -47,29 +48,6 @@ SHAPES: Final = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
-
-
-def disturb(engine: SimulatedEngine) -> None:
-    """Something happens that the seed says."""
-    scheduler = engine.scheduler
-    if scheduler.pause_state is not PauseState.UNPAUSED:
-        scheduler.set_pause_state(PauseState.UNPAUSED)
-        return
-    happens = engine.rng.choice(["abort", "pause", "wait", "reset", "loss"])
-    if happens == "abort":
-        engine.abort(engine.rng.choice(list(scheduler.requests)))
-    elif happens == "loss":
-        engine.runner.lose_all()
-    elif happens == "reset":
-        engine.drain()
-        # vLLM itself gives up over loads under way, be it of requests that were aborted.
-        aborted = any(request.is_finished() for request in scheduler.requests.values())
-        if not scheduler.paging.loading_ids() and not aborted:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
-            engine.change_weights()
-    else:
-        state = PauseState.PAUSED_NEW if happens == "wait" else PauseState.PAUSED_ALL
-        scheduler.set_pause_state(state)
 
 
 def lives(

@@ -81,6 +81,7 @@ def test_without_a_profile_offline_work_keeps_to_a_fixed_budget_that_overruns_ha
     assert times.basis is PredictionBasis.FIXED
     assert times.allows(load, 0.05, 64)
     assert not times.allows(load, 0.05, 65)
+    assert not times.allows(load, 0.0, 1)
     times.measured(load, 0.06, limit_s=0.05, offline_tokens=64)
     assert not times.allows(load, 0.05, 33)
     for _ in range(6):

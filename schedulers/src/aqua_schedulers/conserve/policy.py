@@ -13,7 +13,8 @@ Algorithm 1 as it runs here, once per step:
    loaded in the background, and new prompts are computed meanwhile.
 5. Without an online request there is no limit and the step may be aborted (`on_arrival`, Algorithm
    2). An abort halves the next such step, one that ends doubles it: what is thrown away adapts to
-   the gaps between arrivals, and some step always ends.
+   the gaps between arrivals, and some step always ends. On an engine that cannot abort, such a step
+   keeps to a part of the objective for the first token, and always computes something.
 6. Full blocks of offline requests are copied out, next victims first.
 
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
@@ -70,6 +71,7 @@ class _StepInMaking:
         free_blocks: Blocks that nothing holds or is about to take.
         slots: Requests that may still come in.
         has_prompts: Whether online prompts take part.
+        is_calm: Whether no online request does.
     """
 
     load: StepLoad
@@ -80,6 +82,7 @@ class _StepInMaking:
     free_blocks: int
     slots: int
     has_prompts: bool
+    is_calm: bool
     preempt: list[str] = field(default_factory=list)
     offline_tokens: dict[str, int] = field(default_factory=dict)
     offline_sum: int = 0
@@ -207,13 +210,24 @@ class ConservePolicy:
             online_tokens=online_tokens,
             offline_tokens=step.offline_tokens,
             admit=admit,
-            is_preemptible=is_preemptible and bool(step.offline_tokens),
+            is_preemptible=is_preemptible and bool(step.offline_tokens) and self._settings.aborts,
             copy_out=self._checkpointed(view, offline, step, paced_s),
             copy_in=self._loaded(view, loading, start_loading, paced_s),
             load=step.load,
             expected_s=expected_s,
             limit_s=step.limit_s,
         )
+
+    @property
+    def bounds_online(self) -> bool:
+        """Whether `CoServingPlan.online_tokens` also holds online requests back."""
+        return self._reading.bounds_online
+
+    @property
+    def _calm_limit_s(self) -> float:
+        """Longest step without online requests."""
+        settings = self._settings
+        return NO_LIMIT if settings.aborts else settings.unaborted_share * self._objectives.ttft_s
 
     def _is_due(self, request: CoServedRequest, now_s: float) -> bool:
         token_s = self._objectives.tpot_s / max(1, self._settings.least_step_tokens)
@@ -247,7 +261,7 @@ class ConservePolicy:
         elif prompts:
             limit_s = hard_s = starved_s = reading.prompt_limit_s(prompts, view.now_s)
         else:
-            limit_s = hard_s = starved_s = NO_LIMIT
+            limit_s = hard_s = starved_s = self._calm_limit_s
         kept_back = self._settings.starved_tokens if keeps_back and prompts else 0
         room = view.max_tokens - count - kept_back
         prompt_tokens = arriving_count = 0
@@ -270,11 +284,11 @@ class ConservePolicy:
         if prompts and decodes and not reading.joins_prompts:
             limit_s = starved_s = 0.0
         slots = view.max_running - len(view.running) - arriving_count
-        if not prompts and not decodes:
+        is_calm = not prompts and not decodes
+        if is_calm:
             room = min(view.max_tokens, self._offline_step_tokens)
-        step = _StepInMaking(
-            load, limit_s, hard_s, starved_s, room, free_blocks, slots, bool(prompts)
-        )
+        limits = limit_s, hard_s, starved_s
+        step = _StepInMaking(load, *limits, room, free_blocks, slots, bool(prompts), is_calm)
         return step, count + prompt_tokens
 
     def _prompt_tokens(
@@ -383,6 +397,9 @@ class ConservePolicy:
         if name == starved and step.has_prompts:
             # Out of the prompts' share: it was kept back from them.
             tokens = max(tokens, min(wanted, self._settings.starved_tokens))
+        elif not tokens and step.is_calm and not step.offline_sum:
+            # However short the limit: without this an engine would stand still.
+            tokens = min(wanted, self._settings.starved_tokens)
         return tokens
 
     def _admit(

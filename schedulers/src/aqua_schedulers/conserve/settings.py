@@ -21,6 +21,10 @@ class ConserveSettings(BaseModel):
             longer and an abort throws more away.
         least_step_tokens: What aborts cut such a step down to. Doubled, more is thrown away where
             every step is aborted.
+        aborts: Whether the engine can abort a step without online requests at a safepoint. If not,
+            such a step keeps to a limit.
+        unaborted_share: Part of the objective for the first token that this limit is: what an
+            arrival waits at most. Doubled, it waits twice as long, and calm steps take more.
         safepoint_s: What an abort takes, as the engine's safepoints are; for judging whether a step
             ends as soon by itself.
         checkpoints: Copy full blocks of offline requests out before they are needed.
@@ -45,6 +49,8 @@ class ConserveSettings(BaseModel):
     stretch: float = Field(default=0.02, ge=0.0, le=100.0)
     offline_step_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     least_step_tokens: int = Field(default=256, ge=1, le=1 << 20)
+    aborts: bool = True
+    unaborted_share: float = Field(default=0.1, gt=0.0, le=1.0)
     safepoint_s: float = Field(default=0.005, ge=0.0, le=60.0)
     checkpoints: bool = True
     checkpoint_start: float = Field(default=0.5, ge=0.0, lt=1.0)

@@ -8,7 +8,7 @@ step took. It stands on one of two legs:
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
   behind: it starts small, is halved whenever a step with offline work overran its limit, and grows
-  back slowly.
+  back slowly. A step that is to have no offline work, a limit of 0, has none.
 
 Promises: no profile and a wrong one both end in the fixed budget, and `basis` says so, for a
 warning and a metric; a budget that has been overrun is smaller in the next step. It does not
@@ -72,6 +72,11 @@ class StepTimes:
         """Measured over predicted, as it stands."""
         return self._correction
 
+    @property
+    def fixed_tokens(self) -> int:
+        """Offline tokens of a step on the fixed budget, whether or not it stands on it."""
+        return self._fixed_tokens
+
     def seconds(self, load: StepLoad) -> float:
         """Expected time of a step; infinity where nothing can be said, 0 for an empty one."""
         if self._profile is None:
@@ -81,7 +86,7 @@ class StepTimes:
     def allows(self, load: StepLoad, limit_s: float, offline_tokens: int) -> bool:
         """Whether a step of `load`, of which so many tokens are offline's, keeps to the limit."""
         if self.basis is PredictionBasis.FIXED or self._profile is None:
-            return offline_tokens <= self._fixed_tokens
+            return limit_s > 0.0 and offline_tokens <= self._fixed_tokens
         if load.new_tokens > self._profile.max_tokens:
             return False
         expected_s = self._profile.seconds(load) * self._correction

@@ -15,8 +15,8 @@ Aqua's (`{code, message, remedy, ...}`); of several the first.
 
 A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
 the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
-All other paths go to vLLM; on the way a request is told whose it is, if that is not in its body
-(`tenant_key`).
+All other paths go to vLLM; on the way a request is told whose it is (`tenant_key`), and whether it
+is online or offline (`service_class`), if that is not in its body.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from aqua_protocol.errors import (
 )
 from aqualib.engines.vllm.admin_commands import UTILITY
 from aqualib.engines.vllm.options import AquaOptions, options_of
+from aqualib.engines.vllm.service_class import HEADER, with_class
 from aqualib.engines.vllm.tenant_key import TenantSource, with_tenant
 from aqualib.settings import load_settings
 
@@ -55,8 +56,8 @@ MAX_BODY_BYTES: Final = 64 * 1024
 """A command is a handful of fields. Doubled, a caller can make the server hold twice as much."""
 
 MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
-"""Of a prompt with its images, where its tenant has to be written into it; longer ones are refused.
-Doubled, a caller can make the server hold twice as much."""
+"""Of a prompt with its images, where its tenant or class has to be written into it; longer ones are
+refused. Doubled, a caller can make the server hold twice as much."""
 
 ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
@@ -87,7 +88,7 @@ class AquaMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             if not path.startswith(PREFIX):
-                scope, receive = await self._with_tenant(scope, receive)
+                scope, receive = await self._with_xargs(scope, receive)
                 await self._app(scope, receive, send)
                 return
             self._require_admin(scope)
@@ -101,26 +102,27 @@ class AquaMiddleware:
         else:
             await _send_json(send, 200, {"engines": results})
 
-    async def _with_tenant(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
-        """Have a request say whose it is, where a header or a key does and its body does not."""
+    async def _with_xargs(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+        """Have a request say whose it is and how it is served, where its body does not."""
         is_json = header_of(scope, b"content-type").startswith("application/json")
         if scope["method"] != "POST" or not is_json:
             return scope, receive
         if self._options is None:
             self._options = options_of(scope["app"].state.engine_client.vllm_config)
         options = self._options
-        if options.tenants is None:
-            return scope, receive
-        sources = options.tenant_sources
+        sources = options.tenant_sources if options.tenants is not None else ()
         header = next(
             filter(None, (header_of(scope, name.encode()) for name in options.tenant_headers)), ""
         )
-        if not (header and TenantSource.HEADER in sources) and TenantSource.API_KEY not in sources:
+        has_tenant = (header and TenantSource.HEADER in sources) or TenantSource.API_KEY in sources
+        if not has_tenant and options.co_serving is None:
             return scope, receive
-        key = header_of(scope, b"authorization").partition(" ")[2]
-        body = with_tenant(
-            await body_of(receive, MAX_REQUEST_BYTES), sources, header=header, api_key=key
-        )
+        body = await body_of(receive, MAX_REQUEST_BYTES)
+        if has_tenant:
+            key = header_of(scope, b"authorization").partition(" ")[2]
+            body = with_tenant(body, sources, header=header, api_key=key)
+        if options.co_serving is not None:
+            body = with_class(body, header_of(scope, HEADER.encode()))
         return _with_body(scope, receive, body)
 
     def _require_admin(self, scope: Scope) -> None:

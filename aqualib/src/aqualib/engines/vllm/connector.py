@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from aqua_protocol import format_bytes
 from aqualib.connection import connect
+from aqualib.engines.vllm.co_serving import CoServing
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.engine_checks import load_mode, require_attention, require_pageable
 from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
@@ -77,6 +78,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = Meter()
         # Its scheduler's, to be seen on `/metrics`.
         self.switches = Switches()
+        self.co_serving: CoServing | None = None
         self._model = model_name(vllm_config)
 
     @classmethod
@@ -243,7 +245,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         half = self.paging_scheduler or self.paging_worker
         if half is None:
             return None
-        return self._meter.read({**half.totals(), **self.switches.levels()})
+        co_serving = {} if self.co_serving is None else self.co_serving.totals()
+        return self._meter.read({**half.totals(), **self.switches.levels(), **co_serving})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AquaStats:

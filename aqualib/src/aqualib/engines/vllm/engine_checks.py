@@ -82,6 +82,25 @@ def require_blocks(kv_cache_config: Any) -> None:
         )
 
 
+def require_co_servable(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Check that online and offline requests can share the engine's steps.
+
+    Raises:
+        ConfigError: Drafts would grow stale while a request is parked, or memory is not in blocks
+            of one kind.
+    """
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "co-serving cannot park a request that has drafts",
+            remedy='Drop "co_serving", or speculative decoding.',
+        )
+    if len(kv_cache_config.kv_cache_groups) != 1 or kv_groups(kv_cache_config).loses_all:
+        raise ConfigError(
+            "co-serving reckons memory in one group of KV blocks under full attention",
+            remedy='Drop "co_serving" for this model.',
+        )
+
+
 def load_mode(options: AquaOptions, vllm_config: Any, groups: KvGroups) -> LoadMode:
     """Choose how KV comes back: within the step only where a load that fails is exact.
 

@@ -31,12 +31,19 @@ COUNTERS: Final = {
     "prefix_hit_tokens": "Prompt tokens loaded from the prefix tier.",
     "unsaved_blocks": "Blocks of preempted requests dropped for want of room.",
     "lost_blocks": "Blocks that were not there when they were needed.",
+    "offline_tokens": "Tokens computed for offline requests beside online ones.",
+    "offline_preemptions": "Offline requests that gave their memory up.",
+    "co_serving_overruns": "Steps with online and offline work that took longer than planned.",
 }
 
 GAUGES: Final = {
     "slicing_on": "Whether requests take turns in time slices.",
     "paging_on": "Whether KV is paged out.",
     "lending_on": "Whether KV memory is lent.",
+    "co_serving_without_aborts": "Engines whose steps of offline work cannot be aborted.",
+    "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",
+    "offline_budget_tokens": "Offline tokens of a step on the fixed budget.",
+    "offline_requests_waiting": "Offline requests that hold no memory.",
     "workers_without_coordinator": "Workers that no coordinator answers; they use host memory.",
 }
 """Levels, sent as changes: so their sums over workers, engines and front ends are right, too."""

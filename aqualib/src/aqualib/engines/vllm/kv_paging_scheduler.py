@@ -85,7 +85,7 @@ class KvPagingScheduler:
         self.has_tier: Final = is_sharing and self.is_paging and not groups.has_state
         self._is_on = True
         self._keys = BlockKeys(groups, hash_tokens if self.has_tier else None)
-        self._is_async = options.load is LoadMode.ASYNC
+        self.is_load_async: Final = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
         self._plan = PagingPlan()
         self._saved: dict[str, _Saved] = {}
@@ -204,13 +204,13 @@ class KvPagingScheduler:
         if not tokens or request.request_id in self.failed_loads:
             self._matches.pop(request.request_id, None)
             return 0, False
-        if self._is_async and self._loading:
+        if self.is_load_async and self._loading:
             under_way = sum(map(len, self._loading.values()))
             coming = sum(len(run.places) for run in runs)
             if under_way + coming > self._max_loading_blocks:
                 return None, False
         self._matches[request.request_id] = runs
-        return tokens, self._is_async
+        return tokens, self.is_load_async
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -280,6 +280,17 @@ class KvPagingScheduler:
             blocks = range(done[index], min(known // group.block_tokens, len(ids)))
             done[index], begun = self._cache(request, index, ids, blocks)
             self.counts.checkpointed_blocks += begun
+
+    def copy_out(self, request: Any, block_ids: Sequence[int], blocks: range) -> int:
+        """Page out these full blocks of a running request, whose only group has this table.
+
+        Returns how many, from the first, are there or on their way now.
+        """
+        if request.skip_reading_prefix_cache or not self._is_on:
+            return 0
+        end, begun = self._cache(request, 0, block_ids, blocks)
+        self.counts.checkpointed_blocks += begun
+        return end - blocks.start
 
     def take_plan(self) -> PagingPlan:
         """The step's plan; the next one's begins empty."""
@@ -392,6 +403,12 @@ class KvPagingScheduler:
             count += len(self.table.find(self._keys.full(request, index, blocks)))
         return count
 
+    def copied_blocks(self, request: Any, blocks: range) -> tuple[int, bool]:
+        """How many of these full blocks are there, from the first; whether the rest is coming."""
+        keys = list(self._keys.full(request, 0, blocks))
+        found = len(self.table.find(keys))
+        return found, all(map(self.table.is_known, keys[found:]))
+
     def loading_ids(self) -> Collection[str]:
         """Requests whose blocks are being filled beside the model."""
         return self._loading.keys()
@@ -428,7 +445,7 @@ class KvPagingScheduler:
         assert len(blocks) == len(places), (request_id, runs, block_ids)
         assert NULL_BLOCK not in blocks, (request_id, runs, block_ids)
         self.table.hold(places)
-        if self._is_async:
+        if self.is_load_async:
             self._loading[request_id] = places
             self._plan.async_loads[request_id] = (places, blocks)
         else:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileKind
 from aqua_schedulers.cfs import FairSettings, PolicyName
+from aqua_schedulers.conserve import CoServingPolicyName, StepTimeProfile
 from aqualib.engines.vllm.plugin import CONNECTOR
 from aqualib.engines.vllm.priority import UrgentPriority
 from aqualib.engines.vllm.tenant_key import TenantSource
@@ -177,6 +179,57 @@ class LendingOptions(BaseModel):
         return self.reserve_bytes
 
 
+class CoServingOptions(BaseModel):
+    """Offline requests beside online ones, and what these are promised; immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: CoServingPolicyName = Field(
+        default=CoServingPolicyName.GUARDED,
+        description="`guarded`: online requests as if alone; `conserve`: steps are filled up to "
+        "the objectives; `priority`: no limits.",
+    )
+    ttft_s: float = Field(gt=0.0, le=3600.0, description="Objective for the first token.")
+    tpot_s: float = Field(gt=0.0, le=60.0, description="Objective between two tokens.")
+    step_profile: Path | None = Field(
+        default=None,
+        description="A step-time profile of this model, engine and GPU; without one offline work "
+        "keeps to a small fixed budget.",
+    )
+    starvation_s: float = Field(
+        default=300.0,
+        ge=0.0,
+        le=1e9,
+        description="Offline requests without a token for so long take some from online prompts.",
+    )
+    layer_aborts: bool = Field(
+        default=False, description="Refused: steps cannot be aborted inside; budgets alone serve."
+    )
+
+    @field_validator("layer_aborts")
+    @classmethod
+    def _refuse_aborts(cls, given: bool) -> bool:  # noqa: FBT001 - pydantic's
+        if given:
+            raise ValueError("a step cannot be aborted inside; leave it out, budgets alone serve")
+        return given
+
+    def read_profile(self) -> StepTimeProfile | None:
+        """The step-time profile, if one is named.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        if self.step_profile is None:
+            return None
+        try:
+            return StepTimeProfile.parse(self.step_profile.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"co_serving.step_profile: {error}",
+                remedy="Name a profile that is there, or leave it out for a fixed budget.",
+            ) from error
+
+
 class AquaOptions(FairSettings):
     """The adapter's options; immutable. Read them with `read_options`."""
 
@@ -244,6 +297,9 @@ class AquaOptions(FairSettings):
     )
     require_coordinator: bool = Field(
         default=False, description="Refuse the start unless a coordinator is ready."
+    )
+    co_serving: CoServingOptions | None = Field(
+        default=None, description="Serve offline requests beside online ones."
     )
     lend: LendingOptions | None = Field(
         default=None, description="Lend what the KV cache does not need; see `LendingOptions`."

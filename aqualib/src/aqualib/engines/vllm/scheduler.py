@@ -9,7 +9,9 @@ The paging scheduler hears of a preemption, the policy's or vLLM's own, before t
 so that the KV is paged out instead of lost. Requests are never admitted in the step that preempted
 them: their blocks are read back one step later at the earliest.
 
-Within a slice, and while no request waits, a step costs one call of the policy.
+Within a slice, and while no request waits, a step costs one call of the policy. Where offline
+requests are served beside online ones, the same policy decides among online requests alone, and a
+step is planned as a whole (`co_serving_scheduler`).
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
+    Decision,
     EngineView,
     PagingRates,
     PagingTier,
+    Preemption,
     PreemptionMode,
     RequestView,
     TenantAccounts,
     policy_named,
 )
+from aqualib.engines.vllm.co_serving_scheduler import READING_STEPS, CoServingScheduler
 from aqualib.engines.vllm.connector import find_connector
 from aqualib.engines.vllm.engine_checks import require_blocks
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
-from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.priority import weight_of
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
@@ -61,13 +65,8 @@ SAVING_SHARE: Final = 1 / 8
 that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
 together, and those that wait find less memory for as long as that takes."""
 
-READING_STEPS: Final = 2
-"""Steps in which memory of preempted requests is read before it is free, as a rule: one, and one
-that is under way when it is told. Doubled, more of the memory is left to those that stay meanwhile;
-at 0 they may find none and miss a step."""
 
-
-class AquaScheduler(LendingScheduler):
+class AquaScheduler(CoServingScheduler):
     """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
 
     has_requests_begin_again: ClassVar = True
@@ -110,6 +109,9 @@ class AquaScheduler(LendingScheduler):
         # By request, its computed tokens, and whether it runs; of this step.
         self._remaining_blocks: dict[tuple[str, int, bool], int] = {}
         self.forced_preemptions = 0
+        self._open_co_serving(options, self._growing_tokens)
+        if connector is not None:
+            connector.co_serving = self.co_serving
 
     # --- What vLLM calls ------------------------------------------------------------------
 
@@ -121,15 +123,26 @@ class AquaScheduler(LendingScheduler):
         weights.
         """
         pause = self.pause_state
+        co_serving = self.co_serving
+        if co_serving is not None:
+            co_serving.begin(time.monotonic())
+            self._order_running(co_serving)
         if pause is PauseState.PAUSED_NEW:
             self._queue.admit(r.request_id for r in self._queue if _has_begun(r))
             # vLLM admits what is shown to it, which is nothing new.
             self._pause_state = PauseState.UNPAUSED
+        elif pause is PauseState.UNPAUSED and co_serving is not None:
+            with self._block_lock:
+                self._co_serve(co_serving)
         elif pause is PauseState.UNPAUSED and self._policy.begin_step():
             with self._block_lock:
-                self._decide()
+                decision = self._decision(self._holding, self._blocks_to_give())
+                self._preempt(decision.preempt)
+                self._queue.admit(decision.admit)
         try:
-            return self._schedule(*args, **kwargs)
+            output = self._schedule(*args, **kwargs)
+            self._step_begun(output)
+            return output
         finally:
             self._pause_state = pause
 
@@ -143,7 +156,7 @@ class AquaScheduler(LendingScheduler):
         paging = self.paging
         if paging is not None and paging.failed_loads:
             self._wait_again(paging.failed_loads)
-        if paging is not None and paging.is_checkpointing:
+        if paging is not None and paging.is_checkpointing and self.co_serving is None:
             self._checkpoint(paging)
         self._remaining_blocks.clear()
         self._step_started_s = time.perf_counter()
@@ -159,6 +172,8 @@ class AquaScheduler(LendingScheduler):
         # Steps overlap under asynchronous scheduling: their time says nothing then.
         if token_count >= MIN_PREFILL_TOKENS and not self._overlaps:
             self._note_step(token_count)
+        if self.co_serving is not None:
+            self.co_serving.ended(scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:
             self._begin_again(self.paging.failed_loads)
@@ -180,7 +195,9 @@ class AquaScheduler(LendingScheduler):
         """A request arrived."""
         is_new = request.request_id not in self.requests
         super().add_request(request)
-        if is_new:
+        if not is_new:
+            return
+        if self.co_serving is None or not self.co_serving.arrived(request, time.monotonic()):
             self._policy.added(self._waiting_view(request))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +213,8 @@ class AquaScheduler(LendingScheduler):
             self._preemption_mode = PreemptionMode.SWAP
             if self.paging is not None:
                 self.paging.reset()
+            if self.co_serving is not None:
+                self.co_serving.forget_saved()
 
     def _forget_loaded(self) -> None:
         """Have requests whose load has ended, and that do not run yet, begin again.
@@ -227,8 +246,12 @@ class AquaScheduler(LendingScheduler):
         return count
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._policy.removed(request.request_id, request.num_output_tokens)
-        self._holding.pop(request.request_id, None)
+        name = request.request_id
+        if not self._is_offline(name):
+            self._policy.removed(name, request.num_output_tokens)
+        if self.co_serving is not None:
+            self.co_serving.removed(name)
+        self._holding.pop(name, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -243,8 +266,18 @@ class AquaScheduler(LendingScheduler):
                 frees_later=self._is_turn,
             )
         super()._preempt_request(request, *args, **kwargs)
+        self._note_preemption(request, saved_tokens)
+
+    def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None:
+        """A request holds no memory any more; tell the policy of its class."""
         self._holding.pop(request.request_id, None)
-        self._policy.preempted(self._waiting_view(request, saved_tokens))
+        if self.co_serving is not None and self._is_offline(request.request_id):
+            self.co_serving.preempted(request, self.paging, time.monotonic())
+        else:
+            self._policy.preempted(self._waiting_view(request, saved_tokens))
+
+    def _is_offline(self, request_id: str) -> bool:
+        return self.co_serving is not None and self.co_serving.is_offline(request_id)
 
     def _count_swapped_bytes(self) -> int:
         return 0 if self.paging is None else self.paging.swapped_bytes
@@ -259,40 +292,45 @@ class AquaScheduler(LendingScheduler):
 
     # --- Time slices ----------------------------------------------------------------------
 
-    def _decide(self) -> None:
+    def _decision(self, names: Collection[str], free_blocks: int) -> Decision:
+        """Have the fair policy decide about requests that hold memory, and those that wait."""
         paging = self.paging
-        decision = self._policy.decide(
+        requests = self.requests
+        return self._policy.decide(
             EngineView(
-                free_blocks=self._blocks_to_give(),
+                free_blocks=free_blocks,
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
-                running_count=len(self._holding),
-                running=self._running_views,
+                running_count=len(names),
+                running=lambda: self._running_views(names),
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
-                output_tokens=self._output_tokens,
+                output_tokens=lambda: [(name, requests[name].num_output_tokens) for name in names],
                 saved_blocks=None if paging is None else self._saved_blocks,
             )
         )
-        if decision.preempt:
-            self._is_turn = True
-            now_s = time.monotonic()
-            leaving = {preemption.request_id for preemption in decision.preempt}
-            self.running[:] = [r for r in self.running if r.request_id not in leaving]
-            for preemption in decision.preempt:
-                self._preemption_mode = preemption.mode
-                self._preempt_request(
-                    self.requests[preemption.request_id],
-                    now_s,
-                    drop_stale_output=self.requires_kv_delivery,
-                )
-            self._preemption_mode = PreemptionMode.SWAP
-            self._is_turn = False
-            self.forced_preemptions += len(leaving)
-            if paging is not None:
-                paging.counts.forced_preemptions += len(leaving)
-        self._queue.admit(decision.admit)
+
+    def _preempt(self, preemptions: Collection[Preemption]) -> None:
+        """Take requests out of memory before vLLM schedules."""
+        if not preemptions:
+            return
+        self._is_turn = True
+        now_s = time.monotonic()
+        leaving = {preemption.request_id for preemption in preemptions}
+        self.running[:] = [r for r in self.running if r.request_id not in leaving]
+        for preemption in preemptions:
+            self._preemption_mode = preemption.mode
+            self._preempt_request(
+                self.requests[preemption.request_id],
+                now_s,
+                drop_stale_output=self.requires_kv_delivery,
+            )
+        self._preemption_mode = PreemptionMode.SWAP
+        self._is_turn = False
+        self.forced_preemptions += len(leaving)
+        if self.paging is not None:
+            self.paging.counts.forced_preemptions += len(leaving)
 
     def _blocks_to_give(self) -> int:
         """Blocks to give out: those that are free, and those that will be in a moment.
@@ -313,8 +351,13 @@ class AquaScheduler(LendingScheduler):
             entered += [name for name in self.paging.loading_ids() if name not in holding]
         for name in entered:
             holding[name] = None
-            self._policy.admitted(name)
-        if entered:
+            if self.co_serving is not None and self._is_offline(name):
+                self.co_serving.admitted(name)
+            else:
+                self._policy.admitted(name)
+        if entered and self.co_serving is not None:
+            self._order_running(self.co_serving)
+        elif entered:
             running = self.running
             prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
             if prompts:
@@ -334,8 +377,7 @@ class AquaScheduler(LendingScheduler):
                 queue.remove_request(request)
                 self._inflight_prefills.discard(request)
                 self._queue.add_request(request)
-                self._holding.pop(request.request_id, None)
-                self._policy.preempted(self._waiting_view(request))
+                self._note_preemption(request)
 
     def _checkpoint(self, paging: KvPagingScheduler) -> None:
         """Have blocks paged out that the steps until now have filled."""
@@ -364,12 +406,12 @@ class AquaScheduler(LendingScheduler):
 
     # --- Views ----------------------------------------------------------------------------
 
-    def _running_views(self) -> list[RequestView]:
-        """All that hold memory, at every slice's end."""
+    def _running_views(self, names: Collection[str]) -> list[RequestView]:
+        """Those that hold memory and take turns, at every slice's end."""
         tables = [each.req_to_blocks for each in self._managers]
         requests, running = self.requests, RequestStatus.RUNNING
         views = []
-        for name in self._holding:
+        for name in names:
             request = requests[name]
             blocks = [block.ref_cnt for table in tables for block in table.get(name, ())]
             # A block that others share does not come free.
@@ -425,9 +467,6 @@ class AquaScheduler(LendingScheduler):
     def _saved_blocks(self, name: str) -> int:
         assert self.paging is not None
         return self.paging.clean_blocks(self.requests[name])
-
-    def _output_tokens(self) -> list[tuple[str, int]]:
-        return [(name, self.requests[name].num_output_tokens) for name in self._holding]
 
 
 class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):

@@ -20,6 +20,8 @@ SCHEDULER: Final = (
     *("requires_kv_delivery", "scheduler_config", "vllm_config", "_free_request"),
     *("_preempt_request", "add_request", "get_num_unfinished_requests", "reset_prefix_cache"),
     *("max_model_len", "schedule", "update_from_output", "_request_remaining_blocks"),
+    # The one place in both of vLLM's loops that asks how many tokens a request takes in a step.
+    *("_mamba_block_aligned_split", "need_mamba_block_aligned_split", "policy"),
 )
 BLOCK_POOL: Final = ("blocks", "free_blocks", "get_num_free_blocks", "touch")
 
@@ -53,7 +55,9 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
         *("remove_request", "remove_requests"),
     ),
     "vllm.v1.core.sched.interface:PauseState": ("PAUSED_NEW", "UNPAUSED"),
-    "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        *("num_scheduled_tokens", "total_num_scheduled_tokens"),
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": USED["KVCacheManager"],
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
     "vllm.v1.core.block_pool:BlockPool": USED_TO_LEND["BlockPool"],
@@ -88,8 +92,9 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
             "num_output_tokens",
         ),
         *("num_prompt_tokens", "num_tokens", "priority", "request_id", "skip_reading_prefix_cache"),
-        "status",
+        *("max_tokens", "num_output_placeholders", "sampling_params", "status"),
     ),
+    "vllm.v1.core.sched.request_queue:SchedulingPolicy": ("FCFS",),
     "vllm.v1.request:RequestStatus": (
         *("PREEMPTED", "RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STREAMING_REQ"),
     ),

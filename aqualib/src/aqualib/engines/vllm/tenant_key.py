@@ -15,10 +15,11 @@ or a listing.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
+
+from aqualib.engines.vllm.request_body import with_xarg
 
 XARG: Final = "aqua_tenant"
 """Among a request's `vllm_xargs`; fixed, as part of the interface."""
@@ -60,9 +61,7 @@ def key_name(api_key: str) -> str:
 def with_tenant(
     body: bytes, sources: Sequence[TenantSource], *, header: str, api_key: str
 ) -> bytes:
-    """A request's body with its tenant among the `vllm_xargs`, as JSON.
-
-    What is not a JSON object is returned as it is: vLLM says what is wrong with it.
+    """A request's body with its tenant among the `vllm_xargs`; see `with_xarg`.
 
     Args:
         body: As the client sent it.
@@ -70,24 +69,16 @@ def with_tenant(
         header: The tenant's header; empty if there is none.
         api_key: Likewise.
     """
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return body
-    if not isinstance(content, dict):
-        return body
-    given = content.get("vllm_xargs")
-    xargs = dict(given) if isinstance(given, Mapping) else {}
-    claimed = xargs.pop(XARG, None)
-    found = {
-        TenantSource.HEADER: header,
-        TenantSource.API_KEY: key_name(api_key) if api_key else "",
-        TenantSource.XARGS: claimed if isinstance(claimed, str) else "",
-    }
-    names = (found[source] for source in sources if source is not TenantSource.LORA)
-    name = next(filter(None, names), None)
-    if name is not None:
-        xargs[XARG] = name[:MAX_NAME_LENGTH]
-    if xargs or given:
-        content["vllm_xargs"] = xargs
-    return json.dumps(content).encode()
+
+    def choose(content: Mapping[str, Any], claimed: object) -> str | None:
+        del content
+        found = {
+            TenantSource.HEADER: header,
+            TenantSource.API_KEY: key_name(api_key) if api_key else "",
+            TenantSource.XARGS: claimed if isinstance(claimed, str) else "",
+        }
+        names = (found[source] for source in sources if source is not TenantSource.LORA)
+        name = next(filter(None, names), None)
+        return None if name is None else name[:MAX_NAME_LENGTH]
+
+    return with_xarg(body, XARG, choose)

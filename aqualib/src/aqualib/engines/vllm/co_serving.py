@@ -1,0 +1,350 @@
+"""The scheduler's half of co-serving, without vLLM: its policy, and the tokens of each step.
+
+`AquaScheduler` tells it what happens to offline requests, shows it the engine before a step, does
+what the plan says, and asks at each request of vLLM's own loop how many tokens it may take
+(`StepTokens`). That is how an offline request is *parked*: it stays in memory and takes none.
+
+The classes do not mix. Online requests are admitted and preempted by the fair policy, for which the
+blocks of offline ones are free. These wait in the co-serving policy's queue, and are preempted by
+the plan, those with a checkpoint first. They stand behind all online ones in vLLM's own order, so
+what vLLM preempts by itself is offline, too, while there is any.
+
+Checkpoints are in the store's table; the policy's ledger is told of them as far as it decides by
+them. A copy counts there once the table finds it, which is when all workers have acknowledged it.
+Of a request that runs the ledger may claim what the store has given up since; what is said of one
+that waits is what was found when it was preempted. If less comes back after all, the request
+computes the rest.
+
+Not here: safepoints inside a step. What runs when an online request arrives runs to its end, so a
+step without online requests is kept short (`ConserveSettings.unaborted_share`).
+
+Source: ConServe sections 4.2, 4.4 and 4.5; Algorithm 2 needs what is not here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from aqua_schedulers.conserve import (
+    ConserveSettings,
+    CoServedRequest,
+    CoServingPlan,
+    CoServingView,
+    Objectives,
+    PredictionBasis,
+    ServiceClass,
+    StepLoad,
+    co_serving_policy,
+)
+from aqualib.engines.vllm.options import AquaOptions, PagingMode
+from aqualib.engines.vllm.service_class import service_class_of
+
+logger: Final = logging.getLogger("aqualib")
+
+
+class SavedBlocks(Protocol):
+    """What the store says of a request's blocks; `KvPagingScheduler` does."""
+
+    def saved_tokens(self, request_id: str) -> int:
+        """Tokens of a preempted request that a load would bring back."""
+        ...
+
+    def copied_blocks(self, request: Any, blocks: range) -> tuple[int, bool]:
+        """How many of these are there, from the first; whether the rest is on its way."""
+        ...
+
+
+class StepTokens:
+    """How many tokens each request may take in the step that vLLM schedules now.
+
+    Args:
+        offline: Of each offline request; one that is not named takes none.
+        online: Of online requests together.
+    """
+
+    def __init__(self, offline: Mapping[str, int], online: int) -> None:
+        self._offline = offline
+        self._online_left = online
+
+    def take(self, request_id: str, wanted: int, *, is_offline: bool, is_inside: bool) -> int:
+        """Tokens for a request that wants so many.
+
+        One that comes in now takes one at least: it has memory already, or was admitted by the
+        plan, and at a request that takes nothing vLLM admits no other.
+        """
+        if is_offline:
+            return min(wanted, max(self._offline.get(request_id, 0), 0 if is_inside else 1))
+        tokens = min(wanted, self._online_left)
+        self._online_left -= tokens
+        return tokens
+
+
+class _Step(NamedTuple):
+    """A step that was scheduled and has not ended: vLLM's name for it, and what was planned."""
+
+    output: Any
+    plan: CoServingPlan
+    load: StepLoad
+    begun_s: float
+
+
+@dataclass(slots=True)
+class _Counts:
+    offline_tokens: int = 0
+    offline_preemptions: int = 0
+    overruns: int = 0
+
+
+class CoServing:
+    """Online and offline requests of one engine; owned by its scheduler's thread.
+
+    Args:
+        options: The adapter's, with `co_serving`.
+        block_tokens: Of the engine's one group of KV blocks.
+        is_load_async: Whether KV comes back beside the steps.
+
+    Attributes:
+        tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
+    """
+
+    def __init__(self, options: AquaOptions, *, block_tokens: int, is_load_async: bool) -> None:
+        given = options.co_serving
+        assert given is not None
+        self.tokens: StepTokens | None = None
+        self.block_tokens: Final = block_tokens
+        self.policy: Final = co_serving_policy(
+            given.policy,
+            Objectives(given.ttft_s, given.tpot_s),
+            given.read_profile(),
+            ConserveSettings(
+                aborts=False,
+                checkpoints=options.mode is PagingMode.CHECKPOINT,
+                swaps=options.is_paging,
+                loads_in_background=is_load_async,
+                starvation_s=given.starvation_s,
+            ),
+            block_tokens=block_tokens,
+        )
+        self._urgent = options.urgent
+        self._offline: set[str] = set()
+        self._arrivals_s: dict[str, float] = {}
+        self._copying: set[str] = set()
+        self._steps: deque[_Step] = deque()
+        self._begun_s = self._last_end_s = 0.0
+        self._stalled_steps = 0
+        self._counts = _Counts()
+        logger.warning(
+            "co-serving: steps cannot be aborted inside, so budgets alone keep offline work from "
+            "online requests; an arrival waits for the step that runs"
+        )
+        if self.policy.times.basis is PredictionBasis.FIXED:
+            logger.warning(
+                "co-serving without a step-time profile: offline work keeps to a fixed budget, at "
+                "first %d tokens of a step",
+                self.policy.times.fixed_tokens,
+            )
+
+    # --- Requests ----------------------------------------------------------------------------
+
+    def is_offline(self, request_id: str) -> bool:
+        """Whether the engine knows it as an offline request."""
+        return request_id in self._offline
+
+    def arrived(self, request: Any, now_s: float) -> bool:
+        """A request of vLLM's arrived; returns whether it is offline."""
+        name = request.request_id
+        self._arrivals_s[name] = now_s
+        if service_class_of(request, self._urgent) is ServiceClass.ONLINE:
+            return False
+        self._offline.add(name)
+        self.policy.added(self.view(request), now_s)
+        return True
+
+    def admitted(self, request_id: str) -> None:
+        """An offline request holds blocks now."""
+        if self.policy.waiting.get(request_id) is not None:
+            self.policy.waiting.take(request_id)
+
+    def preempted(self, request: Any, saved: SavedBlocks | None, now_s: float) -> None:
+        """An offline request gave up its blocks; what the store has of them is booked."""
+        name = request.request_id
+        self._counts.offline_preemptions += 1
+        self._end_copies(name)
+        blocks = 0 if saved is None else saved.saved_tokens(name) // self.block_tokens
+        ledger = self.policy.checkpoints
+        if blocks < ledger.of(name).saved:
+            ledger.lose(name)
+        if blocks > ledger.of(name).saved:
+            count = blocks - ledger.of(name).saved
+            ledger.copy(name, count)
+            ledger.acknowledge(name, count)
+        self.policy.preempted(self.view(request), now_s)
+
+    def removed(self, request_id: str) -> None:
+        """A request ended."""
+        self._arrivals_s.pop(request_id, None)
+        if request_id in self._offline:
+            self._offline.remove(request_id)
+            self._end_copies(request_id)
+            self.policy.removed(request_id)
+
+    def view(
+        self, request: Any, *, computed_tokens: int = 0, held_blocks: int = 0
+    ) -> CoServedRequest:
+        """A request of vLLM's as the policy sees it.
+
+        Of a step under way the tokens that it will bring count as known: vLLM schedules the next.
+        """
+        ahead = request.num_output_placeholders
+        name = request.request_id
+        is_offline = name in self._offline
+        return CoServedRequest(
+            name,
+            ServiceClass.OFFLINE if is_offline else ServiceClass.ONLINE,
+            self._arrivals_s.get(name, request.arrival_time),
+            request.num_tokens + ahead,
+            computed_tokens,
+            request.num_output_tokens + ahead,
+            held_blocks,
+            request.max_tokens - request.num_output_tokens,
+        )
+
+    # --- Steps -------------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> None:
+        """A step begins; nothing of it is planned yet."""
+        self.tokens = None
+        self._begun_s = now_s
+
+    def plan(self, view: CoServingView) -> CoServingPlan:
+        """What the next step does; its tokens are handed out from now on.
+
+        If nothing computes, vLLM decides by itself. Requests that were loaded may need the memory
+        of one that is parked for want of a block: neither is in the other's view.
+
+        vLLM may refuse what was planned for. It keeps blocks for prompts that are half computed,
+        and loads nothing into them: an online request whose load waits for such an offline one, and
+        that one parked for it, would wait for each other. So a step is planned without those that
+        arrive after one that came to nothing, and after two such steps vLLM decides.
+        """
+        if self._stalled_steps:
+            view = view._replace(arriving=[])
+        plan = self.policy.plan(view)
+        if self._stalled_steps > 1 or not (plan.online_tokens or plan.offline_tokens):
+            return plan
+        offline_tokens = sum(plan.offline_tokens.values())
+        online_tokens = view.max_tokens - offline_tokens
+        if self.policy.bounds_online:
+            online_tokens = plan.online_tokens
+        self.tokens = StepTokens(plan.offline_tokens, online_tokens)
+        return plan
+
+    def begun(
+        self,
+        output: Any,
+        plan: CoServingPlan,
+        requests: Mapping[str, Any],
+        *,
+        is_memory_coming: bool = False,
+    ) -> None:
+        """A step was scheduled.
+
+        Args:
+            output: The scheduler's, by which the step's end is known.
+            plan: As it was planned; what offline requests really got replaces its tokens.
+            requests: All of the engine's, by id.
+            is_memory_coming: Whether blocks are still read that the plan counted as free: then a
+                step that computes nothing is what it takes.
+        """
+        is_refused = self.tokens is not None and not output.num_scheduled_tokens
+        is_stalled = is_refused and not is_memory_coming
+        self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
+        load = StepLoad()
+        offline: dict[str, int] = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            request = requests[name]
+            before = request.num_computed_tokens - tokens
+            if tokens == 1 and before >= request.num_prompt_tokens:
+                load = load.and_decode(before + 1)
+            else:
+                load = load.and_chunk(tokens, before)
+            if name in self._offline:
+                offline[name] = tokens
+        plan = plan._replace(offline_tokens=offline)
+        self._steps.append(_Step(output, plan, load, self._begun_s))
+
+    def ended(self, output: Any, now_s: float) -> None:
+        """A step's output is there; steps end in the order in which they were scheduled.
+
+        Where steps overlap, one begins on the device when the one before it ends.
+        """
+        while self._steps:
+            step = self._steps.popleft()
+            if step.output is not output:
+                continue
+            seconds = now_s - max(step.begun_s, self._last_end_s)
+            tokens = sum(step.plan.offline_tokens.values())
+            self._counts.offline_tokens += tokens
+            if tokens and seconds > step.plan.limit_s:
+                self._counts.overruns += 1
+            self._last_end_s = now_s
+            self.policy.stepped(step.plan, step.load, seconds, now_s)
+            return
+
+    # --- Checkpoints -------------------------------------------------------------------------
+
+    def copy_begun(self, request_id: str, count: int) -> None:
+        """So many more blocks of a running request are in the store or on their way."""
+        if count > 0:
+            self.policy.checkpoints.copy(request_id, count)
+            self._copying.add(request_id)
+
+    def settle_copies(self, saved: SavedBlocks, requests: Mapping[str, Any]) -> None:
+        """Book the copies that have ended since the last call, well or not."""
+        ledger = self.policy.checkpoints
+        for name in list(self._copying):
+            one = ledger.of(name)
+            first = one.saved
+            count, is_coming = saved.copied_blocks(
+                requests[name], range(first, first + one.copying)
+            )
+            if count:
+                ledger.acknowledge(name, count)
+            if not one.copying:
+                self._copying.discard(name)
+            elif not is_coming:
+                self._end_copies(name)
+                ledger.lose(name)
+
+    def forget_saved(self) -> None:
+        """Nothing that is in the store is of use any more."""
+        for name in self._offline:
+            self._end_copies(name)
+            self.policy.checkpoints.lose(name)
+
+    def _end_copies(self, request_id: str) -> None:
+        """Stop waiting for copies: vLLM's pool keeps their blocks, not the ledger."""
+        self._copying.discard(request_id)
+        under_way = self.policy.checkpoints.of(request_id).copying
+        if under_way:
+            self.policy.checkpoints.acknowledge(request_id, under_way)
+
+    # --- Figures -----------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        """What is counted here, and levels, by the names of `engine_metrics`."""
+        times = self.policy.times
+        is_fixed = times.basis is PredictionBasis.FIXED
+        return {
+            "offline_tokens": self._counts.offline_tokens,
+            "offline_preemptions": self._counts.offline_preemptions,
+            "co_serving_overruns": self._counts.overruns,
+            "co_serving_without_aborts": 1.0,
+            "co_serving_without_profile": float(is_fixed),
+            "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
+            "offline_requests_waiting": float(len(self.policy.waiting)),
+        }

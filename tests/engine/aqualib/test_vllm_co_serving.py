@@ -1,0 +1,202 @@
+"""Online and offline requests in one engine: all answers are those of an engine of their own.
+
+By seed, as in `test_vllm_swaps`, over `harness.vllm_simulation`: vLLM's real scheduler and block
+managers, a slow store that loses blocks, aborts, pauses and resets. And on a real vLLM, with a
+second wave of requests upon the first, against vLLM by itself. Steps are not aborted inside.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from harness.tiny_llama import write_tiny_llama
+from harness.vllm_disturbances import disturb
+from harness.vllm_program import Scenario, run
+from harness.vllm_shapes import Shape, make_config
+from harness.vllm_simulation import SimulatedEngine
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    # vLLM and torch warn about themselves and each other; not ours to mend.
+    pytest.mark.filterwarnings("default"),
+]
+
+SEEDS: Final = 64
+MOST_STEPS: Final = 8000
+# Objectives that steps of a simulation keep to, however busy the machine.
+SERVING: Final = {"ttft_s": 1000.0, "tpot_s": 60.0}
+SWAP: Final = Shape(
+    {"co_serving": SERVING, "policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0},
+    requests=14,
+    turns=0.5,
+    speed=0.3,
+    offline=0.6,
+)
+CHECKPOINT: Final = {**SWAP.aqua, "mode": "checkpoint"}
+CONSERVE: Final = {**SWAP.aqua, "co_serving": {**SERVING, "policy": "conserve"}}
+SHAPES: Final = [
+    SWAP,
+    replace(SWAP, depth=2, caches_prefixes=True),
+    replace(SWAP, aqua=CHECKPOINT, caches_prefixes=True, loss=0.05),
+    replace(SWAP, aqua=CHECKPOINT, depth=2, caches_prefixes=True, store_blocks=(40, 60, 50)),
+    replace(SWAP, aqua=CONSERVE, depth=2, is_second_runner=True, loss=0.05),
+    replace(SWAP, aqua={**CHECKPOINT, "co_serving": CONSERVE["co_serving"]}, blocks=20),
+    replace(SWAP, aqua={**SWAP.aqua, "mode": "recompute"}, caches_prefixes=True),
+    replace(SWAP, aqua={**SWAP.aqua, "policy": "first-token"}, offline=1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
+
+
+class Watched:
+    """What is preempted while what holds memory, of an engine's scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 - ours, which needs vLLM
+        self.offline_victims = self.online_victims = self.wrong_victims = 0
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        is_scheduling = False
+
+        def note_and_schedule(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+            nonlocal is_scheduling
+            is_scheduling = True
+            try:
+                return schedule(*args, **kwargs)
+            finally:
+                is_scheduling = False
+
+        def preempt_and_count(request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+            is_offline = scheduler.co_serving.is_offline
+            if is_offline(request.request_id):
+                self.offline_victims += 1
+            else:
+                self.online_victims += 1
+                # A reset takes all of them out, in whatever order.
+                self.wrong_victims += is_scheduling and any(
+                    is_offline(r.request_id) for r in scheduler.running
+                )
+            preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = preempt_and_count
+        scheduler.schedule = note_and_schedule
+
+
+def lives(
+    model: str,
+    shape: Shape,
+    seeds: range,
+    disturbance: float = 0.0,
+    *,
+    zeroes_loads: bool = False,
+) -> list[tuple[Any, Watched]]:
+    config = make_config(model, shape)
+    engines = []
+    for seed in seeds:
+        engine = SimulatedEngine(shape, seed, config)
+        watched = Watched(engine.scheduler)
+        engine.runner.zeroes_loads = zeroes_loads
+        for _ in range(MOST_STEPS):
+            if not (engine.is_done and engine.scheduler.pause_state is PauseState.UNPAUSED):
+                if engine.scheduler.requests and engine.rng.random() < disturbance:
+                    disturb(engine)
+                engine.step()
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        assert engine.is_done, f"no end with seed {seed}"
+        engines.append((engine, watched))
+    return engines
+
+
+def wrong(engines: list[tuple[Any, Watched]]) -> int:
+    return sum(engine.outputs != engine.expected for engine, _ in engines)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_whatever_happens_every_output_of_both_classes_is_right(model: str, shape: Shape) -> None:
+    engines = lives(model, shape, range(SEEDS // len(SHAPES)), disturbance=0.05)
+    assert wrong(engines) == 0
+    assert sum(watched.offline_victims for _, watched in engines) > 20
+    assert sum(watched.wrong_victims for _, watched in engines) == 0
+    if shape.aqua.get("mode") != "recompute":
+        assert sum(engine.runner.loaded_blocks for engine, _ in engines) > 50
+    for engine, _ in engines:
+        paging = engine.scheduler.paging
+        paging.table.audit()
+        engine.settle()
+        assert paging.table.held_count == 0
+        assert not paging.is_saving
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "the null block alone is used"
+        co_serving = engine.scheduler.co_serving
+        assert not len(co_serving.policy.waiting)
+        assert co_serving.policy.checkpoints.stored_blocks == 0
+
+
+def test_an_online_load_and_the_offline_prompt_parked_for_it_do_not_wait_for_each_other(
+    model: str,
+) -> None:
+    """VLLM keeps blocks for prompts that are half computed, and does not load into these.
+
+    Half of a prompt is there after loads that lost the rest.
+    """
+    shape = replace(SWAP, blocks=24, caches_prefixes=True, loss=0.3)
+    assert wrong(lives(model, shape, range(1, 3))) == 0
+
+
+def test_zeroed_checkpoints_change_outputs(model: str) -> None:
+    assert wrong(lives(model, SHAPES[3], range(10), zeroes_loads=True)) > 2
+
+
+# --- A real vLLM -----------------------------------------------------------------------------
+
+
+def co_served(model: str, **facts: Any) -> Scenario:  # noqa: ANN401 - fields of a scenario
+    options = {"co_serving": SERVING, "mode": "checkpoint", "is_offline": True}
+    return Scenario(
+        model,
+        aqua={**options, "store_bytes": "16MiB"},
+        engine={"enable_prefix_caching": True},
+        output_tokens=60,
+        wave_at_step=30,
+        online_every=3,
+        **facts,
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(model: str) -> dict[str, list[int]]:
+    """What vLLM answers by itself, by the number of the request."""
+    answer = run(Scenario(model, output_tokens=60))
+    return {name.partition("-")[2]: tokens for name, tokens in answer["tokens"].items()}
+
+
+def same(answer: dict[str, Any], stock: dict[str, list[int]]) -> int:
+    assert len(answer["tokens"]) == 2 * len(stock)
+    return sum(stock[name.partition("-")[2]] == each for name, each in answer["tokens"].items())
+
+
+@pytest.mark.parametrize("overlaps_steps", [False, True])
+def test_a_real_engine_answers_both_classes_as_if_each_were_alone(
+    model: str, stock: dict[str, list[int]], *, overlaps_steps: bool
+) -> None:
+    answer = run(co_served(model, overlaps_steps=overlaps_steps))
+    assert same(answer, stock) == 2 * len(stock)
+    assert answer["scheduler"] == ("AsyncAquaScheduler" if overlaps_steps else "AquaScheduler")
+    assert answer["metrics"]["aqua:offline_preemptions_total"] > 3, answer
+    assert answer["metrics"]["aqua:co_serving_without_aborts"] == 1.0
+    assert answer["metrics"]["aqua:co_serving_without_profile"] == 1.0
+    assert answer["paging"]["restored_tokens"] > 200, answer
+    assert answer["held_places"] == 0, answer
+
+
+def test_a_real_engine_answers_otherwise_when_checkpoints_are_zeroed(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    assert same(run(co_served(model, zeroes_loads=True)), stock) < 2 * len(stock)

@@ -1,0 +1,286 @@
+"""Co-serving's half without an engine: classes, tokens of a step, books of checkpoints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aqua_protocol import ConfigError
+from aqua_protocol.errors import RequestInvalidError
+from aqua_schedulers.conserve import CoServingView, StepTimeProfile
+from aqualib.engines.vllm.co_serving import CoServing, StepTokens
+from aqualib.engines.vllm.options import read_options
+from aqualib.engines.vllm.priority import UrgentPriority
+from aqualib.engines.vllm.service_class import service_class_of, with_class
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SERVING: dict[str, Any] = {"ttft_s": 1.0, "tpot_s": 0.1}
+SIZE = 16
+
+
+def request(name: str = "r", **facts: Any) -> Any:  # noqa: ANN401 - a request of vLLM's
+    values = {
+        "request_id": name,
+        "sampling_params": SimpleNamespace(extra_args=None),
+        "priority": 0,
+        "arrival_time": 0.0,
+        "num_tokens": 100,
+        "num_prompt_tokens": 100,
+        "num_output_tokens": 0,
+        "num_output_placeholders": 0,
+        "max_tokens": 20,
+        "num_computed_tokens": 0,
+    }
+    return SimpleNamespace(**{**values, **facts})
+
+
+def told(**xargs: object) -> Any:  # noqa: ANN401 - as above
+    return SimpleNamespace(extra_args=xargs)
+
+
+class Store:
+    """Blocks that are saved, and whether more are coming."""
+
+    def __init__(self, tokens: int = 0, *, copied: int = 0, is_coming: bool = True) -> None:
+        self.tokens, self.copied, self.is_coming = tokens, copied, is_coming
+
+    def saved_tokens(self, request_id: str) -> int:
+        return self.tokens if request_id else 0
+
+    def copied_blocks(self, request: Any, blocks: range) -> tuple[int, bool]:  # noqa: ANN401
+        assert request.request_id
+        return min(self.copied, len(blocks)), self.is_coming
+
+
+def co_serving(**options: Any) -> CoServing:  # noqa: ANN401 - options
+    given = read_options({"co_serving": SERVING, **options})
+    return CoServing(given, block_tokens=SIZE, is_load_async=True)
+
+
+def offline(name: str, **facts: Any) -> Any:  # noqa: ANN401 - as `request`
+    return request(name, sampling_params=told(aqua_class="offline"), **facts)
+
+
+def view(*running: Any, free_blocks: int = 100) -> CoServingView:  # noqa: ANN401 - views
+    return CoServingView(
+        now_s=1.0,
+        free_blocks=free_blocks,
+        block_count=100,
+        max_tokens=512,
+        max_running=16,
+        running=running,
+        link_bytes_per_s=1e9,
+        store_room_blocks=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "urgent", "found"),
+    [
+        ({}, "lower", "online"),
+        ({"priority": 1}, "lower", "offline"),
+        ({"priority": 1}, "higher", "online"),
+        ({"priority": -10}, "higher", "offline"),
+        ({"priority": -10}, "lower", "online"),
+        ({"sampling_params": told(aqua_class="offline")}, "lower", "offline"),
+        ({"sampling_params": told(aqua_class="online"), "priority": 9}, "lower", "online"),
+        ({"sampling_params": told(aqua_class="batch"), "priority": 9}, "lower", "offline"),
+        ({"sampling_params": told(aqua_class=[1])}, "lower", "online"),
+        ({"sampling_params": None}, "lower", "online"),
+    ],
+)
+def test_a_request_says_its_class_or_its_priority_does(
+    facts: dict[str, Any], urgent: str, found: str
+) -> None:
+    assert service_class_of(request(**facts), UrgentPriority(urgent)) == found
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "sent"),
+    [
+        (b'{"service_tier": "flex"}', "", b'"vllm_xargs": {"aqua_class": "offline"}'),
+        (b'{"service_tier": "priority"}', "", b'"vllm_xargs": {"aqua_class": "online"}'),
+        (b'{"vllm_xargs": {"aqua_class": "online", "a": 1}}', "offline", b'"a": 1, "aqua_class": '),
+        (
+            b'{"service_tier": "flex", "vllm_xargs": {"aqua_class": "online"}}',
+            "",
+            b'{"aqua_class": "online"}',
+        ),
+    ],
+)
+def test_the_header_counts_before_the_body_and_that_before_its_tier(
+    body: bytes, header: str, sent: bytes
+) -> None:
+    assert sent in with_class(body, header)
+
+
+def test_a_body_that_says_nothing_stays_so_and_a_wrong_header_is_refused() -> None:
+    assert with_class(b'{"service_tier": "auto"}', "") == b'{"service_tier": "auto"}'
+    assert with_class(b"no JSON", "offline") == b"no JSON"
+    with pytest.raises(RequestInvalidError, match="no class"):
+        with_class(b"{}", "batch")
+
+
+def test_layer_aborts_are_refused_by_name_and_objectives_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"co_serving\.layer_aborts.*budgets alone serve"):
+        read_options({"co_serving": {**SERVING, "layer_aborts": True}})
+    with pytest.raises(ConfigError, match=r"co_serving\.ttft_s"):
+        read_options({"co_serving": {"tpot_s": 0.1}})
+
+
+def test_a_step_hands_out_what_was_planned() -> None:
+    tokens = StepTokens({"a": 8, "b": 1}, online=10)
+    assert tokens.take("a", 30, is_offline=True, is_inside=True) == 8
+    assert tokens.take("parked", 30, is_offline=True, is_inside=True) == 0
+    assert tokens.take("loaded", 30, is_offline=True, is_inside=False) == 1
+    assert tokens.take("x", 7, is_offline=False, is_inside=True) == 7
+    assert tokens.take("y", 7, is_offline=False, is_inside=False) == 3
+    assert tokens.take("z", 7, is_offline=False, is_inside=False) == 0
+
+
+def test_without_a_profile_a_start_says_so_and_figures_do(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    totals = co_serving().totals()
+    assert "budgets alone" in caplog.text
+    assert "fixed budget" in caplog.text
+    assert totals["co_serving_without_aborts"] == totals["co_serving_without_profile"] == 1.0
+    assert totals["offline_budget_tokens"] == 64
+    place = tmp_path / "steps.json"
+    place.write_text(
+        StepTimeProfile(
+            model="m", engine="e", gpu="g", floor_s=0.01, token_s=1e-4, max_tokens=512
+        ).model_dump_json()
+    )
+    profiled = co_serving(co_serving={**SERVING, "step_profile": str(place)}).totals()
+    assert profiled["co_serving_without_profile"] == profiled["offline_budget_tokens"] == 0.0
+    with pytest.raises(ConfigError, match=r"co_serving\.step_profile"):
+        co_serving(co_serving={**SERVING, "step_profile": str(tmp_path / "nowhere")})
+
+
+def test_an_offline_step_without_aborts_keeps_to_a_budget() -> None:
+    served = co_serving()
+    assert served.arrived(offline("a", num_tokens=1000), 0.0)
+    plan = served.plan(view())
+    assert plan.offline_tokens == {"a": 64}
+    assert not plan.is_preemptible
+    assert plan.limit_s == pytest.approx(0.1)
+
+
+def test_offline_work_goes_on_though_no_step_is_short_enough() -> None:
+    served = co_serving()
+    served.arrived(offline("a", num_tokens=1000), 0.0)
+    for at in range(10):
+        plan = served.plan(view())
+        served.begin(10.0 * at)
+        taken = SimpleNamespace(num_scheduled_tokens=dict(plan.offline_tokens))
+        served.begun(taken, plan, {"a": offline("a", num_tokens=1000)})
+        served.ended(taken, 10.0 * at + 9.0)
+    assert served.policy.times.fixed_tokens <= 1
+    assert served.plan(view()).offline_tokens["a"] > 0
+    assert served.totals()["co_serving_overruns"] > 5
+
+
+def test_an_arrival_parks_offline_requests_and_takes_the_saved_ones_memory_first() -> None:
+    served = co_serving()
+    saved, unsaved = offline("saved"), offline("unsaved")
+    for each in (saved, unsaved):
+        served.arrived(each, 0.0)
+        served.admitted(each.request_id)
+    served.copy_begun("saved", 6)
+    served.settle_copies(Store(copied=6), {"saved": saved})
+    prompt = request("online")
+    assert not served.arrived(prompt, 0.5)
+    running = [served.view(each, computed_tokens=96, held_blocks=7) for each in (saved, unsaved)]
+    plan = served.plan(view(*running, free_blocks=5)._replace(arriving=[served.view(prompt)]))
+    assert [each.request_id for each in plan.preempt] == ["saved"]
+    assert plan.offline_tokens == {}
+    assert served.tokens is not None
+    assert served.tokens.take("unsaved", 4, is_offline=True, is_inside=True) == 0
+    assert served.tokens.take("online", 100, is_offline=False, is_inside=False) == 100
+
+
+def test_a_copy_counts_once_it_is_there_and_one_that_is_lost_begins_again() -> None:
+    served = co_serving()
+    running = offline("a")
+    served.arrived(running, 0.0)
+    served.admitted("a")
+    served.copy_begun("a", 4)
+    served.settle_copies(Store(copied=1), {"a": running})
+    checkpoint = served.policy.checkpoints.of("a")
+    assert (checkpoint.saved, checkpoint.copying) == (1, 3)
+    served.settle_copies(Store(copied=1, is_coming=False), {"a": running})
+    checkpoint = served.policy.checkpoints.of("a")
+    assert (checkpoint.saved, checkpoint.copying) == (0, 0)
+
+
+def test_what_a_preempted_request_saved_is_what_the_store_says() -> None:
+    served = co_serving()
+    running = offline("a")
+    served.arrived(running, 0.0)
+    served.admitted("a")
+    served.copy_begun("a", 4)
+    served.preempted(running, Store(tokens=40), 1.0)
+    checkpoint = served.policy.checkpoints.of("a")
+    assert (checkpoint.saved, checkpoint.copying, checkpoint.pinned) == (2, 0, 0)
+    assert served.totals()["offline_requests_waiting"] == 1
+    served.forget_saved()
+    assert served.policy.checkpoints.of("a").saved == 0
+    served.removed("a")
+    assert not served.is_offline("a")
+    assert served.policy.checkpoints.stored_blocks == 0
+    assert served.totals()["offline_requests_waiting"] == 0
+
+
+def test_where_steps_overlap_one_begins_when_the_last_one_ends() -> None:
+    served = co_serving()
+    one = offline("a")
+    served.arrived(one, 0.0)
+    outputs = [SimpleNamespace(num_scheduled_tokens={"a": 1}) for _ in range(2)]
+    for at, output in enumerate(outputs):
+        served.begin(float(at))
+        served.begun(output, served.plan(view()), {"a": one})
+    served.ended(outputs[0], 1.04)
+    served.ended(outputs[1], 1.08)
+    assert served.totals()["offline_tokens"] == 2
+    assert served.totals()["co_serving_overruns"] == 1, "the first took a second"
+
+
+def test_a_plan_in_which_nothing_computes_leaves_the_step_to_vllm() -> None:
+    served = co_serving()
+    one = offline("a", num_tokens=97, num_output_tokens=1)
+    served.arrived(one, 0.0)
+    served.admitted("a")
+    stuck = served.view(one, computed_tokens=96, held_blocks=6)
+    plan = served.plan(view(stuck, free_blocks=0))
+    assert not plan.offline_tokens
+    assert served.tokens is None
+
+
+def test_steps_that_vllm_makes_nothing_of_are_planned_otherwise() -> None:
+    served = co_serving()
+    half_computed, prompt = offline("a"), request("online")
+    served.arrived(half_computed, 0.0)
+    served.admitted("a")
+    served.arrived(prompt, 0.5)
+    facts = view(served.view(half_computed, computed_tokens=65, held_blocks=5))
+    facts = facts._replace(arriving=[served.view(prompt)])
+    nothing = SimpleNamespace(num_scheduled_tokens={})
+
+    def step(output: Any = nothing, **facts_of_it: bool) -> Any:  # noqa: ANN401 - vLLM's
+        served.begin(1.0)
+        plan = served.plan(facts)
+        served.begun(output, plan, {"a": half_computed, "online": prompt}, **facts_of_it)
+        return plan, served.tokens
+
+    assert step(is_memory_coming=True)[0].offline_tokens == {}, "it is parked"
+    assert step()[0].offline_tokens == {}, "what still comes free is waited for"
+    assert step()[0].offline_tokens == {"a": 35}, "it computes the rest, to be out of the way"
+    assert step()[1] is None, "vLLM decides"
+    assert step()[0].offline_tokens == {}
+    assert step(SimpleNamespace(num_scheduled_tokens={"online": 100}))[0].offline_tokens
+    assert step()[0].offline_tokens == {}
