@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -88,11 +88,13 @@ class PlantedDay:
     Attributes:
         served: By model, as its users saw it.
         busy_s: Of all engines of a model.
+        steps: Of all engines of a model: when each was planned, and its tokens.
     """
 
     span_s: float
     served: dict[str, list[Served]]
     busy_s: dict[str, float]
+    steps: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def idle_gpu_hours(self) -> float:
@@ -106,7 +108,9 @@ def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
         "chat": arrivals_of((0.05, 0.8, 0.0, 0.5), phase_s, (50, 600), (10, 60), seed=seed),
         "docs": arrivals_of((0.1, 0.05, 0.3, 0.1), phase_s, (500, 3000), (50, 200), seed=seed + 1),
     }
-    served, busy = {}, {}
+    served: dict[str, list[Served]] = {}
+    busy: dict[str, float] = {}
+    steps: dict[str, list[tuple[float, int]]] = {}
     model = DECODERS["Llama-3.1-8B"]
     for name, count, tokens in (("chat", 3, 200_000), ("docs", 1, 6_000)):
         settings = EngineSettings(kv_bytes_per_token=model.kv_bytes_per_token)
@@ -114,9 +118,23 @@ def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
             Engine(f"{name}-{index}", settings, planted_steps(), PagedMemory(tokens // 16))
             for index in range(count)
         ]
+        steps[name] = []
+        for engine in engines:
+            engine.time_of = _logged(engine, steps[name])
         served[name] = serve_routed(engines, loads[name])
         busy[name] = sum(each.busy_s for each in engines)
-    return PlantedDay(4 * phase_s, served, busy)
+    return PlantedDay(4 * phase_s, served, busy, steps)
+
+
+def _logged(engine: Engine, log: list[tuple[float, int]]) -> IterationTime:
+    """The engine's step times, which note each step."""
+    planned = engine.time_of
+
+    def linear(tokens: int) -> float:
+        log.append((engine.now_s, tokens))
+        return planned.linear(tokens)
+
+    return replace(planned, linear=linear)
 
 
 def write_day(folder: Path, day: PlantedDay) -> tuple[Path, Path]:
@@ -142,3 +160,92 @@ def write_day(folder: Path, day: PlantedDay) -> tuple[Path, Path]:
                 )
             )
     return cluster, trace
+
+
+BOUNDS: Final = {
+    "vllm:time_to_first_token_seconds": (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0),
+    "vllm:inter_token_latency_seconds": (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0),
+    "vllm:request_time_per_output_token_seconds": (0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+    "vllm:iteration_tokens_total": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    "vllm:request_prompt_tokens": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    "vllm:request_generation_tokens": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
+}
+"""Bounds of vLLM's histograms, as its exporter has them."""
+
+
+def _samples(day: PlantedDay, name: str, metric: str) -> tuple[list[float], list[float]]:
+    """When the engines of a model counted something, and what."""
+    rows = day.served[name]
+    many = [row for row in rows if row.output_tokens > 1]
+    match metric:
+        case "vllm:time_to_first_token_seconds":
+            return [row.first_token_s for row in rows], [row.ttft_s + FRONT_S for row in rows]
+        case "vllm:request_prompt_tokens":
+            return [row.last_token_s for row in rows], [float(row.prompt_tokens) for row in rows]
+        case "vllm:request_generation_tokens":
+            return [row.last_token_s for row in rows], [float(row.output_tokens) for row in rows]
+        case "vllm:request_time_per_output_token_seconds":
+            return [row.last_token_s for row in many], [row.tpot_s for row in many]
+        case "vllm:iteration_tokens_total":
+            steps = day.steps[name]
+            return [at_s for at_s, _ in steps], [float(tokens) for _, tokens in steps]
+    times = [
+        row.first_token_s + row.tpot_s * (token + 1)
+        for row in many
+        for token in range(row.output_tokens - 1)
+    ]
+    gaps = [row.tpot_s for row in many for _ in range(row.output_tokens - 1)]
+    return times, gaps
+
+
+def openmetrics(
+    day: PlantedDay,
+    start_s: float,
+    *,
+    every_s: float = 15.0,
+    reset_s: float | None = None,
+    silent_s: tuple[float, float] = (0.0, 0.0),
+) -> str:
+    """What a Prometheus scraped of the engines, in the text format that promtool backfills from.
+
+    Args:
+        start_s: Unix time of the day's start.
+        reset_s: When the engines began anew, and their counters with them.
+        silent_s: Without scrapes from then to then.
+    """
+    scrapes = np.arange(0.0, day.span_s + 4 * every_s, every_s)
+    kept = (scrapes < silent_s[0]) | (scrapes >= silent_s[1])
+    lines = []
+    for metric, bounds in BOUNDS.items():
+        lines.append(f"# TYPE {metric} histogram")
+        for name in day.served:
+            times, values = (np.array(each) for each in _samples(day, name, metric))
+            order = np.argsort(times)
+            times, values = times[order], values[order]
+
+            def counted(weights: np.ndarray, times: np.ndarray = times) -> np.ndarray:
+                sums = np.append(0.0, np.cumsum(weights))
+                total: np.ndarray = sums[np.searchsorted(times, scrapes, side="right")]
+                if reset_s is not None:
+                    before = sums[np.searchsorted(times, reset_s, side="right")]
+                    total = np.where(scrapes > reset_s, total - before, total)
+                return total
+
+            one = np.ones(len(values))
+            parts = [
+                (f'_bucket{{model_name="{name}",le="{bound:g}"}}', one * (values <= bound))
+                for bound in bounds
+            ]
+            parts += [
+                (f'_bucket{{model_name="{name}",le="+Inf"}}', one),
+                (f'_sum{{model_name="{name}"}}', values),
+                (f'_count{{model_name="{name}"}}', one),
+            ]
+            for text, weights in parts:
+                series = counted(weights)
+                lines += [
+                    f"{metric}{text} {value:.6f} {start_s + at_s:.3f}"
+                    for at_s, value, is_kept in zip(scrapes, series, kept, strict=True)
+                    if is_kept
+                ]
+    return "\n".join([*lines, "# EOF", ""])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +22,15 @@ def whatif(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess
     return done
 
 
-def test_the_example_prints_errors_first_and_the_same_in_any_number_of_processes() -> None:
+def test_the_example_prints_errors_first_and_writes_its_report(tmp_path: Path) -> None:
     arguments = (
         EXAMPLE / "trace.csv",
         *("--cluster", EXAMPLE / "cluster.yaml", *QUICK, "--no-sensitivity"),
+        *("--processes", "2", "--html", tmp_path / "report.html"),
     )
-    text = whatif(*arguments, "--processes", "2").stdout
+    text = whatif(*arguments).stdout
     assert text.index("off the recording") < text.index("What Aqua would bring")
-    document = json.loads(whatif(*arguments, "--processes", "1", "--json").stdout)
-    money = document["outlooks"][-1]["numbers"]["money_per_day"]
-    assert f"{money['value']:.3g}" in text
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_what_is_missing_is_said() -> None:

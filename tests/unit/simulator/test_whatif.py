@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.whatif.answer import SENSITIVITIES, SavingsReport, ask
+from aqua_simulator.whatif.answer import SENSITIVITIES, ask
 from aqua_simulator.whatif.cluster import Cluster, read_cluster, read_plan
-from aqua_simulator.whatif.jobs import GapJob, SimulationInput
+from aqua_simulator.whatif.html_report import write_report
+from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
 from aqua_simulator.whatif.online import CALM_S, RESERVE_SHARE
 from aqua_simulator.whatif.recorded_day import RecordedLoad, read_day
+from aqua_simulator.whatif.report import SavingsReport
 from aqua_simulator.whatif.step_times import StepCoefficients, fitted
 from harness.planted_day import (
     CONTEXT_S,
@@ -139,6 +142,33 @@ def test_an_answer_is_a_document_and_repeats_itself(
     assert not np.array_equal(again.arrival_s, recorded.loads["chat"].arrival_s)
     assert abs(len(again) - len(recorded.loads["chat"])) < 0.5 * len(recorded.loads["chat"])
     assert cluster.gpu_count("chat") == 3
+
+
+def test_any_number_of_processes_gives_the_same(
+    question: tuple[Cluster, RecordedLoad],
+) -> None:
+    cluster, recorded = question
+    background = SimulationInput(cluster, recorded, fitted(recorded.loads, cluster.engines))
+    jobs = [OnlineJob(0), OnlineJob(1, is_fair=True)]
+    assert run_all(background, jobs, processes=2) == run_all(background, jobs, processes=1)
+
+
+def test_the_html_report_stands_alone_and_repeats_itself(
+    answer: SavingsReport, tmp_path: Path
+) -> None:
+    pages = [tmp_path / "one.html", tmp_path / "two.html"]
+    for page in pages:
+        write_report(page, answer)
+    text = pages[0].read_text()
+    assert text == pages[1].read_text()
+    assert text.index("off the recording") < text.index("What Aqua would bring")
+    assert text.count("<svg") == 3
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    # Nothing is loaded from elsewhere: URLs in it are names of XML namespaces.
+    assert not re.search(r'(src|href)="(?!#)', text.replace("xlink:href", "href"))
+    assert "<script" not in text
+    assert "@import" not in text
 
 
 # --- Bad input ------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ the larger of the two and never both. Without prices there is no money.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from typing import Any, Final
+
+import numpy as np
 
 from aqua_simulator.serving.request import Served, summary
 from aqua_simulator.whatif.cluster import Cluster, InputFinding
@@ -29,6 +31,15 @@ from aqua_simulator.whatif.jobs import (
 )
 from aqua_simulator.whatif.online import Assumptions, OnlineResult
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
+from aqua_simulator.whatif.report import (
+    LATENCIES,
+    NUMBERS,
+    CheckRow,
+    Interval,
+    SavingsReport,
+    ScenarioResult,
+    SensitivityRow,
+)
 from aqua_simulator.whatif.step_times import fitted, is_fitted_to
 
 SHORT_SHARE: Final = 0.95
@@ -39,7 +50,9 @@ CHECKED: Final = (
 )
 """What the recording and its simulation are compared in."""
 
-LATENCIES: Final = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s")
+
+RATE_BINS: Final = 48
+"""Parts of the day whose rates are shown. Doubled, the plot is finer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,96 +102,6 @@ SENSITIVITIES: Final[tuple[Sensitivity, ...]] = (
         Assumptions(reserve_share=0.2),
     ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A number of the recorded day, and its least and most over the drawn days."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """A number of the recording beside its simulation."""
-
-    model: str
-    name: str
-    recorded: float
-    simulated: float
-
-    @property
-    def error_percent(self) -> float:
-        """How far the simulated number is off."""
-        return (self.simulated / self.recorded - 1.0) * 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScenarioResult:
-    """What a scenario brings, by the names of `NUMBERS`, and latencies by model."""
-
-    scenario: str
-    numbers: dict[str, Interval]
-    latencies: dict[str, dict[str, Interval]]
-
-
-@dataclass(frozen=True, slots=True)
-class SensitivityRow:
-    """How far one assumption moves what all parts together bring."""
-
-    assumption: str
-    offline_gpu_hours: tuple[float, float]
-    memory_gb_hours: tuple[float, float]
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class SavingsReport:
-    """All of it.
-
-    Attributes:
-        step_times: By model: the fitted coefficients, and whether they are the data sheet's.
-        targets: By model: what counts as the same service.
-        swings: The assumption that matters most first.
-        remarks: What the numbers cannot say.
-    """
-
-    hours: float
-    gpu_count: int
-    checks: list[CheckRow]
-    findings: list[InputFinding]
-    step_times: dict[str, dict[str, float | bool]]
-    targets: dict[str, tuple[float, float]]
-    idle_gpu_hours: Interval
-    outlooks: list[ScenarioResult]
-    swings: list[SensitivityRow]
-    remarks: list[str] = field(default_factory=list)
-
-    def document(self) -> dict[str, Any]:
-        """The answer as JSON has it."""
-        document = asdict(self)
-        for row, check in zip(document["checks"], self.checks, strict=True):
-            row["error_percent"] = check.error_percent
-        return document
-
-
-NUMBERS: Final[dict[str, tuple[str, str]]] = {
-    "memory_gb_hours": ("memory to be had at peers", "GB h"),
-    "memory_used_gb_hours": ("memory used at peers", "GB h"),
-    "gpu_hours": ("GPU time harvested", "GPU h"),
-    "offline_tokens": ("offline tokens", "million"),
-    "offline_gpu_hours": ("offline work in GPU time of its own", "GPU h"),
-    "blend_gain": ("offline throughput of an engine alone", "x"),
-    "reclaims": ("reclaims", ""),
-    "reclaim_s": ("a reclaim takes", "s"),
-    "producer_ttft_percent": ("p99 TTFT of producers", "%"),
-    "producer_tpot_percent": ("mean TPOT of producers", "%"),
-    "gpus_fewer": ("GPUs fewer for the same service", ""),
-    "money_per_day": ("money a day", ""),
-}
-"""Names of an outlook's numbers: for people, and their unit."""
 
 
 def ask(  # noqa: PLR0913 - a question is that wide
@@ -317,7 +240,14 @@ def _answer(
         outlooks,
         _swings(background, results, sensitivities),
         remarks,
+        {name: _rates(load, day.span_s) for name, load in day.loads.items()},
     )
+
+
+def _rates(load: ModelLoad, span_s: float) -> list[float]:
+    """Requests per second over the day."""
+    counts, _ = np.histogram(load.arrival_s, bins=RATE_BINS, range=(0.0, span_s))
+    return [float(each) for each in counts * RATE_BINS / span_s]
 
 
 def _interval(values: Sequence[float]) -> Interval:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from aqua_cli import Json, print_json, print_table, progress, say
 from aqua_protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aqua_simulator.whatif.answer import Interval, SavingsReport
+    from aqua_simulator.whatif.report import SavingsReport
 
 
 def whatif(  # noqa: PLR0917 - Typer hands options over by name
@@ -32,9 +33,26 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     gpu: Annotated[
         str | None, typer.Option(help="GPU of a plan that comes without --cluster.")
     ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="URL of a Prometheus, in place of traces.")
+    ] = None,
+    prometheus_token: Annotated[
+        str | None,
+        typer.Option(envvar="AQUA_PROMETHEUS_TOKEN", help="Bearer token that it wants."),
+    ] = None,
+    end: Annotated[
+        datetime | None, typer.Option(help="Until when to ask it, in UTC; default: now.")
+    ] = None,
+    window_s: Annotated[
+        float, typer.Option("--window", help="Seconds of a window of it.", min=1.0, max=86_400.0)
+    ] = 300.0,
     hours: Annotated[
         float | None,
-        typer.Option(help="What the traces cover, from time 0.", min=0.01, max=24 * 31),
+        typer.Option(
+            help="What the traces cover, from time 0; of Prometheus, for how long (24).",
+            min=0.01,
+            max=24 * 31,
+        ),
     ] = None,
     silence: Annotated[
         str, typer.Option(help="A long silence of all models is: unknown (cut out) or idle.")
@@ -54,6 +72,9 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     processes: Annotated[
         int, typer.Option(help="To simulate in; results do not depend on it.", min=1, max=256)
     ] = 2,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as one HTML file with plots.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what Aqua would save on a cluster, from its recorded day.
@@ -64,6 +85,7 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     """
     from aqua_simulator.whatif.answer import SENSITIVITIES, ask
     from aqua_simulator.whatif.cluster import read_cluster, read_plan
+    from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
     from aqua_simulator.whatif.recorded_day import read_day
 
     if silence not in {"unknown", "idle"}:
@@ -76,9 +98,21 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
         cluster, findings = read_plan(plan, gpu=gpu)
     else:
         raise ConfigError("no cluster is given", remedy="Give --cluster FILE or --plan FILE.")
-    if not traces:
-        raise ConfigError("no recording is given", remedy="Give traces as CSV files.")
-    day = read_day(traces, list(cluster.engines), hours=hours, is_silence_idle=silence == "idle")
+    if bool(traces) == bool(prometheus):
+        raise ConfigError(
+            "give one recording", remedy="Give traces as CSV files, or --prometheus URL."
+        )
+    if traces:
+        day = read_day(
+            traces, list(cluster.engines), hours=hours, is_silence_idle=silence == "idle"
+        )
+    else:
+        assert prometheus is not None, "checked above"
+        end_s = (end or datetime.now(UTC)).replace(tzinfo=UTC).timestamp()
+        start_s = end_s - (hours or 24.0) * 3600.0
+        source = PrometheusSource(prometheus, start_s, end_s, window_s, prometheus_token)
+        with progress("Asking Prometheus", quiet=as_json):
+            day = read_prometheus(source, cluster)
     with progress("Simulating", total=1.0, quiet=as_json, log_every_s=30.0) as shown:
         answer = ask(
             cluster,
@@ -91,6 +125,10 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
             sensitivities=SENSITIVITIES if sensitivity else (),
             on_progress=lambda done, note: shown.update(done=done, note=note),
         )
+    if html is not None:
+        from aqua_simulator.whatif.html_report import write_report
+
+        write_report(html, answer)
     if as_json:
         print_json(answer.document())
     else:
@@ -99,7 +137,7 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
 
 def print_answer(answer: SavingsReport) -> None:
     """The answer as tables, the twin's errors first."""
-    from aqua_simulator.whatif.answer import LATENCIES, NUMBERS
+    from aqua_simulator.whatif.report import LATENCIES, NUMBERS, interval_text
 
     if answer.checks:
         print_table(
@@ -166,11 +204,3 @@ def _print_swings(answer: SavingsReport) -> None:
             for each in answer.swings
         ],
     )
-
-
-def interval_text(found: Interval | None, factor: float = 1.0) -> str:
-    """A number with its interval, three digits; empty for none."""
-    if found is None:
-        return ""
-    value, low, high = (f"{each * factor:.3g}" for each in (found.value, found.low, found.high))
-    return value if low == high else f"{value} ({low} to {high})"

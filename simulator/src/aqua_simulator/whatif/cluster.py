@@ -57,6 +57,9 @@ class DeployedModel(_Document):
     kv_tokens: Count | Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="KV cache of an engine, if known."
     )
+    metrics_name: str | None = Field(
+        default=None, description="Label model_name of its metrics; default: the name."
+    )
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     slo: LatencyTarget = Field(

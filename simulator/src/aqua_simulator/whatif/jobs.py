@@ -125,7 +125,9 @@ class OfflineJob:
         """Run the pool."""
         times = background.times[self.model]
         gain, _ = blended_gain(background.cluster, self.model, times, seed=self.seed)
-        rate = dedicated_tokens_per_s(background.cluster, self.model, times, seed=self.seed)
+        rate = dedicated_tokens_per_s(
+            background.cluster, self.model, times, sample_s=background.sample_s, seed=self.seed
+        )
         return rate, gain
 
 

@@ -50,12 +50,9 @@ POOL_REQUESTS: Final = 400
 """Of a pool that is ordered, and begun again at its end. Doubled, the order has more to choose from
 and takes twice as long to find."""
 
-WARM_S: Final = 10.0
-"""Seconds before a sample that are simulated and not counted: requests are inside and offline work
-fills the memory. Doubled, samples start closer to what they are in the middle of a day."""
-
-DEDICATED_S: Final = 60.0
-"""Seconds for which an engine of its own works on the pool. Doubled, its rate is surer."""
+WARM_S: Final = 30.0
+"""Seconds before a sample that are simulated and not counted: requests are inside, and the first
+rush of offline prompts is over. Doubled, samples are closer to the middle of a day."""
 
 SLACK: Final = 1.2
 """Of the latencies without offline work, what the objectives of co-serving allow where a model has
@@ -239,9 +236,12 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
 
 
 def dedicated_tokens_per_s(
-    cluster: Cluster, name: str, coefficients: StepCoefficients, *, seed: int
+    cluster: Cluster, name: str, coefficients: StepCoefficients, *, sample_s: float, seed: int
 ) -> float:
-    """What an engine of that kind does with the pool and nothing else, in plain order."""
+    """What an engine of that kind does with the pool and nothing else, in plain order.
+
+    Over as long as the samples last: both begin with an empty engine.
+    """
     engine = _engine(
         cluster,
         name,
@@ -254,8 +254,8 @@ def dedicated_tokens_per_s(
         seed=seed,
         assumed=Assumptions(),
     )
-    found = engine.run((), WARM_S + DEDICATED_S)
-    return found.tokens_per_s(WARM_S, WARM_S + DEDICATED_S, ServiceClass.OFFLINE)
+    found = engine.run((), WARM_S + sample_s)
+    return found.tokens_per_s(WARM_S, WARM_S + sample_s, ServiceClass.OFFLINE)
 
 
 def _engine(  # noqa: PLR0913 - private

@@ -10,8 +10,8 @@ token takes beside steps (tokenizer, network).
 What the observations do not tell apart stays near the data sheet, which stands in the system as a
 few weak rows. Without any observation it is the data sheet's roofline.
 
-Of engines behind a router nothing says which request ran where: the others' tokens are divided
-by the number of engines, and a request is alone where fewer than that run.
+Of engines behind a router nothing says which request ran where: it is taken to balance them, so
+that a request is alone while fewer run than there are engines.
 """
 
 from __future__ import annotations
@@ -150,11 +150,10 @@ def _solved(
     prior = np.array([sheet.step_s, sheet.token_s, sheet.context_s, sheet.pair_s])
     # In shares of the data sheet's values and of the observed seconds: all errors are relative.
     scale = np.append(prior, np.median(seconds))
+    system = rows * scale / seconds[:, None]
     weight = PRIOR_WEIGHT * np.sqrt(len(rows))
-    weak = weight * np.eye(len(scale))
-    system = np.vstack([rows * scale / seconds[:, None], weak])
     wanted = np.concatenate([np.ones(len(rows)), np.append(np.full(4, weight), 0.0)])
-    found, _ = nnls(system, wanted)
+    found, _ = nnls(np.vstack([system, weight * np.eye(len(scale))]), wanted)
     step_s, token_s, context_s, pair_s, front_s = (found * scale).tolist()
     return StepCoefficients(step_s, token_s, context_s, pair_s, front_s, is_fitted=True)
 
@@ -175,21 +174,24 @@ def observations(
     context = steps * (prompt + load.output_tokens / 2.0)
     rate = np.where(decoding, 1.0 / np.where(spent > 0, spent, 1.0), 0.0)
     first, last = load.first_s[decoding], load.last_s[decoding]
-    rows: list[Float64[np.ndarray, " rows"]] = []
+    others = []
     for own, from_rate in ((steps, steps * rate), (context, context * rate)):
-        done = _cumulated(load.first_s[decoding], load.last_s[decoding], from_rate[decoding])
-        others = done(last) - done(first) - own[decoding]
-        rows.append(own[decoding] + np.maximum(0.0, others) / engines)
+        done = _cumulated(first, last, from_rate[decoding])
+        others.append(np.maximum(0.0, done(last) - done(first) - own[decoding]))
     # A prompt counts where its first token comes: in the step that ends then.
     order = np.argsort(load.first_s)
     begin, end = (
         np.searchsorted(load.first_s[order], each, side="right") for each in (first, last)
     )
-    between = []
     for own in (prompt, prompt**2 / 2.0):
         sums = np.concatenate([[0.0], np.cumsum(own[order])])
-        between.append((sums[end] - sums[begin]) / engines)
-    rows = [rows[0] + between[0], rows[1], between[1]]
+        others.append(sums[end] - sums[begin])
+    # Of the others, those on the same engine: a router that balances leaves none while an engine
+    # is free, and its part of all beyond.
+    own, all_steps = steps[decoding], steps[decoding] + others[0]
+    share = (np.maximum(own, all_steps / engines) - own) / np.maximum(others[0], 1e-9)
+    tokens, contexts, prompts, pairs = (share * each for each in others)
+    rows = [own + tokens + prompts, context[decoding] + contexts, pairs]
     decode = np.column_stack([steps[decoding], *rows, np.zeros(decoding.sum())])
     ahead = np.searchsorted(load.arrival_s, load.arrival_s, side="left")
     gone = np.searchsorted(np.sort(load.last_s), load.arrival_s, side="right")

@@ -1,0 +1,135 @@
+"""A day out of a real Prometheus, backfilled with what engines would have shown it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+from aqua_protocol.errors import ConfigError, UnavailableError
+from aqua_simulator.whatif.cluster import Cluster, read_cluster
+from aqua_simulator.whatif.jobs import CapacityJob, OnlineJob, SimulationInput
+from aqua_simulator.whatif.online import CALM_S, RESERVE_SHARE
+from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
+from aqua_simulator.whatif.step_times import fitted
+from harness.bounds import HANG_S
+from harness.planted_day import STEP_S, PlantedDay, openmetrics, planted_day, write_day
+from harness.vllm_server import free_port
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("promtool") and shutil.which("prometheus")),
+    reason="no prometheus: apt-get install prometheus",
+)
+
+START_S: Final = 1_700_000_400.0
+WINDOW_S: Final = 60.0
+
+
+@contextmanager
+def backfilled(folder: Path, text: str) -> Iterator[str]:
+    """A Prometheus with that past, and nothing to scrape; gives its address."""
+    (folder / "day.txt").write_text(text)
+    command = ["promtool", "tsdb", "create-blocks-from", "openmetrics"]
+    made = [*command, str(folder / "day.txt"), str(folder / "data")]
+    subprocess.run(made, check=True, capture_output=True, timeout=HANG_S)
+    (folder / "prometheus.yaml").write_text("{}\n")
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments = [
+        "prometheus",
+        f"--config.file={folder}/prometheus.yaml",
+        f"--storage.tsdb.path={folder}/data",
+        "--storage.tsdb.retention.time=100y",
+        f"--web.listen-address={url.removeprefix('http://')}",
+        "--log.level=warn",
+    ]
+    with (folder / "log").open("w") as log, subprocess.Popen(arguments, stderr=log) as process:
+        try:
+            while True:
+                assert process.poll() is None, (folder / "log").read_text()
+                try:
+                    if httpx.get(f"{url}/-/ready", trust_env=False).is_success:
+                        break
+                except httpx.TransportError:
+                    # No one listens yet; there is no event to wait for across processes.
+                    try:
+                        process.wait(0.1)
+                    except subprocess.TimeoutExpired:
+                        continue
+            yield url
+        finally:
+            process.terminate()
+            process.wait(HANG_S)
+
+
+@pytest.fixture(scope="module")
+def day() -> PlantedDay:
+    return planted_day(phase_s=300.0)
+
+
+@pytest.fixture(scope="module")
+def cluster(day: PlantedDay, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    found, _ = read_cluster(write_day(tmp_path_factory.mktemp("cluster"), day)[0])
+    return found
+
+
+def source(url: str, day: PlantedDay) -> PrometheusSource:
+    return PrometheusSource(url, START_S, START_S + day.span_s, WINDOW_S)
+
+
+def test_planted_savings_come_back_within_ten_percent_from_histograms(
+    day: PlantedDay, cluster: Cluster, tmp_path: Path
+) -> None:
+    with backfilled(tmp_path, openmetrics(day, START_S)) as url:
+        recorded = read_prometheus(source(url, day), cluster)
+        with pytest.raises(ConfigError, match="knows no model"):
+            read_prometheus(PrometheusSource(url, START_S - 7200, START_S - 3600, 60), cluster)
+    # DCGM's exporter was not scraped, and is named for it.
+    assert {each.where for each in recorded.findings} == {
+        "DCGM_FI_DEV_GPU_UTIL",
+        "DCGM_FI_DEV_FB_FREE",
+    }
+    times = fitted(recorded.loads, cluster.engines)
+    assert times["chat"].step_s == pytest.approx(STEP_S, rel=0.1)
+    background = SimulationInput(cluster, recorded, times)
+    today = OnlineJob(0).run(background)
+    idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.by_model.values())
+    assert idle_s / 3600.0 == pytest.approx(day.idle_gpu_hours, rel=0.1)
+    background = replace(background, short=("docs",), today=today.by_model)
+    chat_gb = 200_000 * 131_072 / 1e9
+    known = chat_gb * (1.0 - RESERVE_SHARE) * (day.span_s - CALM_S)
+    lent = OnlineJob(0, is_harvesting=True).run(background).lending
+    assert lent.offered_gb_s == pytest.approx(known, rel=0.1)
+    # One of the three chat engines is enough.
+    assert CapacityJob(0, "chat", has_aqua=False).run(background) == 1
+    observed = recorded.loads["chat"].observed
+    for name in ("ttft_mean_s", "tpot_mean_s"):
+        assert today.by_model["chat"][name] == pytest.approx(observed[name], rel=0.1)
+
+
+def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: Path) -> None:
+    text = openmetrics(day, START_S, reset_s=400.0, silent_s=(600.0, 900.0))
+    with backfilled(tmp_path, text) as url:
+        recorded = read_prometheus(source(url, day), cluster)
+    kinds = {each.kind for each in recorded.findings}
+    assert {"gap", "counter reset", "missing metric"} <= kinds
+    assert recorded.span_s == pytest.approx(day.span_s - 300.0, abs=WINDOW_S)
+    counted = sum(len(load) for load in recorded.loads.values())
+    outside = [
+        row
+        for rows in day.served.values()
+        for row in rows
+        if not 600.0 <= row.first_token_s < 900.0
+    ]
+    assert counted == pytest.approx(len(outside), rel=0.1)
+
+
+def test_nothing_there_is_said(cluster: Cluster, day: PlantedDay) -> None:
+    with pytest.raises(UnavailableError, match="no Prometheus"):
+        read_prometheus(source(f"http://127.0.0.1:{free_port()}", day), cluster)
