@@ -71,7 +71,7 @@ def machine(gpu: GpuAtHand) -> Outcome:
         facts.add(what, number)
         outcome.figures[what] = number
     facts.add("read-only mappings", read_only_mapping(gpu))
-    for name, value in smi().items():
+    for name, value in smi(device.uuid).items():
         facts.add(name, value)
     identity = topology.place(gpu.device)
     outcome.check(
@@ -123,12 +123,12 @@ def processor() -> str:
     return found.group(1) if found else platform.machine()
 
 
-def smi() -> dict[str, str]:
-    """What `nvidia-smi` knows; nothing where it is not installed."""
+def smi(uuid: str) -> dict[str, str]:
+    """What `nvidia-smi` knows of a GPU; nothing where it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    command = [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "--id=0"]
+    command = [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", f"--id={uuid}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     values = done.stdout.strip().split(", ")
     return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {}

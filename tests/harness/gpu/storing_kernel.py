@@ -9,13 +9,13 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore] # 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore] # as above
 def _store_rows(table, index, packed, row_count, words: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001 - pointers
-    """Program p of P stores rows p, p + P, ...; pointers are to words of eight bytes."""
+    """Program p of P stores rows p, p + P, ...; less than 2^31 words of eight bytes."""
     programs = tl.num_programs(0)
     offsets = tl.arange(0, words)
     for row in tl.range(tl.program_id(0), row_count, programs):
         source = tl.load(index + row)
         values = tl.load(table + source * words + offsets)
-        tl.store(packed + row.to(tl.int64) * words + offsets, values)
+        tl.store(packed + row * words + offsets, values)
 
 
 def launch(table: torch.Tensor, index: torch.Tensor, packed: torch.Tensor, processors: int) -> None:
