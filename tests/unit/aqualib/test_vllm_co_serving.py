@@ -9,7 +9,7 @@ import pytest
 
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import RequestInvalidError
-from aqua_schedulers.conserve import CoServingView, StepTimeProfile
+from aqua_schedulers.conserve import CoServingView, StepTimeKey, StepTimeProfile
 from aqualib.engines.vllm.co_serving import CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.priority import UrgentPriority
@@ -58,7 +58,7 @@ class Store:
 
 def co_serving(**options: Any) -> CoServing:  # noqa: ANN401 - options
     given = read_options({"co_serving": SERVING, **options})
-    return CoServing(given, block_tokens=SIZE, is_load_async=True)
+    return CoServing(given, StepTimeKey("m", "e", "g"), block_tokens=SIZE, is_load_async=True)
 
 
 def offline(name: str, **facts: Any) -> Any:  # noqa: ANN401 - as `request`
@@ -158,8 +158,13 @@ def test_without_a_profile_a_start_says_so_and_figures_do(
     )
     profiled = co_serving(co_serving={**SERVING, "step_profile": str(place)}).totals()
     assert profiled["co_serving_without_profile"] == profiled["offline_budget_tokens"] == 0.0
-    with pytest.raises(ConfigError, match=r"co_serving\.step_profile"):
-        co_serving(co_serving={**SERVING, "step_profile": str(tmp_path / "nowhere")})
+    for other in ("of another engine", "nowhere"):
+        place.write_text(place.read_text().replace('"engine":"e"', '"engine":"f"'))
+        caplog.clear()
+        given = place if other == "of another engine" else tmp_path / "nowhere"
+        left = co_serving(co_serving={**SERVING, "step_profile": str(given)}).totals()
+        assert left["co_serving_without_profile"] == 1.0
+        assert "aqua-profile steps" in caplog.text
 
 
 def test_an_offline_step_without_aborts_keeps_to_a_budget() -> None:
@@ -183,6 +188,27 @@ def test_offline_work_goes_on_though_no_step_is_short_enough() -> None:
     assert served.policy.times.fixed_tokens <= 1
     assert served.plan(view()).offline_tokens["a"] > 0
     assert served.totals()["co_serving_overruns"] > 5
+
+
+def test_a_profile_that_steps_contradict_is_left_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = StepTimeKey("m", "e", "g")
+    profile = StepTimeProfile(**key._asdict(), floor_s=0.01, token_s=1e-4, max_tokens=512)
+    (tmp_path / key.file_name).write_text(profile.model_dump_json())
+    served = co_serving(co_serving={**SERVING, "step_profile": str(tmp_path)})
+    assert served.totals()["co_serving_without_profile"] == 0.0
+    served.arrived(offline("a", num_tokens=1000), 0.0)
+    caplog.clear()
+    for at in range(100):
+        served.begin(10.0 * at)
+        taken = SimpleNamespace(num_scheduled_tokens={"a": 100})
+        served.begun(taken, served.plan(view()), {"a": offline("a", num_tokens=1000)})
+        served.ended(taken, 10.0 * at + (9.0 if at % 2 else 0.01))
+        if served.totals()["co_serving_without_profile"]:
+            break
+    assert "contradict the step-time profile" in caplog.text
+    assert sum(served.plan(view()).offline_tokens.values()) <= 64
 
 
 def test_an_arrival_parks_offline_requests_and_takes_the_saved_ones_memory_first() -> None:

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
+from aqua_protocol import ConfigError
 from aqua_schedulers.conserve import (
     ConserveSettings,
     CoServedRequest,
@@ -38,9 +39,12 @@ from aqua_schedulers.conserve import (
     PredictionBasis,
     ServiceClass,
     StepLoad,
+    StepTimeKey,
+    StepTimeProfile,
     co_serving_policy,
+    find_profile,
 )
-from aqualib.engines.vllm.options import AquaOptions, PagingMode
+from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
 from aqualib.engines.vllm.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
@@ -104,6 +108,7 @@ class CoServing:
 
     Args:
         options: The adapter's, with `co_serving`.
+        key: What a step-time profile of the engine is found by.
         block_tokens: Of the engine's one group of KV blocks.
         is_load_async: Whether KV comes back beside the steps.
 
@@ -111,7 +116,9 @@ class CoServing:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
     """
 
-    def __init__(self, options: AquaOptions, *, block_tokens: int, is_load_async: bool) -> None:
+    def __init__(
+        self, options: AquaOptions, key: StepTimeKey, *, block_tokens: int, is_load_async: bool
+    ) -> None:
         given = options.co_serving
         assert given is not None
         self.tokens: StepTokens | None = None
@@ -119,7 +126,7 @@ class CoServing:
         self.policy: Final = co_serving_policy(
             given.policy,
             Objectives(given.ttft_s, given.tpot_s),
-            given.read_profile(),
+            _profile_of(given, key),
             ConserveSettings(
                 aborts=False,
                 checkpoints=options.mode is PagingMode.CHECKPOINT,
@@ -292,7 +299,14 @@ class CoServing:
             if tokens and seconds > step.plan.limit_s:
                 self._counts.overruns += 1
             self._last_end_s = now_s
+            basis = self.policy.times.basis
             self.policy.stepped(step.plan, step.load, seconds, now_s)
+            if self.policy.times.basis is not basis:
+                logger.warning(
+                    "co-serving goes by %s now: steps %s the step-time profile",
+                    "its profile" if basis is PredictionBasis.FIXED else "a small fixed budget",
+                    "agree with" if basis is PredictionBasis.FIXED else "contradict",
+                )
             return
 
     # --- Checkpoints -------------------------------------------------------------------------
@@ -348,3 +362,12 @@ class CoServing:
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_requests_waiting": float(len(self.policy.waiting)),
         }
+
+
+def _profile_of(given: CoServingOptions, key: StepTimeKey) -> StepTimeProfile | None:
+    """The engine's own profile; one that is missing, or of another engine, is said and left."""
+    try:
+        return find_profile(given.step_profile, key)
+    except ConfigError as error:
+        logger.warning("co-serving: %s. %s", error.message, error.remedy)
+        return None

@@ -35,6 +35,7 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 from aqualib.engines.vllm.options import AquaOptions
 from aqualib.engines.vllm.request_queue import PolicyRequestQueue
+from aqualib.engines.vllm.step_log import engine_key
 
 READING_STEPS: Final = 2
 """Steps in which memory of preempted requests is read before it is free, as a rule: one, and one
@@ -70,7 +71,10 @@ class CoServingScheduler(LendingScheduler):
             return
         require_co_servable(self.vllm_config, self.kv_cache_config)
         is_load_async = self.paging is not None and self.paging.is_load_async
-        self.co_serving = CoServing(options, block_tokens=block_tokens, is_load_async=is_load_async)
+        key = engine_key(self.vllm_config)
+        self.co_serving = CoServing(
+            options, key, block_tokens=block_tokens, is_load_async=is_load_async
+        )
         # vLLM's own victim is the last in `running`, whatever its number.
         self.policy = SchedulingPolicy.FCFS
         self.need_mamba_block_aligned_split = True

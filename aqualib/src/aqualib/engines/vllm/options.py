@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileKind
 from aqua_schedulers.cfs import FairSettings, PolicyName
-from aqua_schedulers.conserve import CoServingPolicyName, StepTimeProfile
+from aqua_schedulers.conserve import CoServingPolicyName
 from aqualib.engines.vllm.plugin import CONNECTOR
 from aqualib.engines.vllm.priority import UrgentPriority
 from aqualib.engines.vllm.tenant_key import TenantSource
@@ -193,8 +193,9 @@ class CoServingOptions(BaseModel):
     tpot_s: float = Field(gt=0.0, le=60.0, description="Objective between two tokens.")
     step_profile: Path | None = Field(
         default=None,
-        description="A step-time profile of this model, engine and GPU; without one offline work "
-        "keeps to a small fixed budget.",
+        description="A step-time profile, or a folder of them; ~/.cache/aqua/step-profiles if "
+        "unset. Without one of this model, engine and GPU offline work keeps to a small fixed "
+        "budget.",
     )
     starvation_s: float = Field(
         default=300.0,
@@ -212,22 +213,6 @@ class CoServingOptions(BaseModel):
         if given:
             raise ValueError("a step cannot be aborted inside; leave it out, budgets alone serve")
         return given
-
-    def read_profile(self) -> StepTimeProfile | None:
-        """The step-time profile, if one is named.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        if self.step_profile is None:
-            return None
-        try:
-            return StepTimeProfile.parse(self.step_profile.read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"co_serving.step_profile: {error}",
-                remedy="Name a profile that is there, or leave it out for a fixed budget.",
-            ) from error
 
 
 class AquaOptions(FairSettings):
