@@ -81,7 +81,7 @@ def test_step_times_that_a_recording_hides_are_found_again(
 def test_the_day_without_aqua_is_the_recorded_one(answer: SavingsReport) -> None:
     assert {row.model for row in answer.checks} == {"chat", "docs"}
     for row in answer.checks:
-        assert abs(row.error_percent) < 10.0 if "p99" in row.name else 5.0, row
+        assert abs(row.error_percent) < (10.0 if "p99" in row.name else 5.0), row
 
 
 def test_planted_idle_time_is_recovered_within_five_percent(
