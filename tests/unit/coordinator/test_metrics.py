@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from aqua_batch.service.metrics import BatchMetrics
 from aqua_coordinator.metrics import BooksSnapshot, Metrics
 from aqua_coordinator.store.rows import BooksSummary, ClosedReclaim
 from aqua_protocol import TransportKind
@@ -27,6 +28,7 @@ REFERENCE: Final = ROOT / "docs" / "operations" / "metrics.md"
 ENGINE_METRICS: Final = ROOT / "aqualib/src/aqualib/engines/vllm/engine_metrics.py"
 HISTOGRAM_PARTS: Final = ("bucket", "sum", "count")
 NOT_METRICS: Final = {module.package for module in modules()} | {
+    "aqua_class",  # an argument of a request to vLLM
     "aqua_error",  # the code of the base of all errors
     "aqua_things",  # a package of an example
     "aqua_lender",  # what the names of a producer's metrics begin with
@@ -111,34 +113,46 @@ def exposed_by_members() -> set[str]:
     return exposed(generate_latest(producer.registry) + generate_latest(consumer.registry))
 
 
+def exposed_by_batch_service() -> set[str]:
+    return exposed(BatchMetrics().render({}, []))
+
+
 def exposed_by_vllm() -> set[str]:
-    """Counters on vLLM's own page; read as text, for the module needs vLLM."""
-    (counters,) = (
-        node.value
+    """What stands on vLLM's own page; read as text, for the module needs vLLM."""
+    tables = {
+        ast.unparse(node.target): ast.literal_eval(node.value)
         for node in ast.parse(ENGINE_METRICS.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COUNTERS"
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    }
+    counters = {f"aqua:{name}_total" for name in tables["COUNTERS"]}
+    return counters | {f"aqua:{name}" for name in tables["GAUGES"]}
+
+
+def exposed_by_all() -> set[str]:
+    return (
+        exposed_by_coordinator()
+        | exposed_by_members()
+        | exposed_by_batch_service()
+        | exposed_by_vllm()
     )
-    assert counters is not None
-    return {f"aqua:{name}_total" for name in ast.literal_eval(counters)}
 
 
 def test_the_reference_has_every_metric_as_it_is_exported_and_no_other() -> None:
     rows = re.findall(r"^\| (`aqua[_:][^|]+)", REFERENCE.read_text(encoding="utf-8"), re.MULTILINE)
-    exported = exposed_by_coordinator() | exposed_by_members() | exposed_by_vllm()
-    assert set(re.findall(r"`([\w:]+)`", "".join(rows))) == exported
+    assert set(re.findall(r"`([\w:]+)`", "".join(rows))) == exposed_by_all()
 
 
 def test_no_dashboard_or_rule_reads_a_metric_of_ours_that_is_not_exported() -> None:
     expressions = [*promql.panel_expressions(), *promql.rule_expressions()]
     read = set().union(*(expression.metrics() for expression in expressions))
     ours = {name for name in read if name.startswith(("aqua_", "aqua:"))}
-    exported = exposed_by_coordinator() | exposed_by_members() | exposed_by_vllm()
+    exported = exposed_by_all()
     series = exported | {f"{name}_{part}" for name in exported for part in HISTOGRAM_PARTS}
     assert ours - series == set()
 
 
 def test_no_page_names_a_metric_that_is_not_exported() -> None:
-    known = exposed_by_coordinator() | exposed_by_members()
+    known = exposed_by_all()
     unknown = {
         (str(page.relative_to(ROOT)), name)
         for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]

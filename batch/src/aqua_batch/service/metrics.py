@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from aqua_batch.service.engines import EngineEndpoint
-from aqua_protocol.supervision import restart_counts
+from aqua_protocol.supervision import failing_loops, restart_counts
 
 
 class BatchMetrics:
@@ -57,12 +59,7 @@ class BatchMetrics:
             ["engine"],
             registry=self._registry,
         )
-        self._restarts = Gauge(
-            "aqua_batch_loop_restarts",
-            "Crashes of a loop, each followed by a start",
-            ["loop"],
-            registry=self._registry,
-        )
+        self._registry.register(_LoopCollector())
 
     def answered(self, status: int) -> None:
         """Count an answer."""
@@ -77,6 +74,18 @@ class BatchMetrics:
             self._running.labels(engine.url).set(engine.running)
             self._limit.labels(engine.url).set(int(engine.limit.value))
             self._absent.labels(engine.url).set(engine.absences > 0)
-        for loop, count in restart_counts().items():
-            self._restarts.labels(loop).set(count)
         return generate_latest(self._registry)
+
+
+class _LoopCollector(Collector):
+    """The crashes of all loops of this process."""
+
+    def collect(self) -> Iterator[Metric]:
+        restarts = CounterMetricFamily(
+            "aqua_batch_loop_restarts", "Crashes of background loops", labels=["loop"]
+        )
+        for loop, count in restart_counts().items():
+            restarts.add_metric([loop], count)
+        yield restarts
+        text = "Loops that crash again and again, or hang"
+        yield GaugeMetricFamily("aqua_batch_loops_failing", text, value=len(failing_loops()))
