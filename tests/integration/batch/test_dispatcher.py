@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection
 
-from aqua_batch.service.batch_rows import BatchJob, claim_batch, create_batch, find_batch
+from aqua_batch.service.batch_rows import (
+    BatchJob,
+    cancel_batch,
+    claim_batch,
+    create_batch,
+    find_batch,
+)
 from aqua_batch.service.database import Database
 from aqua_batch.service.dispatch import Dispatcher
 from aqua_batch.service.engines import EngineEndpoint, EnginePool
@@ -19,6 +25,7 @@ from aqua_batch.service.lines import InputReader
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
 from aqua_batch.service.request_rows import active_batches, lease_requests
+from aqua_protocol.errors import StoreUnavailableError
 from harness.batch_service import chat_line
 from harness.bounds import HANG_S
 from harness.counting_server import CountingServer
@@ -46,6 +53,21 @@ class LateDatabase(Database):
         done = await super().write(work)
         if isinstance(work, partial) and work.func is lease_requests and done:
             self.is_leased = self.looked.is_set()
+        return done
+
+
+class LostAnswerDatabase(Database):
+    """Its first lease of requests is written, and the answer lost, as when a server dies then."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.lost = 0
+
+    async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
+        done = await super().write(work)
+        if isinstance(work, partial) and work.func is lease_requests and done and not self.lost:
+            self.lost = len(cast("list[object]", done))
+            raise StoreUnavailableError("the database has gone away", remedy="Try again.")
         return done
 
 
@@ -106,4 +128,60 @@ async def test_a_request_leased_amid_a_look_at_batches_is_kept(tmp_path: Path) -
         for each in (first, second):
             find = partial(find_batch, tenant="red", batch_id=each.batch_id)
             assert (await database.read(find)).completed == 1
+    database.close()
+
+
+async def test_requests_whose_lease_was_never_heard_of_run_all_the_same(tmp_path: Path) -> None:
+    database = LostAnswerDatabase(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer() as server:
+        engines = EnginePool([server.url], places=1, api_key=None, timeout_s=HANG_S)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        async with engines, dispatcher.running():
+            await add_batch(database, objects, "only")
+            dispatcher.look()
+            await asyncio.to_thread(server.wait_for, "ended", 1)
+    assert database.lost == 1
+    database.close()
+
+
+def spoil(folder: Path) -> None:
+    """Overwrite the only input."""
+    (file,) = folder.glob("files/**/spoiled")
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
+async def test_an_input_that_is_no_longer_what_was_checked_ends_its_requests_only(
+    tmp_path: Path,
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer() as server:
+        engines = EnginePool([server.url], places=1, api_key=None, timeout_s=HANG_S)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        spoiled = await add_batch(database, objects, "spoiled")
+        spoil(tmp_path)
+        await add_batch(database, objects, "fine")
+        async with engines, dispatcher.running():
+            await asyncio.to_thread(server.wait_for, "ended", 1)
+        assert server.counts()["ended"] == {"fine": 1}
+    find = partial(find_batch, tenant="red", batch_id=spoiled.batch_id)
+    assert (await database.read(find)).failed == 1
+    database.close()
+
+
+async def test_a_batch_whose_claim_was_never_heard_of_is_claimed_again(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    batch = await add_batch(database, objects, "only")
+    await database.write(partial(cancel_batch, tenant="red", batch_id=batch.batch_id, now_s=1.0))
+    claims = [
+        await database.write(partial(claim_batch, worker="writer", now_s=1.0)) for _ in range(2)
+    ]
+    assert [each and each.seq for each in claims] == [batch.seq, batch.seq]
+    assert len({each and each.generation for each in claims}) == 2
     database.close()

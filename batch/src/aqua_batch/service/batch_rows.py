@@ -202,8 +202,16 @@ def _end_early(
 
 
 def claim_batch(connection: Connection, worker: str, now_s: float) -> BatchJob | None:
-    """Give this worker the oldest batch that no living one reads or writes, if there is one."""
-    free = or_(BATCHES.c.worker.is_(None), BATCHES.c.worker.not_in(alive_workers(now_s)))
+    """Give this worker the oldest batch that no other reads or writes, if there is one.
+
+    What it has itself counts as free: a worker that claims works on nothing, so it never learnt
+    that it had that, or could not give it back.
+    """
+    free = or_(
+        BATCHES.c.worker.is_(None),
+        BATCHES.c.worker == worker,
+        BATCHES.c.worker.not_in(alive_workers(now_s)),
+    )
     query = (
         select(BATCHES.c.seq)
         .where(BATCHES.c.status.in_(TO_WORK_ON), free)

@@ -43,6 +43,7 @@ from aqua_batch.service.request_rows import (
     Return,
     active_batches,
     add_worker,
+    free_unknown_leases,
     lease_requests,
     prolong_worker,
     remove_worker,
@@ -187,6 +188,11 @@ class Dispatcher:
                 await asyncio.sleep(SENSE_S)
 
     async def _feed(self) -> None:
+        """Lease ahead; after a crash what was leased without our knowing goes back first."""
+        known = {each.key for each, _ in self._ready} | set(self._jobs) | self._recorder.keys()
+        free = partial(free_unknown_leases, worker=self.worker, known=known)
+        if freed := await self._database.write(free):
+            log.warning("leases given back that nothing was known of", count=freed)
         while True:
             self._is_wanting.clear()
             ahead = min(MOST_AHEAD, sum(int(each.limit.value) for each in self._engines.engines))
@@ -229,6 +235,10 @@ class Dispatcher:
             except (StoreUnavailableError, DataLostError) as error:
                 for each in requests:
                     self._fail(each, f"the input cannot be read: {error.message}")
+                continue
+            except (ValueError, LookupError, TypeError):
+                for each in requests:
+                    self._fail(each, "the input has changed since it was checked")
                 continue
             if worker == self.worker:  # Otherwise this life is over, and so are its leases.
                 self._ready.extend(zip(requests, bodies, strict=True))

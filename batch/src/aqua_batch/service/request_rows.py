@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Select,
     and_,
@@ -142,18 +143,41 @@ def free_dead_workers(connection: Connection, now_s: float) -> int:
 
 def remove_worker(connection: Connection, worker: str) -> int:
     """Forget a worker, and let its requests wait again; how many there were."""
-    active = select(BATCHES.c.seq).where(BATCHES.c.ended_s.is_(None))
     freed = connection.execute(
-        update(REQUESTS)
-        .where(
-            REQUESTS.c.batch.in_(active),
-            REQUESTS.c.state == RequestState.LEASED,
-            REQUESTS.c.worker == worker,
-        )
-        .values(state=RequestState.WAITING, worker=None)
+        update(REQUESTS).where(*_leased_by(worker)).values(state=RequestState.WAITING, worker=None)
     )
     connection.execute(delete(WORKERS).where(WORKERS.c.worker == worker))
     return freed.rowcount
+
+
+def _leased_by(worker: str) -> tuple[ColumnElement[bool], ...]:
+    active = select(BATCHES.c.seq).where(BATCHES.c.ended_s.is_(None))
+    return (
+        REQUESTS.c.batch.in_(active),
+        REQUESTS.c.state == RequestState.LEASED,
+        REQUESTS.c.worker == worker,
+    )
+
+
+def free_unknown_leases(
+    connection: Connection, worker: str, known: Container[tuple[int, int, int]]
+) -> int:
+    """Let requests wait again that a worker has leased without knowing; how many there were.
+
+    That is what a lost answer of the database leaves behind: they were leased, and it has not
+    heard which.
+    """
+    columns = (REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
+    query = select(*columns).where(*_leased_by(worker)).with_for_update(skip_locked=True)
+    unknown = [key for key in map(tuple, connection.execute(query)) if key not in known]
+    if unknown:
+        connection.execute(
+            update(REQUESTS)
+            .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
+            .values(state=RequestState.WAITING, worker=None),
+            [{"at": batch, "on": line} for batch, line, _ in unknown],
+        )
+    return len(unknown)
 
 
 def fair_shares(
