@@ -22,8 +22,8 @@ from harness.postgres_process import postgres
 
 @pytest.fixture(scope="module")
 def database() -> Iterator[str]:
-    with postgres() as url:
-        yield url
+    with postgres() as process:
+        yield process.url
 
 
 def test_two_services_share_batches_and_one_is_killed(database: str, tmp_path: Path) -> None:
