@@ -55,7 +55,7 @@ class Recorder:
         return len(self._waiting) + len(self._writing)
 
     def keys(self) -> set[tuple[int, int, int]]:
-        """Of the requests whose entries are not on the disk."""
+        """Keys of the requests whose entries are not on the disk."""
         return {each.request.key for each in (*self._writing, *self._waiting)}
 
     def put(self, entry: RequestOutcome | Return) -> None:
