@@ -246,6 +246,12 @@ format: $(READY) ## Mend style and format where a tool can
 docs: $(READY) ## Write the generated parts of docs/
 	$(PY) docs/generate.py
 
+# Nothing of the site is loaded from elsewhere. AQUA_SOURCE_URL=https://git.example/aqua/blob/main/
+# lets its links to sources lead there.
+.PHONY: docs-site
+docs-site: .venv-docs/.ready .docs-tools/.ready ## Build the searchable site of docs/ in out/site; a dead link fails
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=docs PYTHONDONTWRITEBYTECODE=1 .venv-docs/bin/mkdocs build --strict
+
 .PHONY: release
 release: $(READY) ## Build the wheels of this version into dist/, if tree, changelog and tag agree on it
 	$(PY) deploy/release.py check
@@ -261,7 +267,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov .console-tools out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov .venv-docs .console-tools .docs-tools out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis dist */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -335,6 +341,23 @@ AXE ?= axe-core@4.14.1
 .console-tools/.ready: Makefile
 	@mkdir -p .console-tools
 	cd .console-tools && npm pack --silent "$(AXE)" >/dev/null && tar xzf axe-core-*.tgz --strip-components=1 package/axe.min.js package/LICENSE
+	@touch $@
+
+.venv-docs/.ready: requirements-docs.txt constraints.txt
+	test -x .venv-docs/bin/pip || "$(PYTHON)" -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet -c constraints.txt -r requirements-docs.txt
+	@touch $@
+
+# What the theme would load from elsewhere: diagrams, and search without a server.
+MERMAID ?= mermaid@11.6.0
+IFRAME_WORKER ?= iframe-worker@1.0.4
+
+.docs-tools/.ready: Makefile
+	@mkdir -p .docs-tools
+	cd .docs-tools && npm pack --silent "$(MERMAID)" "$(IFRAME_WORKER)" >/dev/null && \
+	  tar xzf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && \
+	  tar xzf iframe-worker-*.tgz --strip-components=2 package/shim/index.js && \
+	  mv index.js iframe-worker.js && rm -f *.tgz
 	@touch $@
 
 .venv-audit/.ready: Makefile

@@ -8,7 +8,8 @@ all from the tables), the error table; from `docs/arrows.toml` the import contra
 `make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`; from the
 settings of coordinator, members and batch service the reference of their variables; from the
 chart's values their table in its README, and from the coordinator's settings and
-`files/renamed.yaml` what its schema lets through; the page on versions of vLLM.
+`files/renamed.yaml` what its schema lets through; the page on versions of vLLM; the list of
+decisions; from the map in `mkdocs.yml`, `llms.txt`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Final
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
+from navigation import llms_text, title_and_summary
 from pydantic.fields import FieldInfo
 from vllm_support import support_page
 
@@ -283,6 +285,23 @@ def _schema_of_setting(field: dict[str, Any], definitions: Mapping[str, Any]) ->
     return {**result, "description": field["description"]}
 
 
+def decisions_page() -> str:
+    """List the decisions, with their state."""
+    rows = []
+    for path in sorted((DOCS / "adr").glob("0*.md")):
+        status = re.search(r"^- Status: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        title, _ = title_and_summary(path)
+        if status and " | " not in status[1]:  # Not the template.
+            rows.append(f"| [{title}]({path.name}) | {status[1]} |")
+    words = "Why things are as they are, and what was rejected. A new one begins as the"
+    return "\n".join(
+        [
+            *(NOTICE, "# Decisions", "", words, "[template](0000-template.md).", ""),
+            *("| decision | state |", "|---|---|", *rows, ""),
+        ]
+    )
+
+
 def _text(name: str) -> str:
     return (CHART / name).read_text(encoding="utf-8")
 
@@ -309,6 +328,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     schema = chart_schema(_text("values.schema.json"), _text("files/renamed.yaml"))
     yield CHART / "values.schema.json", schema
     yield DOCS / "vllm-support.md", support_page(NOTICE)
+    yield DOCS / "adr" / "README.md", decisions_page()
+    yield DOCS.parent / "llms.txt", llms_text()
 
 
 def main() -> int:
@@ -316,12 +337,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check
-    stale = [
-        (path, text)
-        for path, text in pages()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path, text in stale:
+    stale = 0
+    # One by one: llms.txt reads what was written before it.
+    for path, text in pages():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
         if check:
             print(f"{path.relative_to(DOCS.parent)} is stale: run `make docs`")
         else:
