@@ -1,29 +1,45 @@
 """What was mended for GPUs, each with a patch that takes the mend back and a scenario that minds.
 
-A mend that no scenario needs is one that a later change could lose without a failing test.
+A mend that no scenario needs is one that a later change could lose without a failing test. Most are
+taken back by the text of a function as it was before (`changed`).
+
+A review of the code by CUDA's documents, before there was a GPU to try it on, listed 21 defects;
+`defect` is the number there. `docs/gpu.md` has the list.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
 
+from aqualib import gpu_modes, topology
+from aqualib.blocks import BlockStore
 from aqualib.engines.vllm import side_stream
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.leasing.client import LeaseClient
+from aqualib.memory import migrator
+from aqualib.memory.frame_store import FrameStore
+from aqualib.memory.transfers import CopyStream
+from aqualib.producer import escalation, producer
 from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
 from aqualib.transports.cuda_abi import ATTRIBUTE_RDMA
 from aqualib.transports.cuda_buffers import StagingBuffer, StagingPool
 from aqualib.transports.cuda_copier import CudaCopier, CudaSide
 from aqualib.transports.cuda_driver import CudaDevice
-from aqualib.transports.cuda_stream import CudaEvent
+from aqualib.transports.cuda_stream import CudaEvent, CudaStream
+from aqualib.transports.gpu_thresholds import CopyThresholds
+from harness import gpu_failure_scenarios as failures
 from harness import gpu_scenarios as scenarios
+from harness import producers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,12 +57,14 @@ class Mend:
         without: What the product does without it.
         scenario: What then goes wrong, by some seed.
         patches: An owner, a name, and what was there before.
+        defect: Its number in the review; None for what was found later.
         is_met_by_walks: Whether random walks (`gpu_walk`) miss it as well.
     """
 
     without: str
     scenario: Callable[[int], None]
     patches: tuple[tuple[Any, str, Any], ...]
+    defect: int | None = None
     is_met_by_walks: bool = False
 
     @contextlib.contextmanager
@@ -57,6 +75,22 @@ class Mend:
                 assert hasattr(owner, name), f"{owner} has no {name} any more"
                 stack.enter_context(mock.patch.object(owner, name, thing))
             yield
+
+
+def changed(function: Callable[..., Any], old: str, new: str) -> Any:  # noqa: ANN401 - a function
+    """The function with a stretch of its text as it was before a mend."""
+    plain = inspect.unwrap(function)
+    text = textwrap.dedent(inspect.getsource(plain))
+    assert text.count(old) == 1, f"{plain.__qualname__} has {text.count(old)} times {old!r}"
+    future = "from __future__ import annotations\n"
+    found: dict[str, Any] = {}
+    code = compile(future + text.replace(old, new), inspect.getfile(plain), "exec")
+    exec(code, plain.__globals__, found)  # noqa: S102 - the product's own text
+    return found[plain.__name__]
+
+
+NO_PATIENCE: Final = (producers, "WITHIN_S", 3.0)
+"""Seconds for what then never happens. Doubled, the walk over the list takes as much longer."""
 
 
 @contextlib.contextmanager
@@ -131,12 +165,14 @@ MENDS: Final = (
         "`pinned()` ends while kernels that were queued in it still run",
         scenarios.a_pinned_view_is_read_by_a_kernel,
         ((CudaSide, "synchronize", lambda _: None),),
+        defect=1,
         is_met_by_walks=True,
     ),
     Mend(
         "loads beside the model follow none of the engine's kernels",
         scenarios.a_load_runs_beside_the_model,
         ((SideStream, "after", _after_nothing),),
+        defect=2,
     ),
     Mend(
         "copies of an engine thread follow none of its kernels",
@@ -148,21 +184,25 @@ MENDS: Final = (
         "the background waits for the engine's default stream",
         scenarios.a_drain_does_not_wait_for_the_engine,
         ((CudaSide, "copier", _copier_in_front),),
+        defect=18,
     ),
     Mend(
         "staging buffers are shared without an order",
         scenarios.rows_share_the_staging_buffers,
         ((StagingPool, "buffer", _buffer_of_all),),
+        defect=19,
     ),
     Mend(
         "indexes go to the GPU from pageable memory",
         scenarios.rows_are_submitted_without_waiting,
         ((StagingBuffer, "put_index", _pageable_index),),
+        defect=17,
     ),
     Mend(
         "a slot of pinned indexes is filled again before it was read",
         scenarios.many_stages_follow_each_other,
         ((CudaEvent, "synchronize", lambda _: None),),
+        defect=17,
     ),
     Mend(
         "a thread that copies goes back to GPU 0 afterwards",
@@ -171,52 +211,246 @@ MENDS: Final = (
             (cuda_copier, "on_stream", _on_stream_alone),
             (side_stream, "on_stream", _on_stream_alone),
         ),
+        defect=12,
     ),
     Mend(
         "our driver calls mind the captures of other threads",
         scenarios.leases_are_taken_up_during_a_capture,
         ((cuda_driver, "CAPTURE_MODE_RELAXED", 0),),
+        defect=4,
         is_met_by_walks=True,
     ),
     Mend(
         "the probe allocates on a GPU that is full",
         scenarios.a_lease_is_taken_up_on_a_full_gpu,
         ((CudaCopier, "scratch", _scratch_of_torch),),
+        defect=3,
         is_met_by_walks=True,
     ),
     Mend(
         "each copier has a staging buffer of its own",
         scenarios.copiers_come_and_go,
         ((CudaSide, "copier", _copier_of_its_own),),
+        defect=19,
     ),
     Mend(
         "network cards cannot register lent memory",
         scenarios.slabs_are_made_for_network_cards,
         ((CudaDevice, "_has", _has_no_rdma),),
+        defect=13,
     ),
     Mend(
         "processes that do not see each other's GPUs share a domain",
         scenarios.processes_see_one_gpu_each,
         ((Topology, "domain_of", _domain_of_all),),
+        defect=11,
     ),
     Mend(
         "leases are asked for while the engine starts",
         scenarios.leases_wait_for_the_first_step,
         ((LeaseClient, "start", _asks_at_once),),
+        defect=4,
     ),
     Mend(
         "a granule that was given up ends the context of who looks at it",
         scenarios.a_cache_is_given_up_and_taken_back,
         ((CudaKvMemory, "_show_zeros", _release_to_holes),),
+        defect=15,
     ),
     Mend(
         "each granule gets its rights by a call of its own",
         scenarios.a_cache_is_given_up_and_taken_back,
         ((CudaDevice, "map_run", _map_one_by_one),),
+        defect=15,
     ),
     Mend(
         "granules are given up while kernels that use them are queued",
         scenarios.a_cache_is_given_up_and_taken_back,
         ((CudaDevice, "synchronize", lambda _: None),),
+        defect=15,
+    ),
+    Mend(
+        "slabs of a lease whose path cannot be measured stay where they are",
+        failures.a_path_cannot_be_measured,
+        (
+            (
+                LeaseClient,
+                "take_up",
+                changed(LeaseClient.take_up, "if attachment.is_ending:", "if False:"),
+            ),
+        ),
+        defect=3,
+    ),
+    Mend(
+        "what torch raises in a probe ends the leasing thread",
+        failures.a_path_cannot_be_measured,
+        (
+            (
+                LeaseClient,
+                "_measure",
+                changed(LeaseClient._measure, "(RuntimeError, MemoryError)", "MemoryError"),
+            ),
+        ),
+        defect=3,
+    ),
+    Mend(
+        "a release that fails half-way counts as not done",
+        failures.a_cache_is_given_up_by_halves,
+        (
+            (
+                CudaKvMemory,
+                "release",
+                changed(CudaKvMemory.release, "self.absent[self._within(run)] = True", "pass"),
+            ),
+        ),
+        defect=5,
+    ),
+    Mend(
+        "a restore that fails half-way leaves memory behind",
+        failures.a_cache_is_taken_back_by_halves,
+        (
+            (
+                CudaKvMemory,
+                "restore",
+                changed(
+                    CudaKvMemory.restore,
+                    "undo.callback(self._gpu.unmap_at, run.start, run.size)",
+                    "pass",
+                ),
+            ),
+        ),
+        defect=5,
+    ),
+    Mend(
+        "a holder that the kernel does not let us kill ends the server's thread",
+        failures.a_holder_cannot_be_killed,
+        (
+            (
+                failures,
+                "kill_process",
+                changed(escalation.kill_process, "except OSError", "except PermissionError"),
+            ),
+        ),
+        defect=6,
+    ),
+    Mend(
+        "the pins of a thread that has ended stay for ever",
+        failures.a_thread_ends_with_a_copy_under_way,
+        ((CopyStream, "abandon", lambda _: None), NO_PATIENCE),
+        defect=7,
+    ),
+    Mend(
+        "a checksum that fails frees slots with the copy under way",
+        failures.blocks_are_summed_without_room,
+        (
+            (
+                BlockStore,
+                "page_out",
+                changed(
+                    BlockStore.page_out,
+                    "        if self._sums is not None:\n",
+                    "        transfer = self._transfers.start("
+                    "Direction.OUT, count * self.block_bytes, copy)\n"
+                    "        if self._sums is not None:\n",
+                ),
+            ),
+        ),
+        defect=8,
+    ),
+    Mend(
+        "a block counts as free before its room is",
+        failures.room_is_counted_when_it_is_there,
+        (
+            (
+                BlockStore,
+                "free",
+                changed(
+                    BlockStore.free,
+                    "        self._taken[wanted] = False\n",
+                    "        self._taken[wanted] = False\n"
+                    "        self._used_count -= len(wanted)\n",
+                ),
+            ),
+        ),
+        defect=9,
+    ),
+    Mend(
+        "a slab that is still looked at keeps all others from going home",
+        failures.a_view_outlives_its_block,
+        (
+            (
+                migrator,
+                "_unmap",
+                changed(migrator._unmap, "    except BufferError:\n        return None\n", ""),
+            ),
+            NO_PATIENCE,
+        ),
+        defect=10,
+    ),
+    Mend(
+        "the name of a fabric over hosts is taken for a domain",
+        failures.a_fabric_spans_hosts,
+        ((topology, "_FABRIC", re.compile("(?!)")),),
+        defect=13,
+    ),
+    Mend(
+        "a GPU that is cut into slices is not noticed",
+        failures.a_gpu_is_cut_into_slices,
+        ((gpu_modes, "_is_cut", lambda *_: False),),
+        defect=14,
+    ),
+    Mend(
+        "a slice is looked for among whole GPUs",
+        failures.a_gpu_is_cut_into_slices,
+        (
+            (
+                topology,
+                "place",
+                changed(
+                    topology.place, "if any(gpu.uuid == uuid for gpu in topology.gpus):", "if uuid:"
+                ),
+            ),
+        ),
+        defect=14,
+    ),
+    Mend(
+        "clients of MPS may be killed",
+        failures.clients_of_mps_are_not_killed,
+        ((producer, "require_harmless", lambda *_: None),),
+        defect=14,
+    ),
+    Mend(
+        "all our streams have the same priority",
+        failures.copies_have_the_priority_of_who_waits,
+        (
+            (
+                CudaStream,
+                "__init__",
+                changed(
+                    CudaStream.__init__,
+                    "least.value if is_background else greatest.value",
+                    "least.value",
+                ),
+            ),
+        ),
+        defect=18,
+    ),
+    Mend(
+        "host memory comes from any socket",
+        failures.host_memory_is_near_the_gpu,
+        ((CudaDevice, "host_node", None),),
+        defect=20,
+    ),
+    Mend(
+        "one thread pins everything",
+        failures.host_memory_is_pinned_by_several,
+        ((FrameStore, "reserve", FrameStore._reserve),),
+        defect=20,
+    ),
+    Mend(
+        "the length of rows that go directly is a constant",
+        failures.rows_go_as_was_measured,
+        ((cuda_driver, "thresholds_of", lambda _: CopyThresholds()),),
+        defect=21,
     ),
 )

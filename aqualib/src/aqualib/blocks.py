@@ -97,8 +97,10 @@ class BlockStore:
         self._frames: list[Frame] = []
         self._finalizer = weakref.finalize(self, _leave, transfers, self._frames)
         self._finalizer.atexit = False
+        frame_count = -(-capacity_blocks // self._per_frame)
         try:
-            for _ in range(-(-capacity_blocks // self._per_frame)):
+            transfers.store.reserve(transfers.store.counts()[0] + frame_count)
+            for _ in range(frame_count):
                 self._frames.append(transfers.store.claim(block_bytes))
         except BaseException:
             self.close()

@@ -145,11 +145,9 @@ class StandInLibrary:
     @call(needs_context=False)
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         del device
-        answers = {
-            102: 1,
-            103: int(self.machine.exports_descriptors),
-            110: int(self.machine.has_rdma),
-        }
+        machine = self.machine
+        answers = {102: 1, 103: int(machine.exports_descriptors), 110: int(machine.has_rdma)}
+        answers[134] = machine.host_node
         _put(value, answers.get(attribute, 0))
         return SUCCESS
 

@@ -72,6 +72,7 @@ class Machine:
         self.exports_descriptors = True
         self.has_rdma = True
         self.has_batch = True
+        self.host_node = -1
         self.refusing: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.calls: Counter[str] = Counter()

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aqua_protocol import AquaError
+from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
 from harness.gpu_mends import MENDS, Mend
-from harness.gpu_scenarios import SCENARIOS
+from harness.gpu_scenarios import SCENARIOS as ORDER_SCENARIOS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+SCENARIOS = (*ORDER_SCENARIOS, *FAILURE_SCENARIOS)
+
+DEFECTS = set(range(1, 22)) - {16}
+"""Numbers of the review."""
 
 SEEDS = 3
 """Orders in which each scenario runs here."""
@@ -39,3 +45,7 @@ def test_each_mend_is_needed(mend: Mend) -> None:
 
 def test_each_scenario_minds_some_mend() -> None:
     assert {mend.scenario for mend in MENDS} == set(SCENARIOS)
+
+
+def test_no_defect_of_the_review_lacks_a_mend() -> None:
+    assert {mend.defect for mend in MENDS} >= DEFECTS

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import pytest
+import torch
 
 from aqua_protocol import CapacityError, TransportError
 from aqualib.memory.frame import Frame, PeerSlab
@@ -24,6 +25,8 @@ UNIT_BYTES = 256
 
 class PaperTransport:
     """Makes host slabs; each one starts with a call to `on_create`."""
+
+    device = torch.device("cpu")
 
     def __init__(self, on_create: Callable[[], None] = lambda: None) -> None:
         self.on_create = on_create

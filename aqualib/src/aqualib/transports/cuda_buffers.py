@@ -69,7 +69,8 @@ class StagingBuffer:
         self._index = index.view(torch.int64)
         ring_bytes = INDEX_SLOTS * index_bytes
         # Unpinned with the process, like the mapping.
-        self._ring = host_slab(ring_bytes, pin=gpu.pin).tensor.view(torch.int64)
+        ring = host_slab(ring_bytes, pin=gpu.pin, node=gpu.host_node)
+        self._ring = ring.tensor.view(torch.int64)
         self._read = [CudaEvent(gpu) for _ in range(INDEX_SLOTS)]
         self._next = 0
         self.last_use: Final = CudaEvent(gpu)

@@ -241,7 +241,7 @@ class CudaSide(Transport):
     @override
     def create_host(self, nbytes: int) -> MappedSlab:
         self._gpu.staging.prepare(self._device)  # Part of the place that bytes land in.
-        return host_slab(nbytes, pin=self._gpu.pin)
+        return host_slab(nbytes, pin=self._gpu.pin, node=self._gpu.host_node)
 
     @override
     def copier(self, *, is_background: bool = False) -> Copier:

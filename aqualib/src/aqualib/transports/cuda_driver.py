@@ -28,6 +28,7 @@ from aqualib.transports.cuda_abi import (
     ACCESS_READ,
     ACCESS_READ_WRITE,
     ALLOCATION_TYPE_PINNED,
+    ATTRIBUTE_HOST_NODE,
     ATTRIBUTE_POSIX_FD_HANDLES,
     ATTRIBUTE_RDMA,
     ATTRIBUTE_VIRTUAL_MEMORY,
@@ -237,6 +238,14 @@ class CudaDevice:
             "cuMemGetAllocationGranularity", byref(size), byref(self._prop), GRANULARITY_MINIMUM
         )
         return size.value
+
+    @property
+    def host_node(self) -> int | None:
+        """The NUMA node nearest to this GPU; None where there are none, or the driver is old."""
+        with contextlib.suppress(CudaError):
+            node = self.driver.read_int("cuDeviceGetAttribute", ATTRIBUTE_HOST_NODE, self._device)
+            return node if node >= 0 else None
+        return None
 
     def can_access(self, peer_ordinal: int) -> bool:
         """Whether this GPU reaches the memory of that one, over NVLink or PCIe."""

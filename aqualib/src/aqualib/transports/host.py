@@ -38,13 +38,17 @@ CPU: Final = torch.device("cpu")
 
 
 def host_slab(
-    nbytes: int, *, pin: Callable[[int, int], Callable[[], None]] | None = None
+    nbytes: int,
+    *,
+    pin: Callable[[int, int], Callable[[], None]] | None = None,
+    node: int | None = None,
 ) -> MappedSlab:
     """Private host memory, faulted in and ready for memcpy speed.
 
     Args:
         nbytes: Size, a positive multiple of the page size.
         pin: Registers the range with a GPU driver and returns how to undo that.
+        node: The NUMA node to take it from, if it has that much.
 
     Raises:
         TransportError: Memory ran out, or the driver refused to pin it.
@@ -52,6 +56,8 @@ def host_slab(
     with contextlib.ExitStack() as undo:
         mapping = HostMapping(nbytes)
         undo.callback(mapping.unmap)
+        if node is not None:
+            mapping.prefer_node(node)
         mapping.populate()
         if pin is not None:
             undo.callback(pin(mapping.address, nbytes))
