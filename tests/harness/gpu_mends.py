@@ -21,14 +21,14 @@ import torch
 
 from aqualib import gpu_modes, topology
 from aqualib.blocks import BlockStore
-from aqualib.engines.vllm import side_stream
+from aqualib.engines.vllm import rows, side_stream
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.leasing.client import LeaseClient
 from aqualib.memory import migrator
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.transfers import CopyStream
-from aqualib.producer import escalation, producer
+from aqualib.producer import producer
 from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
 from aqualib.transports.cuda_abi import ATTRIBUTE_RDMA
@@ -77,16 +77,16 @@ class Mend:
             yield
 
 
-def changed(function: Callable[..., Any], old: str, new: str) -> Any:  # noqa: ANN401 - a function
-    """The function with a stretch of its text as it was before a mend."""
-    plain = inspect.unwrap(function)
+def changed(owner: Any, name: str, old: str, new: str) -> tuple[Any, str, Any]:  # noqa: ANN401
+    """A patch that puts back a stretch of a function's text as it was before a mend."""
+    plain = inspect.unwrap(getattr(owner, name))
     text = textwrap.dedent(inspect.getsource(plain))
     assert text.count(old) == 1, f"{plain.__qualname__} has {text.count(old)} times {old!r}"
     future = "from __future__ import annotations\n"
     found: dict[str, Any] = {}
     code = compile(future + text.replace(old, new), inspect.getfile(plain), "exec")
     exec(code, plain.__globals__, found)  # noqa: S102 - the product's own text
-    return found[plain.__name__]
+    return owner, name, found[name]
 
 
 NO_PATIENCE: Final = (producers, "WITHIN_S", 3.0)
@@ -146,8 +146,8 @@ def _copier_of_its_own(self: CudaSide, *, is_background: bool = False) -> CudaCo
         return CudaCopier(self._device, self._gpu, is_background=is_background)
 
 
-def _pageable_index(self: StagingBuffer, rows: Any, _stream: object) -> torch.Tensor:  # noqa: ANN401 - an array
-    return torch.from_numpy(rows).to(self.rows.device)
+def _pageable_index(self: StagingBuffer, index: Any, _stream: object) -> torch.Tensor:  # noqa: ANN401 - an array
+    return torch.from_numpy(index).to(self.rows.device)
 
 
 def _has_no_rdma(self: CudaDevice, attribute: int) -> bool:
@@ -179,6 +179,12 @@ MENDS: Final = (
         scenarios.blocks_go_out_and_in_between_steps,
         ((CudaSide, "copier", _copier_behind),),
         is_met_by_walks=True,
+    ),
+    Mend(
+        "each layer of a part is launched by itself",
+        scenarios.blocks_of_many_layers_go_by_two_submissions,
+        ((rows, "cuda_rows", lambda _: None),),
+        defect=16,
     ),
     Mend(
         "the background waits for the engine's default stream",
@@ -272,51 +278,30 @@ MENDS: Final = (
     Mend(
         "slabs of a lease whose path cannot be measured stay where they are",
         failures.a_path_cannot_be_measured,
-        (
-            (
-                LeaseClient,
-                "take_up",
-                changed(LeaseClient.take_up, "if attachment.is_ending:", "if False:"),
-            ),
-        ),
+        (changed(LeaseClient, "take_up", "if attachment.is_ending:", "if False:"),),
         defect=3,
     ),
     Mend(
         "what torch raises in a probe ends the leasing thread",
         failures.a_path_cannot_be_measured,
-        (
-            (
-                LeaseClient,
-                "_measure",
-                changed(LeaseClient._measure, "(RuntimeError, MemoryError)", "MemoryError"),
-            ),
-        ),
+        (changed(LeaseClient, "_measure", "(RuntimeError, MemoryError)", "MemoryError"),),
         defect=3,
     ),
     Mend(
         "a release that fails half-way counts as not done",
         failures.a_cache_is_given_up_by_halves,
-        (
-            (
-                CudaKvMemory,
-                "release",
-                changed(CudaKvMemory.release, "self.absent[self._within(run)] = True", "pass"),
-            ),
-        ),
+        (changed(CudaKvMemory, "release", "self.absent[self._within(run)] = True", "pass"),),
         defect=5,
     ),
     Mend(
         "a restore that fails half-way leaves memory behind",
         failures.a_cache_is_taken_back_by_halves,
         (
-            (
+            changed(
                 CudaKvMemory,
                 "restore",
-                changed(
-                    CudaKvMemory.restore,
-                    "undo.callback(self._gpu.unmap_at, run.start, run.size)",
-                    "pass",
-                ),
+                "undo.callback(self._gpu.unmap_at, run.start, run.size)",
+                "pass",
             ),
         ),
         defect=5,
@@ -324,13 +309,7 @@ MENDS: Final = (
     Mend(
         "a holder that the kernel does not let us kill ends the server's thread",
         failures.a_holder_cannot_be_killed,
-        (
-            (
-                failures,
-                "kill_process",
-                changed(escalation.kill_process, "except OSError", "except PermissionError"),
-            ),
-        ),
+        (changed(failures, "kill_process", "except OSError", "except PermissionError"),),
         defect=6,
     ),
     Mend(
@@ -343,16 +322,13 @@ MENDS: Final = (
         "a checksum that fails frees slots with the copy under way",
         failures.blocks_are_summed_without_room,
         (
-            (
+            changed(
                 BlockStore,
                 "page_out",
-                changed(
-                    BlockStore.page_out,
-                    "        if self._sums is not None:\n",
-                    "        transfer = self._transfers.start("
-                    "Direction.OUT, count * self.block_bytes, copy)\n"
-                    "        if self._sums is not None:\n",
-                ),
+                "        if self._sums is not None:\n",
+                "        transfer = self._transfers.start("
+                "Direction.OUT, count * self.block_bytes, copy)\n"
+                "        if self._sums is not None:\n",
             ),
         ),
         defect=8,
@@ -361,15 +337,11 @@ MENDS: Final = (
         "a block counts as free before its room is",
         failures.room_is_counted_when_it_is_there,
         (
-            (
+            changed(
                 BlockStore,
                 "free",
-                changed(
-                    BlockStore.free,
-                    "        self._taken[wanted] = False\n",
-                    "        self._taken[wanted] = False\n"
-                    "        self._used_count -= len(wanted)\n",
-                ),
+                "        self._taken[wanted] = False\n",
+                "        self._taken[wanted] = False\n        self._used_count -= len(wanted)\n",
             ),
         ),
         defect=9,
@@ -378,11 +350,7 @@ MENDS: Final = (
         "a slab that is still looked at keeps all others from going home",
         failures.a_view_outlives_its_block,
         (
-            (
-                migrator,
-                "_unmap",
-                changed(migrator._unmap, "    except BufferError:\n        return None\n", ""),
-            ),
+            changed(migrator, "_unmap", "    except BufferError:\n        return None\n", ""),
             NO_PATIENCE,
         ),
         defect=10,
@@ -403,12 +371,8 @@ MENDS: Final = (
         "a slice is looked for among whole GPUs",
         failures.a_gpu_is_cut_into_slices,
         (
-            (
-                topology,
-                "place",
-                changed(
-                    topology.place, "if any(gpu.uuid == uuid for gpu in topology.gpus):", "if uuid:"
-                ),
+            changed(
+                topology, "place", "if any(gpu.uuid == uuid for gpu in topology.gpus):", "if uuid:"
             ),
         ),
         defect=14,
@@ -423,14 +387,11 @@ MENDS: Final = (
         "all our streams have the same priority",
         failures.copies_have_the_priority_of_who_waits,
         (
-            (
+            changed(
                 CudaStream,
                 "__init__",
-                changed(
-                    CudaStream.__init__,
-                    "least.value if is_background else greatest.value",
-                    "least.value",
-                ),
+                "least.value if is_background else greatest.value",
+                "least.value",
             ),
         ),
         defect=18,
@@ -444,7 +405,7 @@ MENDS: Final = (
     Mend(
         "one thread pins everything",
         failures.host_memory_is_pinned_by_several,
-        ((FrameStore, "reserve", FrameStore._reserve),),
+        (changed(FrameStore, "reserve", "min(target", "0 * min(target"),),
         defect=20,
     ),
     Mend(

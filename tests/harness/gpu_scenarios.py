@@ -65,6 +65,8 @@ SLAB: Final = 2 * MIB
 GPU: Final = torch.device("cuda", 0)
 BLOCKS: Final = 16
 BLOCK_BYTES: Final = 4096
+LAYERS: Final = 80
+"""Layers of a model of 70 thousand million parameters."""
 
 
 @contextlib.contextmanager
@@ -98,10 +100,10 @@ def in_thread(work: Callable[[], object]) -> None:
         raise raised[0]
 
 
-def caches(layers: int = 2) -> list[torch.Tensor]:
+def caches(layers: int = 2, block_bytes: int = BLOCK_BYTES) -> list[torch.Tensor]:
     """KV caches, block by block, all of them written."""
     return [
-        torch.full((BLOCKS, BLOCK_BYTES), n + 1, dtype=torch.uint8, device=GPU)
+        torch.full((BLOCKS, block_bytes), n + 1, dtype=torch.uint8, device=GPU)
         for n in range(layers)
     ]
 
@@ -157,6 +159,30 @@ def blocks_go_out_and_in_between_steps(seed: int) -> None:
                 worker.page_in(PagingPlan(in_places=[3, 1], in_blocks=[9, 10]))
                 for layer in layers:
                     assert (layer[9:11].cpu() == 10 + round_number).all()
+            worker.close()
+
+
+def blocks_of_many_layers_go_by_two_submissions(seed: int) -> None:
+    """A part of 80 layers is one kernel and one copy, out and in, and the right bytes come back."""
+    with stand_in(seed=seed) as standing:
+        layers = caches(LAYERS, block_bytes=512)
+        with consuming(8, SLAB, transport=standing.transport()) as aqua:
+            worker = KvPagingWorker(layers, aqua, BLOCKS)
+            torch.cuda.synchronize()
+            for out, into in (([3, 7, 5], [8, 9, 10]), ([0, 1], [11, 15])):
+                places = list(range(len(out)))
+                before = standing.machine.submission_count
+                worker.page_out(PagingPlan(out_places=places, out_blocks=out))
+                between = standing.machine.submission_count
+                assert between - before <= 2, f"{between - before} submissions out"
+                for layer in layers[:: LAYERS // 4]:
+                    layer[into[0]] = 0
+                before = standing.machine.submission_count
+                worker.page_in(PagingPlan(in_places=places, in_blocks=into))
+                after = standing.machine.submission_count
+                assert after - before <= 2, f"{after - before} submissions in"
+            for number in (0, LAYERS // 2, LAYERS - 1):
+                assert (layers[number].cpu() == number + 1).all()
             worker.close()
 
 
@@ -373,6 +399,7 @@ SCENARIOS: Final = (
     a_pinned_view_is_read_by_a_kernel,
     a_load_runs_beside_the_model,
     blocks_go_out_and_in_between_steps,
+    blocks_of_many_layers_go_by_two_submissions,
     rows_share_the_staging_buffers,
     many_stages_follow_each_other,
     a_drain_does_not_wait_for_the_engine,

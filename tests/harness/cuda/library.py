@@ -147,7 +147,7 @@ class StandInLibrary:
         del device
         machine = self.machine
         answers = {102: 1, 103: int(machine.exports_descriptors), 110: int(machine.has_rdma)}
-        answers[134] = machine.host_node
+        answers |= {91: int(machine.reads_registered), 134: machine.host_node}
         _put(value, answers.get(attribute, 0))
         return SUCCESS
 

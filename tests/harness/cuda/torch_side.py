@@ -29,6 +29,7 @@ from harness.cuda.torch_tensors import (
     construct,
     dress,
     ranges_of,
+    rows_of,
 )
 from harness.cuda.violations import Stack
 
@@ -241,7 +242,7 @@ class TorchSide:
         if func is torch.ops.aten._local_scalar_dense.default:
             return func(self._to_host(dress(args[0])))
         is_copy = func is torch.ops.aten.copy_.default
-        if not is_copy and any(x.dim() and not self.is_device(x) and x.numel() for x in tensors):
+        if not is_copy and any(x.dim() and x.numel() and not self._is_seen(x) for x in tensors):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         written = [
@@ -299,16 +300,30 @@ class TorchSide:
 
         overwritten = func is torch.ops.aten.copy_.default or "fill_" in str(func)
         overwritten |= "zero_" in str(func) or "out" in str(func)
-        reads = [r for x in tensors if id(x) not in ids or not overwritten for r in ranges_of(x)]
+        read = [x for x in tensors if id(x) not in ids or not overwritten]
+        # A table is as large as its index says, if the host can read that.
+        table, index = flat[0], flat[2] if "index_" in str(func) else None
+
+        def touched(x: torch.Tensor) -> list[tuple[int, int]]:
+            if x is table and isinstance(index, torch.Tensor) and not self.is_device(index):
+                return rows_of(x, index)
+            return ranges_of(x)
+
         with self.machine.lock:
             self.use(stream.device)
             self.machine.queue(
                 stream,
                 str(func),
                 run,
-                reads=reads,
-                writes=[r for x in written for r in ranges_of(x)],
+                reads=[r for x in read for r in touched(x)],
+                writes=[r for x in written for r in touched(x)],
             )
+
+    def _is_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether kernels see it: a GPU's memory, or registered memory that was given to one."""
+        at = tensor.untyped_storage().data_ptr()
+        is_given = at in self.allocator.ordinals and self.machine.pinned_log(at) is not None
+        return is_given or self.is_device(tensor)
 
     def _is_reachable(self, tensors: list[torch.Tensor]) -> bool:
         return all(

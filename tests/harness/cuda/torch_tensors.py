@@ -159,3 +159,10 @@ def ranges_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
         starts = (starts[:, None] + np.arange(count) * stride).ravel()
     size = tensor.element_size()
     return [(tensor.data_ptr() + int(at) * size, run * size) for at in starts]
+
+
+def rows_of(table: torch.Tensor, index: torch.Tensor) -> list[tuple[int, int]]:
+    """Addresses and sizes of the rows of a table with dense rows that an index names."""
+    assert table[0].is_contiguous(), "rows that are no stretches of bytes"
+    step = table.stride(0) * table.element_size()
+    return [(table.data_ptr() + row * step, table[0].nbytes) for row in index.tolist()]

@@ -23,13 +23,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import CapacityError, ConfigError, DataLostError, TransportError, format_bytes
-from aqua_protocol.supervision import resting
+from aqua_protocol.supervision import SerialExecutor, resting
 from aqualib.memory.frame import FrameState
 from aqualib.memory.frame_table import FrameTable, StoreStats
 from aqualib.memory.migration_policy import Migration, decide, wake_s
@@ -110,9 +109,13 @@ class FrameStore:
             self._reserve(target)
             return
         # Each is made by one thread: page faults, and then a call of the driver's.
-        with ThreadPoolExecutor(count, "aqua-pin") as threads:
-            for made in [threads.submit(self._reserve, target) for _ in range(count)]:
+        threads = [SerialExecutor("aqua-pin") for _ in range(count)]
+        try:
+            for made in [thread.submit(self._reserve, target) for thread in threads]:
                 made.result()
+        finally:
+            for thread in threads:
+                thread.shutdown()
 
     def _reserve(self, target: int) -> None:
         while True:

@@ -22,6 +22,7 @@ from aqua_protocol import MIB, TransportError
 from aqualib.transports.base import tensor_at
 from aqualib.transports.cuda_stream import CudaEvent
 from aqualib.transports.host import host_slab
+from aqualib.transports.host_pages import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +49,38 @@ INDEX_SLOTS: Final = 8
 Doubled, it waits later, and the ring takes 1 MiB."""
 
 
+class PinnedBuffer:
+    """Pinned memory for indexes that kernels and copies are about to read, slot after slot.
+
+    Used under a lock of the owner's. Unpinned with the process, like the staging buffers.
+
+    Args:
+        row_count: Rows that fit a slot.
+    """
+
+    def __init__(self, gpu: CudaDevice, row_count: int, slot_count: int) -> None:
+        nbytes = -(-row_count * slot_count * 8 // PAGE_BYTES) * PAGE_BYTES
+        self._slab = host_slab(nbytes, pin=gpu.pin, node=gpu.host_node)
+        self._rows = self._slab.tensor.view(torch.int64)
+        self._row_count = row_count
+        self._read = [CudaEvent(gpu) for _ in range(slot_count)]
+        self._next = 0
+
+    @contextlib.contextmanager
+    def slot(
+        self, rows: Int64[np.ndarray, " n"], stream: int
+    ) -> Iterator[Int64[torch.Tensor, " n"]]:
+        """A copy of `rows` that stays until what the stream is given in the block has run."""
+        number, self._next = self._next, (self._next + 1) % len(self._read)
+        self._read[number].synchronize()
+        here = self._rows[number * self._row_count :][: len(rows)]
+        here.numpy()[:] = rows
+        try:
+            yield here
+        finally:
+            self._read[number].record(stream)
+
+
 class StagingBuffer:
     """Room for rows on a GPU, used by one stream after the other.
 
@@ -67,12 +100,7 @@ class StagingBuffer:
         self.rows: Final = tensor_at(address, STAGING_BYTES, device, torch.uint8)
         index = tensor_at(address + STAGING_BYTES, index_bytes, device, torch.uint8)
         self._index = index.view(torch.int64)
-        ring_bytes = INDEX_SLOTS * index_bytes
-        # Unpinned with the process, like the mapping.
-        ring = host_slab(ring_bytes, pin=gpu.pin, node=gpu.host_node)
-        self._ring = ring.tensor.view(torch.int64)
-        self._read = [CudaEvent(gpu) for _ in range(INDEX_SLOTS)]
-        self._next = 0
+        self._ring = PinnedBuffer(gpu, INDEX_ROWS, INDEX_SLOTS)
         self.last_use: Final = CudaEvent(gpu)
         self.lock: Final = threading.Lock()
 
@@ -84,13 +112,9 @@ class StagingBuffer:
         The caller has made the stream torch's current one. The tensor is good for what the stream
         is given before the next call.
         """
-        slot, self._next = self._next, (self._next + 1) % INDEX_SLOTS
-        self._read[slot].synchronize()
-        here = self._ring[slot * INDEX_ROWS :][: len(rows)]
-        here.numpy()[:] = rows
         there = self._index[: len(rows)]
-        there.copy_(here, non_blocking=True)
-        self._read[slot].record(stream.handle)
+        with self._ring.slot(rows, stream.handle) as here:
+            there.copy_(here, non_blocking=True)
         return there
 
 

@@ -31,6 +31,7 @@ from aqualib.transports.cuda_abi import (
     ATTRIBUTE_HOST_NODE,
     ATTRIBUTE_POSIX_FD_HANDLES,
     ATTRIBUTE_RDMA,
+    ATTRIBUTE_READS_REGISTERED,
     ATTRIBUTE_VIRTUAL_MEMORY,
     BATCH_COPY,
     BATCH_COPY_VERSION,
@@ -238,6 +239,11 @@ class CudaDevice:
             "cuMemGetAllocationGranularity", byref(size), byref(self._prop), GRANULARITY_MINIMUM
         )
         return size.value
+
+    @property
+    def reads_registered_memory(self) -> bool:
+        """Whether kernels reach pinned host memory by the address that the host uses."""
+        return self._has(ATTRIBUTE_READS_REGISTERED)
 
     @property
     def host_node(self) -> int | None:

@@ -10,7 +10,8 @@ between, make several rows of a block.
 Groups of layers lie over each other in the same memory, where a block is one group's at a time. So
 rows that share bytes, or touch, are one row: a block is moved whole, whichever group it is of.
 
-`BlockCopier` gathers blocks from all rows into one tensor and scatters them back.
+`BlockCopier` gathers blocks from all rows into one tensor and scatters them back, on a GPU by one
+kernel for all layers (`cuda_rows`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from jaxtyping import UInt8
 
 from aqua_protocol import ConfigError
+from aqualib.engines.vllm.cuda_rows import cuda_rows
 
 
 def block_rows(
@@ -88,11 +90,15 @@ class BlockCopier:
         self._bounds = list(pairwise(accumulate((x.shape[1] for x in self._layers), initial=0)))
         self.block_bytes = sum(row.shape[1] for row in rows)
         self.device = rows[0].device
+        self._all_layers = cuda_rows(rows)
 
     def gather(
         self, blocks: Sequence[int], into: UInt8[torch.Tensor, "blocks block_bytes"]
     ) -> None:
         """Copy these blocks of the cache into the rows of `into`, in this order."""
+        if self._all_layers is not None:
+            self._all_layers.gather(blocks, into)
+            return
         index = torch.tensor(blocks, device=self.device)
         words = into.view(self._word)
         for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
@@ -102,6 +108,9 @@ class BlockCopier:
         self, rows: UInt8[torch.Tensor, "blocks block_bytes"], blocks: Sequence[int]
     ) -> None:
         """Copy rows into these blocks of the cache, in this order."""
+        if self._all_layers is not None:
+            self._all_layers.scatter(rows, blocks)
+            return
         index = torch.tensor(blocks, device=self.device)
         words = rows.view(self._word)
         for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
