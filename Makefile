@@ -158,6 +158,10 @@ simulate: $(READY) ## Simulate a cluster for a million steps; SEED=7 STEPS=5000 
 	  $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(ONLY),--only $(ONLY)) $(if $(UNTIL),--until $(UNTIL))
 
+.PHONY: gpu-walk
+gpu-walk: $(READY) ## Walk 10^5 random operations on a GPU that is not there, and find every planted bug
+	$(TIER) -m property --numprocesses $(TEST_PROCESSES) --dist worksteal tests/property/aqualib/test_gpu_walk.py $(PYTEST_ARGS)
+
 .PHONY: soak
 soak: $(READY) ## Run a real cluster under faults for HOURS=1: nothing may grow or get lost; resumes
 	PYTHONPATH=tests $(PY) -m harness.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED)) \

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Final
 from unittest import mock
 
@@ -165,21 +166,21 @@ def blocks_go_out_and_in_between_steps(seed: int) -> None:
 def blocks_of_many_layers_go_by_two_submissions(seed: int) -> None:
     """A part of 80 layers is one kernel and one copy, out and in, and the right bytes come back."""
     with stand_in(seed=seed) as standing:
-        layers = caches(LAYERS, block_bytes=512)
+        layers, submissions = caches(LAYERS, block_bytes=512), standing.machine.submissions
         with consuming(8, SLAB, transport=standing.transport()) as aqua:
             worker = KvPagingWorker(layers, aqua, BLOCKS)
             torch.cuda.synchronize()
             for out, into in (([3, 7, 5], [8, 9, 10]), ([0, 1], [11, 15])):
                 places = list(range(len(out)))
-                before = standing.machine.submission_count
+                before = submissions[get_ident()]
                 worker.page_out(PagingPlan(out_places=places, out_blocks=out))
-                between = standing.machine.submission_count
+                between = submissions[get_ident()]
                 assert between - before <= 2, f"{between - before} submissions out"
                 for layer in layers[:: LAYERS // 4]:
                     layer[into[0]] = 0
-                before = standing.machine.submission_count
+                before = submissions[get_ident()]
                 worker.page_in(PagingPlan(in_places=places, in_blocks=into))
-                after = standing.machine.submission_count
+                after = submissions[get_ident()]
                 assert after - before <= 2, f"{after - before} submissions in"
             for number in (0, LAYERS // 2, LAYERS - 1):
                 assert (layers[number].cpu() == number + 1).all()

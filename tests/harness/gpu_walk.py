@@ -2,8 +2,13 @@
 
 A walk holds tensors and blocks whose bytes it knows, and does what engines, producers and bad luck
 do: it writes and reads by kernels and copies, pins, pages, drops transfers, lets threads end, takes
-leases, reclaims them, ends producers, captures graphs and fills the GPU. What comes back must be
-what was put in, and no rule of CUDA may be broken.
+leases, reclaims them, ends and kills producers, captures graphs and fills the GPU. What it does
+with a KV cache is in `gpu_walk_engine`. What comes back must be what was put in, and no rule of
+CUDA may be broken.
+
+On the stand-in a walk goes in episodes, each on a machine of its own, as processes come and go.
+What only shows when a process starts, or on a machine of another kind, is a scenario; one of them
+stands at the end of each episode, in an order by the seed.
 
 The seed chooses the operations and what the streams do; threads of the product still run as they
 like.
@@ -22,7 +27,9 @@ from aqua_protocol import AquaError, TransportKind
 from harness.consumers import consuming, grant
 from harness.cuda.stand_in import stand_in
 from harness.gpu.device import GpuAtHand, StandInGpu
-from harness.gpu_scenarios import GPU, SLAB, in_thread
+from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
+from harness.gpu_scenarios import GPU, SCENARIOS, SLAB, in_thread
+from harness.gpu_walk_engine import EngineWalk
 from harness.producers import lending, until
 from harness.raw_consumer import TokenIssuer
 
@@ -33,12 +40,15 @@ if TYPE_CHECKING:
     from aqualib.consumer import Aqua
     from aqualib.producer.producer import Producer
     from aqualib.tensor import AquaTensor
+    from harness.cuda.machine import Machine
 
 MAX_TENSORS: Final = 4
 BLOCKS: Final = 8
 BLOCK_BYTES: Final = 1024
 MAX_LEFT: Final = 4
 """Transfers that are left by threads that end, whose slots are not used again."""
+EPISODE: Final = 100
+"""Operations on one machine, unless a walk is to have longer ones."""
 CHECKED_EVERY: Final = 20
 """Operations between looks at what the stand-in has found."""
 
@@ -46,13 +56,15 @@ CHECKED_EVERY: Final = 20
 class Walk:
     """One consumer with up to one producer, and what their bytes should be."""
 
-    def __init__(self, gpu: GpuAtHand, aqua: Aqua, seed: int) -> None:
+    def __init__(
+        self, gpu: GpuAtHand, aqua: Aqua, seed: int, machine: Machine | None = None
+    ) -> None:
         self.gpu = gpu
         self.aqua = aqua
         self.random = random.Random(seed)
         self.issuer = TokenIssuer()
         self.producer: Producer | None = None
-        self.lending = contextlib.ExitStack()
+        self.lending, self.lent = contextlib.ExitStack(), contextlib.ExitStack()
         self.tensors: dict[AquaTensor, int] = {}
         self.blocks: BlockStore = aqua.block_store(BLOCK_BYTES, BLOCKS)
         self.paged: dict[int, int] = {}
@@ -60,10 +72,13 @@ class Walk:
         self.left_slots = 0
         self.value = 0
         self.stream: Any = gpu.stream()
+        self.machine = machine
+        self.engine = EngineWalk(gpu, machine, self.random, self.lending)
         self.steps: tuple[Callable[[], None], ...] = (
             *(self.offload, self.load, self.overwrite, self.read_by_kernel, self.write_by_kernel),
             *(self.release, self.page_out, self.page_in, self.drop_a_transfer, self.end_a_thread),
-            *(self.lend, self.reclaim, self.end_producer, self.capture, self.fill_gpu),
+            *(self.lend, self.reclaim, self.end_producer, self.kill_producer, self.capture),
+            *(self.fill_gpu, self.drain_beside_a_busy_engine, *self.engine.steps),
         )
 
     def run(self, count: int) -> None:
@@ -82,6 +97,8 @@ class Walk:
         for tensor in list(self.tensors):
             tensor.release()
         self.blocks.close()
+        self.engine.close()
+        self.lent.close()
         self.lending.close()
 
     # --- An engine ------------------------------------------------------------------------
@@ -167,7 +184,7 @@ class Walk:
     def lend(self) -> None:
         if self.producer is None:
             transport = self.gpu.transport()
-            self.producer = self.lending.enter_context(
+            self.producer = self.lent.enter_context(
                 lending(self.issuer, 2, transport=transport, slab_bytes=SLAB)
             )
         elif not self.aqua.attachments and self.producer.offered_bytes >= 2 * SLAB:
@@ -185,8 +202,32 @@ class Walk:
         if self.producer is not None and self.random.random() < 0.3:
             self.producer.reclaim(2 * SLAB)
             until(lambda: not self.aqua.attachments, "given back")
-            self.lending.close()
+            self.lent.close()
             self.producer = None
+
+    def kill_producer(self) -> None:
+        """Its end of the channel closes at once; what it lent is drained from where it is."""
+        if self.producer is not None and self.random.random() < 0.3:
+            for attachment in self.aqua.attachments:
+                attachment.channel.shutdown()
+                self.done["killed"] += 1
+            until(lambda: not self.aqua.attachments, "drained")
+            self.lent.close()
+            self.producer = None
+
+    def drain_beside_a_busy_engine(self) -> None:
+        """Slabs go home while the engine's default stream does not move."""
+        if self.producer is None or not self.aqua.attachments or self.machine is None:
+            return
+        self.gpu.check()
+        default: Any = torch.cuda.default_stream(GPU)
+        busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(default), self.machine.held(default.found):
+            busy.add_(1)
+            self.producer.reclaim(2 * SLAB)
+            until(lambda: not self.aqua.attachments, "given back")
+            assert default.found.queue, "the engine was waited for"
 
     # --- Luck -----------------------------------------------------------------------------
 
@@ -199,21 +240,31 @@ class Walk:
             self.random.choice([self.load, self.reclaim, self.page_in, self.lend])()
 
 
-def walk(seed: int, count: int) -> Counter[str]:
+def walk(seed: int, count: int, *, episode: int = EPISODE) -> Counter[str]:
     """A walk of `count` operations on the stand-in; returns how many of each it did.
 
     Raises:
         AssertionError: Other bytes than were put in, or a broken rule.
         AquaError: The product failed where nothing had.
     """
-    with stand_in(seed=seed) as standing:
-        return walk_on(StandInGpu(standing), seed, count)
+    done: Counter[str] = Counter()
+    scenarios = [*SCENARIOS, *FAILURE_SCENARIOS]
+    random.Random(seed // len(scenarios)).shuffle(scenarios)
+    for number, start in enumerate(range(0, count, episode)):
+        own_seed = seed * 1009 + number
+        with stand_in(seed=own_seed, gpu_count=2) as standing:
+            gpu = StandInGpu(standing)
+            done += walk_on(gpu, own_seed, min(episode, count - start), standing.machine)
+        scenario = scenarios[(seed + number) % len(scenarios)]
+        scenario(random.Random(own_seed).randrange(1000))
+        done[scenario.__name__] += 1
+    return done
 
 
-def walk_on(gpu: GpuAtHand, seed: int, count: int) -> Counter[str]:
-    """The same on a GPU at hand."""
+def walk_on(gpu: GpuAtHand, seed: int, count: int, machine: Machine | None = None) -> Counter[str]:
+    """One episode on a GPU at hand."""
     with consuming(16, SLAB, transport=gpu.transport(), is_checking=seed % 2 == 1) as aqua:
-        walking = Walk(gpu, aqua, seed)
+        walking = Walk(gpu, aqua, seed, machine)
         try:
             walking.run(count)
         finally:

@@ -53,7 +53,7 @@ class Machine:
 
     Attributes:
         calls: Of each driver call, how many were made.
-        submission_count: Copies and kernels that were queued, the driver's and torch's.
+        submissions: Of each thread, copies and kernels that it has queued, by driver or torch.
         contexts_made: Ordinals of GPUs on which this process has a context.
         violations: What has been found so far.
     """
@@ -75,7 +75,7 @@ class Machine:
         self.has_batch = True
         self.host_node = -1
         self.reads_registered = True
-        self.submission_count = 0
+        self.submissions: Counter[int] = Counter()
         self.refusing: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.calls: Counter[str] = Counter()
@@ -184,7 +184,7 @@ class Machine:
         """Queue work; ranges are addresses and sizes, of host memory as well."""
         if stream.capture is not None:
             return Work(what, stream, 0, {}, None, [])  # In the graph, not in the queue.
-        self.submission_count += run is not None  # What only marks a place moves nothing.
+        self.submissions[threading.get_ident()] += run is not None  # Else it only marks a place.
         stream.count += 1
         work = Work(what, stream, stream.count, stream.clock, run, stream.waits)
         stream.waits = []
