@@ -134,7 +134,7 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 
 .PHONY: test
 test: $(READY) ## Run every tier that needs no more than Python; the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console and not docs" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -214,6 +214,11 @@ test-console: $(READY) .console-tools/.ready ## Look at the console in a real he
 	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
 	  { echo "no chromium and chromedriver here. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; }
 	$(PY) -m pytest -m console tests/console $(PYTEST_ARGS)
+
+# In namespaces of their own, so that pages may use the ports and addresses that they name; as root.
+.PHONY: test-docs
+test-docs: $(READY) ## Type every command of README, tutorials, how-tos and runbook as it is printed; needs root
+	$(PY) -m pytest -m docs tests/docs $(PYTEST_ARGS)
 
 .PHONY: test-chart
 test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it; GOLDEN=write takes its renders over

@@ -9,7 +9,8 @@ all from the tables), the error table; from `docs/arrows.toml` the import contra
 settings of coordinator, members and batch service the reference of their variables; from the
 chart's values their table in its README, and from the coordinator's settings and
 `files/renamed.yaml` what its schema lets through; the page on versions of vLLM; the reference of
-commands and of HTTP; the list of decisions; from the map in `mkdocs.yml`, `llms.txt`.
+commands and of HTTP, and the commands that no test types; the list of decisions; from the map in
+`mkdocs.yml`, `llms.txt`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Final
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from navigation import llms_text, title_and_summary
+from page_commands import not_run_page
 from pydantic.fields import FieldInfo
 from reference import cli_pages, rest_pages
 from vllm_support import support_page
@@ -329,6 +331,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     schema = chart_schema(_text("values.schema.json"), _text("files/renamed.yaml"))
     yield CHART / "values.schema.json", schema
     yield DOCS / "vllm-support.md", support_page(NOTICE)
+    yield DOCS / "reference" / "not-run.md", not_run_page(NOTICE)
     for name, text in cli_pages(NOTICE):
         yield DOCS / "reference" / "cli" / name, text
     for name, text in rest_pages(NOTICE):

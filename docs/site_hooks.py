@@ -19,6 +19,7 @@ from urllib.parse import urljoin
 from navigation import LINK, ROOT, llms_text, page_at, pages_of, source_of, unfold
 
 FENCED: Final = re.compile(r"^( *)```[^\n]*\n.*?^\1```$", re.DOTALL | re.MULTILINE)
+MARKS: Final = re.compile(r"(?<=\w) .*")
 LEADING_COMMENT: Final = re.compile(r"\A\s*<!--.*?-->\s*", re.DOTALL)
 OUTSIDE: Final = re.compile(r"[a-z]+:|#")
 """How the target of a link begins that leads out of the repository, or stays on its page."""
@@ -85,8 +86,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _indented(fence: re.Match[str]) -> str:
+    """Indent a block by four or none, and take what is said to tests from its first line."""
     missing = " " * (-len(fence[1]) % 4)
-    return "\n".join(missing + line for line in fence[0].split("\n"))
+    first, *rest = fence[0].split("\n")
+    return "\n".join(missing + line for line in [MARKS.sub("", first), *rest])
 
 
 def on_post_build(config: Any) -> None:

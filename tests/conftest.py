@@ -21,7 +21,7 @@ import pytest
 TIERS: Final = frozenset(
     {"unit", "property", "contract", "model", "simulation", "integration"}
     | {"engine", "e2e", "chaos", "failover", "gpu", "dashboards", "release", "chart", "images"}
-    | {"console"}
+    | {"console", "docs"}
 )
 SEED: Final = 0
 """Of the global generators at the start of each test."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -195,3 +196,10 @@ class _Engine:
 
     async def release(self, group: str) -> None:
         self._released[group].set()
+
+
+if __name__ == "__main__":  # In the foreground, for pages that have an engine on a port.
+    with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=1024) as listening:
+        sys.stdout.write("listening\n")
+        sys.stdout.flush()
+        _serve(listening)

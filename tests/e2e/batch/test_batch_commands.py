@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from page_commands import blocks
 from typer.testing import CliRunner, Result
 
 from aqua_batch.cli import app
@@ -90,14 +90,17 @@ def test_keys_and_quotas_are_kept_in_the_services_database(tmp_path: Path) -> No
     ]
 
 
-def test_the_tutorials_program_runs_as_it_is_printed(service: BatchServiceProcess) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+def test_the_tutorials_program_runs_as_it_is_printed(
+    service: BatchServiceProcess, tmp_path: Path
+) -> None:
+    (program,) = (block.text for block in blocks(TUTORIAL) if block.file == "ask.py")
     ran = subprocess.run(
         [sys.executable, "-c", program],
         check=True,
         capture_output=True,
         text=True,
         timeout=HANG_S,
+        cwd=tmp_path,
         env=os.environ | {"OPENAI_BASE_URL": f"{service.url}/v1"},
     )
     assert "question-2 Why are tokens fenced? was asked" in ran.stdout

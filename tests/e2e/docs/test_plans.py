@@ -1,46 +1,42 @@
 """The page on plans as pods: its files and commands, as printed, in order.
 
-What needs a cluster is not run here: `kubectl`, `helm`, and commands with an address. The chart
-takes what is rendered in `tests/chart/aqua/test_plans.py`.
+`make test-docs` types all of the page; this looks at what its files become, without a coordinator.
+The chart takes what is rendered in `tests/chart/aqua/test_plans.py`.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
 import yaml
+from page_commands import blocks
 
 from harness.bounds import HANG_S
 
 PAGE: Final = Path(__file__).resolve().parents[3] / "docs/operations/plans.md"
-NEEDS_A_CLUSTER: Final = re.compile(r"kubectl |helm |.* --url ")
 
 
 def test_the_files_of_the_page_become_a_plan_and_values(tmp_path: Path) -> None:
-    text = PAGE.read_text()
-    for name, content in re.findall(r"```yaml\n# (\S+)\n(.*?)```", text, flags=re.DOTALL):
-        (tmp_path / name).write_text(content)
-    # Tomorrow one more model is there.
-    problem = yaml.safe_load((tmp_path / "cluster.yaml").read_text())
-    problem["models"].append({"name": "late", "need_gb": 5})
-    (tmp_path / "tomorrow.yaml").write_text(yaml.safe_dump(problem))
-    lines = [
-        line.removeprefix("$ ")
-        for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
-        for line in block.splitlines()
-    ]
+    found = blocks(PAGE)
+    for block in found:
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    run = [line for line in lines if not NEEDS_A_CLUSTER.match(line)]
-    assert len(run) == 4
+    run = [
+        command.text
+        for block in found
+        if block.is_shell and "needs" not in block.marks
+        for command in block.commands()
+        if " --url " not in command.text
+    ]
+    assert len(run) == 5
     for line in run:
         done = subprocess.run(
-            shlex.split(line),
+            ["bash", "-c", line],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
