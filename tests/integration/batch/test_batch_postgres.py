@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from aqua_batch.service.database import Database
+from aqua_batch.service.keys import list_keys, replace_loaded_keys
 from harness.batch_service import (
     BatchServiceProcess,
     chat_line,
@@ -58,3 +61,14 @@ def test_a_batch_is_cancelled_amid_its_run(database: str, tmp_path: Path) -> Non
         ended = wait_until(client, batch.id)
         assert ended.status == "cancelled"
         assert len(records(client, ended.error_file_id)) == 40
+
+
+async def test_keys_of_a_folder_are_loaded_by_two_services_and_again(database: str) -> None:
+    key = f"sk-aqua-0123456789ab-{'s' * 43}"
+    opened = [Database(database) for _ in range(2)]
+    for tenants, expected in (({key: "red"}, ["red"]), ({key: "blue"}, ["blue"]), ({}, [])):
+        load = partial(replace_loaded_keys, tenants=tenants, now_s=0.0)
+        await asyncio.gather(*(each.write(load) for each in opened))
+        assert [each.tenant for each in await opened[0].read(list_keys)] == expected
+    for each in opened:
+        each.close()

@@ -249,17 +249,9 @@ def add(
 
     From the first key on, every request needs one. Run it where the service's database is reached.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from aqua_batch.service.keys import add_key, tenant_name
 
-    from aqua_batch.service.keys import add_key
-    from aqua_protocol.ids import Name
-
-    try:
-        TypeAdapter(Name).validate_python(tenant)
-    except ValidationError as error:
-        raise ConfigError(
-            f"{tenant!r} is no name of a tenant", remedy="Letters, digits, and . _ : - inside."
-        ) from error
+    tenant = tenant_name(tenant)
     with _database(database_url, data_dir) as run:
         key, row = run(lambda connection: add_key(connection, tenant, note[:256], time.time()))
     print(key)  # noqa: T201 - what the command is for
@@ -286,6 +278,25 @@ def list_keys(
     made = [time.strftime("%Y-%m-%d %H:%M", time.localtime(each.created_s)) for each in found]
     rows = [(e.key_id, e.tenant, e.note, at) for e, at in zip(found, made, strict=True)]
     print_table("API keys", ("id", "tenant", "note", "made"), rows)
+
+
+@key_app.command("load")
+def load(
+    folder: Annotated[Path, typer.Argument(help="A file for each tenant, a key a line.")],
+    database_url: DatabaseOption = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Take API keys that were made elsewhere from FOLDER, such as a mounted Secret.
+
+    Keys of an earlier load that are no longer there are revoked; those of `add` stay. The database
+    is brought to this version's tables on the way, so it may run before `serve`.
+    """
+    from aqua_batch.service.keys import read_key_folder, replace_loaded_keys
+
+    tenants = read_key_folder(folder)
+    with _database(database_url, data_dir) as run:
+        run(lambda connection: replace_loaded_keys(connection, tenants, time.time()))
+    say(f"{len(tenants)} keys of {len(set(tenants.values()))} tenants")
 
 
 @key_app.command("revoke")
