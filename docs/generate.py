@@ -7,7 +7,7 @@ Generated: the lease and slab pages under `docs/protocol/` (diagram, states, eve
 all from the tables), the error table; from `docs/arrows.toml` the import contracts that
 `make lint` enforces (`.importlinter`) and the table of packages in `architecture.md`; from the
 settings of coordinator, members and batch service the reference of their variables; from the
-chart's values their table in its README, and from the coordinator's settings and
+chart's values their table in its README, and from the settings of coordinator and batch service and
 `files/renamed.yaml` what its schema lets through; the page on versions of vLLM; the reference of
 commands and of HTTP, and the commands that no test types; the list of decisions; from the map in
 `mkdocs.yml`, `llms.txt`.
@@ -29,6 +29,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from navigation import llms_text, title_and_summary
 from page_commands import not_run_page
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
 from reference import cli_pages, rest_pages
 from vllm_support import support_page
 
@@ -53,7 +54,7 @@ VALUES_END: Final = "<!-- end of values -->"
 # Settings that follow from other values of the chart.
 OF_THE_CHART: Final = re.compile(
     r"listen_.*|data_dir|drain_s|production|store_binary|redis_url|min_replicas|tls_.*"
-    r"|(tokens|quotas)_file|capability_.*|adoption_.*"
+    r"|(tokens|quotas)_file|capability_.*|adoption_.*|engines|engine_api_key|(database|files)_url"
 )
 
 
@@ -256,16 +257,19 @@ def chart_schema(schema: str, renamed: str) -> str:
     A renamed value passes the schema, which could not say its new name; a template refuses it.
     """
     tree = json.loads(schema)
-    known = CoordinatorSettings.model_json_schema()
-    tree["$defs"]["settings"] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            name: _schema_of_setting(field, known.get("$defs", {}))
-            for name, field in known["properties"].items()
-            if not OF_THE_CHART.fullmatch(name)
-        },
-    }
+    models: dict[str, type[BaseSettings]]
+    models = {"settings": CoordinatorSettings, "batchSettings": BatchSettings}
+    for name, model in models.items():
+        known = model.model_json_schema()
+        tree["$defs"][name] = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                setting: _schema_of_setting(field, known.get("$defs", {}))
+                for setting, field in known["properties"].items()
+                if not OF_THE_CHART.fullmatch(setting)
+            },
+        }
     for old, new in yaml.safe_load(renamed).items():
         *parents, name = old.split(".")
         node = tree

@@ -71,6 +71,23 @@ AXES: Final[dict[str, dict[str, Manifest]]] = {
     },
 }
 
+_CLAIM: Final = {"existingClaim": "files"}
+_SHARED: Final = {"accessMode": "ReadWriteMany", "storageClassName": "nfs", "size": "1Ti"}
+_POSTGRES: Final = {"urlSecret": {"name": "postgres", "key": "uri"}}
+# A batch service shares only monitoring and tokens with the rest: not every one with every other.
+BATCHES: Final[dict[str, Manifest]] = {
+    "sqlite": {},
+    "sqlite-claim": {"persistence": _CLAIM, "keys": {"existingSecret": "keys"}},
+    "sqlite-s3": {"files": {"url": "s3://b/p", "credentialsSecret": "aws"}},
+    "postgres": {"database": _POSTGRES},
+    "postgres-shared": {"database": _POSTGRES, "replicas": 3, "persistence": _SHARED},
+    "postgres-claim": {"database": _POSTGRES, "replicas": 2, "persistence": _CLAIM},
+    "postgres-s3": {"database": _POSTGRES, "replicas": 2, "files": {"url": "s3://b/p"}},
+    "example": EXAMPLES["batch"]["batch"],
+    "pdb-off": {"database": _POSTGRES, "files": {"url": "s3://b"}, "pdb": {"enabled": False}},
+    "engine-key": {"engineKeySecret": {"name": "engines", "key": "token"}},
+}
+
 
 def merged(*layers: Mapping[str, Any]) -> Manifest:
     """Values of several files, as helm merges them."""
@@ -85,9 +102,13 @@ def merged(*layers: Mapping[str, Any]) -> Manifest:
 
 
 def matrix() -> Iterator[tuple[str, Manifest]]:
-    """Every combination of the axes, by name."""
+    """Every combination of the axes, and every batch service, by name."""
     for choices in itertools.product(*(axis.items() for axis in AXES.values())):
         yield "-".join(name for name, _ in choices), merged(*(values for _, values in choices))
+    for name, batch in BATCHES.items():
+        values = {"batch": {"enabled": True, "engines": ["http://llm:8000/v1"], **batch}}
+        for monitoring, watched in AXES["monitoring"].items():
+            yield f"batch-{name}-{monitoring}", merged(values, watched)
 
 
 def helm(

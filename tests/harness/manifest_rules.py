@@ -17,6 +17,7 @@ RESTRICTED_VOLUMES: Final = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
     "projected", "secret",
 }  # fmt: skip
+_KINDS: Final = {"Secret", "ConfigMap", "PersistentVolumeClaim"}
 # Made by others in the cluster: Kubernetes itself, cert-manager, the operator by hand.
 FOREIGN: Final = {"kube-root-ca.crt"}
 
@@ -86,16 +87,16 @@ def name_faults(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def reference_faults(manifests: list[Manifest], given: set[str]) -> Iterator[str]:
-    """What names a Secret, ConfigMap, account, volume or pod that there is not.
+    """What names a Secret, ConfigMap, volume claim, account, volume or pod that there is not.
 
     Args:
         manifests: Of a release.
-        given: Names of Secrets and ConfigMaps that its values speak of.
+        given: Names of Secrets, ConfigMaps and volume claims that its values speak of.
     """
     present = {(m["kind"], m["metadata"]["name"]) for m in manifests}
     made = {
         m["spec"]["secretName"] for m in manifests if m["kind"] == "Certificate"
-    } | {name for kind, name in present if kind in {"Secret", "ConfigMap"}}  # fmt: skip
+    } | {name for kind, name in present if kind in _KINDS}  # fmt: skip
     for who, _, spec in pods(manifests):
         account = spec.get("serviceAccountName")
         if account is not None and ("ServiceAccount", account) not in present:
@@ -124,7 +125,11 @@ def _sources(spec: Manifest) -> Iterator[str]:
             yield volume["secret"]["secretName"]
         if "configMap" in volume:
             yield volume["configMap"]["name"]
+        if "persistentVolumeClaim" in volume:
+            yield volume["persistentVolumeClaim"]["claimName"]
     for container in containers(spec):
+        for source in container.get("envFrom", []):
+            yield source["secretRef"]["name"]
         for variable in container.get("env", []):
             if source := variable.get("valueFrom", {}).get("secretKeyRef"):
                 yield source["name"]

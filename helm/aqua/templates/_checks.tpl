@@ -55,6 +55,27 @@
 {{- fail "auth.generate is false: name redis.bundled.existingSecret" -}}
 {{- end -}}
 
+{{- $batch := .Values.batch -}}
+{{- if $batch.enabled -}}
+{{- if not $batch.engines -}}
+{{- fail "batch.engines is required: base URLs of the engines that answer" -}}
+{{- end -}}
+{{- if gt (int $batch.replicas) 1 -}}
+{{- if not $batch.database.urlSecret.name -}}
+{{- fail (printf "batch.replicas is %d, and SQLite is for one: set batch.database.urlSecret to a PostgreSQL, or batch.replicas to 1" (int $batch.replicas)) -}}
+{{- end -}}
+{{- if not (or $batch.files.url $batch.persistence.existingClaim (eq $batch.persistence.accessMode "ReadWriteMany")) -}}
+{{- fail (printf "batch.replicas is %d, and its files are where one node reaches them: set batch.files.url, or batch.persistence.accessMode to ReadWriteMany" (int $batch.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasPrefix "file:" $batch.files.url -}}
+{{- fail "batch.files.url is a folder of the container: leave it out for files on the volume" -}}
+{{- end -}}
+{{- if and (not $auth.generate) (not $batch.keys.existingSecret) -}}
+{{- fail "auth.generate is false: name batch.keys.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+
 {{- range $name, $server := .Values.servers -}}
 {{- $mode := $server.mode | default $.Values.ipc.mode -}}
 {{- if and (ne $mode "hostNamespaces") (semverCompare "<1.34.0-0" $.Capabilities.KubeVersion.Version) -}}

@@ -30,6 +30,15 @@
 {{- else }}{{ .Values.tls.existingClientSecret }}{{ end -}}
 {{- end }}
 
+{{/* Settings of a service as variables; call with (dict "prefix" "AQUA_" "settings" .Values.coordinator.settings). */}}
+{{- define "aqua.settingsEnv" -}}
+{{- range $name, $value := .settings }}
+{{- /* Numbers are floats in Helm, and %v writes large ones as 1e+06. */}}
+- name: {{ $.prefix }}{{ upper $name }}
+  value: {{ ternary ($value | toJson) (toString $value) (kindIs "float64" $value) | quote }}
+{{- end }}
+{{- end }}
+
 {{/* Environment of everything that calls the coordinator; call with (dict "root" $ "role" "member"). */}}
 {{- define "aqua.callerEnv" -}}
 - name: AQUA_COORDINATOR_URL

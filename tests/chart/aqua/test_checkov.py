@@ -14,6 +14,7 @@ import yaml
 from harness.chart import EXAMPLES, ROOT, merged, render
 
 CHECKOV: Final = ROOT / ".venv-checkov" / "bin" / "checkov"
+SERVICES: Final = ("coordinator", "placer", "profiler", "batch")
 DIGEST: Final = "sha256:" + "0" * 64
 
 EVERYWHERE: Final = ("",)
@@ -35,9 +36,11 @@ EXCEPTIONS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names of objects by the check that they failed."""
-    digests = {name: {"digest": DIGEST} for name in ("coordinator", "placer", "profiler")}
+    digests = {name: {"digest": DIGEST} for name in SERVICES}
     folder = tmp_path_factory.mktemp("release")
-    manifests = render(merged(EXAMPLES["production"], EXAMPLES["dra"], digests))
+    manifests = render(
+        merged(*(EXAMPLES[name] for name in ("production", "dra", "batch")), digests)
+    )
     (folder / "release.yaml").write_text(yaml.safe_dump_all(manifests))
     arguments = ["--framework", "kubernetes", "--quiet", "--compact", "--output", "json"]
     done = subprocess.run(

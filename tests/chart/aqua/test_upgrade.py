@@ -94,9 +94,11 @@ def test_an_upgrade_restarts_no_engine(next_chart: Path, example: str) -> None:
 
 
 def test_other_numbers_and_images_of_the_same_release_are_taken_too() -> None:
-    base = merged(EXAMPLES["dra"], {"placer": EXAMPLES["production"]["placer"]})
+    placer = {"placer": EXAMPLES["production"]["placer"]}
+    base = merged(EXAMPLES["dra"], placer, EXAMPLES["batch"])
     changes: list[Manifest] = [
         {"coordinator": {"replicas": 5}},
+        {"batch": {"replicas": 1, "engines": ["http://other:8000"]}},
         {"image": {"tag": "0.2.1"}},
         {"monitoring": {"mode": "always"}},
         {"placer": {"jobs": {"nightly": {"arguments": ["--time-limit", "60"]}}}},

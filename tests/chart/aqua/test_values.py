@@ -104,6 +104,26 @@ def test_new_names_are_values_that_exist() -> None:
         ({"coordinator": {"settings": {"heartbeat_s": 900}}}, "heartbeat_s"),
         ({"coordinator": {"settings": {"listen_port": 80}}}, "listen_port"),
         ({"servers": {"Pair_0": {"engines": {}}}}, "Pair_0"),
+        ({"batch": {"enabled": True}}, "batch.engines is required"),
+        ({"batch": {"engines": ["node-1:8000"]}}, "/batch/engines/0"),
+        ({"batch": {"settings": {"database_url": "sqlite://"}}}, "database_url"),
+        ({"batch": {"settings": {"lease_s": 0}}}, "lease_s"),
+        (
+            merged(EXAMPLES["batch"], {"batch": {"database": {"urlSecret": {"name": ""}}}}),
+            "batch.replicas is 3, and SQLite is for one: set batch.database.urlSecret",
+        ),
+        (
+            merged(EXAMPLES["batch"], {"batch": {"persistence": {"accessMode": "ReadWriteOnce"}}}),
+            "set batch.files.url, or batch.persistence.accessMode to ReadWriteMany",
+        ),
+        (
+            merged(EXAMPLES["batch"], {"batch": {"files": {"url": "file:///data"}}}),
+            "batch.files.url is a folder of the container",
+        ),
+        (
+            merged(EXAMPLES["production"], {"batch": {"enabled": True, "engines": ["http://e"]}}),
+            "auth.generate is false: name batch.keys.existingSecret",
+        ),
         ({"profiler": {"jobs": {"x": {"model": "m"}}}}, "endpoint"),
     ],
 )

@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> None:
     make_base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="session", params=["coordinator", "placer", "profiler"])
+@pytest.fixture(scope="session", params=["coordinator", "placer", "profiler", "batch"])
 def service(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -156,7 +156,8 @@ def test_it_answers_its_probes(root: Path, image: str, service: str) -> None:
     if service == "profiler":  # Jobs have no probes.
         assert "label" in _run(root, image, "--help")
         return
-    command = command_in(root, image, "serve", "--port", "0")
+    engines = ("AQUA_BATCH_ENGINES=http://127.0.0.1:9",)  # None answers; a probe asks none.
+    command = command_in(root, image, "serve", "--port", "0", env=engines)
     with _serving(command) as url:
         for path in ("/healthz", "/readyz"):
             assert httpx.get(url + path, timeout=30).status_code == 200
@@ -169,6 +170,19 @@ def test_the_bundled_valkey_is_in_the_coordinators_image(
         assert "Valkey server v=" in _run(
             root, image, "valkey-server", "--version", entrypoint=False
         )
+
+
+def test_a_batch_service_takes_keys_as_its_init_container_does(
+    root: Path, image: str, service: str
+) -> None:
+    if service != "batch":
+        return
+    script = (
+        "mkdir /tmp/keys && printf sk-aqua-0123456789ab-%032d 0 >/tmp/keys/research"
+        " && aqua-batch key load /tmp/keys && aqua-batch key list --json"
+    )
+    said = json.loads(_run(root, image, "sh", "-ec", script, entrypoint=False))
+    assert [key["tenant"] for key in said] == ["research"]
 
 
 def test_a_coordinator_on_all_addresses_wants_tokens(root: Path, image: str, service: str) -> None:
