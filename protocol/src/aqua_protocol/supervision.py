@@ -290,7 +290,10 @@ class SerialExecutor:
         self._end.atexit = False
 
     def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:
-        """Do `work` after what was submitted before; called by one thread."""
+        """Do `work` after what was submitted before, unless it is cancelled until then.
+
+        Called by one thread.
+        """
         assert self._end.alive, "submitted after the shutdown"
         if not self._is_started:
             self._thread.start()
@@ -312,10 +315,12 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
         if job is None:
             return
         future, work = job
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the waiter's, whatever it is
-            future.set_exception(error)
+        # From here on it cannot be cancelled: a result that none may take would end the loop.
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the waiter's, whatever it is
+                future.set_exception(error)
         del job, future, work  # A job keeps tensors.
 
 

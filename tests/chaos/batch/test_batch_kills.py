@@ -29,6 +29,8 @@ from harness.slices import IS_WHOLE, SEED
 KILLS: Final = 200 if IS_WHOLE else 4
 REQUESTS: Final = 60 * KILLS
 LEASE_S: Final = "0.3"
+ORDER: Final = "foresight" if IS_WHOLE else "fcfs"
+"""Of batches; in a whole tier each service also starts a process that finds it and may lose it."""
 
 VICTIMS: Final = ("service", "database", "engine")
 ROUND_KILLS: Final = 200 if IS_WHOLE else len(VICTIMS)
@@ -42,11 +44,11 @@ def test_each_request_has_one_outcome_however_often_the_service_is_killed(tmp_pa
     lines.append(b"bad\n")
     answered = 0
     with CountingServer() as engine:
-        with BatchServiceProcess(tmp_path, [engine.url], lease_s=LEASE_S) as service:
+        with BatchServiceProcess(tmp_path, [engine.url], lease_s=LEASE_S, order=ORDER) as service:
             batch = submit(service.client(), lines)
         for _ in range(KILLS - 1):
             with BatchServiceProcess(
-                tmp_path, [engine.url], lease_s=LEASE_S, engine_concurrency="8"
+                tmp_path, [engine.url], lease_s=LEASE_S, order=ORDER, engine_concurrency="8"
             ) as service:
                 # Requests run again count, too, so this comes about before all have ended.
                 answered = sum(engine.counts()["ended"].values())
@@ -98,6 +100,7 @@ class Cluster:
             self._folder,
             [each.url for each in self.engines],
             lease_s=LEASE_S,
+            order=ORDER,
             engine_concurrency="4",
             database_url=self._database.url,
         )

@@ -1,27 +1,37 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 
+from aqua_batch.cli import app
 from harness.bounds import HANG_S
+from harness.command import run_here
 from harness.tiny_llama import write_tiny_llama
 
+COMMAND: Final = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
 
-def aqua_batch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
+
+def program(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
+        env=os.environ | environment,
     )
+
+
+def aqua_batch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_here(app, "aqua-batch", *arguments)
 
 
 def request(custom_id: str, prompt: str, tokens: int) -> str:
@@ -46,7 +56,7 @@ def test_order_writes_all_good_lines_a_report_a_picture_and_an_errors_file(
     batch: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
-    done = aqua_batch("order", batch, "-o", out, "--report", tmp_path / "plan.json", "--json")
+    done = program("order", batch, "-o", out, "--report", tmp_path / "plan.json", "--json")
     assert done.returncode == 0, done.stderr
     before, after = batch.read_text().splitlines(), out.read_text().splitlines()
     bad = {before[7], before[9]}
@@ -119,10 +129,9 @@ def test_a_zipped_file_and_a_pipe_are_read_and_a_zipped_file_is_written(
     assert done.returncode == 0, done.stderr
     assert len(gzip.decompress(out.read_bytes()).splitlines()) == 45
     assert (tmp_path / "out.plan.json").exists()
-    command = [sys.executable, "-c", "from aqua_batch.cli import main; main()"]
     arguments = ["order", "/dev/stdin", "-o", str(tmp_path / "piped.jsonl")]
     piped = subprocess.run(
-        [*command, *arguments], input=zipped.read_bytes(), capture_output=True, check=False
+        [*COMMAND, *arguments], input=zipped.read_bytes(), capture_output=True, check=False
     )
     assert piped.returncode == 0, piped.stderr
     assert len((tmp_path / "piped.jsonl").read_bytes().splitlines()) == 45
@@ -146,7 +155,7 @@ def test_an_empty_or_absent_file_and_an_output_over_the_input_are_refused(
 
 
 def test_a_run_without_vllm_says_what_to_install(batch: Path, tmp_path: Path) -> None:
-    if subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode == 0:  # noqa: PLW1510 - the status is the question
+    if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed here")
     out = tmp_path / "out.jsonl"
     done = aqua_batch("run", batch, "-o", out, "--model", tmp_path, "--tokenizer", "bytes")
@@ -176,16 +185,7 @@ def test_a_model_in_the_hugging_face_cache_is_found_by_its_name(
     write_tiny_llama(cached / "snapshots" / "0123")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123")
-    arguments = ["order", str(batch), "-o", str(tmp_path / "out.jsonl"), "--json"]
-    done = subprocess.run(
-        [
-            *[sys.executable, "-c", "from aqua_batch.cli import main; main()"],
-            *[*arguments, "--tokenizer", "owner/tiny"],
-        ],
-        env={**os.environ, "HF_HUB_CACHE": str(cached.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["order", batch, "-o", tmp_path / "out.jsonl", "--json"]
+    done = program(*arguments, "--tokenizer", "owner/tiny", HF_HUB_CACHE=str(cached.parent))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokenizer"] == {"name": "owner/tiny", "exact": True}

@@ -213,7 +213,9 @@ def test_a_batch_runs_in_blendserves_order_once_that_is_found(tmp_path: Path) ->
     lines = [chat_line(str(i), f"{heads[i % 2]} {i}") for i in range(40)]
     with (
         CountingServer() as engine,
-        BatchServiceProcess(tmp_path, [engine.url], engine_concurrency="1") as service,
+        BatchServiceProcess(
+            tmp_path, [engine.url], order="foresight", engine_concurrency="1"
+        ) as service,
     ):
         client = service.client()
         # A held request has the only place until the order is there.

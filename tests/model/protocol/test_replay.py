@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -53,6 +54,7 @@ def _drawn(seed: int) -> Path:
     return path
 
 
+@cache
 def _witnesses() -> dict[str, Path]:
     protocol = LeaseProtocol(faults=1)
     search = explore(protocol.initial(), protocol.steps, {})

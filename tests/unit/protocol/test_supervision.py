@@ -270,6 +270,29 @@ def test_an_executor_does_its_jobs_in_order_and_outlives_those_that_fail() -> No
     assert running_loops() == []
 
 
+def test_an_executor_outlives_waiters_that_left_and_does_what_it_had_begun() -> None:
+    before = restart_counts()
+    executor = SerialExecutor("tested")
+    begun, go_on, done = threading.Event(), threading.Event(), list[str]()
+
+    def job() -> None:
+        begun.set()
+        go_on.wait(HANG_S)
+        done.append("begun")
+
+    first = executor.submit(job)
+    begun.wait(HANG_S)
+    second = executor.submit(done.append, "not begun")
+    first.cancel()
+    assert second.cancel()
+    go_on.set()
+    last = executor.submit(done.append, "last")
+    last.result(HANG_S)
+    executor.shutdown()
+    assert done == ["begun", "last"]
+    assert restart_counts() == before
+
+
 def test_the_thread_of_an_executor_ends_with_it() -> None:
     executor = SerialExecutor("tested")
     ended = threading.Event()
