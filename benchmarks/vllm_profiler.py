@@ -30,7 +30,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 ENGINE_PYTHON: Final = ROOT / ".venv-engine/bin/python"
 PROFILER: Final = ROOT / ".venv/bin"
 HINT: Final = "`make venv` and `make .venv-engine/.ready` make the environments that this needs"
-START_WITHIN_S: Final = 300.0
+START_WITHIN_S: Final = 900.0
 MODEL: Final = "tiny"
 SHAPE: Final = {"hidden": 512, "layers": 8}
 WRITE_MODEL: Final = (
@@ -54,7 +54,9 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lengths = _lengths(folder / "lengths.csv")
-        with _vllm(folder) as url:
+        write_model(folder / "model", SHAPE)
+        flags = "--served-model-name", MODEL, "--max-model-len", "512"
+        with api_server(folder / "model", folder / "vllm.log", *flags) as url:
             profiles = []
             for number, seed in enumerate(seeds.split(",")):
                 profiles.append(_profile(url, lengths, folder / f"{number}.json", budget_s, seed))
@@ -91,21 +93,22 @@ def _lengths(path: Path) -> Path:
     return path
 
 
-@contextmanager
-def _vllm(folder: Path) -> Iterator[str]:
-    """An API server on a free port."""
-    model = folder / "model"
-    arguments = [str(ROOT / "tests"), str(model), json.dumps(SHAPE)]
+def write_model(model: Path, shape: dict[str, int]) -> None:
+    """Write a tiny Llama with a tokenizer; its vocabulary has a little more than 256 words."""
+    arguments = [str(ROOT / "tests"), str(model), json.dumps(shape)]
     subprocess.run([ENGINE_PYTHON, "-c", WRITE_MODEL, *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def api_server(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[str]:
+    """VLLM's API server for a model, eager and in float32, on a free port; yields its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {
         "--model": str(model),
-        "--served-model-name": MODEL,
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--max-model-len": "512",
         "--block-size": "32",
         "--kv-cache-memory-bytes": str(64 << 20),
         "--dtype": "float32",
@@ -113,10 +116,11 @@ def _vllm(folder: Path) -> Iterator[str]:
     command = [str(ENGINE_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     for name, value in options.items():
         command += [name, value]
-    log = folder / "vllm.log"
+    usual = {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as sink:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-        server = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
+        server = subprocess.Popen(
+            [*command, *flags], stdout=sink, stderr=sink, env=os.environ | usual | environment
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         _await_health(server, url, log)

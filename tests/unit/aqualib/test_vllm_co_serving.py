@@ -262,6 +262,16 @@ def test_what_a_preempted_request_saved_is_what_the_store_says() -> None:
     assert served.totals()["offline_requests_waiting"] == 0
 
 
+def test_an_online_request_that_leaves_memory_before_an_offline_one_is_counted() -> None:
+    served = co_serving()
+    person, document = request("online"), offline("a")
+    served.arrived(document, 0.0)
+    served.online_preempted([person])
+    assert served.totals()["online_preempted_before_offline"] == 0
+    served.online_preempted([person, document])
+    assert served.totals()["online_preempted_before_offline"] == 1
+
+
 def test_where_steps_overlap_one_begins_when_the_last_one_ends() -> None:
     served = co_serving()
     one = offline("a")

@@ -51,6 +51,7 @@ def test_blocks_come_back_into_other_blocks() -> None:
             assert not layer[0].any()
         assert worker.take_failed_blocks() == set()
         assert worker.paged_blocks == {"out": 3, "in": 3}
+        assert worker.step_wait_s >= sum(worker.paging_s.values()) > 0, "the steps waited for all"
 
 
 def test_blocks_of_an_odd_number_of_bytes_come_back_too() -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -46,6 +46,7 @@ from aqua_schedulers.conserve import (
 )
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
 from aqualib.engines.vllm.service_class import service_class_of
+from aqualib.engines.vllm.step_log import load_of
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -101,6 +102,7 @@ class _Counts:
     offline_tokens: int = 0
     offline_preemptions: int = 0
     overruns: int = 0
+    online_preempted_first: int = 0
 
 
 class CoServing:
@@ -191,6 +193,11 @@ class CoServing:
             ledger.acknowledge(name, count)
         self.policy.preempted(self.view(request), now_s)
 
+    def online_preempted(self, running: Iterable[Any]) -> None:
+        """An online request gave up its blocks; no offline one should run then."""
+        is_first = any(request.request_id in self._offline for request in running)
+        self._counts.online_preempted_first += is_first
+
     def removed(self, request_id: str) -> None:
         """A request ended."""
         self._arrivals_s.pop(request_id, None)
@@ -270,19 +277,10 @@ class CoServing:
         is_refused = self.tokens is not None and not output.num_scheduled_tokens
         is_stalled = is_refused and not is_memory_coming
         self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
-        load = StepLoad()
-        offline: dict[str, int] = {}
-        for name, tokens in output.num_scheduled_tokens.items():
-            request = requests[name]
-            before = request.num_computed_tokens - tokens
-            if tokens == 1 and before >= request.num_prompt_tokens:
-                load = load.and_decode(before + 1)
-            else:
-                load = load.and_chunk(tokens, before)
-            if name in self._offline:
-                offline[name] = tokens
+        taken = output.num_scheduled_tokens
+        offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
-        self._steps.append(_Step(output, plan, load, self._begun_s))
+        self._steps.append(_Step(output, plan, load_of(output, requests), self._begun_s))
 
     def ended(self, output: Any, now_s: float) -> None:
         """A step's output is there; steps end in the order in which they were scheduled.
@@ -356,6 +354,7 @@ class CoServing:
         return {
             "offline_tokens": self._counts.offline_tokens,
             "offline_preemptions": self._counts.offline_preemptions,
+            "online_preempted_before_offline": self._counts.online_preempted_first,
             "co_serving_overruns": self._counts.overruns,
             "co_serving_without_aborts": 1.0,
             "co_serving_without_profile": float(is_fixed),

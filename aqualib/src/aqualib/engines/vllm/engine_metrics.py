@@ -22,6 +22,7 @@ COUNTERS: Final = {
     "kv_paged_out_bytes": "KV bytes paged out.",
     "kv_paged_in_bytes": "KV bytes paged in.",
     "kv_paging_seconds": "Time that steps, or copies beside them, spent paging.",
+    "kv_step_wait_seconds": "Time that steps waited for paging.",
     "kv_failures": "Transfers that failed; their blocks are computed again.",
     "kv_drained_bytes": "KV bytes moved away from peers, because they wanted their memory.",
     "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",
@@ -33,6 +34,7 @@ COUNTERS: Final = {
     "lost_blocks": "Blocks that were not there when they were needed.",
     "offline_tokens": "Tokens computed for offline requests beside online ones.",
     "offline_preemptions": "Offline requests that gave their memory up.",
+    "online_preempted_before_offline": "Online requests that lost memory before offline ones.",
     "co_serving_overruns": "Steps with online and offline work that took longer than planned.",
 }
 

@@ -67,6 +67,7 @@ class KvPagingWorker:
         failures: Count of what went wrong, by error code.
         paged_blocks: Count of blocks moved, by direction.
         paging_s: Time spent moving them, likewise.
+        step_wait_s: Of that, what steps waited for.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class KvPagingWorker:
         self.failures: Final[Counter[str]] = Counter()
         self.paged_blocks: Final[Counter[str]] = Counter()
         self.paging_s: Final[defaultdict[str, float]] = defaultdict(float)
+        self.step_wait_s = 0.0
         # Of each place; -1 where nothing is stored.
         self._slots = np.full(capacity_blocks, -1, dtype=np.int64)
         self._staged_blocks = max(1, min(capacity_blocks, STAGING_BYTES // self.block_bytes))
@@ -133,6 +135,7 @@ class KvPagingWorker:
         for part in self._parts(len(plan.out_places)):
             self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
         self._note("out", len(plan.out_places), started_s)
+        self.step_wait_s += time.perf_counter() - started_s
         if not plan.async_saves and not plan.urgent_saves:
             return
         mark = self._save_stream.mark()
@@ -148,7 +151,9 @@ class KvPagingWorker:
     def page_in(self, plan: PagingPlan) -> None:
         """Page in; done when it returns, but for what goes beside the model."""
         if plan.in_places:
+            started_s = time.perf_counter()
             self._in(plan.in_places, plan.in_blocks, self._staging)
+            self.step_wait_s += time.perf_counter() - started_s
         for request_id, (places, blocks) in plan.async_loads.items():
             mark = self._load_stream.mark()
             self._loads[request_id] = self._loader.submit(self._load, mark, places, blocks)
@@ -197,6 +202,7 @@ class KvPagingWorker:
                 "kv_paged_out_bytes": self.paged_blocks["out"] * self.block_bytes,
                 "kv_paged_in_bytes": self.paged_blocks["in"] * self.block_bytes,
                 "kv_paging_seconds": sum(self.paging_s.values()),
+                "kv_step_wait_seconds": self.step_wait_s,
                 "kv_failures": self.failures.total(),
                 "kv_drained_bytes": self._drained_bytes,
                 "kv_reclaim_seconds": self._reclaim_s,

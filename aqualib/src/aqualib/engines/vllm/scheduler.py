@@ -274,6 +274,8 @@ class AquaScheduler(CoServingScheduler):
         if self.co_serving is not None and self._is_offline(request.request_id):
             self.co_serving.preempted(request, self.paging, time.monotonic())
         else:
+            if self.co_serving is not None:
+                self.co_serving.online_preempted(self.running)
             self._policy.preempted(self._waiting_view(request, saved_tokens))
 
     def _is_offline(self, request_id: str) -> bool:

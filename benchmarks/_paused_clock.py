@@ -1,0 +1,96 @@
+"""A clock that stands still while its process is stopped; for engines that take turns.
+
+An engine that runs as a server has threads and processes of its own, so taking turns means stopping
+all of them (`ProcessGroup`). Real clocks go on meanwhile. How long a group has been stopped is in a
+small file that its processes map, and `install` has `time` say so much less: a step that was
+interrupted took no longer, and no request waited for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+SECONDS: Final = struct.Struct("=d")
+LOOK_S: Final = 0.0005
+"""Between looks whether a group has stopped. Doubled, turns are that much further apart."""
+
+
+def install(path: Path) -> None:
+    """Have the clocks of `time` stand still, from now on, while this process is stopped."""
+    with path.open("rb") as file:
+        view = mmap.mmap(file.fileno(), SECONDS.size, access=mmap.ACCESS_READ)
+
+    def corrected(clock: Callable[[], float]) -> Callable[[], float]:
+        def now() -> float:
+            while True:
+                (before,) = SECONDS.unpack_from(view)
+                read = clock()
+                # Else it was stopped in between.
+                if SECONDS.unpack_from(view) == (before,):
+                    return read - float(before)
+
+        return now
+
+    for name in ("monotonic", "perf_counter", "time"):
+        setattr(time, name, corrected(getattr(time, name)))
+
+
+class ProcessGroup:
+    """A process and all that it starts, stopped and continued together.
+
+    Args:
+        command: Starts the leader; of its pipes input and output are open, as text.
+        clock: The file for `install`; it is made.
+        log: Where its errors go.
+    """
+
+    def __init__(self, command: list[str], clock: Path, log: Path) -> None:
+        clock.write_bytes(SECONDS.pack(0.0))
+        with log.open("w") as errors:
+            self.leader = subprocess.Popen(
+                command,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                process_group=0,
+            )
+        with clock.open("r+b") as file:
+            self._view = mmap.mmap(file.fileno(), SECONDS.size)
+        self._stopped_s = 0.0
+        self._stopped_at_s: float | None = None
+
+    def pause(self) -> None:
+        """Stop it; returns once all its processes stand still."""
+        self._stopped_at_s = time.monotonic()
+        os.killpg(self.leader.pid, signal.SIGSTOP)
+        while not self._is_still():
+            time.sleep(LOOK_S)
+
+    def resume(self) -> None:
+        """Continue it, if it is stopped; by its clocks no time has passed."""
+        if self._stopped_at_s is None:
+            return
+        self._stopped_s += time.monotonic() - self._stopped_at_s
+        self._stopped_at_s = None
+        SECONDS.pack_into(self._view, 0, self._stopped_s)
+        os.killpg(self.leader.pid, signal.SIGCONT)
+
+    def _is_still(self) -> bool:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(group) == self.leader.pid and state not in "TZ":
+                return False
+        return True
