@@ -104,6 +104,16 @@ def test_a_profile_that_is_off_is_corrected_and_a_wrong_one_is_left_for_the_fixe
     assert times.basis.value == "fixed"
 
 
+def test_steps_that_the_machine_holds_up_now_and_then_do_not_make_a_good_profile_wrong() -> None:
+    times = StepTimes(PROFILE)
+    load = StepLoad(512, 0, 0.0, 1)
+    for index in range(400):
+        share = 100.0 if index % 100 == 0 else 1.0
+        times.measured(load, share * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
+        assert times.basis is PredictionBasis.PROFILE, index
+        assert times.seconds(load) < 1.1 * PROFILE.seconds(load), index
+
+
 def test_a_block_is_saved_when_acknowledged_and_pinned_until_then() -> None:
     ledger = CheckpointLedger()
     ledger.copy("a", 3)

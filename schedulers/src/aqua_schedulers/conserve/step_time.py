@@ -35,6 +35,11 @@ TOLERATED_SCATTER: Final = 0.3
 """Mean deviation of corrected predictions above which a profile is wrong: a good one is 3 to 5 %
 off. Doubled, a wrong profile is believed for longer."""
 
+MOST_SURPRISE: Final = 2.0
+"""What a step counts for at most, over what was expected of it: one that the machine held up says
+nothing of the profile. Doubled, a single step of many times its length makes a good profile look
+wrong, and a wrong one is found out in fewer steps."""
+
 FIRST_FIXED_TOKENS: Final = 64
 """Offline tokens of a step without a profile: on an A100 64 tokens of a 7B model cost 2 ms beside
 decodes. Doubled, an unprofiled engine starts with twice the offline work and risk."""
@@ -115,7 +120,7 @@ class StepTimes:
             self._fixed_tokens = min(MAX_FIXED_TOKENS, self._fixed_tokens + FIXED_STEP_TOKENS)
         if self._profile is None or not load.new_tokens:
             return
-        share = seconds / self._profile.seconds(load)
+        share = min(seconds / self._profile.seconds(load), MOST_SURPRISE * self._correction)
         off = abs(share / self._correction - 1.0)
         self._scatter += LEARNING_SHARE * (off - self._scatter)
         self._correction += LEARNING_SHARE * (share - self._correction)
