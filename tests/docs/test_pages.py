@@ -23,6 +23,7 @@ COORDINATOR: Final = (
     "export AQUA_COORDINATOR_URL=http://127.0.0.1:7700",
 )
 BEFORE: Final = {
+    "docs/operations/disaster-recovery.md": COORDINATOR,
     "docs/operations/plans.md": COORDINATOR,
     "docs/placement.md": COORDINATOR,
     "docs/tutorials/batch-api.md": ("python -m harness.counting_server 8000 &",),
