@@ -34,6 +34,9 @@ BEFORE: Final = {
 TOOLS: Final = {"deploy/README.md": "promtool"}
 """A command that not every machine has, and without which a page is skipped."""
 
+# A page is a day of a cluster simulated, or profiles and the demo that follows them.
+pytestmark = pytest.mark.timeout(1200)
+
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages_to_run()]
