@@ -28,7 +28,8 @@ MORE_SEEDS = 8
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_no_rule_of_cuda_is_broken(scenario: Callable[[int], None]) -> None:
-    for seed in range(SEEDS):
+    # What fails half-way does so in any order.
+    for seed in range(1 if scenario in FAILURE_SCENARIOS else SEEDS):
         scenario(seed)
 
 
