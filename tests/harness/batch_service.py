@@ -161,9 +161,11 @@ def _serve_unfenced() -> None:
     _serve()
 
 
-def chat_line(custom_id: str, prompt: str, url: str = "/v1/chat/completions") -> bytes:
+def chat_line(
+    custom_id: str, prompt: str, url: str = "/v1/chat/completions", model: str = "m"
+) -> bytes:
     """A line of a batch file."""
-    body = {"model": "m", "messages": [{"role": "user", "content": prompt}]}
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     line = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
     return json.dumps(line).encode() + b"\n"
 

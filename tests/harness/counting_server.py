@@ -38,13 +38,14 @@ class CountingServer:
 
     Args:
         url: Where another was; a free port by default.
+        model: The one that it lists.
     """
 
-    def __init__(self, url: str | None = None) -> None:
+    def __init__(self, url: str | None = None, *, model: str = "m") -> None:
         port = 0 if url is None else int(url.rpartition(":")[2])
         listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._process = ForkedProcess(_serve, listener)
+        self._process = ForkedProcess(_serve, listener, model)
         listener.close()
         self._http = httpx.Client(base_url=self.url, timeout=HANG_S)
 
@@ -86,15 +87,16 @@ class _Counts:
             self.changed.notify_all()
 
 
-def _serve(listener: socket.socket) -> None:
-    config = uvicorn.Config(_Engine().api(), log_level="error", lifespan="off")
+def _serve(listener: socket.socket, model: str) -> None:
+    config = uvicorn.Config(_Engine(model).api(), log_level="error", lifespan="off")
     with suppress(KeyboardInterrupt):
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
 class _Engine:
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.counts = _Counts()
+        self._model = model
         self._metrics = ""
         self._released: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -169,7 +171,8 @@ class _Engine:
             raise
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "test"}]}
+        model = {"id": self._model, "object": "model", "owned_by": "test"}
+        return {"object": "list", "data": [model]}
 
     async def metrics(self) -> Response:
         return PlainTextResponse(self._metrics, 200 if self._metrics else 404)
@@ -202,4 +205,4 @@ if __name__ == "__main__":  # In the foreground, for pages that have an engine o
     with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=1024) as listening:
         sys.stdout.write("listening\n")
         sys.stdout.flush()
-        _serve(listening)
+        _serve(listening, "m")

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import pytest
 from sqlalchemy import Connection
 
+from aqua_batch.service import dispatch
 from aqua_batch.service.batch_rows import (
     BatchJob,
     cancel_batch,
@@ -78,16 +80,18 @@ class AskedPool(EnginePool):
         super().__init__([url], places=1, api_key=None, timeout_s=HANG_S)
         self._database = database
 
-    def take(self, most: int) -> list[EngineEndpoint]:
+    def take(self, model: str | None) -> EngineEndpoint | None:
         if self._database.is_leased:
             self._database.told.set()
-        return super().take(most)
+        return super().take(model)
 
 
-async def add_batch(database: Database, objects: ObjectStore, prompt: str) -> BatchJob:
+async def add_batch(
+    database: Database, objects: ObjectStore, prompt: str, model: str = "m"
+) -> BatchJob:
     """A batch of a single request, ready to run."""
     with objects.create(prompt) as file:
-        file.write(chat_line(prompt, prompt))
+        file.write(chat_line(prompt, prompt, model=model))
     values: dict[str, Any] = {
         "tenant": "red",
         "endpoint": "/v1/chat/completions",
@@ -144,6 +148,69 @@ async def test_requests_whose_lease_was_never_heard_of_run_all_the_same(tmp_path
             dispatcher.look()
             await asyncio.to_thread(server.wait_for, "ended", 1)
     assert database.lost == 1
+    database.close()
+
+
+class CountedPool(EnginePool):
+    """Engines that count the looks at them."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__([url], places=1, api_key=None, timeout_s=HANG_S)
+        self.looks = 0
+        self.looked = asyncio.Condition()
+
+    async def look(self) -> None:
+        await super().look()
+        async with self.looked:
+            self.looks += 1
+            self.looked.notify_all()
+
+
+class CountedDatabase(Database):
+    """It counts attempts to lease."""
+
+    leases = 0
+
+    async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
+        self.leases += isinstance(work, partial) and work.func is lease_requests
+        return await super().write(work)
+
+
+async def test_a_dispatcher_without_work_leaves_the_database_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides what the clock says it looks once after each look at the engines."""
+    monkeypatch.setattr(dispatch, "POLL_S", HANG_S)
+    database = CountedDatabase(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer() as server:
+        engines = CountedPool(server.url)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        async with engines, dispatcher.running(), engines.looked:
+            await engines.looked.wait_for(lambda: engines.looks > 2)
+            assert database.leases <= engines.looks
+    database.close()
+
+
+async def test_an_engine_of_another_model_works_while_those_of_one_are_full(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer(model="a") as busy, CountingServer(model="b") as free:
+        engines = EnginePool([busy.url, free.url], places=1, api_key=None, timeout_s=HANG_S)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        held = [await add_batch(database, objects, f"hold {at}", "a") for at in range(4)]
+        await add_batch(database, objects, "other", "b")
+        async with engines, dispatcher.running():
+            await asyncio.to_thread(free.wait_for, "ended", 1)
+            assert busy.counts()["ended"] == {}
+            for at in range(len(held)):
+                busy.release(f"{at}")
+            await asyncio.to_thread(busy.wait_for, "ended", len(held))
+        assert free.counts()["began"] == {"other": 1}
     database.close()
 
 

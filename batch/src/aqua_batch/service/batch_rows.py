@@ -51,6 +51,8 @@ class BatchJob:
     Attributes:
         ending: The status that it will have once its output is written.
         ended_s: When it got its last status.
+        model: The one that all its requests name; None before they are read, or where they name
+            several.
         labels: The client's metadata.
         errors: Faults of the input.
         worker, generation: Who reads its input or writes its output, and for the how manieth time.
@@ -63,6 +65,7 @@ class BatchJob:
     completion_window: str
     input_file_id: str
     input_key: str
+    model: str | None
     status: str
     ending: str
     created_s: int
@@ -253,7 +256,11 @@ def holds(connection: Connection, batch: BatchJob) -> bool:
 
 
 def begin_batch(
-    connection: Connection, batch: BatchJob, faults: list[dict[str, Any]], now_s: float
+    connection: Connection,
+    batch: BatchJob,
+    model: str | None,
+    faults: list[dict[str, Any]],
+    now_s: float,
 ) -> None:
     """Let a batch run, all of whose requests are there; a bad line counts as failed."""
     state = REQUESTS.c.state
@@ -267,6 +274,7 @@ def begin_batch(
             status=BatchStatus.FINALIZING if is_over else BatchStatus.IN_PROGRESS,
             in_progress_s=int(now_s),
             finalizing_s=int(now_s) if is_over else None,
+            model=model,
             total=len(rows),
             failed=ended,
             errors=faults,

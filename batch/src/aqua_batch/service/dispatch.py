@@ -21,7 +21,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 from pydantic_core import from_json, to_json
@@ -57,7 +57,7 @@ POLL_S: Final = 0.5
 """Seconds between looks at what other services may have changed. Doubled, a request that waits for
 a repetition, or was cancelled elsewhere, is noticed half a second later."""
 MOST_AHEAD: Final = 256
-"""Requests leased ahead of the engines. Doubled, twice as many texts lie in memory."""
+"""Requests leased ahead of the engines of a model. Doubled, twice as many texts lie in memory."""
 MOST_UNRECORDED: Final = 2048
 """Answers that wait for the database before engines get no more. Doubled, a database that does not
 answer costs twice the memory."""
@@ -76,6 +76,14 @@ LONGEST_PAUSE_S: Final = 60.0
 """Seconds. Doubled, a request whose engines fail for long ends up to a minute later."""
 LIVES_PER_LEASE: Final = 4
 """How often a worker prolongs its life within it. Doubled, twice the transactions."""
+
+
+class _ReadyRequest(NamedTuple):
+    """A leased request that waits for a place at an engine that has its model."""
+
+    request: LeasedRequest
+    body: bytes
+    model: str
 
 
 class Dispatcher:
@@ -106,7 +114,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._now_s = now_s
         self._recorder = Recorder(database, now_s, self._recorded)
-        self._ready: deque[tuple[LeasedRequest, bytes]] = deque()
+        self._ready: deque[_ReadyRequest] = deque()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
         self._is_wanting = asyncio.Event()
         self._is_changed = asyncio.Event()
@@ -164,14 +172,15 @@ class Dispatcher:
         while True:
             self._is_changed.clear()
             held = {each.batch for each, _ in self._jobs.values()}
-            held |= {each.batch for each, _ in self._ready}
+            held |= {each.request.batch for each in self._ready}
             if held:
                 active = await self._database.read(partial(active_batches, batches=held))
                 gone = held - active  # What was leased meanwhile is of neither.
-                self._ready = deque(each for each in self._ready if each[0].batch not in gone)
+                self._ready = deque(each for each in self._ready if each.request.batch not in gone)
                 await self._drop([key for key in self._jobs if key[0] in gone])
             with resting(), contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_changed.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._is_changed.wait()
 
     async def _drop(self, keys: Sequence[tuple[int, int, int]]) -> None:
         """Break off requests: their connections close, and the engines abort them."""
@@ -189,38 +198,54 @@ class Dispatcher:
 
     async def _feed(self) -> None:
         """Lease ahead; after a crash what was leased without our knowing goes back first."""
-        known = {each.key for each, _ in self._ready} | set(self._jobs) | self._recorder.keys()
+        ready = {each.request.key for each in self._ready}
+        known = ready | set(self._jobs) | self._recorder.keys()
         free = partial(free_unknown_leases, worker=self.worker, known=known)
         if freed := await self._database.write(free):
             log.warning("leases given back that nothing was known of", count=freed)
         while True:
             self._is_wanting.clear()
-            ahead = min(MOST_AHEAD, sum(int(each.limit.value) for each in self._engines.engines))
-            wanted = ahead - len(self._ready)
-            found = 0
-            held_bytes = sum(each.size for each, _ in (*self._ready, *self._jobs.values()))
-            is_behind = (
-                len(self._recorder) >= MOST_UNRECORDED
-                or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
-                or held_bytes >= MOST_HELD_BYTES
-            )
-            if wanted * 2 > ahead and not is_behind:
-                found = await self._lease(wanted, MOST_HELD_BYTES - held_bytes)
             self._pump()
-            if found < wanted or wanted * 2 <= ahead:
+            if not await self._lease_more():
                 pause_s = min(POLL_S, self._engines.next_return_s() or POLL_S)
                 with resting(), contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_wanting.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._is_wanting.wait()
+
+    async def _lease_more(self) -> int:
+        """Lease what is wanted, if it is worth a transaction; how many there were."""
+        kinds = len({each.models for each in self._engines.engines})
+        ahead = min(MOST_AHEAD * kinds, self._engines.places_for(None))
+        wanted = ahead - len(self._ready)
+        held_bytes = sum(each.request.size for each in self._ready)
+        held_bytes += sum(each.size for each, _ in self._jobs.values())
+        is_behind = (
+            len(self._recorder) >= MOST_UNRECORDED
+            or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
+            or held_bytes >= MOST_HELD_BYTES
+        )
+        # An engine that has room wants other models than what is ready.
+        is_wanted = wanted * 2 > ahead or (wanted > 0 and self._engines.has_room())
+        if is_behind or not is_wanted:
+            return 0
+        return await self._lease(wanted, MOST_HELD_BYTES - held_bytes)
 
     async def _lease(self, count: int, most_bytes: int) -> int:
         running = Counter(each.tenant for each, _ in self._jobs.values())
-        running.update(each.tenant for each, _ in self._ready)
+        running.update(each.request.tenant for each in self._ready)
+        ready = Counter(each.model for each in self._ready)
         worker = self.worker
+
+        def room_of(model: str | None) -> int:
+            waiting = ready.total() if model is None else ready[model]
+            return min(MOST_AHEAD, self._engines.places_for(model)) - waiting
+
         leased = await self._database.write(
             partial(
                 lease_requests,
                 worker=worker,
                 room=count,
+                room_of=room_of,
                 most_bytes=most_bytes,
                 running=running,
                 now_s=self._now_s(),
@@ -231,42 +256,53 @@ class Dispatcher:
             by_input[each.input_key].append(each)
         for key, requests in by_input.items():
             try:
-                bodies = await asyncio.to_thread(self._bodies, key, requests)
+                ready_requests = await asyncio.to_thread(self._read, key, requests)
             except (StoreUnavailableError, DataLostError) as error:
                 for each in requests:
                     self._fail(each, f"the input cannot be read: {error.message}")
-                continue
             except (ValueError, LookupError, TypeError):
                 for each in requests:
                     self._fail(each, "the input has changed since it was checked")
-                continue
-            if worker == self.worker:  # Otherwise this life is over, and so are its leases.
-                self._ready.extend(zip(requests, bodies, strict=True))
+            else:
+                if worker == self.worker:  # Otherwise this life is over, and so are its leases.
+                    self._ready.extend(ready_requests)
         return len(leased)
 
-    def _bodies(self, key: str, requests: Sequence[LeasedRequest]) -> list[bytes]:
+    def _read(self, key: str, requests: Sequence[LeasedRequest]) -> list[_ReadyRequest]:
         lines = self._objects.ranges(key, [(each.start, each.size) for each in requests])
-        return [to_json(from_json(line.removeprefix(b"\xef\xbb\xbf"))["body"]) for line in lines]
+        bodies = [from_json(line.removeprefix(b"\xef\xbb\xbf"))["body"] for line in lines]
+        return [
+            _ReadyRequest(request, to_json(body), str(body["model"]))
+            for request, body in zip(requests, bodies, strict=True)
+        ]
 
     def _pump(self) -> None:
-        """Give engines with room the next requests."""
-        while self._ready and (taken := self._engines.take(1)):
-            request, body = self._ready.popleft()
-            run = self._run(request, body, taken[0])
-            job = start_job(run, partial(self._crashed, request))
-            self._jobs[request.key] = request, job
-        self._is_wanting.set()
+        """Give engines with room the next requests of models that they have."""
+        full: set[str] = set()
+        kept: list[_ReadyRequest] = []
+        while self._ready:
+            ready = self._ready.popleft()
+            engine = None if ready.model in full else self._engines.take(ready.model)
+            if engine is None:
+                full.add(ready.model)
+                kept.append(ready)
+                continue
+            run = self._run(ready, engine)
+            job = start_job(run, partial(self._crashed, ready.request))
+            self._jobs[ready.request.key] = ready.request, job
+        self._ready.extend(kept)
 
     def _crashed(self, request: LeasedRequest, error: BaseException) -> None:
         """Give back a request that tripped over a mistake of ours, or end it as any that fails."""
         log.error("unexpected error", exc_info=error)
         self._fail(request, "the batch service made a mistake")
 
-    async def _run(self, request: LeasedRequest, body: bytes, engine: EngineEndpoint) -> None:
+    async def _run(self, ready: _ReadyRequest, engine: EngineEndpoint) -> None:
+        request = ready.request
         try:
-            answer = await self._engines.ask(engine, request.endpoint, body)
+            answer = await self._engines.ask(engine, request.endpoint, ready.body)
         except EngineAbsentError:
-            self._ready.appendleft((request, body))
+            self._ready.appendleft(ready)
         except EngineFailedError as error:
             self._fail(request, error.message)
         else:

@@ -1,11 +1,15 @@
 """The engines: who takes the next request, and what an answer of theirs means.
 
-An engine is any server that speaks OpenAI's HTTP: vLLM, with or without Aqua's schedulers. Each has
-a number of places for offline requests, found by feedback (`concurrency`), so that one is never
-flooded. Online requests, which are passed through, take none: they go to whom has the fewest. One
-that cannot be reached rests, longer each time, and then gets a single request to show that it is
-back; that costs no request an attempt. Closing the connection is how a request is cancelled: vLLM
-aborts it, and its memory is free at the next step.
+An engine is any server that speaks OpenAI's HTTP: vLLM, with or without Aqua's schedulers. It gets
+requests of the models that it lists in `/v1/models`, and of any model where it lists none. Requests
+of a model that no engine lists wait while an engine has never been there; then one of them gets
+them, since its refusal is the answer that OpenAI's clients know.
+
+Each engine has a number of places for offline requests, found by feedback (`concurrency`), so that
+none is ever flooded. Online requests, which are passed through, take none: they go to the one that
+has the fewest. One that cannot be reached rests, longer each time, and then gets a single request
+to show that it is back; that costs no request an attempt. Closing the connection is how a request
+is cancelled: vLLM aborts it, and its memory is free at the next step.
 
 An answer is final (2xx, or a refusal that repetition would not change), or the request is to run
 again: the engine was overloaded, failed, or broke off.
@@ -34,11 +38,19 @@ LONGEST_REST_S: Final = 30.0
 CONNECT_S: Final = 10.0
 """Seconds for a connection to come about. Doubled, a machine that is off keeps requests waiting for
 twice as long."""
+KEPT_S: Final = 3.0
+"""Seconds that an idle connection is kept: less than the 5 after which uvicorn, and so vLLM, closes
+one, for a request sent at that moment is lost. Doubled, some would be."""
 LONGEST_ANSWER_BYTES: Final = 64 << 20
 """Bytes; as long as a line may be. Doubled, an engine gone mad may take twice the memory."""
 LOOK_S: Final = 2.0
 """Seconds that an engine may take to tell its metrics or models; one that takes longer has too much
 to do. Doubled, that is noticed two seconds later."""
+MODELS_S: Final = 10.0
+"""Seconds for which it is believed what models an engine has. Doubled, an adapter that was loaded
+gets requests ten seconds later."""
+LONGEST_MODELS_BYTES: Final = 1 << 20
+"""Bytes of an engine's list of models. Doubled, an engine gone mad may take twice the memory."""
 LONGEST_METRICS_BYTES: Final = 8 << 20
 """Bytes; vLLM tells some 100 KiB. Doubled, an engine gone mad may take twice the memory."""
 CLASS_HEADER: Final = "x-aqua-class"
@@ -94,6 +106,8 @@ class EngineEndpoint:
         running: Requests that it has.
         rests_until_s: Monotonic time before which it gets nothing.
         absences: How often in a row it could not be reached.
+        models: Names of those that it has; None for any.
+        models_until_s: Monotonic time until which that is believed; None before it was told.
         online: Online requests that it has from here.
         limit: How many of the places are used.
         load: What its metrics said last; None where it has none.
@@ -107,9 +121,20 @@ class EngineEndpoint:
     load: LoadSample | None = None
     rests_until_s: float = 0.0
     absences: int = 0
+    models: frozenset[str] | None = None
+    models_until_s: float | None = None
 
     def __post_init__(self) -> None:
         self.limit = AdmissionLimit(self.places)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether it is known which models it has."""
+        return self.models_until_s is not None
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may have a model; None for whatever a request names."""
+        return model is None or self.models is None or model in self.models
 
     def room(self, now_s: float) -> int:
         """Requests that it would take now; one that was away gets a single one first."""
@@ -161,7 +186,7 @@ class EnginePool:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             timeout=self._timeout,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
         )
         return self
 
@@ -169,23 +194,37 @@ class EnginePool:
         assert self._session is not None
         await self._session.close()
 
-    def take(self, most: int) -> list[EngineEndpoint]:
-        """Take up to so many places, of the emptiest engines first; each is given back alone."""
+    def take(self, model: str | None) -> EngineEndpoint | None:
+        """Take a place of the emptiest engine for a model; None where all are full."""
         now_s = self._clock_s()
-        taken: list[EngineEndpoint] = []
-        while len(taken) < most:
-            engine = max(self.engines, key=lambda each: each.room(now_s))
-            if engine.room(now_s) == 0:
-                break
-            engine.running += 1
-            taken.append(engine)
-        return taken
+        engine = max(self._for(model), key=lambda each: each.room(now_s), default=None)
+        if engine is None or engine.room(now_s) == 0:
+            return None
+        engine.running += 1
+        return engine
 
-    def choose_online(self, passed: Sequence[EngineEndpoint]) -> EngineEndpoint | None:
+    def places_for(self, model: str | None) -> int:
+        """Places of the engines for a model, free or not."""
+        return sum(int(each.limit.value) for each in self._for(model))
+
+    def has_room(self) -> bool:
+        """Whether any engine would take a request now."""
+        now_s = self._clock_s()
+        return any(each.room(now_s) for each in self.engines)
+
+    def _for(self, model: str | None) -> list[EngineEndpoint]:
+        told = [each for each in self.engines if each.has_told]
+        serving = [each for each in told if each.serves(model)]
+        return told if not serving and len(told) == len(self.engines) else serving
+
+    def choose_online(
+        self, model: str | None, passed: Sequence[EngineEndpoint]
+    ) -> EngineEndpoint | None:
         """The engine with the fewest online requests, but those passed over and those at rest."""
         now_s = self._clock_s()
-        free = [e for e in self.engines if e not in passed and now_s >= e.rests_until_s]
-        return min(free, key=lambda each: each.online, default=None)
+        serving = [e for e in self.engines if e.serves(model)] or self.engines
+        free = [e for e in serving if e not in passed and now_s >= e.rests_until_s]
+        return min(free, key=lambda each: (not each.has_told, each.online), default=None)
 
     def next_return_s(self) -> float | None:
         """Seconds until the first resting engine is tried again; None where none rests."""
@@ -194,10 +233,32 @@ class EnginePool:
         return min(rests, default=None)
 
     async def look(self) -> None:
-        """Ask all engines how they are, and adjust how many requests each gets."""
+        """Ask all engines what they have and how they are, and adjust what each gets."""
         await asyncio.gather(*(self._look_at(each) for each in self.engines))
 
+    async def models_of(self, engine: EngineEndpoint) -> list[dict[str, Any]]:
+        """What an engine tells of its models; nothing where it tells nothing.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: It cannot be reached, or broke off.
+            EngineFailedError: It said too much.
+        """
+        async with asyncio.timeout(LOOK_S):
+            status, content = await self.read(engine, "/v1/models", LONGEST_MODELS_BYTES)
+        try:
+            found = json.loads(content)["data"] if status == OK else []
+            return [each for each in found if isinstance(each.get("id"), str)]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return []  # Something else than an engine.
+
     async def _look_at(self, engine: EngineEndpoint) -> None:
+        if (engine.models_until_s or 0.0) <= self._clock_s():
+            try:
+                models = await self.models_of(engine)
+            except (aiohttp.ClientError, TimeoutError, EngineFailedError):
+                return  # Away: what it has told before still holds.
+            engine.models = frozenset(each["id"] for each in models) or None
+            engine.models_until_s = self._clock_s() + MODELS_S
         try:
             async with asyncio.timeout(LOOK_S):
                 status, content = await self.read(engine, "/metrics", LONGEST_METRICS_BYTES)

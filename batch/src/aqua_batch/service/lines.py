@@ -82,6 +82,7 @@ class InputReader:
         self._objects = objects
         self._max_requests = max_requests
         self._first_line: dict[str, int] = {}
+        self._models: set[str] = set()
         self._faults: list[dict[str, Any]] = []
         self._count = 0
         self._bad_count = 0
@@ -127,7 +128,8 @@ class InputReader:
             message = f"The tenant's batches may have {max(0, room)} more open requests"
             self._fail(connection, "request_limit_exceeded", message, now_s)
         else:
-            begin_batch(connection, self._batch, self._faults, now_s)
+            model = self._models.pop() if len(self._models) == 1 else None
+            begin_batch(connection, self._batch, model, self._faults, now_s)
             return True
         return False
 
@@ -201,6 +203,8 @@ class InputReader:
             message = f"custom_id {name!r} was used in line {self._first_line[name]} already"
             return Rejection(line, RejectionCode.DUPLICATE_ID, message, name, "custom_id")
         self._first_line[name] = line
+        if len(self._models) <= 1:  # Of several it does not matter which.
+            self._models.add(request.body.model)
         return name
 
 

@@ -1,11 +1,11 @@
 """Passes online requests through to an engine, streams and all, and tells of the engines' models.
 
 The body goes on as it came and the answer comes back as it is; an engine's errors are OpenAI's.
-What this service adds is the caller's key, its tenant's rate, and who of the engines gets it: the
-one with the fewest online requests; one that cannot be reached is passed over, since the request
-has not run there. `service_tier` is OpenAI's: `flex` gets a place for offline requests, beside
-those of batches, and 429 where none is free; `priority` tells an engine that co-serves that it is
-online whatever else is said; `auto` and `default` say nothing.
+What this service adds is the caller's key, its tenant's rate, and who of the engines gets it: of
+those that have the model the one with the fewest online requests. One that cannot be reached is
+passed over, since the request has not run there. `service_tier` is OpenAI's: `flex` gets a place
+for offline requests, beside those of batches, and 429 where none is free; `priority` tells an
+engine that co-serves that it is online whatever else is said; `auto` and `default` say nothing.
 
 A caller that leaves closes the connection to the engine, which then aborts the request.
 """
@@ -25,7 +25,6 @@ from starlette.types import Receive, Scope, Send
 
 from aqua_batch.service.engines import (
     CLASS_HEADER,
-    OK,
     OVERLOADED,
     EngineAbsentError,
     EngineEndpoint,
@@ -49,8 +48,6 @@ log = structlog.get_logger(__name__)
 LONGEST_PROMPT_BYTES: Final = 64 << 20
 """Bytes of a body, as long as a line of a batch may be. Doubled, a body of garbage takes twice the
 memory."""
-LONGEST_MODELS_BYTES: Final = 1 << 20
-"""Bytes of an engine's list of models. Doubled, an engine gone mad may take twice the memory."""
 FLEX_RETRY_S: Final = 1.0
 """Seconds after which a refused `flex` request may try again. Doubled, a free place stays so
 longer, by a second."""
@@ -65,8 +62,8 @@ async def pass_through(request: Request, services: ServicesDep, tenant: Tenant) 
     """Have an engine answer now; streams where `stream` is true."""
     services.rates.count(await services.database.read(partial(quota_of, tenant=tenant)))
     body = await _body(request)
-    tier = _tier(body)
-    offer = _Offer(services.engines, request.url.path, body, tier)
+    model, tier = _asked(body)
+    offer = _Offer(services.engines, request.url.path, body, model, tier)
     # Errors of `open` are raised below; the other has none.
     leaves = start_job(_wait_for_leave(request), lambda _: None)
     opens = start_job(offer.open(), lambda _: None)
@@ -115,8 +112,11 @@ async def retrieve_model(model: str, services: ServicesDep, _: Tenant) -> dict[s
 class _Offer:
     """One request on its way to an engine; takes a place and gives it back."""
 
-    def __init__(self, engines: EnginePool, path: str, body: bytes, tier: str) -> None:
+    def __init__(
+        self, engines: EnginePool, path: str, body: bytes, model: str | None, tier: str
+    ) -> None:
         self._engines = engines
+        self._model = model
         self._path = path
         self._body = body
         self._is_flex = tier == "flex"
@@ -158,16 +158,15 @@ class _Offer:
 
     def _take(self, passed: list[EngineEndpoint]) -> EngineEndpoint:
         if self._is_flex:
-            taken = self._engines.take(1)
-            if not taken:
+            self._engine = self._engines.take(self._model)
+            if self._engine is None:
                 raise RateLimitError(
                     "no engine has room for flex requests now",
                     remedy="Try again later, or without service_tier.",
                     retry_after_s=FLEX_RETRY_S,
                 )
-            self._engine = taken[0]
             return self._engine
-        engine = self._engines.choose_online(passed)
+        engine = self._engines.choose_online(self._model, passed)
         if engine is None:
             raise UnavailableError(
                 "no engine can be reached", remedy="Try again later.", retry_after_s=1.0
@@ -221,7 +220,8 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _tier(body: bytes) -> str:
+def _asked(body: bytes) -> tuple[str | None, str]:
+    """The model and the tier that a body names; a model that is none is the engine's to refuse."""
     try:
         asked = json.loads(body)
     except ValueError as error:
@@ -233,7 +233,8 @@ def _tier(body: bytes) -> str:
         raise BatchApiError(
             f"service_tier must be one of {', '.join(CLASSES)}", param="service_tier"
         )
-    return str(tier)
+    model = asked.get("model")
+    return model if isinstance(model, str) else None, str(tier)
 
 
 async def _wait_for_leave(request: Request) -> None:
@@ -248,13 +249,9 @@ async def _models(services: BatchServices) -> dict[str, dict[str, Any]]:
 
     async def of(engine: EngineEndpoint) -> list[dict[str, Any]]:
         try:
-            status, content = await engines.read(engine, "/v1/models", LONGEST_MODELS_BYTES)
-            found = json.loads(content)["data"] if status == OK else []
-            return [each for each in found if isinstance(each.get("id"), str)]
+            return await engines.models_of(engine)
         except (aiohttp.ClientError, TimeoutError, EngineFailedError):
             return []
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return []  # Something else than an engine.
 
     lists = await asyncio.gather(*(of(each) for each in engines.engines))
     if not any(lists):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -242,6 +242,7 @@ def lease_requests(
     connection: Connection,
     worker: str,
     room: int,
+    room_of: Callable[[str | None], int],
     most_bytes: int,
     running: Mapping[str, int],
     now_s: float,
@@ -249,14 +250,17 @@ def lease_requests(
     """Lease up to `room` waiting requests, as `choose_requests` says.
 
     Within a batch they come in its order (`rank`). Together they have no more than `most_bytes`,
-    unless the first has.
+    unless the first has; of batches of one model there are no more than `room_of` it.
     """
-    candidates: list[LeasedRequest] = []
-    of_tenant: Counter[str] = Counter()
+    candidates: defaultdict[str | None, list[LeasedRequest]] = defaultdict(list)
+    found: Counter[tuple[str, str | None]] = Counter()
+    rooms: dict[str | None, int] = {}
     late: set[int] = set()
     for row in connection.execute(_running_batches()):
-        batch, tenant, endpoint, input_key, began_s, expires_s, ended, total = row
-        if (wanted := room - of_tenant[tenant]) <= 0:
+        batch, tenant, endpoint, input_key, model, began_s, expires_s, ended, total = row
+        if model not in rooms:
+            rooms[model] = min(room, room_of(model))
+        if (wanted := rooms[model] - found[tenant, model]) <= 0:
             continue
         if is_late(began_s, expires_s, ended, total, now_s):
             late.add(batch)
@@ -280,11 +284,16 @@ def lease_requests(
         )
         for line, custom_id, start, size, generation, attempts in connection.execute(waiting):
             place = (endpoint, input_key, start, size)
-            candidates.append(
+            candidates[model].append(
                 LeasedRequest(batch, line, custom_id, tenant, *place, generation + 1, attempts)
             )
-            of_tenant[tenant] += 1
-    chosen = choose_requests(room, running, candidates, late)
+            found[tenant, model] += 1
+    busy = Counter(running)
+    chosen: list[LeasedRequest] = []
+    for model, waiting_for in candidates.items():
+        left = min(room - len(chosen), rooms[model])
+        chosen += (some := choose_requests(left, busy, waiting_for, late))
+        busy.update(each.tenant for each in some)
     sizes = accumulate(each.size for each in chosen)
     fit = [size <= most_bytes for size in sizes]
     leased = chosen[: max(1, sum(fit))]
@@ -305,6 +314,7 @@ def _running_batches() -> Select[Any]:
             BATCHES.c.tenant,
             BATCHES.c.endpoint,
             BATCHES.c.input_key,
+            BATCHES.c.model,
             BATCHES.c.in_progress_s,
             BATCHES.c.expires_s,
             BATCHES.c.completed + BATCHES.c.failed,

@@ -84,6 +84,7 @@ BATCHES: Final = Table(
     Column("completion_window", String(16), nullable=False),
     Column("input_file_id", String(64), nullable=False),
     Column("input_key", String(256), nullable=False),
+    Column("model", String),
     Column("status", String(16), nullable=False, index=True),
     Column("ending", String(16), nullable=False),
     Column("created_s", BigInteger, nullable=False),

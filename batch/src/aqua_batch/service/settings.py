@@ -55,7 +55,7 @@ class BatchSettings(BaseSettings):
         max_length=MOST_ENGINES,
         validate_default=True,
         description="Base URLs of the engines, servers that speak OpenAI's HTTP: "
-        "http://node-1:8000,http://node-2:8000. Each gets requests of any model.",
+        "http://node-1:8000,http://node-2:8000. Each gets requests of the models that it lists.",
     )
     engine_api_key: SecretStr | None = Field(
         None, description="API key for the engines, if they want one."

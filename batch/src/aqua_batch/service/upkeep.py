@@ -92,7 +92,8 @@ class Upkeep:
             batch = await self._database.write(claim)
             if batch is None:
                 with resting(), contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_wanted.wait(), SWEEP_S)
+                    async with asyncio.timeout(SWEEP_S):
+                        await self._is_wanted.wait()
                 continue
             try:
                 await self._advance(batch)

@@ -75,9 +75,8 @@ async def _stream(services: Services, caller: Caller, position: str) -> AsyncIte
                 yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {body}\n\n"
             if events:
                 continue
-            try:
-                await asyncio.wait_for(asyncio.shield(change), min(KEEP_ALIVE_S, left_s))
-            except TimeoutError:
+            changed, _ = await asyncio.wait({change}, timeout=min(KEEP_ALIVE_S, left_s))
+            if not changed:
                 yield ": still here\n\n"
     except AquaError as error:
         # The client comes back with the id of the last event it saw.
