@@ -221,7 +221,8 @@ class Walk:
             return
         self.gpu.check()
         default: Any = torch.cuda.default_stream(GPU)
-        busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
+        with torch.cuda.stream(default):  # Freed to that stream, too, while it is still in use.
+            busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
         torch.cuda.synchronize()
         with torch.cuda.stream(default), self.machine.held(default.found):
             busy.add_(1)
