@@ -29,6 +29,7 @@ NEEDS_VLLM = [
     "aqualib/test_vllm_refusals.py",
     "aqualib/test_vllm_swaps.py",
     "aqualib/test_vllm_switches.py",
+    "aqualib/test_vllm_tier_events.py",
 ]
 
 NEEDS_LAYOUTS = ["aqualib/test_vllm_layouts.py"]

@@ -34,6 +34,22 @@ class _Place:
     is_lasting: bool
 
 
+class _Followed(dict[Hashable, int]):
+    """Places by key, and which keys have come or gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: set[Hashable] = set()
+
+    def __setitem__(self, key: Hashable, place: int) -> None:
+        self.changed.add(key)
+        super().__setitem__(key, place)
+
+    def __delitem__(self, key: Hashable) -> None:
+        self.changed.add(key)
+        super().__delitem__(key)
+
+
 class BlockTable:
     """Places for `capacity_blocks` paged blocks."""
 
@@ -52,6 +68,12 @@ class BlockTable:
         assert capacity_blocks >= self.capacity_blocks, capacity_blocks
         self._unused[:0] = range(capacity_blocks - 1, self.capacity_blocks - 1, -1)
         self.capacity_blocks = capacity_blocks
+
+    def follow(self) -> set[Hashable]:
+        """Keys that come or go from now on, for the caller to empty; of an empty table only."""
+        assert not self._by_key, len(self._by_key)
+        followed = self._by_key = _Followed()
+        return followed.changed
 
     def __len__(self) -> int:
         return len(self._places)

@@ -15,6 +15,7 @@ gives them because this connector says that it can page them (`SupportsHMA`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
 from aqualib.engines.vllm.switches import Switches
+from aqualib.engines.vllm.tier_events import TierEvents, as_vllm_events
 from aqualib.engines.vllm.versions import child_connectors
 from aqualib.settings import load_settings
 
@@ -80,6 +82,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self.switches = Switches()
         self.co_serving: CoServing | None = None
         self._model = model_name(vllm_config)
+        half, events = self.paging_scheduler, vllm_config.kv_events_config
+        self._tier_events: TierEvents | None = None
+        if half is not None and half.has_tier and events and events.enable_kv_cache_events:
+            self._tier_events = TierEvents(half.table)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -124,6 +130,14 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             paging.note(report)
         if connector_output.finished_recving:
             paging.loads_ended(connector_output.finished_recving)
+
+    def take_events(self) -> Iterable[Any]:
+        """Tell what has come into the prefix tier and left it, if vLLM publishes events."""
+        if self._tier_events is None:
+            return ()
+        stored, removed = self._tier_events.take()
+        sizes = [group.block_tokens for group in self._scheduler_half.groups]
+        return as_vllm_events(stored, removed, sizes)
 
     def reset_cache(self) -> bool:
         """Forget everything that was paged out."""
