@@ -135,9 +135,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell what has come into the prefix tier and left it, if vLLM publishes events."""
         if self._tier_events is None:
             return ()
-        stored, removed = self._tier_events.take()
-        sizes = [group.block_tokens for group in self._scheduler_half.groups]
-        return as_vllm_events(stored, removed, sizes)
+        return as_vllm_events(*self._tier_events.take())
 
     def reset_cache(self) -> bool:
         """Forget everything that was paged out."""

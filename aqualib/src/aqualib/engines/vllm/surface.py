@@ -69,6 +69,11 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": (
         "get_num_skipped_tokens",
     ),
+    "vllm.distributed.kv_events:BlockRemoved": ("block_hashes", "medium"),
+    "vllm.distributed.kv_events:BlockStored": (
+        *("block_hashes", "block_size", "lora_id", "medium", "parent_block_hash", "token_ids"),
+    ),
+    "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash": (),
     "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": (),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": USED_TO_LEND["KVCacheBlock"],
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
@@ -106,7 +111,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
         *("has_pending_push_work", "register_kv_caches", "request_finished"),
         *("requires_kv_delivery", "reset_cache", "save_kv_layer", "shutdown", "start_load_kv"),
         *("update_connector_output", "update_state_after_alloc", "wait_for_layer_load"),
-        "wait_for_save",
+        *("take_events", "wait_for_save"),
     ),
     f"{CONNECTOR_PLACE}.v1.base:SupportsHMA": ("request_finished_all_groups",),
     f"{CONNECTOR_PLACE}.v1.base:KVConnectorMetadata": (),

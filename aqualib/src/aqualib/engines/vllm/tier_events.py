@@ -7,16 +7,17 @@ preempted requests are among them where others may use them, and are not where t
 their own.
 
 The medium is `CPU`, whether a block lies in host memory or on a peer: it is what routers know as
-"not on the GPU, cheaper than computing". Like those of vLLM's own offloading, events carry the
-hash and not the tokens: a router knows the hash by the event of when the block was on the GPU.
+"not on the GPU, cheaper than computing". Like those of vLLM's own offloading by default, events
+carry the hash, no tokens and a block size of 0: a router knows the hash by the event of when the
+block was on the GPU.
 
-A block is told of when it has its place: at a page-out within a step up to a step before its bytes
-are there, beside the model once they are acknowledged.
+A block that is paged out beside the model is told of once all workers have acknowledged it; one
+that is paged out within a step when it has its place, up to a step before its bytes are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from aqualib.engines.vllm.block_table import BlockTable
@@ -51,28 +52,25 @@ def _hash_of(key: Hashable) -> tuple[bytes, int] | None:
     return None
 
 
-def as_vllm_events(
-    stored: Iterable[Hashable], removed: Iterable[Hashable], block_tokens: Sequence[int]
-) -> Iterator[Any]:
+def as_vllm_events(stored: Iterable[Hashable], removed: Iterable[Hashable]) -> Iterator[Any]:
     """The same as vLLM publishes it; versions differ in the fields that events have.
 
     Args:
         stored: Keys, as `TierEvents.take` gives them.
         removed: Likewise.
-        block_tokens: Tokens of a block, by group.
     """
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
-    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     for kind, keys in ((BlockRemoved, removed), (BlockStored, stored)):
         for key in keys:
             found = _hash_of(key)
             assert found is not None, key
             content = {
-                "block_hashes": [maybe_convert_block_hash(BlockHash(found[0]))],
+                "block_hashes": [maybe_convert_block_hash(found[0])],
                 "parent_block_hash": None,
                 "token_ids": [],
-                "block_size": block_tokens[found[1]],
+                "block_size": 0,
                 "lora_id": None,
                 "lora_name": None,
                 "medium": "CPU",
