@@ -15,7 +15,9 @@ from aqua_protocol import ConfigError, UnavailableError
 from aqua_schedulers.cfs import RequestView, TenantAccounts, TenantSettings
 from aqualib.engines.vllm.admin_api import AquaMiddleware, Receive, Scope, Send
 from aqualib.engines.vllm.admin_commands import UTILITY, answer
+from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
+from aqualib.engines.vllm.pins import Prefix, PrefixPins
 from aqualib.engines.vllm.switches import Feature, Switches, SwitchState
 from aqualib.settings import load_settings
 
@@ -33,6 +35,7 @@ class Rank:
         self.turned: list[tuple[Feature, bool]] = []
         self.switches = Switches()
         self.accounts: TenantAccounts | None = None
+        self.pins: PrefixPins | None = None
         for feature in features:
             self.switches.add(feature, partial(self._note, feature))
 
@@ -215,6 +218,33 @@ def test_tenants_are_listed_with_what_they_were_served() -> None:
     assert listed == {"engines": [{"a": {"weight": 2.0, "served": 100.0, "waiting": 0}}]}
     refused = call(Core(Rank(Feature.SLICING)), "GET", "/aqua/tenants")
     assert "tenants" in refused.json()["remedy"]
+
+
+def test_a_prefix_is_pinned_listed_and_let_go_by_its_id() -> None:
+    rank = Rank(Feature.PAGING)
+    core = Core(rank)
+    tokens = {"prompt_token_ids": list(range(20_000)), "ttl_s": 60}
+    refused = call(core, "PUT", "/aqua/pins/system", tokens)
+    assert refused.status_code == 400
+    assert "prefix_tier" in refused.json()["remedy"]
+    rank.pins = PrefixPins(BlockTable(8), 0.5, lambda given: Prefix(2, given.prompt_token_ids[:2]))
+    made = call(core, "PUT", "/aqua/pins/system", tokens).json()["engines"]
+    assert [(each["id"], each["blocks"], each["present_blocks"]) for each in made] == [
+        ("system", 2, 0)
+    ]
+    assert rank.switches.has_changed, "an idle engine tells of it"
+    listed = call(core, "GET", "/aqua/pins").json()["engines"]
+    assert [(each["pinned_blocks"], each["limit_blocks"]) for each in listed] == [(2, 4)]
+    for method, path, body, status in (
+        ("PUT", "/aqua/pins/system", {"prompt_token_ids": "text"}, 422),
+        ("PUT", "/aqua/pins/a%2Fb", tokens, 422),
+        ("PUT", "/aqua/pins", tokens, 405),
+        ("DELETE", "/aqua/pins/other", None, 404),
+        ("GET", "/aqua/pins/system", None, 405),
+    ):
+        assert call(core, method, path, body).status_code == status, (method, path)
+    left = call(core, "DELETE", "/aqua/pins/system").json()
+    assert left == {"engines": [{"pins": [], "pinned_blocks": 0, "limit_blocks": 4}]}
 
 
 # --- A start without a coordinator -------------------------------------------------------------

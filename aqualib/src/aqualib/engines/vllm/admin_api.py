@@ -9,6 +9,9 @@ r"""The admin API of an engine: a middleware of vLLM's OpenAI server, which answ
     GET   /aqua/tenants                        {"engines": [{"team-a": {"served": 1234.0, ...}}]}
     PATCH /aqua/steps     {"recording": true}  forgets recorded steps, and records those that follow
     GET   /aqua/steps                          {"engines": [{"model": ..., "steps": [...], ...}]}
+    GET   /aqua/pins                           {"engines": [{"pins": [...], "pinned_blocks": 8}]}
+    PUT   /aqua/pins/ID  {"prompt_token_ids": [...], "ttl_s": 600}          pins a prefix (`pins`)
+    DELETE /aqua/pins/ID                       lets it go; those that are left
 
 Every data-parallel rank answers for itself, in order: `engines` has one entry for each. Errors are
 Aqua's (`{code, message, remedy, ...}`); of several the first.
@@ -55,6 +58,10 @@ PREFIX: Final = "/aqua/"
 MAX_BODY_BYTES: Final = 64 * 1024
 """A command is a handful of fields. Doubled, a caller can make the server hold twice as much."""
 
+MAX_PIN_BYTES: Final = 8 * 1024 * 1024
+"""A prefix of a million tokens. Doubled, a caller can make the server hold twice as much, and a
+step wait twice as long while the prefix is hashed."""
+
 MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
 """Of a prompt with its images, where its tenant or class has to be written into it; longer ones are
 refused. Doubled, a caller can make the server hold twice as much."""
@@ -63,8 +70,10 @@ ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
     "tenants": {"GET": "read-tenants"},
     "steps": {"GET": "read-steps", "PATCH": "record-steps"},
+    "pins": {"GET": "list-pins"},
+    "pins/ID": {"PUT": "pin", "DELETE": "unpin"},
 }
-"""By path and method, the command of `admin_commands`."""
+"""By path and method, the command of `admin_commands`, which takes an ID as its `id`."""
 
 
 class AquaMiddleware:
@@ -92,8 +101,9 @@ class AquaMiddleware:
                 await self._app(scope, receive, send)
                 return
             self._require_admin(scope)
-            command = _command_of(scope["method"], path.removeprefix(PREFIX))
-            arguments = _object_in(await body_of(receive, MAX_BODY_BYTES))
+            command, named = _command_of(scope["method"], path.removeprefix(PREFIX))
+            most_bytes = MAX_PIN_BYTES if command == "pin" else MAX_BODY_BYTES
+            arguments = {**_object_in(await body_of(receive, most_bytes)), **named}
             results = await _ask(scope["app"].state.engine_client, command, arguments)
         except AquaError as error:
             body = error.to_body().model_dump()
@@ -176,14 +186,16 @@ def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Rece
     return {**scope, "headers": headers}, replay
 
 
-def _command_of(method: str, resource: str) -> str:
-    commands = ROUTES.get(resource)
+def _command_of(method: str, resource: str) -> tuple[str, dict[str, str]]:
+    """The command of a path, and what the path says of its arguments."""
+    name, _, item = resource.partition("/")
+    commands = ROUTES.get(f"{name}/ID" if item else resource)
     if commands is None:
         known = ", ".join(PREFIX + each for each in ROUTES)
         raise UnknownResourceError(f"no {PREFIX}{resource}", remedy=f"There are: {known}.")
     if method not in commands:
         raise MethodNotAllowedError(f"not {method}", remedy=f"It takes {', '.join(commands)}.")
-    return commands[method]
+    return commands[method], {"id": item} if item else {}
 
 
 def _object_in(body: bytes) -> dict[str, Any]:

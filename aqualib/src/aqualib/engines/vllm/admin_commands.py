@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
+from aqualib.engines.vllm.pins import PinRequest, PrefixPins, UnpinRequest
 from aqualib.engines.vllm.step_log import RecordingState, engine_key, engine_limits
 from aqualib.engines.vllm.switches import SwitchState
 
@@ -90,11 +91,41 @@ def _record_steps(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dic
     return wanted.model_dump()
 
 
+def _pins_of(scheduler: LendingScheduler) -> PrefixPins:
+    if scheduler.pins is None:
+        raise ConfigError(
+            "this engine keeps no prefixes",
+            remedy="Start it with AquaScheduler and AquaConnector, and with prefix caching or "
+            '"prefix_tier": true.',
+        )
+    # So that an idle engine makes a step, in which workers report and figures leave.
+    scheduler.switches.has_changed = True
+    return scheduler.pins
+
+
+def _list_pins(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    del arguments
+    return _pins_of(scheduler).states()
+
+
+def _pin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    return _pins_of(scheduler).pin(PinRequest.model_validate(arguments))
+
+
+def _unpin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    pins = _pins_of(scheduler)
+    pins.unpin(UnpinRequest.model_validate(arguments).id)
+    return pins.states()
+
+
 COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str, Any]]]] = {
     "read-switches": _read_switches,
     "change-switches": _change_switches,
     "read-tenants": _read_tenants,
     "read-steps": _read_steps,
     "record-steps": _record_steps,
+    "list-pins": _list_pins,
+    "pin": _pin,
+    "unpin": _unpin,
 }
 """By name, as the front end sends them."""

@@ -14,7 +14,8 @@ A block that is not `lasting` goes from held to free. One whose bytes are still 
 (`begin`) is held, and found by its key once all workers have acknowledged them (`filled`).
 
 Held places are safe. Idle ones are a cache, of finished prefixes and of clean copies alike, and
-are given up first, the least recently used at the head. `room` counts both free and idle.
+are given up first, the least recently used at the head. `room` counts both free and idle. Where the
+key is *pinned*, a place that no request holds is not idle but kept, until it is unpinned.
 
 Owned by the scheduler's thread. Contents are the workers' affair: what the table says is there may
 turn out lost (`lose`), and then the requests that relied on it are computed again.
@@ -22,7 +23,7 @@ turn out lost (`lose`), and then the requests that relied on it are computed aga
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -60,6 +61,9 @@ class BlockTable:
         self._places: dict[int, _Place] = {}
         self._by_key: dict[Hashable, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._pinned: Counter[Hashable] = Counter()
+        # Pinned, and held by no request.
+        self._kept: set[int] = set()
         self._dropped: set[int] = set()
         self.grow(capacity_blocks)
 
@@ -91,7 +95,12 @@ class BlockTable:
     @property
     def held_count(self) -> int:
         """Blocks that some request needs."""
-        return len(self._places) - len(self._idle)
+        return len(self._places) - len(self._idle) - len(self._kept)
+
+    @property
+    def pinned_count(self) -> int:
+        """Keys that are pinned, whether their blocks are there or not."""
+        return len(self._pinned)
 
     def find(self, keys: Iterable[Hashable]) -> list[int]:
         """Places of the longest run of `keys`, from the first, that is there."""
@@ -108,6 +117,7 @@ class BlockTable:
         for place in places:
             self._places[place].holders += 1
             self._idle.pop(place, None)
+            self._kept.discard(place)
 
     def release(self, places: Iterable[int]) -> None:
         """Undo one `hold` or `put` of each."""
@@ -117,10 +127,33 @@ class BlockTable:
             assert entry.holders >= 0, (place, entry)
             if entry.holders:
                 continue
-            if entry.is_lasting:
-                self._idle[place] = None
-            else:
+            if not entry.is_lasting:
                 self._free(place)
+            elif entry.key in self._pinned:
+                self._kept.add(place)
+            else:
+                self._idle[place] = None
+
+    def pin(self, keys: Iterable[Hashable]) -> None:
+        """Keep blocks of these keys, now or when they come, until they are unpinned as often."""
+        for key in keys:
+            self._pinned[key] += 1
+            place = self._by_key.get(key)
+            if place in self._idle:
+                del self._idle[place]
+                self._kept.add(place)
+
+    def unpin(self, keys: Iterable[Hashable]) -> None:
+        """Undo one `pin` of each."""
+        for key in keys:
+            self._pinned[key] -= 1
+            if self._pinned[key]:
+                continue
+            del self._pinned[key]
+            place = self._by_key.get(key)
+            if place in self._kept:
+                self._kept.remove(place)
+                self._idle[place] = None
 
     def present(self, keys: Iterable[Hashable]) -> list[int]:
         """Places of those of `keys` that are there."""
@@ -206,8 +239,8 @@ class BlockTable:
                         entry.is_lasting = False
 
     def keep_held(self) -> None:
-        """Free what no request needs, and the rest as it is released."""
-        for place in list(self._idle):
+        """Free what no request needs, pinned or not, and the rest as it is released."""
+        for place in (*self._idle, *self._kept):
             self._free(place)
         for entry in self._places.values():
             entry.is_lasting = False
@@ -230,6 +263,8 @@ class BlockTable:
         assert found <= self._places.keys(), found - self._places.keys()
         assert self._places.keys() - found <= held, "what is neither found nor held is free"
         assert set(self._filling.values()) <= held - found, self._filling
+        kept = {place for place in self._places if self._places[place].key in self._pinned} - held
+        assert self._kept == kept, (self._kept, kept)
 
     def _take(self, key: Hashable, holders: int, *, is_lasting: bool) -> int | None:
         if not self._unused:
@@ -246,5 +281,6 @@ class BlockTable:
         if self._by_key.get(entry.key) == place:
             del self._by_key[entry.key]
         self._idle.pop(place, None)
+        self._kept.discard(place)
         self._unused.append(place)
         self._dropped.add(place)

@@ -15,7 +15,7 @@ gives them because this connector says that it can page them (`SupportsHMA`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, Final
 
@@ -27,7 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, resolve_kv_cache_block_sizes
+from vllm.v1.request import Request
 
 from aqua_protocol import format_bytes
 from aqualib.connection import connect
@@ -40,6 +43,7 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of, rank_member
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
+from aqualib.engines.vllm.pins import PinRequest, Prefix, PrefixPins
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
 from aqualib.engines.vllm.switches import Switches
@@ -86,6 +90,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._tier_events: TierEvents | None = None
         if half is not None and half.has_tier and events and events.enable_kv_cache_events:
             self._tier_events = TierEvents(half.table)
+        self.pins: PrefixPins | None = None
+        if half is not None and half.has_tier:
+            read_prefix = prefix_reader(half, vllm_config, kv_cache_config)
+            self.pins = PrefixPins(half.table, self.options.pinned_share, read_prefix)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -119,6 +127,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan."""
         del scheduler_output
         self.switches.has_changed = False
+        if self.pins is not None:
+            self.pins.expire()
         plan = self._scheduler_half.take_plan()
         return AquaPagingPlan(*(getattr(plan, each.name) for each in fields(plan)))
 
@@ -258,7 +268,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if half is None:
             return None
         co_serving = {} if self.co_serving is None else self.co_serving.totals()
-        return self._meter.read({**half.totals(), **self.switches.levels(), **co_serving})
+        pins = {} if self.pins is None else self.pins.levels()
+        return self._meter.read({**half.totals(), **self.switches.levels(), **pins, **co_serving})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AquaStats:
@@ -299,6 +310,28 @@ def open_paging_scheduler(
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
     )
+
+
+def prefix_reader(
+    paging: KvPagingScheduler, vllm_config: Any, kv_cache_config: Any
+) -> Callable[[PinRequest], Prefix]:
+    """Make what finds the blocks of a prefix, by hashes like those of requests."""
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    hash_name = vllm_config.cache_config.prefix_caching_hash_algo
+    hasher = get_request_block_hasher(hash_tokens, get_hash_fn_by_name(hash_name))
+
+    def read(pin: PinRequest) -> Prefix:
+        request = Request(
+            request_id=pin.id,
+            prompt_token_ids=pin.prompt_token_ids,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=pin.cache_salt,
+            block_hasher=hasher,
+        )
+        return Prefix(*paging.keys.prefix(request))
+
+    return read
 
 
 def find_connector(connector: Any) -> AquaConnector | None:

@@ -42,6 +42,8 @@ GAUGES: Final = {
     "slicing_on": "Whether requests take turns in time slices.",
     "paging_on": "Whether KV is paged out.",
     "lending_on": "Whether KV memory is lent.",
+    "pinned_prefixes": "Prefixes that the tier keeps until they are unpinned.",
+    "pinned_blocks": "Blocks that these take in the tier, or will once they come.",
     "co_serving_without_aborts": "Engines whose steps of offline work cannot be aborted.",
     "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",
     "offline_budget_tokens": "Offline tokens of a step on the fixed budget.",

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import lcm
 from typing import Any, Final, NamedTuple
 
@@ -87,6 +88,11 @@ class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a
         """Whether a request can go on after the last of its computed tokens only."""
         return any(group.is_state for group in self)
 
+    @cached_property
+    def hit_tokens(self) -> int:
+        """Unit in which vLLM counts hits: blocks that end blocks of all groups."""
+        return lcm(*(group.block_tokens for group in self))
+
     def wanted(self, tables: Sequence[Sequence[int]], tokens: int) -> list[range]:
         """Indices of the blocks, by group, that a request needs to go on after so many tokens."""
         found = []
@@ -119,8 +125,7 @@ class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a
             start: Tokens that need not be looked up; ends blocks of all groups.
             most: Tokens at most.
         """
-        # vLLM counts hits in blocks that end blocks of all groups.
-        unit = lcm(*(group.block_tokens for group in self))
+        unit = self.hit_tokens
         total = most // unit * unit
         runs = [BlockRun(0, [])] * len(self)
         # One group shortens what all have; the others then look again.
@@ -167,6 +172,13 @@ class BlockKeys:
         step = self._groups[index].block_tokens // self._hash_tokens
         hashes = request.block_hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
         return ((each, index) for each in hashes) if index else iter(hashes)
+
+    def prefix(self, request: Any) -> tuple[int, list[Hashable]]:
+        """Tokens that a request beginning with all of this one would find, and keys of them."""
+        tokens = request.num_tokens // self._groups.hit_tokens * self._groups.hit_tokens
+        blocks = [group.read(0, tokens) for group in self._groups]
+        runs = (self.full(request, index, each) for index, each in enumerate(blocks))
+        return tokens, list(chain.from_iterable(runs))
 
     def upto(self, request: Any, index: int, blocks: range, tokens: int) -> list[Hashable]:
         """Keys of blocks of a group that so many tokens end in."""

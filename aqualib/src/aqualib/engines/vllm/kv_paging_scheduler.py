@@ -84,7 +84,7 @@ class KvPagingScheduler:
         self.is_checkpointing: Final = options.mode is PagingMode.CHECKPOINT
         self.has_tier: Final = is_sharing and self.is_paging and not groups.has_state
         self._is_on = True
-        self._keys = BlockKeys(groups, hash_tokens if self.has_tier else None)
+        self.keys: Final = BlockKeys(groups, hash_tokens if self.has_tier else None)
         self.is_load_async: Final = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
         self._plan = PagingPlan()
@@ -142,7 +142,7 @@ class KvPagingScheduler:
             computed_tokens = min(computed_tokens, request.num_tokens)
         wanted = self.groups.wanted(block_ids, computed_tokens)
         keys = [
-            self._keys.upto(request, index, blocks, computed_tokens)
+            self.keys.upto(request, index, blocks, computed_tokens)
             for index, blocks in enumerate(wanted)
         ]
         needed = sum(map(len, keys))
@@ -253,7 +253,7 @@ class KvPagingScheduler:
                 self.counts.kept_blocks += begun
                 self.counts.unkept_blocks += stop - end
             elif not self.has_tier:
-                self.table.forget(self._keys.full(request, index, blocks))
+                self.table.forget(self.keys.full(request, index, blocks))
 
     def is_behind(self, request_id: str, computed_tokens: int) -> bool:
         """Whether a running request may have filled blocks since its last checkpoint."""
@@ -400,12 +400,12 @@ class KvPagingScheduler:
         tokens, count = request.num_tokens, 0
         for index, group in enumerate(self.groups):
             blocks = range(group.first(tokens), tokens // group.block_tokens)
-            count += len(self.table.find(self._keys.full(request, index, blocks)))
+            count += len(self.table.find(self.keys.full(request, index, blocks)))
         return count
 
     def copied_blocks(self, request: Any, blocks: range) -> tuple[int, bool]:
         """How many of these full blocks are there, from the first; whether the rest is coming."""
-        keys = list(self._keys.full(request, 0, blocks))
+        keys = list(self.keys.full(request, 0, blocks))
         found = len(self.table.find(keys))
         return found, all(map(self.table.is_known, keys[found:]))
 
@@ -424,7 +424,7 @@ class KvPagingScheduler:
             total = self.groups.reach(runs, saved.tokens, most)
         elif self.has_tier and self._is_on and not request.skip_reading_prefix_cache:
             total, runs = self.groups.longest(
-                lambda index, blocks: self.table.find(self._keys.full(request, index, blocks)),
+                lambda index, blocks: self.table.find(self.keys.full(request, index, blocks)),
                 local_tokens,
                 most,
             )
@@ -461,7 +461,7 @@ class KvPagingScheduler:
         Returns the end of those that are there or on their way now or were freed before, and how
         many of them were not before.
         """
-        keys = list(self._keys.full(request, index, blocks))
+        keys = list(self.keys.full(request, index, blocks))
         there = [at for at in blocks[: len(keys)] if block_ids[at] != NULL_BLOCK]
         kept, begun = self._keep(
             [keys[at - blocks.start] for at in there], [block_ids[at] for at in there]

@@ -257,6 +257,12 @@ class AquaOptions(FairSettings):
         description="Keep blocks of finished requests for others with the same prefix; as "
         "enable_prefix_caching says if unset.",
     )
+    pinned_share: float = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="Share of the prefix tier that pinned prefixes may take together.",
+    )
     is_offline: bool = Field(
         default=False, description="Ask no coordinator: everything paged lives in host memory."
     )

@@ -95,6 +95,7 @@ class AquaScheduler(CoServingScheduler):
             self.recompute_kv_load_failures = True
             self.switches.add(Feature.PAGING, self.paging.turn)
             connector.switches = self.switches
+            self.pins = connector.pins
         self.switches.add(Feature.SLICING, self._policy.slice_turns)
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue

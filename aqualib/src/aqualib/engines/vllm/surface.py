@@ -73,6 +73,9 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.distributed.kv_events:BlockStored": (
         *("block_hashes", "block_size", "lora_id", "medium", "parent_block_hash", "token_ids"),
     ),
+    "vllm.sampling_params:SamplingParams": ("max_tokens",),
+    "vllm.utils.hashing:get_hash_fn_by_name": (),
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": (),
     "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash": (),
     "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": (),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": USED_TO_LEND["KVCacheBlock"],
@@ -90,6 +93,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.config.scheduler:SchedulerConfig": ("async_scheduling", "get_scheduler_cls"),
     "vllm.v1.request:Request": (
         *(
+            "__init__",
             "arrival_time",
             "block_hashes",
             "is_finished",
