@@ -25,6 +25,7 @@ import pytest
 
 NEEDS_VLLM = [
     "aqualib/test_vllm_co_serving.py",
+    "aqualib/test_vllm_commands.py",
     "aqualib/test_vllm_interleavings.py",
     "aqualib/test_vllm_refusals.py",
     "aqualib/test_vllm_swaps.py",

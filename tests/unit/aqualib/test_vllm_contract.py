@@ -263,7 +263,12 @@ def test_our_schedulers_use_and_override_nothing_of_vllms_that_is_not_in_the_con
     """What they take from `self`, and do not make themselves, is vLLM's."""
     used: set[str] = set()
     made: set[str] = set()
-    for name in ("scheduler.py", "co_serving_scheduler.py", "lending/scheduler.py"):
+    for name in (
+        "scheduler.py",
+        "eviction_scheduler.py",
+        "co_serving_scheduler.py",
+        "lending/scheduler.py",
+    ):
         for node in ast.walk(ast.parse((ENGINE / name).read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "super()"}:
                 own = ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store)

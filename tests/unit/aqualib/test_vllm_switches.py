@@ -12,11 +12,13 @@ import httpx
 import pytest
 
 from aqua_protocol import ConfigError, UnavailableError
+from aqua_protocol.errors import UnknownResourceError
 from aqua_schedulers.cfs import RequestView, TenantAccounts, TenantSettings
 from aqualib.engines.vllm.admin_api import AquaMiddleware, Receive, Scope, Send
 from aqualib.engines.vllm.admin_commands import UTILITY, answer
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
+from aqualib.engines.vllm.evictions import EvictionRequest
 from aqualib.engines.vllm.pins import Prefix, PrefixPins
 from aqualib.engines.vllm.switches import Feature, Switches, SwitchState
 from aqualib.settings import load_settings
@@ -245,6 +247,45 @@ def test_a_prefix_is_pinned_listed_and_let_go_by_its_id() -> None:
         assert call(core, method, path, body).status_code == status, (method, path)
     left = call(core, "DELETE", "/aqua/pins/system").json()
     assert left == {"engines": [{"pins": [], "pinned_blocks": 0, "limit_blocks": 4}]}
+
+
+class EvictingRank(Rank):
+    """A rank that has one evicted request, or none, and nothing else."""
+
+    def __init__(self, *evicted: str) -> None:
+        super().__init__(Feature.PAGING)
+        self.evicted = list(evicted)
+
+    def evictions(self) -> list[dict[str, str]]:
+        return [{"request_id": name} for name in self.evicted]
+
+    def evict(self, wanted: EvictionRequest) -> list[dict[str, str]]:
+        self.evicted += wanted.request_ids or []
+        return self.evictions()
+
+    def resume_evicted(self, name: str) -> None:
+        if name not in self.evicted:
+            raise UnknownResourceError(f"no {name}")
+        self.evicted.remove(name)
+
+
+def test_a_rank_that_does_not_know_a_request_is_no_error_where_another_does() -> None:
+    core = Core(EvictingRank("a"), EvictingRank())
+    assert call(core, "DELETE", "/aqua/evictions/a").json() == {
+        "engines": [{"evictions": []}, None]
+    }
+    refused = call(core, "DELETE", "/aqua/evictions/a")
+    assert refused.status_code == 404
+    assert call(core, "POST", "/aqua/evictions", {"request_ids": ["b"], "hold_s": 5}).json() == {
+        "engines": [{"evictions": [{"request_id": "b"}]}] * 2
+    }
+    assert call(core, "GET", "/aqua/evictions").json()["engines"][1] == {
+        "evictions": [{"request_id": "b"}]
+    }
+    assert call(core, "POST", "/aqua/evictions", {"hold_s": 5}).status_code == 422
+    stock = call(Core(Rank(Feature.LENDING)), "POST", "/aqua/evictions", {"count": 1})
+    assert stock.status_code == 400
+    assert "AquaScheduler" in stock.json()["remedy"]
 
 
 # --- A start without a coordinator -------------------------------------------------------------

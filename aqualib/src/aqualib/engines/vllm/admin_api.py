@@ -12,9 +12,13 @@ r"""The admin API of an engine: a middleware of vLLM's OpenAI server, which answ
     GET   /aqua/pins                           {"engines": [{"pins": [...], "pinned_blocks": 8}]}
     PUT   /aqua/pins/ID  {"prompt_token_ids": [...], "ttl_s": 600}          pins a prefix (`pins`)
     DELETE /aqua/pins/ID                       lets it go; those that are left
+    GET   /aqua/evictions                      {"engines": [{"evictions": [...]}]}
+    POST  /aqua/evictions  {"request_ids": [...], "hold_s": 10}             evicts (`evictions`)
+    DELETE /aqua/evictions/ID                  resumes a request; those that are still evicted
 
-Every data-parallel rank answers for itself, in order: `engines` has one entry for each. Errors are
-Aqua's (`{code, message, remedy, ...}`); of several the first.
+Every data-parallel rank answers for itself, in order: `engines` has one entry for each, null where
+a rank does not know what others do, such as a request. Errors are Aqua's (`{code, message, remedy,
+...}`); of several the first.
 
 A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
 the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
@@ -72,6 +76,8 @@ ROUTES: Final = {
     "steps": {"GET": "read-steps", "PATCH": "record-steps"},
     "pins": {"GET": "list-pins"},
     "pins/ID": {"PUT": "pin", "DELETE": "unpin"},
+    "evictions": {"GET": "list-evictions", "POST": "evict"},
+    "evictions/ID": {"DELETE": "resume"},
 }
 """By path and method, the command of `admin_commands`, which takes an ID as its `id`."""
 
@@ -210,7 +216,9 @@ def _object_in(body: bytes) -> dict[str, Any]:
     return given
 
 
-async def _ask(engine_client: Any, command: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+async def _ask(
+    engine_client: Any, command: str, arguments: dict[str, Any]
+) -> list[dict[str, Any] | None]:
     """Have every rank's scheduler answer.
 
     Raises:
@@ -232,10 +240,15 @@ async def _ask(engine_client: Any, command: str, arguments: dict[str, Any]) -> l
                 remedy="Start it with --scheduler-cls aqualib.engines.vllm.AquaScheduler.",
             ) from error
         raise UnavailableError(f"the engine did not answer: {error}") from error
-    for answer in answers:
-        if "error" in answer:
-            raise error_from_body(ErrorBody.model_validate(answer["error"]))
-    return [answer["result"] for answer in answers]
+    errors = [
+        error_from_body(ErrorBody.model_validate(answer["error"]))
+        for answer in answers
+        if "error" in answer
+    ]
+    for refusal in errors:
+        if len(errors) == len(answers) or not isinstance(refusal, UnknownResourceError):
+            raise refusal
+    return [answer.get("result") for answer in answers]
 
 
 async def _send_json(

@@ -12,19 +12,21 @@ vLLM makes of exceptions would lose their type.
 from __future__ import annotations
 
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
-from aqualib.engines.vllm.pins import PinRequest, PrefixPins, UnpinRequest
+from aqualib.engines.vllm.evictions import EvictionRequest
+from aqualib.engines.vllm.pins import PinRequest, PrefixPins
 from aqualib.engines.vllm.step_log import RecordingState, engine_key, engine_limits
 from aqualib.engines.vllm.switches import SwitchState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aqualib.engines.vllm.eviction_scheduler import EvictionScheduler
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 
 UTILITY: Final = "scheduler"
@@ -33,6 +35,14 @@ UTILITY: Final = "scheduler"
 MAX_TENANTS: Final = 1000
 """Tenants in one answer, those served most: finding them takes a millisecond, of a step. Doubled,
 the step that answers takes two."""
+
+
+class NamedRequest(BaseModel):
+    """A command about what has this id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str
 
 
 def answer(scheduler: LendingScheduler, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -114,8 +124,33 @@ def _pin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, An
 
 def _unpin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
     pins = _pins_of(scheduler)
-    pins.unpin(UnpinRequest.model_validate(arguments).id)
+    pins.unpin(NamedRequest.model_validate(arguments).id)
     return pins.states()
+
+
+def _evictor_of(scheduler: LendingScheduler) -> EvictionScheduler:
+    if not hasattr(scheduler, "evict"):
+        raise ConfigError(
+            "this engine's scheduler does not evict",
+            remedy="Start it with --scheduler-cls aqualib.engines.vllm.AquaScheduler.",
+        )
+    return cast("EvictionScheduler", scheduler)
+
+
+def _list_evictions(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    del arguments
+    return {"evictions": _evictor_of(scheduler).evictions()}
+
+
+def _evict(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    evictor = _evictor_of(scheduler)
+    return {"evictions": evictor.evict(EvictionRequest.model_validate(arguments))}
+
+
+def _resume(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
+    evictor = _evictor_of(scheduler)
+    evictor.resume_evicted(NamedRequest.model_validate(arguments).id)
+    return {"evictions": evictor.evictions()}
 
 
 COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str, Any]]]] = {
@@ -127,5 +162,8 @@ COMMANDS: Final[dict[str, Callable[[LendingScheduler, dict[str, Any]], dict[str,
     "list-pins": _list_pins,
     "pin": _pin,
     "unpin": _unpin,
+    "list-evictions": _list_evictions,
+    "evict": _evict,
+    "resume": _resume,
 }
 """By name, as the front end sends them."""

@@ -139,7 +139,7 @@ class BlockTable:
         for key in keys:
             self._pinned[key] += 1
             place = self._by_key.get(key)
-            if place in self._idle:
+            if place is not None and place in self._idle:
                 del self._idle[place]
                 self._kept.add(place)
 
@@ -151,7 +151,7 @@ class BlockTable:
                 continue
             del self._pinned[key]
             place = self._by_key.get(key)
-            if place in self._kept:
+            if place is not None and place in self._kept:
                 self._kept.remove(place)
                 self._idle[place] = None
 

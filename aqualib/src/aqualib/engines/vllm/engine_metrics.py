@@ -27,6 +27,8 @@ COUNTERS: Final = {
     "kv_drained_bytes": "KV bytes moved away from peers, because they wanted their memory.",
     "kv_reclaim_seconds": "From a producer's demand until its last slab was given back.",
     "forced_preemptions": "Requests preempted at the end of a slice.",
+    "evicted_requests": "Requests that were evicted on command, to be resumed.",
+    "evicted_tokens": "Tokens that these had computed, and that were kept.",
     "restored_tokens": "Tokens of preempted requests that were loaded instead of computed.",
     "prefix_queried_tokens": "Prompt tokens looked up in the prefix tier.",
     "prefix_hit_tokens": "Prompt tokens loaded from the prefix tier.",

@@ -306,6 +306,8 @@ class KvPagingScheduler:
         """What is counted here, by the names of `engine_metrics`."""
         counts = self.counts
         return {
+            "evicted_requests": counts.evicted_requests,
+            "evicted_tokens": counts.evicted_tokens,
             "forced_preemptions": counts.forced_preemptions,
             "restored_tokens": counts.restored_tokens,
             "prefix_queried_tokens": counts.queried_tokens,

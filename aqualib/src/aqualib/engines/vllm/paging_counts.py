@@ -20,6 +20,8 @@ class PagingCounts:
         prefix_hit_tokens: Of new requests, loaded instead of computed.
         queried_tokens: Of new requests, looked up.
         lost_blocks: Not there when they were needed.
+        evicted_requests: Evicted by an operator's command; counted by the scheduler.
+        evicted_tokens: Of these, kept in the store.
         forced_preemptions: Requests that the policy preempted; counted by the scheduler.
     """
 
@@ -33,4 +35,6 @@ class PagingCounts:
     prefix_hit_tokens: int = 0
     queried_tokens: int = 0
     lost_blocks: int = 0
+    evicted_requests: int = 0
+    evicted_tokens: int = 0
     forced_preemptions: int = 0

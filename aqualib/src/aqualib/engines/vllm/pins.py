@@ -57,14 +57,6 @@ class PinRequest(BaseModel):
     ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
 
 
-class UnpinRequest(BaseModel):
-    """Which pin is to end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    id: str
-
-
 class Prefix(NamedTuple):
     """What a pin keeps.
 

@@ -36,9 +36,10 @@ from aqua_schedulers.cfs import (
     TenantAccounts,
     policy_named,
 )
-from aqualib.engines.vllm.co_serving_scheduler import READING_STEPS, CoServingScheduler
+from aqualib.engines.vllm.co_serving_scheduler import READING_STEPS
 from aqualib.engines.vllm.connector import find_connector
 from aqualib.engines.vllm.engine_checks import require_blocks
+from aqualib.engines.vllm.eviction_scheduler import EvictionScheduler
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.priority import weight_of
@@ -66,7 +67,7 @@ that ends gives most of its memory at once. Doubled, more prefixes are kept when
 together, and those that wait find less memory for as long as that takes."""
 
 
-class AquaScheduler(CoServingScheduler):
+class AquaScheduler(EvictionScheduler):
     """vLLM's scheduler under a fair policy; vLLM makes it from `--scheduler-cls`."""
 
     has_requests_begin_again: ClassVar = True
@@ -110,6 +111,7 @@ class AquaScheduler(CoServingScheduler):
         # By request, its computed tokens, and whether it runs; of this step.
         self._remaining_blocks: dict[tuple[str, int, bool], int] = {}
         self.forced_preemptions = 0
+        self._open_evictions()
         self._open_co_serving(options, self._growing_tokens)
         if connector is not None:
             connector.co_serving = self.co_serving
@@ -124,12 +126,15 @@ class AquaScheduler(CoServingScheduler):
         weights.
         """
         pause = self.pause_state
+        if self._evicted:
+            self._end_evictions(ends_all=pause is PauseState.PAUSED_NEW)
         co_serving = self.co_serving
         if co_serving is not None:
             co_serving.begin(time.monotonic())
             self._order_running(co_serving)
         if pause is PauseState.PAUSED_NEW:
-            self._queue.admit(r.request_id for r in self._queue if _has_begun(r))
+            begun = (r.request_id for r in self._queue if _has_begun(r))
+            self._queue.admit(name for name in begun if name not in self._evicted)
             # vLLM admits what is shown to it, which is nothing new.
             self._pause_state = PauseState.UNPAUSED
         elif pause is PauseState.UNPAUSED and co_serving is not None:
@@ -272,6 +277,8 @@ class AquaScheduler(CoServingScheduler):
     def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None:
         """A request holds no memory any more; tell the policy of its class."""
         self._holding.pop(request.request_id, None)
+        if self._hold_out(request, saved_tokens):
+            return
         if self.co_serving is not None and self._is_offline(request.request_id):
             self.co_serving.preempted(request, self.paging, time.monotonic())
         else:
@@ -331,9 +338,10 @@ class AquaScheduler(CoServingScheduler):
             )
         self._preemption_mode = PreemptionMode.SWAP
         self._is_turn = False
-        self.forced_preemptions += len(leaving)
+        forced = len(leaving - self._evicted.keys())
+        self.forced_preemptions += forced
         if self.paging is not None:
-            self.paging.counts.forced_preemptions += len(leaving)
+            self.paging.counts.forced_preemptions += forced
 
     def _blocks_to_give(self) -> int:
         """Blocks to give out: those that are free, and those that will be in a moment.
