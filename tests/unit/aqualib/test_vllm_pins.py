@@ -11,7 +11,7 @@ from aqua_protocol import UnavailableError
 from aqua_protocol.errors import QuotaExceededError, RequestInvalidError, UnknownResourceError
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.kv_groups import BlockKeys, KvGroup, KvGroups
-from aqualib.engines.vllm.pins import MAX_TTL_S, PinRequest, Prefix, PrefixPins
+from aqualib.engines.vllm.pins import MAX_TTL_S, PinRequest, Prefix, PrefixPinTable
 
 BLOCK_TOKENS = 2
 
@@ -29,7 +29,7 @@ class Tier:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.table = BlockTable(10)
-        self.pins = PrefixPins(self.table, 0.5, prefix_of, self.clock)
+        self.pins = PrefixPinTable(self.table, 0.5, prefix_of, self.clock)
 
     def clock(self) -> float:
         return self.now_s
@@ -150,7 +150,7 @@ def test_figures_are_told_from_the_first_pin_on() -> None:
 
 def test_before_the_tier_has_a_size_and_without_a_block_nothing_is_pinned() -> None:
     with pytest.raises(UnavailableError) as refused:
-        PrefixPins(BlockTable(), 0.5, prefix_of).pin(PinRequest(id="a", prompt_token_ids=[1]))
+        PrefixPinTable(BlockTable(), 0.5, prefix_of).pin(PinRequest(id="a", prompt_token_ids=[1]))
     assert refused.value.retry_after_s
     with pytest.raises(RequestInvalidError, match="1 tokens do not fill"):
         Tier().pin("a", 1)

@@ -19,7 +19,7 @@ from aqualib.engines.vllm.admin_commands import UTILITY, answer
 from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.evictions import EvictionRequest
-from aqualib.engines.vllm.pins import Prefix, PrefixPins
+from aqualib.engines.vllm.pins import Prefix, PrefixPinTable
 from aqualib.engines.vllm.switches import Feature, Switches, SwitchState
 from aqualib.settings import load_settings
 
@@ -37,7 +37,7 @@ class Rank:
         self.turned: list[tuple[Feature, bool]] = []
         self.switches = Switches()
         self.accounts: TenantAccounts | None = None
-        self.pins: PrefixPins | None = None
+        self.pins: PrefixPinTable | None = None
         for feature in features:
             self.switches.add(feature, partial(self._note, feature))
 
@@ -229,7 +229,7 @@ def test_a_prefix_is_pinned_listed_and_let_go_by_its_id() -> None:
     refused = call(core, "PUT", "/aqua/pins/system", tokens)
     assert refused.status_code == 400
     assert "prefix_tier" in refused.json()["remedy"]
-    rank.pins = PrefixPins(BlockTable(8), 0.5, lambda given: Prefix(2, given.prompt_token_ids[:2]))
+    rank.pins = PrefixPinTable(BlockTable(8), 0.5, lambda pin: Prefix(2, pin.prompt_token_ids[:2]))
     made = call(core, "PUT", "/aqua/pins/system", tokens).json()["engines"]
     assert [(each["id"], each["blocks"], each["present_blocks"]) for each in made] == [
         ("system", 2, 0)

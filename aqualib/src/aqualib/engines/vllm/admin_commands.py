@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
 from aqualib.engines.vllm.evictions import EvictionRequest
-from aqualib.engines.vllm.pins import PinRequest, PrefixPins
+from aqualib.engines.vllm.pins import PinRequest, PrefixPinTable
 from aqualib.engines.vllm.step_log import RecordingState, engine_key, engine_limits
 from aqualib.engines.vllm.switches import SwitchState
 
@@ -37,7 +37,7 @@ MAX_TENANTS: Final = 1000
 the step that answers takes two."""
 
 
-class NamedRequest(BaseModel):
+class IdRequest(BaseModel):
     """A command about what has this id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -101,7 +101,7 @@ def _record_steps(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dic
     return wanted.model_dump()
 
 
-def _pins_of(scheduler: LendingScheduler) -> PrefixPins:
+def _pins_of(scheduler: LendingScheduler) -> PrefixPinTable:
     if scheduler.pins is None:
         raise ConfigError(
             "this engine keeps no prefixes",
@@ -124,7 +124,7 @@ def _pin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, An
 
 def _unpin(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
     pins = _pins_of(scheduler)
-    pins.unpin(NamedRequest.model_validate(arguments).id)
+    pins.unpin(IdRequest.model_validate(arguments).id)
     return pins.states()
 
 
@@ -149,7 +149,7 @@ def _evict(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, 
 
 def _resume(scheduler: LendingScheduler, arguments: dict[str, Any]) -> dict[str, Any]:
     evictor = _evictor_of(scheduler)
-    evictor.resume_evicted(NamedRequest.model_validate(arguments).id)
+    evictor.resume_evicted(IdRequest.model_validate(arguments).id)
     return {"evictions": evictor.evictions()}
 
 

@@ -43,7 +43,7 @@ from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of, rank_member
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
-from aqualib.engines.vllm.pins import PinRequest, Prefix, PrefixPins
+from aqualib.engines.vllm.pins import PinRequest, Prefix, PrefixPinTable
 from aqualib.engines.vllm.rows import block_rows
 from aqualib.engines.vllm.store_size import store_size
 from aqualib.engines.vllm.switches import Switches
@@ -90,10 +90,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._tier_events: TierEvents | None = None
         if half is not None and half.has_tier and events and events.enable_kv_cache_events:
             self._tier_events = TierEvents(half.table)
-        self.pins: PrefixPins | None = None
+        self.pins: PrefixPinTable | None = None
         if half is not None and half.has_tier:
             read_prefix = prefix_reader(half, vllm_config, kv_cache_config)
-            self.pins = PrefixPins(half.table, self.options.pinned_share, read_prefix)
+            self.pins = PrefixPinTable(half.table, self.options.pinned_share, read_prefix)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

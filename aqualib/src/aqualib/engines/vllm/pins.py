@@ -75,7 +75,7 @@ class _Pin:
     ends_s: float | None
 
 
-class PrefixPins:
+class PrefixPinTable:
     """Pins blocks of a table.
 
     Args:

@@ -35,7 +35,7 @@ from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of, profile_names, rank_member
-from aqualib.engines.vllm.pins import PrefixPins
+from aqualib.engines.vllm.pins import PrefixPinTable
 from aqualib.engines.vllm.step_log import StepLog
 from aqualib.engines.vllm.switches import Feature, Switches
 from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
@@ -69,7 +69,7 @@ class LendingScheduler(Scheduler):
         self.lending_service: LendingService | None = None
         self.switches: Final = Switches()
         self.step_log: Final = StepLog()
-        self.pins: PrefixPins | None = None
+        self.pins: PrefixPinTable | None = None
         self._block_lock = threading.RLock()
         self._left_waiting = 0
         self._is_starved = False
