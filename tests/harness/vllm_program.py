@@ -48,6 +48,10 @@ class Scenario:
         zeroes_loads: What is paged in is zeroed: the negative control.
         spoil_at_step: Before this step, all that is in the store stops matching its checksums.
         abort_at_step: Before this step, every third request is aborted.
+        evict_at_step: Before this step, half of what runs is evicted; it is resumed when no other
+            request is left.
+        zeroes_from_round: From this round on, likewise what is paged in is zeroed.
+        pinned: Prompts that are pinned at the pause, and asked for once more at the end.
         lend: What to lend, by vLLM's own scheduler or, with `aqua`, ours.
         await_offered_bytes: Wait for so much to be offered, then say `offered` and wait for a line,
             before the first request.
@@ -72,6 +76,9 @@ class Scenario:
     zeroes_loads: bool = False
     spoil_at_step: int = 0
     abort_at_step: int = 0
+    evict_at_step: int = 0
+    zeroes_from_round: int = 0
+    pinned: int = 0
     lend: dict[str, Any] | None = None
     await_offered_bytes: int = 0
     wave_at_step: int = 0
@@ -204,9 +211,11 @@ def _main(scenario: Scenario) -> None:
     has_waved = False
     for turn in range(scenario.rounds):
         add(turn)
+        first_step = step
         while engine.has_unfinished_requests():
             step += 1
             _before_step(scenario, step, engine, worker)
+            _in_round(scenario, turn, step - first_step, engine, worker)
             if step == scenario.abort_at_step:
                 engine.abort_request([f"{turn}-{index}" for index in range(0, len(prompts), 3)])
             if not has_waved and 0 < scenario.wave_at_step <= step and _is_ready(scenario, engine):
@@ -217,6 +226,7 @@ def _main(scenario: Scenario) -> None:
                     name = output.request_id
                     tokens[name] = list(output.outputs[0].token_ids)
     steps.settle()
+    tokens |= _ask_for_pinned(scenario, engine, steps)
     say({"event": "done", "tokens": tokens, "steps": step, **_figures(engine, worker)})
     if scenario.lend is not None:
         engine.engine_core.engine_core.scheduler.shutdown()
@@ -264,6 +274,8 @@ def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> Non
         say({"event": "offered", **_figures(engine, worker)})
         sys.stdin.readline()
     if step and step == scenario.pause_at_step:
+        for name, prompt in _pinned(scenario).items():
+            _command(engine, "pin", id=name, prompt_token_ids=prompt)
         say({"event": "paused", **_figures(engine, worker)})
         sys.stdin.readline()
         if scenario.joins_at_pause:
@@ -308,15 +320,67 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     if scenario.await_leased_bytes and not scenario.joins_at_pause:
         _await_leases(scenario, worker.aqua)
     if scenario.zeroes_loads:
-        page_in = worker.store.page_in
-
-        def page_in_nothing(slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
-            transfer = page_in(slots, rows)
-            rows.zero_()
-            return transfer
-
-        worker.store.page_in = page_in_nothing
+        _zero_loads(worker)
     return worker
+
+
+def _in_round(scenario: Scenario, turn: int, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - as above
+    """What the scenario wants to happen before a step that is counted from its round's first."""
+    if step == 1 and 0 < scenario.zeroes_from_round == turn:
+        _zero_loads(worker)
+    if scenario.evict_at_step:
+        _evict_or_resume(engine, is_time=step == scenario.evict_at_step)
+
+
+def _zero_loads(worker: Any) -> None:  # noqa: ANN401 - a KvPagingWorker
+    """Have what is paged in be zeroes from now on."""
+    page_in = worker.store.page_in
+
+    def page_in_nothing(slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
+        transfer = page_in(slots, rows)
+        rows.zero_()
+        return transfer
+
+    worker.store.page_in = page_in_nothing
+
+
+def _evict_or_resume(engine: Any, *, is_time: bool) -> None:  # noqa: ANN401 - vLLM's
+    """Evict half of what runs, or resume what is evicted once nothing else is left."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    if is_time:
+        _command(engine, "evict", count=len(scheduler.running) // 2, hold_s=3600)
+    elif len(scheduler.requests) == len(scheduler.evictions()):
+        for each in scheduler.evictions():
+            _command(engine, "resume", id=each["request_id"])
+
+
+def _pinned(scenario: Scenario) -> dict[str, list[int]]:
+    """The longest prompts, by what they are called when they are asked for again."""
+    prompts = _prompts(scenario)
+    longest = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    return {f"again-{index}": prompts[index] for index in longest[: scenario.pinned]}
+
+
+def _ask_for_pinned(scenario: Scenario, engine: Any, steps: _Steps) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
+    """The first tokens of their answers."""
+    from vllm import SamplingParams
+
+    tokens: dict[str, list[int]] = {}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for name, prompt in _pinned(scenario).items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for output in steps.make():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    return tokens
+
+
+def _command(engine: Any, command: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """What the admin API has the scheduler do."""
+    answer = engine.engine_core.engine_core.scheduler(command, arguments)
+    assert "result" in answer, answer
+    result: dict[str, Any] = answer["result"]
+    return result
 
 
 def _await_leases(scenario: Scenario, aqua: Any) -> None:  # noqa: ANN401 - an Aqua
@@ -345,6 +409,9 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
             if sample.name.startswith("aqua:")
         },
     }
+    pins = getattr(scheduler, "pins", None)
+    if pins is not None:
+        figures["pins"] = pins.states()["pins"]
     service = getattr(scheduler, "lending_service", None)
     if service is not None:
         ended = service.metrics.ended_reclaims

@@ -1,6 +1,7 @@
 """What operators command, over vLLM's real scheduler and a simulated model: evictions and pins.
 
 As in `test_vllm_interleavings`: whatever is in a slot that does not belong there changes an output.
+`test_vllm_swaps` draws evictions among all that may happen to an engine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from harness.tiny_llama import write_tiny_llama
+from harness.vllm_disturbances import FOR_EVER_S, NO_TIME_S
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -34,10 +36,6 @@ SHAPES: Final = [
     replace(ROOMY, groups=("full", "state")),
 ]
 SEEDS: Final = 16
-NO_TIME_S: Final = 1e-9
-"""A hold that is over with the step that begins it."""
-FOR_EVER_S: Final = 3600.0
-"""A hold that no test sees the end of."""
 
 
 @pytest.fixture(scope="module")

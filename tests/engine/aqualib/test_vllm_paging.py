@@ -241,20 +241,51 @@ def test_prefixes_of_finished_requests_are_loaded_by_later_ones(
     assert zeroed["tokens"] != answer["tokens"], "hits decide nothing"
 
 
+def test_evicted_requests_answer_as_if_they_never_were(
+    model: str, stock: dict[str, list[int]]
+) -> None:
+    # Few enough that nothing else has KV come back. In the second round it comes back as zeroes.
+    scenario = dataclasses.replace(
+        on_host(model, policy="fcfs"),
+        request_count=3,
+        evict_at_step=40,
+        rounds=2,
+        zeroes_from_round=1,
+    )
+    answer = run(scenario, AQUA_SLAB_BYTES=str(SLAB))
+    assert answer["forced"] == 0
+    assert answer["paging"]["evicted_requests"] == 2
+    assert answer["paging"]["evicted_tokens"] > 80
+    assert answer["paging"]["restored_tokens"] == answer["paging"]["evicted_tokens"]
+    changed = {name for name, tokens in answer["tokens"].items() if tokens != stock[f"0{name[1:]}"]}
+    assert len(changed) == 1, "the one that was evicted of the second round"
+    assert changed < {"1-0", "1-1", "1-2"}
+    assert answer["held_places"] == 0
+
+
 def test_everything_taken_back_in_the_middle_changes_no_answer(
     model: str,
     stock: dict[str, list[int]],
     cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
 ) -> None:
     _, lender, environment = cluster
-    with VllmProgram(on_peer(model), **environment) as program:
+    scenario = dataclasses.replace(on_peer(model, prefix_tier=True), pinned=2)
+    with VllmProgram(scenario, **environment) as program:
         before = program.until("paused")
         assert before["leased_bytes"] >= 16 * MIB
         assert before["location"] == "peer"
+        assert sum(each["present_blocks"] for each in before["pins"]) > 0, "on the peer"
         lender.reclaim(SLABS)
         program.go_on()
         lender.await_reclaimed()
         answer = program.until("done")
+    assert [each["present_blocks"] for each in answer["pins"]] == [2, 2]
+    for each in answer["pins"]:
+        number = each["id"].removeprefix("again-")
+        assert answer["tokens"].pop(each["id"]) == stock[f"0-{number}"][:8]
+    assert answer["paging"]["lost_blocks"] == 0, "what was pinned has moved to host memory"
+    pinned_tokens = sum(each["tokens"] for each in answer["pins"])
+    assert answer["paging"]["prefix_hit_tokens"] >= pinned_tokens
     assert answer["tokens"] == stock
     assert_paged(answer)
     assert answer["leased_bytes"] == 0
