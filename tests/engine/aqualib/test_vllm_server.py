@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -91,9 +94,15 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    log = tmp_path / "aqua.log"
-    with vllm_server(model, log, *AQUA, *ADMINISTERED, AQUA_ADMIN_TOKEN=TOKEN) as client:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint.replace("127.0.0.1", "*")}
+    flags = (*AQUA, *ADMINISTERED, "--kv-events-config", json.dumps(events))
+    with (
+        vllm_server(model, tmp_path / "aqua.log", *flags, AQUA_ADMIN_TOKEN=TOKEN) as client,
+        router(endpoint) as hear,
+    ):
         assert answers(client) == expected
+        assert hear("CPU") & hear("GPU"), "by the hash of when a block was on the GPU"
         found = counters(client)
         turn(client, slicing=False, paging=False)
         await_gauges(client, slicing_on=0, paging_on=0)
@@ -101,10 +110,14 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
         off = counters(client)
         with ThreadPoolExecutor(1) as pool:
             again = pool.submit(answers, client)
+            turn(client, paging=True)
+            evict_and_resume(client)
             for on in (True, False, True):
                 turn(client, slicing=on)
                 turn(client, paging=on)
             assert again.result() == expected
+        pin(client, max(PROMPTS, key=len))
+        assert counters(client)["aqua:evicted_requests_total"] > 0
         assert client.get("/aqua/switches").status_code == 401
     assert found["aqua:forced_preemptions_total"] > 10, found
     assert found["aqua:kv_paged_out_bytes_total"] > 0
@@ -117,12 +130,74 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
         assert off[f"aqua:{name}_total"] == found[f"aqua:{name}_total"], "nothing while it is off"
 
 
+@contextmanager
+def router(endpoint: str) -> Iterator[Callable[[str], set[int]]]:
+    """A subscriber to KV events; gives hashes of the blocks stored in a medium, and waits for one.
+
+    Subscribing takes a moment, and what is published before is lost.
+    """
+    import msgspec
+    import zmq
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    stored: defaultdict[str, set[int]] = defaultdict(set)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.subscribe("")
+
+        def hear(medium: str) -> set[int]:
+            while not stored[medium] or socket.poll(0):
+                assert socket.poll(60_000), "no event comes"
+                payload = socket.recv_multipart()[-1]
+                for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                    if isinstance(event, BlockStored):
+                        stored[event.medium].update(event.block_hashes)
+            return stored[medium]
+
+        yield hear
+
+
 def turn(client: httpx.Client, **change: bool) -> None:
     """Turn switches by the admin API."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = client.patch("/aqua/switches", json=change, headers=headers).raise_for_status().json()
-    for engine in answer["engines"]:
+    for engine in command(client, "PATCH", "switches", change):
         assert engine.items() >= change.items()
+
+
+def evict_and_resume(client: httpx.Client) -> None:
+    """Evict what runs, once something does, and resume it by the ids that its clients know."""
+    evicted: list[dict[str, Any]] = []
+    give_up_s = time.monotonic() + 60
+    while not evicted:
+        assert time.monotonic() < give_up_s
+        (engine,) = command(client, "POST", "evictions", {"count": 12, "hold_s": 3600})
+        evicted = engine["evictions"]
+    for each in evicted:
+        assert each["kept_tokens"] > 0
+        command(client, "DELETE", f"evictions/{each['request_id'].rpartition('-')[0]}", {})
+
+
+def pin(client: httpx.Client, prompt: list[int]) -> None:
+    """Pin a prompt, wait until a request has brought its blocks, and unpin it."""
+    (pinned,) = command(client, "PUT", "pins/a", {"prompt_token_ids": prompt, "ttl_s": 3600})
+    assert pinned["blocks"] == len(prompt) // 32 > 0
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+    client.post("/v1/completions", json=body, timeout=300).raise_for_status()
+    give_up_s = time.monotonic() + 60
+    while pinned["present_blocks"] < pinned["blocks"]:
+        assert time.monotonic() < give_up_s, pinned
+        (pinned,) = command(client, "GET", "pins", {})[0]["pins"]
+    await_gauges(client, pinned_prefixes=1, pinned_blocks=pinned["blocks"])
+    assert command(client, "DELETE", "pins/a", {})[0]["pins"] == []
+
+
+def command(
+    client: httpx.Client, method: str, path: str, arguments: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What each rank answers to a command of the admin API."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = client.request(method, f"/aqua/{path}", json=arguments, headers=headers)
+    engines: list[dict[str, Any]] = answer.raise_for_status().json()["engines"]
+    return engines
 
 
 def await_gauges(client: httpx.Client, **levels: float) -> None:
