@@ -52,5 +52,6 @@ def test_an_image_is_given_all_of_ours_that_its_program_depends_on(path: Path) -
     text = path.read_text()
     copied = {a for a, b in re.findall(r"^COPY (\w+) (\w+)$", text, re.MULTILINE) if a == b}
     assert copied == _of_ours(path.stem)
+    assert copied <= set((ROOT / ".dockerignore").read_text().replace("!", "").split())
     installed = set(re.findall(r"'?\./(\w+)", text))
     assert installed == copied
