@@ -170,12 +170,17 @@ def chat_line(
     return json.dumps(line).encode() + b"\n"
 
 
-def submit(client: openai.OpenAI, lines: Iterable[bytes], window: str = "24h") -> Batch:
+def submit(
+    client: openai.OpenAI,
+    lines: Iterable[bytes],
+    window: str = "24h",
+    endpoint: str = "/v1/chat/completions",
+) -> Batch:
     """Upload lines and create a batch of them, as OpenAI's examples do."""
     file = client.files.create(file=("in.jsonl", b"".join(lines)), purpose="batch")
     return client.batches.create(
         input_file_id=file.id,
-        endpoint="/v1/chat/completions",
+        endpoint=cast("Any", endpoint),
         completion_window=cast("Any", window),
     )
 

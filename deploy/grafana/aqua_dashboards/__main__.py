@@ -9,6 +9,7 @@ from typing import Final
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from aqua_dashboards.batches import batches
 from aqua_dashboards.engines import engines
 from aqua_dashboards.harm_guard import harm_guard
 from aqua_dashboards.overview import overview
@@ -19,7 +20,8 @@ FOLDER: Final = Path(__file__).resolve().parents[1]
 
 def dashboards() -> dict[str, str]:
     """Every dashboard as JSON, by the name of its file."""
-    built = [board().build() for board in (overview, harm_guard, reclaim_objective, engines)]
+    boards = (overview, harm_guard, reclaim_objective, engines, batches)
+    built = [board().build() for board in boards]
     encode = JSONEncoder(sort_keys=True, indent=2).encode
     return {f"{board.uid}.json": encode(board) + "\n" for board in built}
 

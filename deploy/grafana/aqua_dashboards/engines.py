@@ -1,4 +1,4 @@
-"""Engine view: vLLM's own series beside Aqua's and DCGM's, engine by engine."""
+"""Engine view: vLLM's own series beside Aqua's and DCGM's, engine by engine; co-serving last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engines() -> Dashboard:
             "vLLM's load and latency, what Aqua pages and lends for it, and what its GPU holds.",
         )
     )
-    return _paging(_memory(_load(board)))
+    return _co_serving(_paging(_memory(_load(board))))
 
 
 def _load(board: Dashboard) -> Dashboard:
@@ -203,6 +203,79 @@ def _paging(board: Dashboard) -> Dashboard:
                     f"min by (pod, transport, direction) (aqua_ipc_link_bytes_per_second{{{OF}}})",
                     "{{pod}} {{transport}} {{direction}}",
                 ),
+            )
+        )
+    )
+
+
+def _co_serving(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(Row("Co-serving"))
+        .with_panel(
+            lines(
+                "Tokens of offline requests",
+                "Computed for offline requests a second, prompts and answers, in the gaps that "
+                "online requests leave.",
+                "short",
+                Query(
+                    f"sum by (pod) (rate(aqua:offline_tokens_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Steps that overran",
+                "Of all steps those with offline work that took longer than planned, in the last "
+                "15 minutes. Each may have kept an online request waiting.",
+                "percentunit",
+                Query(f"pod:aqua_co_serving_overruns:ratio_rate15m{{{OF}}}", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Offline requests outside",
+                "Requests that hold no memory: they wait for a gap, or gave theirs up.",
+                "short",
+                Query(f"sum by (pod) (aqua:offline_requests_waiting{{{OF}}})", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Offline preemptions",
+                "How often offline requests gave their memory up to online ones.",
+                "reqps",
+                Query(
+                    "sum by (pod) "
+                    f"(rate(aqua:offline_preemptions_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Fixed budget",
+                "Offline tokens that a step may have while no step-time profile holds; 0 where one "
+                "does, and says for each step how many fit.",
+                "short",
+                Query(f"max by (pod) (aqua:offline_budget_tokens{{{OF}}})", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Without profile, without aborts",
+                "1 where an engine goes by the fixed budget for want of a step-time profile that "
+                "holds, and 1 where its steps cannot be aborted inside.",
+                "short",
+                Query(
+                    f"max by (pod) (aqua:co_serving_without_profile{{{OF}}})",
+                    "{{pod}} without profile",
+                ),
+                Query(
+                    f"max by (pod) (aqua:co_serving_without_aborts{{{OF}}})",
+                    "{{pod}} without aborts",
+                ),
+                highest=1,
             )
         )
     )

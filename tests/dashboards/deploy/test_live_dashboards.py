@@ -1,7 +1,8 @@
 """Every expression of `deploy/` returns data on a Prometheus that scrapes a live cluster.
 
-A coordinator, a vLLM that lends and one that borrows, a consumer of aqualib's and a stand-in for
-DCGM's exporter; all real but the last. The vLLMs are CPU builds from `.venv-engine`.
+A coordinator, a vLLM that lends, one that borrows and co-serves, a batch service in front of it, a
+consumer of aqualib's and a stand-in for DCGM's exporter; all real but the last. The vLLMs are CPU
+builds from `.venv-engine`.
 
 An engine lends while it is idle and takes memory back while requests wait, so no one moment has all
 series: requests come and go until each expression has returned a number once.
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import openai
 import pytest
 
 from aqua_protocol import MIB
 from harness import promql
+from harness.batch_service import BatchServiceProcess, submit, wait_until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.dcgm_exporter import dcgm_exporter
 from harness.prometheus_process import PrometheusProcess
@@ -52,6 +55,7 @@ PAGING: Final = {
     "slice_iterations": 4,
     "granularity_tokens": 0,
     "store_bytes": "8MiB",
+    "co_serving": {"ttft_s": 30.0, "tpot_s": 10.0},
 }
 BORROWER: Final = (
     *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
@@ -67,8 +71,10 @@ BORROWER: Final = (
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[tuple[PrometheusProcess, httpx.Client, httpx.Client]]:
-    """Prometheus, the vLLM that lends, and the one that borrows."""
+def cluster(
+    folder: Path,
+) -> Iterator[tuple[PrometheusProcess, httpx.Client, httpx.Client, openai.OpenAI]]:
+    """Prometheus, the vLLM that lends, the one that borrows, and the batch service before it."""
     model = write_tiny_llama(folder / "tiny")
     ports = {name: free_port() for name in ("lender", "borrower", "lending", "consumer", "prom")}
     with ExitStack() as stack:
@@ -112,7 +118,11 @@ def cluster(folder: Path) -> Iterator[tuple[PrometheusProcess, httpx.Client, htt
             ScrapedConsumer(ports["consumer"], MIB, MIB, **shared, AQUA_GPU_UUID="GPU-2")
         )
         assert consumer.answer() == {"event": "serving"}
+        # The second engine is away: nothing listens there.
+        engines = [f"http://127.0.0.1:{port}" for port in (ports["borrower"], free_port())]
+        batch = stack.enter_context(BatchServiceProcess(folder / "batch", engines))
         targets = {
+            "localhost:7720": batch.url.removeprefix("http://"),
             "localhost:7700": f"127.0.0.1:{coordinator.port}",
             "localhost:8000": f"127.0.0.1:{ports['lender']}",
             "localhost:8001": f"127.0.0.1:{ports['borrower']}",
@@ -123,7 +133,7 @@ def cluster(folder: Path) -> Iterator[tuple[PrometheusProcess, httpx.Client, htt
         data = folder / "prometheus"
         data.mkdir()
         prometheus = stack.enter_context(PrometheusProcess(data, ports["prom"], targets))
-        yield prometheus, lender, borrower
+        yield prometheus, lender, borrower, batch.client()
 
 
 def complete(client: httpx.Client, rng: random.Random, request_count: int, tokens: int) -> None:
@@ -138,11 +148,25 @@ def complete(client: httpx.Client, rng: random.Random, request_count: int, token
         list(pool.map(ask, prompts))
 
 
+def offline_line(custom_id: str, tokens: int) -> bytes:
+    """A line of a batch file for the tiny model; offline by its body, so without a middleware."""
+    body = {
+        "model": "tiny",
+        "prompt": [5] * 60,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "vllm_xargs": {"aqua_class": "offline"},
+    }
+    url = "/v1/completions"
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
 @contextmanager
 def traffic(
-    is_lent: Callable[[], bool], lender: httpx.Client, borrower: httpx.Client
+    is_lent: Callable[[], bool], lender: httpx.Client, borrower: httpx.Client, batch: openai.OpenAI
 ) -> Iterator[None]:
-    """Requests for both, until left: a few beside loans, then more than the memory left holds."""
+    """Requests for all, until left: a few beside loans, then more than the memory left holds."""
     ended = threading.Event()
 
     def keep_lender_busy() -> None:
@@ -159,8 +183,16 @@ def traffic(
         while not ended.is_set():
             complete(borrower, rng, 12, 100)
 
-    with ThreadPoolExecutor(2) as pool:
-        work = [pool.submit(keep_lender_busy), pool.submit(keep_borrower_busy)]
+    def keep_batches_coming() -> None:
+        while not ended.is_set():
+            # The last is one that the engine refuses: longer than its context.
+            lengths = [*([40] * 8), 100_000]
+            lines = [offline_line(f"{at}", length) for at, length in enumerate(lengths)]
+            wait_until(batch, submit(batch, lines, endpoint="/v1/completions").id)
+
+    with ThreadPoolExecutor(3) as pool:
+        busy = (keep_lender_busy, keep_borrower_busy, keep_batches_coming)
+        work = [pool.submit(each) for each in busy]
         try:
             yield
         finally:
@@ -185,12 +217,12 @@ def test_every_expression_returns_data_and_every_selector_matches_a_series(
     assert shutil.which("prometheus"), "apt-get install prometheus"
     panels = promql.panel_expressions()
     rules = promql.rule_expressions()
-    with cluster(tmp_path) as (prometheus, lender, borrower):
+    with cluster(tmp_path) as (prometheus, lender, borrower, batch):
 
         def is_lent() -> bool:
             return prometheus.has_data("sum(aqua_lender_leased_bytes) > 0")
 
-        with traffic(is_lent, lender, borrower):
+        with traffic(is_lent, lender, borrower, batch):
             wanted = {expression.text for expression in panels}
             wanted |= {rule["record"] for rule in promql.rules()}
             silent = answered(wanted, prometheus.has_data)

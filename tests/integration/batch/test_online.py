@@ -136,6 +136,9 @@ def test_a_queue_at_the_engine_lets_batches_run_less_at_once(tmp_path: Path) -> 
         client = service.client()
         batch = submit(client, [chat_line(f"{i}", f"hold all {i}") for i in range(17)])
         crowded.wait_for("began", 16)
+        told = httpx.get(f"{service.url}/metrics").text
+        assert "aqua_batch_open_requests 17.0" in told
+        assert "aqua_batch_late_batches 0.0" in told
         crowded.tell_metrics("vllm:num_requests_waiting 4.0\n")
         while f"{limit} 8.0" not in httpx.get(f"{service.url}/metrics").text:
             pass  # The metrics have no event; looks are a second apart.

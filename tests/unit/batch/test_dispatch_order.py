@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Connection, insert
 
-from aqua_batch.service.request_rows import LeasedRequest, choose_requests, fair_shares, is_late
+from aqua_batch.service.database import Database
+from aqua_batch.service.request_rows import (
+    LeasedRequest,
+    choose_requests,
+    fair_shares,
+    is_late,
+    open_work,
+)
+from aqua_batch.service.schema import BATCHES
 
 DAY_S = 86_400
 
@@ -70,3 +82,32 @@ def test_every_place_is_given_once_while_anything_waits(
     chosen = choose_requests(room, {}, waiting, late)
     assert len(chosen) == min(room, len(waiting))
     assert len({each.key for each in chosen}) == len(chosen)
+
+
+async def test_open_work_is_what_running_batches_have_left_and_how_many_are_late(
+    tmp_path: Path,
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    row = {
+        **dict.fromkeys(("tenant", "endpoint", "completion_window", "input_file_id"), "x"),
+        **dict.fromkeys(("created_s", "in_progress_s", "generation"), 0),
+        "input_key": "x",
+        "ending": "",
+        "labels": {},
+        "errors": [],
+        "total": 10,
+        "failed": 1,
+    }
+    batches = [
+        {"batch_id": "a", "status": "in_progress", "expires_s": 100, "completed": 2},
+        {"batch_id": "b", "status": "in_progress", "expires_s": 1000, "completed": 8},
+        {"batch_id": "c", "status": "completed", "expires_s": 100, "completed": 2},
+    ]
+
+    def add(connection: Connection) -> None:
+        connection.execute(insert(BATCHES), [{**row, **batch} for batch in batches])
+
+    await database.write(add)
+    assert await database.read(partial(open_work, now_s=50.0)) == (8, 1)
+    assert await database.read(partial(open_work, now_s=5.0)) == (8, 0)
+    database.close()

@@ -114,7 +114,7 @@ def exposed_by_members() -> set[str]:
 
 
 def exposed_by_batch_service() -> set[str]:
-    return exposed(BatchMetrics().render({}, []))
+    return exposed(BatchMetrics().render({}, (0, 0), []))
 
 
 def exposed_by_vllm() -> set[str]:

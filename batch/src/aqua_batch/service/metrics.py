@@ -41,6 +41,16 @@ class BatchMetrics:
         self._batches = Gauge(
             "aqua_batch_batches", "Batches by status", ["status"], registry=self._registry
         )
+        self._open = Gauge(
+            "aqua_batch_open_requests",
+            "Requests of running batches that have not ended",
+            registry=self._registry,
+        )
+        self._behind = Gauge(
+            "aqua_batch_late_batches",
+            "Running batches whose pace so far misses four fifths of their window",
+            registry=self._registry,
+        )
         self._running = Gauge(
             "aqua_batch_running_requests",
             "Requests under way by engine",
@@ -65,8 +75,12 @@ class BatchMetrics:
         """Count an answer."""
         self._answers.labels(str(status)).inc()
 
-    def render(self, batches: Mapping[str, int], engines: list[EngineEndpoint]) -> bytes:
-        """All metrics as text."""
+    def render(
+        self, batches: Mapping[str, int], work: tuple[int, int], engines: list[EngineEndpoint]
+    ) -> bytes:
+        """All metrics as text: batches by status and `open_work` are of the whole database."""
+        self._open.set(work[0])
+        self._behind.set(work[1])
         self._batches.clear()
         for status, count in batches.items():
             self._batches.labels(status).set(count)

@@ -307,6 +307,16 @@ def lease_requests(
     return leased
 
 
+def open_work(connection: Connection, now_s: float) -> tuple[int, int]:
+    """Requests of running batches that have not ended, and how many of these batches are late."""
+    open_requests = late_batches = 0
+    for row in connection.execute(_running_batches()):
+        *_, began_s, expires_s, ended, total = row
+        open_requests += total - ended
+        late_batches += is_late(began_s, expires_s, ended, total, now_s)
+    return open_requests, late_batches
+
+
 def _running_batches() -> Select[Any]:
     return (
         select(

@@ -22,7 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
 from aqua_batch.bodies import problem_of
-from aqua_batch.service import batch_rows, file_rows
+from aqua_batch.service import batch_rows, file_rows, request_rows
 from aqua_batch.service.database import Database
 from aqua_batch.service.dispatch import Dispatcher
 from aqua_batch.service.engines import EnginePool
@@ -136,7 +136,8 @@ async def readyz(services: ServicesDep) -> dict[str, str]:
 async def metrics(services: ServicesDep) -> Response:
     """Show metrics to Prometheus; they name no tenant."""
     counts = await services.database.read(batch_rows.count_batches)
-    text = services.metrics.render(counts, services.engines.engines)
+    work = await services.database.read(partial(request_rows.open_work, now_s=time.time()))
+    text = services.metrics.render(counts, work, services.engines.engines)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
