@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from aqua_protocol import (
-    ConfigError,
-)
+from aqua_protocol import ConfigError
+from aqua_protocol.channel import Released
+from aqua_protocol.wire import Wire
+from aqualib.channel import Channel
 from aqualib.consumer import Aqua
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor, Location
@@ -37,6 +39,30 @@ class TestReclaim:
         assert record.first_slab_ms is not None
         assert record.total_ms is not None
         assert record.first_slab_ms <= record.total_ms
+
+    def test_a_slab_is_booked_as_returned_before_the_producer_is_told(
+        self,
+        aqua: Aqua,
+        issuer: TokenIssuer,
+        producer: Producer,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """So once the producer has all, the figures of the reclaim say so too."""
+        lend(aqua, issuer, producer)
+        tensors = [aqua.offload(value) for value in values()]
+        send = Channel.send
+        left: list[int] = []
+
+        def sending(channel: Channel[Any], message: Wire) -> None:
+            if isinstance(message, Released):
+                left.append(sum(each.slabs_out for each in aqua.stats().reclaims))
+            send(channel, message)
+
+        monkeypatch.setattr(Channel, "send", sending)
+        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert left == list(range(COUNT - 1, -1, -1))
+        await_rest(aqua)
+        assert locations(tensors) == [Location.HOST] * COUNT
 
     def test_a_reclaim_is_partial_and_slabs_that_hold_nothing_go_without_a_move(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer

@@ -180,14 +180,16 @@ class Attachment:
             return found
 
     def take_back(self, slab: PeerSlab) -> None:
-        """The slab is unmapped: tell the producer, if it can hear."""
+        """The slab is unmapped: tell the producer, if it can hear.
+
+        It is booked first: once the producer says that it has all, so does `reclaims`.
+        """
         with self._lock:
             self._slabs.pop(slab.slab_id, None)  # A migrator that crashed tells it again.
             is_last = not self._slabs
-        self._tell(Released(slab_id=slab.slab_id, generation=slab.generation))
-        with self._lock:
             if (record := self._asked.pop(slab.slab_id, None)) is not None:
                 record.note_returned(self._clock())
+        self._tell(Released(slab_id=slab.slab_id, generation=slab.generation))
         if is_last:
             self._tell(Goodbye())
             with self._sending:
