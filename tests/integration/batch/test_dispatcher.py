@@ -26,7 +26,12 @@ from aqua_batch.service.engines import EngineEndpoint, EnginePool
 from aqua_batch.service.lines import InputReader
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
-from aqua_batch.service.request_rows import active_batches, lease_requests
+from aqua_batch.service.request_rows import (
+    active_batches,
+    add_worker,
+    free_dead_workers,
+    lease_requests,
+)
 from aqua_protocol.errors import StoreUnavailableError
 from harness.batch_service import chat_line
 from harness.bounds import HANG_S
@@ -238,6 +243,29 @@ async def test_an_input_that_is_no_longer_what_was_checked_ends_its_requests_onl
         assert server.counts()["ended"] == {"fine": 1}
     find = partial(find_batch, tenant="red", batch_id=spoiled.batch_id)
     assert (await database.read(find)).failed == 1
+    database.close()
+
+
+async def test_a_worker_whose_life_is_over_leases_nothing(tmp_path: Path) -> None:
+    """Nothing would free what it leased after its leases were freed, and before it noticed."""
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    await add_batch(database, objects, "only")
+    lease = partial(
+        lease_requests,
+        worker="slow",
+        room=1,
+        room_of=lambda _: 1,
+        most_bytes=1 << 20,
+        running={},
+        now_s=1.0,
+    )
+    await database.write(partial(add_worker, worker="slow", until_s=1.0))
+    assert await database.write(lease) == []
+    await database.write(partial(add_worker, worker="quick", until_s=2.0))
+    await database.write(partial(free_dead_workers, now_s=1.0))
+    assert await database.write(lease) == []
+    assert len(await database.write(partial(lease, worker="quick"))) == 1
     database.close()
 
 

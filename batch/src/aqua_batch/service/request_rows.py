@@ -143,10 +143,11 @@ def free_dead_workers(connection: Connection, now_s: float) -> int:
 
 def remove_worker(connection: Connection, worker: str) -> int:
     """Forget a worker, and let its requests wait again; how many there were."""
+    # This waits for a lease of its that is being written; after it there can be none.
+    connection.execute(delete(WORKERS).where(WORKERS.c.worker == worker))
     freed = connection.execute(
         update(REQUESTS).where(*_leased_by(worker)).values(state=RequestState.WAITING, worker=None)
     )
-    connection.execute(delete(WORKERS).where(WORKERS.c.worker == worker))
     return freed.rowcount
 
 
@@ -250,8 +251,12 @@ def lease_requests(
     """Lease up to `room` waiting requests, as `choose_requests` says.
 
     Within a batch they come in its order (`rank`). Together they have no more than `most_bytes`,
-    unless the first has; of batches of one model there are no more than `room_of` it.
+    unless the first has; of batches of one model there are no more than `room_of` it. A worker
+    whose life is over gets none: nothing would ever free them.
     """
+    alive = alive_workers(now_s).where(WORKERS.c.worker == worker)
+    if connection.execute(alive.with_for_update(read=True)).first() is None:
+        return []
     candidates: defaultdict[str | None, list[LeasedRequest]] = defaultdict(list)
     found: Counter[tuple[str, str | None]] = Counter()
     rooms: dict[str | None, int] = {}
