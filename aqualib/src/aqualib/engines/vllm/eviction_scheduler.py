@@ -107,6 +107,8 @@ class EvictionScheduler(CoServingScheduler):
         if eviction is None:
             return False
         eviction.kept_tokens = saved_tokens
+        # The fair policy, which does not know of it, may not decide again before the next step.
+        self._listed = [name for name in self._listed if name != request.request_id]
         if self.paging is not None:
             self.paging.counts.evicted_requests += 1
             self.paging.counts.evicted_tokens += saved_tokens
