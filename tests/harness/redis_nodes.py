@@ -66,14 +66,28 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on and that the kernel gives to no connection by itself."""
+    """Ports that nothing listens on and that the kernel gives to no connection by itself.
+
+    Until this process ends no other that calls this gets them, and none gets one twice: each is
+    kept by a datagram socket of the same number.
+    """
     found: list[int] = []
     draw = random.Random(os.getpid() * 1000 + time.monotonic_ns() % 1000)
     while len(found) < count:
         port = LOWEST_PORT + draw.randrange(PORTS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
+        keeper = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            keeper.bind(("127.0.0.1", port))
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            keeper.close()
+            continue
+        _KEEPERS.append(keeper)
+        found.append(port)
     return found
+
+
+_KEEPERS: Final[list[socket.socket]] = []
 
 
 class RedisNode:
@@ -131,13 +145,18 @@ class RedisNode:
                 stderr=log,
                 preexec_fn=self._before,  # noqa: PLW1509 - system calls that are prepared
             )
-        until(self.answers, f"{self} does not start")
+        until(self._is_ready, f"{self} does not start")
 
     @property
     def pid(self) -> int:
         """Of its process."""
         assert self._process is not None, "not started"
         return self._process.pid
+
+    def _is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self} has ended: see {self._config}'s log"
+        return self.answers()
 
     def answers(self) -> bool:
         """Whether it is there and has loaded its data."""
