@@ -36,7 +36,8 @@ _details: ContextVar[dict[str, object]] = ContextVar("details")
 
 def note(**details: object) -> None:
     """Add to the line of the request that is being served what its path does not tell."""
-    _details.get({}).update(details)
+    if (line := _details.get(None)) is not None:
+        line.update(details)
 
 
 class AuditLog:

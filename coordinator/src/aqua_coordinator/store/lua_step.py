@@ -55,15 +55,21 @@ def lua_step(
         STEPS[script] = inspect.signature(declared)
         hints = get_type_hints(declared)
         parameters = list(STEPS[script].parameters.values())[1:]
-        encoders = [(parameter.name, _encoder(hints[parameter.name])) for parameter in parameters]
-        names = [name for name, _ in encoders]
+        names = [parameter.name for parameter in parameters]
+        encoders = [
+            (index, encode)
+            for index, name in enumerate(names)
+            if (encode := _encoder(hints[name])) is not None
+        ]
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
         @functools.wraps(declared)
         async def step(self: RunnerT, /, *args: P.args, **named: P.kwargs) -> AnswerT:
-            given: dict[str, Any] = {**defaults, **named}
-            given.update(zip(names, args, strict=False))
-            words = [encode(given[name]) if encode else given[name] for name, encode in encoders]
+            words: list[Any] = [*args]
+            if rest := names[len(args) :]:
+                words += [named[name] if name in named else defaults[name] for name in rest]
+            for index, encode in encoders:
+                words[index] = encode(words[index])
             return read(await self.run(script, *words))
 
         return step
