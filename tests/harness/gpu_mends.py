@@ -25,7 +25,7 @@ from aqualib.engines.vllm import rows, side_stream
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.side_stream import SideStream
 from aqualib.leasing.client import LeaseClient
-from aqualib.memory import migrator
+from aqualib.memory import migration_policy, migrator
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.transfers import CopyStream
 from aqualib.producer import producer
@@ -210,6 +210,16 @@ MENDS: Final = (
         scenarios.many_stages_follow_each_other,
         ((CudaEvent, "synchronize", lambda _: None),),
         defect=17,
+    ),
+    Mend(
+        "what was written on a peer is copied when it is asked back",
+        scenarios.a_reclaim_finds_everything_in_host_memory,
+        ((migration_policy, "_for_unsaved_frames", lambda *_: None), NO_PATIENCE),
+    ),
+    Mend(
+        "write-behind copies what kernels are writing",
+        scenarios.a_kernel_writes_what_is_to_be_copied_ahead,
+        (changed(migration_policy, "_for_unsaved_frames", " and not frame.pins", ""),),
     ),
     Mend(
         "a thread that copies goes back to GPU 0 afterwards",

@@ -29,7 +29,7 @@ from aqualib.transports import cuda_buffers
 from harness.consumers import consuming, grant
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.producers import lending, until
-from harness.raw_consumer import TokenIssuer
+from harness.raw_consumer import WITHIN_S, TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -252,6 +252,41 @@ def rows_are_submitted_without_waiting(seed: int) -> None:
         assert (packed.cpu() == 5).all()
 
 
+# --- Write-behind -----------------------------------------------------------------------------
+
+
+def a_reclaim_finds_everything_in_host_memory(seed: int) -> None:
+    """What an engine paged out has been copied while nobody waited: the reclaim only unmaps."""
+    with stand_in(seed=seed) as standing, borrowing(standing) as (aqua, producer):
+        rows = torch.arange(BLOCKS, dtype=torch.uint8, device=GPU)[:, None].repeat(1, BLOCK_BYTES)
+        with aqua.block_store(BLOCK_BYTES, BLOCKS) as blocks:
+            slots, transfer = blocks.page_out(rows)
+            transfer.wait()
+            assert blocks.location().value == "peer"
+            until(lambda: aqua.stats().written_behind_bytes >= rows.nbytes, "copied ahead")
+            before = sum(standing.machine.submissions.values())
+            assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+            assert sum(standing.machine.submissions.values()) == before, "a reclaim copied"
+            assert not aqua.stats().drain_copied_bytes
+            back = torch.zeros_like(rows)
+            blocks.page_in(slots, back).wait()
+            assert torch.equal(back.cpu(), rows.cpu())
+
+
+def a_kernel_writes_what_is_to_be_copied_ahead(seed: int) -> None:
+    """Write-behind leaves a view that is written to alone, and what was written before others."""
+    with stand_in(seed=seed) as standing, borrowing(standing) as (aqua, producer):
+        first, second = (aqua.empty((SLAB,), torch.uint8) for _ in range(2))
+        with first.pinned() as view:
+            second.store(torch.full((SLAB,), 3, dtype=torch.uint8, device=GPU))
+            for number in range(4):
+                view.fill_(number)
+            until(lambda: aqua.stats().written_behind_bytes >= SLAB, "the other was copied")
+        assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+        assert (first.load().cpu() == 3).all()
+        assert (second.load().cpu() == 3).all()
+
+
 # --- Contexts, captures, room -----------------------------------------------------------------
 
 
@@ -405,6 +440,8 @@ SCENARIOS: Final = (
     many_stages_follow_each_other,
     a_drain_does_not_wait_for_the_engine,
     rows_are_submitted_without_waiting,
+    a_reclaim_finds_everything_in_host_memory,
+    a_kernel_writes_what_is_to_be_copied_ahead,
     a_thread_uses_the_second_gpu_only,
     leases_are_taken_up_during_a_capture,
     a_lease_is_taken_up_on_a_full_gpu,

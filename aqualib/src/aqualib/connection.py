@@ -119,6 +119,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
             lease_ttl_s=settings.lease_ttl_s,
             allowed_uids=settings.allowed_uids,
             leases_from_first_step=leases_from_first_step,
+            writes_behind=settings.write_behind,
         )
         undo.pop_all()
     _offer_as_default(aqua)

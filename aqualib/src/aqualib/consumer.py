@@ -92,6 +92,9 @@ class Aqua:
         allowed_uids: Users whose producers may hold pages, beside this process's own and root.
         leases_from_first_step: Ask for no lease before the first `step`. An engine that captures
             graphs or measures its memory when it starts is not to be disturbed at that.
+        writes_behind: Copy what is written on peers to host memory ahead of reclaims, which then
+            only unmap. By default on a GPU, whose copy engines do it; on a CPU it takes a
+            core from the engine.
 
     Raises:
         ConfigError: No room for a single slab or for what is wanted, or a registry in use.
@@ -114,6 +117,7 @@ class Aqua:
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
         leases_from_first_step: bool = False,
+        writes_behind: bool | None = None,
     ) -> None:
         if wanted_bytes > host_bytes:
             raise ConfigError(
@@ -123,7 +127,11 @@ class Aqua:
         self.consumer_id: Final = consumer_id
         self.transport: Final = transport
         self._link = link
-        self._store = FrameStore(transport, slab_bytes=slab_bytes, host_bytes=host_bytes)
+        if writes_behind is None:
+            writes_behind = transport.device.type == "cuda"
+        self._store = FrameStore(
+            transport, slab_bytes=slab_bytes, host_bytes=host_bytes, writes_behind=writes_behind
+        )
         self.metrics: Final = ConsumerMetrics(transport.kind, identity, registry)
         try:
             # The first host slab now: a size that cannot be had is the caller's error, not a

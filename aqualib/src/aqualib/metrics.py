@@ -11,6 +11,7 @@ library that fills the default registry by itself collides with the engine it li
     aqua_consumer_spilled_host_bytes{node, gpu_uuid, model}  in host memory for want of them
     aqua_consumer_used_bytes, aqua_consumer_lost_bytes       wherever they are; unreadable
     aqua_consumer_promoted_bytes_total, aqua_consumer_drained_bytes_total
+    aqua_consumer_written_behind_bytes_total                 copied ahead of reclaims
     aqua_consumer_returned_bytes_total, aqua_consumer_pins_overdue_total
     aqua_consumer_loop_restarts_total{loop}, aqua_consumer_loops_failing
     aqua_ipc_transport_info{transport}                       really in use, as measured
@@ -202,6 +203,7 @@ class ConsumerMetrics(Collector):
         for field, text in (
             ("promoted_bytes", "Moved from host memory to peers."),
             ("drained_bytes", "Moved away from peers."),
+            ("written_behind_bytes", "Copied to host memory ahead of a reclaim."),
             ("returned_bytes", "Slabs given back to producers."),
             ("pins_overdue", "Slabs kept too long by a pin."),
         ):

@@ -138,6 +138,11 @@ class Settings(BaseSettings):
     checksum: bool = Field(
         default=False, description="Check every restored block against its checksum."
     )
+    write_behind: bool | None = Field(
+        None,
+        description="Copy what is written on peers to host memory ahead of a reclaim, which then "
+        "only unmaps; on GPUs if unset.",
+    )
     host_bytes: Size | None = Field(
         None, ge=0, le=MAX_BYTES, description="Host memory for spilled data."
     )

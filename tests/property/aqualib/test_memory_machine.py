@@ -71,10 +71,14 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
         self.views: list[tuple[AquaTensor, torch.Tensor]] = []
         self.has_broken_channels = False
 
-    @initialize(is_checking=st.booleans(), is_late=st.booleans())
-    def connect(self, is_checking: bool, is_late: bool) -> None:
-        transport = LateTransport() if is_late else select(TransportKind.MEMFD)
-        made = consuming(HOST_SLABS, is_checking=is_checking, transport=transport)
+    @initialize(is_checking=st.booleans(), is_late=st.booleans(), writes_behind=st.booleans())
+    def connect(self, is_checking: bool, is_late: bool, writes_behind: bool) -> None:
+        made = consuming(
+            HOST_SLABS,
+            is_checking=is_checking,
+            transport=LateTransport() if is_late else select(TransportKind.MEMFD),
+            writes_behind=writes_behind,
+        )
         self.aqua = self.cleanup.enter_context(made)
         self.store: BlockStore = self.aqua.block_store(BLOCK, 18)
 

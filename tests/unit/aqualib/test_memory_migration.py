@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
 
-from aqualib.memory.frame import MERGE_GAP_BYTES, Frame, FrameState, PeerSlab
-from aqualib.memory.frame_table import FrameTable
+from aqualib.memory.frame import MERGE_GAP_BYTES, FrameState, PeerSlab
 from aqualib.memory.migration_policy import (
     BREATHER_S,
     MAX_CLOSING,
@@ -17,7 +15,6 @@ from aqualib.memory.migration_policy import (
     PATIENCE_S,
     CloseGate,
     Drain,
-    Migration,
     Promotion,
     SlabReturn,
     decide,
@@ -25,80 +22,14 @@ from aqualib.memory.migration_policy import (
 )
 from aqualib.ranges import Range
 from aqualib.transports.base import MappedSlab
-from harness.memory import PaperSlab
-
-SLAB_BYTES = 1 << 20
-UNIT_BYTES = 256
-NOW_S = 100.0
-
-
-@dataclass(eq=False)
-class PaperLender:
-    """A lender that only counts."""
-
-    producer_id: str = "producer"
-    is_reclaiming: bool = False
-    returned: list[PeerSlab] = field(default_factory=list)
-
-    def take_back(self, slab: PeerSlab) -> None:
-        self.returned.append(slab)
-
-    def strand(self, slab: PeerSlab) -> None:
-        raise NotImplementedError
-
-
-class PaperView:
-    """A view that is alive until told otherwise."""
-
-    def __init__(self) -> None:
-        self.is_alive = True
-
-    def close(self) -> None:
-        if self.is_alive:
-            raise BufferError
-
-
-class PaperStore:
-    """FrameTable with the few moves that tests need."""
-
-    def __init__(self) -> None:
-        self.table = FrameTable(SLAB_BYTES)
-        self._slab_ids = iter(range(1000))
-
-    def lend(self, count: int, lender: PaperLender | None = None) -> list[PeerSlab]:
-        lender = lender or PaperLender()
-        slabs = [
-            PeerSlab(next(self._slab_ids), 1, PaperSlab(SLAB_BYTES), lender) for _ in range(count)
-        ]
-        self.table.spare_peers |= dict.fromkeys(slabs)
-        return slabs
-
-    def frame(self, used_units: int = 1) -> Frame:
-        self.table.host_count += 1
-        frame = self.table.add_frame(PaperSlab(SLAB_BYTES), UNIT_BYTES)
-        if used_units:
-            frame.room.take(used_units)
-            self.table.note_taken(frame, used_units)
-        return frame
-
-    def peer_frame(self, used_units: int = 1, lender: PaperLender | None = None) -> Frame:
-        self.lend(1, lender)
-        frame = self.frame(used_units)
-        assert frame.state is FrameState.PEER
-        return frame
-
-    def ask(self, *frames: Frame) -> None:
-        self.table.ask_back([cast("PeerSlab", frame.peer) for frame in frames], NOW_S)
-
-    def pick(self, now_s: float = NOW_S) -> Migration | None:
-        """Let the policy decide until a migration starts, as the store does."""
-        self.table.sweep()
-        while (effect := decide(self.table, now_s)) is not None:
-            move = self.table.apply(effect)
-            self.table.audit()
-            if move is not None:
-                return move
-        return None
+from harness.paper_store import (
+    NOW_S,
+    SLAB_BYTES,
+    UNIT_BYTES,
+    PaperLender,
+    PaperStore,
+    PaperView,
+)
 
 
 @pytest.fixture
@@ -149,6 +80,7 @@ def test_a_frame_moves_to_a_spare_slab_of_another_lender_rather_than_to_host_mem
 ) -> None:
     frame = store.peer_frame()
     (elsewhere,) = store.lend(1, PaperLender("other"))
+    frame.note_written(Range(0, 1))
     store.ask(frame)
     move = store.pick()
     assert isinstance(move, Drain)
@@ -227,6 +159,7 @@ def test_a_pinned_frame_closes_its_gate_and_moves_when_the_pin_ends(store: Paper
 def test_deciding_changes_nothing(store: PaperStore) -> None:
     frames = [store.peer_frame(), store.peer_frame(), store.frame()]
     frames[0].pins = 1
+    frames[1].note_written(Range(0, 1))
     store.lend(1, PaperLender("other"))
     store.ask(*frames[:2])
     seen = []

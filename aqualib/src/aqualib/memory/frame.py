@@ -3,7 +3,8 @@
 A frame owns one slab of host memory from birth to death, faulted in before the frame exists, so
 that a drain never waits for memory. A peer's slab comes and goes under it. While it is on a peer,
 the host slab still has every byte as of the last move, so the frame only remembers which parts were
-written since (`written`), and leaving the peer copies just those.
+written since (`written`), and leaving the peer copies just those. Write-behind copies them earlier,
+when no reclaim waits for it; then leaving the peer copies nothing.
 
 The bytes live in exactly one of the two places, and `FRAME` is the whole protocol of moving them.
 In the open states the frame may be pinned; in the moving states the gate is closed: pins taken
@@ -161,7 +162,7 @@ class Frame:
             of the bytes, in `DRAINING` it still is.
         pins: Users of the present place; the gate waits for them.
         lingering: Views that outlived their pin, each of which still counts in `pins`.
-        written: Bit i set: part i differs from the host slab.
+        written: Bit i set: part i differs from the host slab, or is being changed.
         retry_at_s: Not to be moved before, after a move was abandoned.
         patient_until_s: When the gate opens again, if it was closed over pins.
         is_unwanted: No tensor or store refers to it any more; it is taken apart when it is at rest.
@@ -231,19 +232,31 @@ class Frame:
             first, last = run.start // self._part_bytes, (run.end - 1) // self._part_bytes
             self.written |= (1 << (last + 1)) - (1 << first)
 
+    def first_written(self, nbytes: int) -> int:
+        """Choose the first parts of `written` with that many bytes, and one at least."""
+        rest = self.written
+        for _ in range(max(1, nbytes // self._part_bytes)):
+            rest &= rest - 1  # Without its lowest bit.
+        return self.written ^ rest
+
     def used_ranges(self) -> list[Range]:
         """What a promotion has to copy: everything taken, in bytes, ascending."""
         return merged(self._taken_bytes(), MERGE_GAP_BYTES)
 
-    def unsaved_ranges(self) -> list[Range]:
-        """What only the peer has: taken and written since the last move, in bytes, ascending."""
-        if not self.written:
+    def unsaved_ranges(self, parts: int | None = None) -> list[Range]:
+        """What only the peer has: taken and written since it was saved, in bytes, ascending.
+
+        Args:
+            parts: Bits of those that are meant; by default of all that were written.
+        """
+        parts = self.written if parts is None else parts
+        if not parts:
             return []
         part_bytes = self._part_bytes
         written = [
             Range(part * part_bytes, min(part_bytes, self.nbytes - part * part_bytes))
             for part in range(-(-self.nbytes // part_bytes))
-            if self.written >> part & 1
+            if parts >> part & 1
         ]
         return merged(intersection(self._taken_bytes(), written), MERGE_GAP_BYTES)
 

@@ -31,7 +31,7 @@ from aqua_protocol import CapacityError, ConfigError, DataLostError, TransportEr
 from aqua_protocol.supervision import SerialExecutor, resting
 from aqualib.memory.frame import FrameState
 from aqualib.memory.frame_table import FrameTable, StoreStats
-from aqualib.memory.migration_policy import Migration, decide, wake_s
+from aqualib.memory.migration_policy import WRITE_BEHIND_S, Migration, decide, wake_s
 from aqualib.ranges import Range
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class FrameStore:
         slab_bytes: Size of a frame.
         host_bytes: Upper bound of the host memory taken, and so of the whole store.
         clock: Seconds, monotonic.
+        writes_behind: Whether what is written on peers is copied to host memory ahead of a reclaim.
 
     Raises:
         ConfigError: `host_bytes` has no room for a single frame.
@@ -73,6 +74,7 @@ class FrameStore:
         slab_bytes: int,
         host_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        writes_behind: bool = False,
     ) -> None:
         self.slab_bytes: Final = slab_bytes
         self.frame_limit: Final = host_bytes // slab_bytes
@@ -85,6 +87,7 @@ class FrameStore:
         """Goes up whenever a frame arrives somewhere or is lost; may be read without the lock."""
         self._transport = transport
         self._clock = clock
+        self._writes_behind = writes_behind
         # The hot methods take the lock itself: a condition's own enter and exit are Python.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -216,6 +219,10 @@ class FrameStore:
             frame.pins += 1
             if written is not None:
                 frame.note_written(written)
+                if self._writes_behind and frame.written and frame not in self._table.unsaved:
+                    # Once a frame and copy: the migrator learns when to wake.
+                    self._table.unsaved[frame] = self._clock() + WRITE_BEHIND_S
+                    self._changed.notify_all()
             return frame.memory
 
     def try_pin(self, frame: Frame, written: Range | None = None) -> MappedSlab | None:

@@ -24,6 +24,7 @@ from aqualib.memory.migration_policy import (
     Promotion,
     ReportOverdue,
     SlabReturn,
+    WriteBehind,
 )
 from aqualib.ranges import RangeAllocator, size_of
 
@@ -40,6 +41,12 @@ UNMAP_RETRY_S: Final = 0.05
 program likes. Doubled, the slab is late by up to 50 ms more."""
 
 
+WRITE_BEHIND_RETRY_S: Final = 1.0
+"""Seconds before write-behind is tried again after a copy failed: what fails once mostly fails
+again, and the drain will say so. Doubled, a passing fault leaves a frame unsaved a second longer.
+"""
+
+
 @dataclass(slots=True)
 class StoreStats:
     """What the store has seen so far and where its bytes are now.
@@ -52,6 +59,7 @@ class StoreStats:
         drained_bytes: Used bytes that left a slab of a peer, copied or not.
         drain_copied_bytes: Bytes really copied for that; the others were on the host already.
         promoted_bytes: Used bytes that went from host memory to a peer.
+        written_behind_bytes: Bytes copied to host memory ahead of a reclaim.
         returned_bytes: Size of all slabs that went back to their owners.
         pins_overdue: Slabs that were late because a pin was held.
         moves_abandoned: Migrations given up because of pins or surviving views.
@@ -64,6 +72,7 @@ class StoreStats:
     drained_bytes: int = 0
     drain_copied_bytes: int = 0
     promoted_bytes: int = 0
+    written_behind_bytes: int = 0
     returned_bytes: int = 0
     pins_overdue: int = 0
     moves_abandoned: int = 0
@@ -82,6 +91,8 @@ class FrameTable:
         spare_peers: Slabs of peers with no frame.
         asked: Slabs asked back and still mapped, in the order asked; under a frame or spare.
         closing: Frames whose gate is closed over pins.
+        unsaved: Frames on peers that were written, with when their write-behind may begin, in the
+            store's clock; those written first come first. Empty where there is no write-behind.
         spare_hosts: Host slabs with no frame.
         host_count: Host slabs that exist or are being made.
         moves_out: Migrations that have been started and not been answered.
@@ -96,6 +107,7 @@ class FrameTable:
     spare_peers: dict[PeerSlab, None] = field(default_factory=dict)
     asked: dict[PeerSlab, None] = field(default_factory=dict)
     closing: dict[Frame, None] = field(default_factory=dict)
+    unsaved: dict[Frame, float] = field(default_factory=dict)
     spare_hosts: list[MappedSlab] = field(default_factory=list)
     host_count: int = 0
     moves_out: int = 0
@@ -138,6 +150,7 @@ class FrameTable:
         if self.frames.pop(frame.number, None) is None:
             return
         self.at_home.pop(frame, None)
+        self.unsaved.pop(frame, None)
         self._put_aside(frame)
         self.spare_hosts.append(frame.host)
 
@@ -210,6 +223,11 @@ class FrameTable:
                 del self.spare_peers[slab]
                 self.moves_out += 1
                 return effect
+            case WriteBehind(frame=frame, parts=parts):
+                # What is written from now on is marked again; the pin keeps both slabs in place.
+                frame.written &= ~parts
+                frame.pins += 1
+                return effect
             case Drain(frame=frame, target=target) | Promotion(frame=frame, target=target):
                 if not frame.is_moving:
                     self._close_gate(frame, target if isinstance(effect, Promotion) else None)
@@ -238,6 +256,21 @@ class FrameTable:
         event = FrameEvent.ARRIVE_ON_PEER if is_on_peer else FrameEvent.ARRIVE_ON_HOST
         self._advance(frame, event)
         self._answered(frame)
+
+    def written_behind(self, move: WriteBehind, failure: str, now_s: float) -> None:
+        """The parts are in host memory as well, or (`failure`) are not."""
+        frame = move.frame
+        frame.pins -= 1
+        if failure:
+            frame.written |= move.parts
+        else:
+            self.stats.written_behind_bytes += size_of(move.ranges)
+        if frame in self.unsaved:
+            if frame.written:
+                self.unsaved[frame] = now_s + (WRITE_BEHIND_RETRY_S if failure else 0.0)
+            else:
+                del self.unsaved[frame]
+        self.settle(frame)
 
     def abandoned(self, move: Drain | Promotion, now_s: float) -> None:
         """Nothing has changed; the migration is tried again after a while."""
@@ -296,6 +329,8 @@ class FrameTable:
                 assert self.under[frame.peer] is frame, frame
         for frame in self.closing:
             assert frame.is_moving, frame
+        for frame in self.unsaved:
+            assert frame.is_on_peer, frame
 
     # --- Inside ---------------------------------------------------------------------------
 
@@ -311,6 +346,8 @@ class FrameTable:
             self.at_home.setdefault(frame)
         else:
             self.at_home.pop(frame, None)
+        if not frame.is_on_peer:
+            self.unsaved.pop(frame, None)
 
     def _close_gate(self, frame: Frame, target: PeerSlab | None) -> None:
         if target is not None:

@@ -9,6 +9,8 @@ Unmapping comes before arriving because it can be refused: a view that outlived 
 write to the old place, so the frame must then stay there, and the copy is thrown away. Telling
 comes last because the owner may reuse the slab at once.
 
+Write-behind moves nothing: it copies and fences, and the frame stays open meanwhile.
+
 A peer's death is nothing special here: its slabs are asked back, the surviving mappings still read,
 and there is only no owner to tell. If they do not read, the frame is lost, and says so.
 """
@@ -24,7 +26,13 @@ from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import MIB, TransportError
 from aqua_protocol.supervision import SerialExecutor, SupervisedThread, resting
-from aqualib.memory.migration_policy import Drain, Migration, Promotion, SlabReturn
+from aqualib.memory.migration_policy import (
+    Drain,
+    Migration,
+    Promotion,
+    SlabReturn,
+    WriteBehind,
+)
 from aqualib.memory.transfers import RenewableCopier
 from aqualib.ranges import Range, split
 from aqualib.thread_slice import run_promptly
@@ -94,6 +102,8 @@ class Migrator:
                 self._copied.put((move, ""))
             elif isinstance(move, Promotion):
                 self._promote(move)
+            elif isinstance(move, WriteBehind):
+                self._write_behind(move)
             else:
                 self._copied.put(self._drain(move))
             self._copying = None
@@ -107,6 +117,8 @@ class Migrator:
             with self._store.answering() as (table, now_s):
                 if isinstance(move, SlabReturn):
                     table.kept(move.source, now_s)
+                elif isinstance(move, WriteBehind):
+                    table.written_behind(move, "the migrator crashed", now_s)
                 else:
                     table.abandoned(move, now_s)
 
@@ -119,6 +131,14 @@ class Migrator:
                 table.abandoned(move, now_s)
             else:
                 table.arrived(move)
+            self._copying = None
+
+    def _write_behind(self, move: WriteBehind) -> None:
+        failure = self._copier.copy(move.frame.host, move.source.memory, move.ranges)
+        if failure:
+            logger.warning("%r cannot be copied ahead of a reclaim: %s", move.source, failure)
+        with self._store.answering() as (table, now_s):
+            table.written_behind(move, failure, now_s)
             self._copying = None
 
     def _drain(self, move: Drain) -> tuple[Drain, str]:
