@@ -1,10 +1,9 @@
-"""`aqua-place` as a user runs it: separate processes, files, exit codes."""
+"""`aqua-place` as a user runs it: files, exit codes, and separate processes where they tell."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from aqua_placer.cli import app
 from aqua_placer.problem.families import generate
 from harness.bounds import HANG_S
 from harness.changed_problems import churned
 from harness.closed_pipe import into_closed_pipe
+from harness.command import run_here
 
 WORK_BEFORE_INTERRUPT_S = 8.0
 """Processor time, of which importing and reading take about three seconds."""
@@ -44,15 +45,18 @@ STATED_KEYS = {
 
 
 def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    """Run the command in this process and check how it ended."""
+    done = run_here(app, "aqua-place", *arguments)
     assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     return done
+
+
+def program(*arguments: object) -> str:
+    """What a command prints as a program."""
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=HANG_S
+    ).stdout
 
 
 @pytest.fixture
@@ -77,25 +81,25 @@ def test_a_plan_goes_from_solve_through_check_explain_render_and_replan(
     problem: Path, tmp_path: Path
 ) -> None:
     plan, later, picture = tmp_path / "plan.json", tmp_path / "later.json", tmp_path / "plan.svg"
-    run("solve", problem, "--output", plan)
-    assert json.loads(run("check", problem, plan, "--json").stdout)["passed"]
-    told = json.loads(run("explain", problem, plan, "--json").stdout)
+    program("solve", problem, "--output", plan)
+    assert json.loads(program("check", problem, plan, "--json"))["passed"]
+    told = json.loads(program("explain", problem, plan, "--json"))
     assert told["groups"], "tpscarce has more demand than its producers spare"
     assert all(any("fix" in line for line in group["lines"]) for group in told["groups"])
-    run("render", problem, plan, "--output", picture)
+    program("render", problem, plan, "--output", picture)
     assert picture.read_text().lstrip().startswith("<?xml")
     placed = json.loads(plan.read_text())["assignments"]
     churn = churned(generate("tpscarce", 64, 0), [a["server_index"] for a in placed], 0.1, 1)
     later.write_text(json.dumps(churn))
-    moved = json.loads(run("replan", later, "--current", plan, "--json").stdout)
+    moved = json.loads(program("replan", later, "--current", plan, "--json"))
     assert moved["moves"]
     stopped = {move["group"] for move in moved["moves"] if move["kind"] == "stop"}
     assert stopped == {a["group"] for a in placed} - set(churn["groups"]["name"])
 
 
 def test_the_same_seed_gives_the_same_plan_in_another_process(problem: Path) -> None:
-    hashes = {json.loads(run("solve", problem, "--json").stdout)["plan_hash"] for _ in range(2)}
-    assert len(hashes) == 1
+    told = [program("solve", problem, "--json"), run("solve", problem, "--json").stdout]
+    assert len({json.loads(plan)["plan_hash"] for plan in told}) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,6 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ},
     )
     # The program of this size takes minutes: whatever it is doing by then, it must stop. Its own
     # processor time tells how far it is, however busy the machine.

@@ -1,4 +1,7 @@
-"""`aqua-sim` as a user runs it: every command, on small tables, tables for people and JSON."""
+"""`aqua-sim` as a user runs it: every command, on small tables, tables for people and JSON.
+
+Each command is run as a program once; its variants run in this process (`harness.command`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from aqua_protocol.decoders import DECODERS
+from aqua_simulator.cli import app
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival
@@ -18,6 +22,7 @@ from aqua_simulator.timing.fit import fit_samples
 from aqua_simulator.timing.iteration import from_kernels
 from aqua_simulator.timing.profiles import read_folder
 from harness.bounds import HANG_S
+from harness.command import run_here
 from harness.profile_tables import (
     GPU,
     MODEL,
@@ -29,10 +34,17 @@ from harness.profile_tables import (
 PNG = b"\x89PNG"
 
 
+def program(*arguments: str | Path) -> Any:  # noqa: ANN401 - JSON
+    """The JSON that a command prints as a program."""
+    command = [Path(sys.executable).with_name("aqua-sim"), *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr or done.stdout
+    return json.loads(done.stdout)
+
+
 def aqua_sim(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command and check how it ended."""
-    command = [str(Path(sys.executable).with_name("aqua-sim")), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = run_here(app, "aqua-sim", *arguments)
     assert done.returncode == code, done.stderr or done.stdout
     return done
 
@@ -53,11 +65,11 @@ def profiles(tmp_path: Path) -> Path:
 def test_fit_evaluate_and_run_follow_each_other(profiles: Path, tmp_path: Path) -> None:
     fit = tmp_path / "fit.json.gz"
     curves = tmp_path / "curves.png"
-    made = document("fit", profiles, "-o", fit, "--hold-out", "4", "--plot", curves)
+    made = program("fit", profiles, "-o", fit, "--hold-out", "4", "--plot", curves)
     assert curves.read_bytes().startswith(PNG)
     assert made["functions"]["a100/decode_attention"]["row_count"] == 68
     plot = tmp_path / "errors.png"
-    scored = document("evaluate", "--fit", fit, "--profiles", profiles, "--plot", plot)
+    scored = program("evaluate", "--fit", fit, "--profiles", profiles, "--plot", plot)
     assert scored["overall_mape_percent"]["linear"] < 2.0
     assert plot.read_bytes().startswith(PNG)
 
@@ -65,7 +77,7 @@ def test_fit_evaluate_and_run_follow_each_other(profiles: Path, tmp_path: Path) 
     trace.write_text("prompt_tokens,output_tokens\n100,20\n900,5\n30,60\n")
     poisson = ["--process", "poisson", "--rate", "5", "--requests", "60", "--engines", "2"]
     served = tmp_path / "served.png"
-    first = document("run", "--fit", fit, "--trace", trace, *poisson, "--plot", served)
+    first = program("run", "--fit", fit, "--trace", trace, *poisson, "--plot", served)
     assert first["request_count"] == 60
     assert [one["name"] for one in first["engines"]] == ["engine-0", "engine-1"]
     assert served.read_bytes().startswith(PNG)
@@ -100,7 +112,7 @@ def test_replay_finds_the_host_overhead_of_a_recorded_run(tmp_path: Path) -> Non
         blocks=400,
     )
     plot = tmp_path / "replay.png"
-    calibrated = document("replay", tmp_path, "--plot", plot)["recordings"][0]
+    calibrated = program("replay", tmp_path, "--plot", plot)["recordings"][0]
     assert calibrated["host_overhead_s"] == pytest.approx(overhead_s, rel=0.05)
     off = {row["name"]: row["difference_percent"] for row in calibrated["rows"]}
     assert all(abs(percent) < 2.0 for percent in off.values()), off
@@ -116,7 +128,7 @@ def test_paper_prints_ours_beside_the_published_numbers(tmp_path: Path) -> None:
     done = aqua_sim("paper", "figure5", "-o", page)
     assert "3.73" in done.stdout
     assert "| density of the left node | 3.73 | 3.72 |" in page.read_text()
-    rows = document("paper", "figure5")["figures"][0]["rows"]
+    rows = program("paper", "figure5")["figures"][0]["rows"]
     assert all(abs(row["difference"]) < 0.02 * row["published"] for row in rows)
 
 
@@ -145,7 +157,7 @@ def test_a_small_figure_6_runs_the_real_policies_and_resumes(tmp_path: Path) -> 
 
 def test_a_blend_runs_under_any_policy_and_repeats_itself(tmp_path: Path) -> None:
     options: list[str | Path] = ["blend", "--requests", "3000", "--density", "1.2"]
-    base = document(*options, "--policy", "dfs")
+    base = program(*options, "--policy", "dfs")
     plot = tmp_path / "usage.png"
     ours = document(*options, "--policy", "foresight", "--plot", plot)
     assert base["optimal_s"] == ours["optimal_s"] <= ours["makespan_s"]
