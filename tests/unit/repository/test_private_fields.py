@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -90,6 +91,7 @@ def _function(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
+@cache
 def found() -> dict[str, list[tuple[int, str]]]:
     """All that reach, by file."""
     by_file = {

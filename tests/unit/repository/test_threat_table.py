@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Final
 
@@ -31,10 +30,5 @@ def test_a_threat_names_what_stops_it_and_a_test_that_exists(row: list[str]) -> 
     assert all(row)
     named = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", row[-1])
     assert named, row[-1]
-    tree = ast.parse((ROOT / named[1]).read_text(encoding="utf-8"))
-    defined = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert named[2] in defined
+    text = (ROOT / named[1]).read_text(encoding="utf-8")
+    assert re.search(rf"^\s*(async )?def {named[2]}\(", text, flags=re.MULTILINE)

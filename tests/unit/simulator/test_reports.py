@@ -17,6 +17,12 @@ from aqua_simulator.workloads.sources import BURSTGPT, WILDCHAT
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def experiments() -> Experiments:
+    """A thousand requests a trace; it remembers its runs, which figures share."""
+    return Experiments(request_count=1000)
+
+
 def row(ours: float, name: str = "n", **printed: Any) -> FigureRow:  # noqa: ANN401 - fields
     return FigureRow(name=name, ours=ours, **printed)
 
@@ -162,8 +168,10 @@ def test_every_figure_of_the_paper_has_a_name() -> None:
     assert list(published_figures()) == list(FIGURES)
 
 
-def test_what_the_paper_prints_is_found_behind_the_name_of_a_trace() -> None:
-    made = reproduce("figure7", Experiments(request_count=1000))
+def test_what_the_paper_prints_is_found_behind_the_name_of_a_trace(
+    experiments: Experiments,
+) -> None:
+    made = reproduce("figure7", experiments)
     printed = {one.name: (one.low, one.high, one.unit) for one in made.rows}
     assert printed["least of the four traces, blendserve"] == (97.0, None, "%")
     assert printed["greatest of the four traces, random"] == (None, 30.0, "%")
@@ -171,11 +179,11 @@ def test_what_the_paper_prints_is_found_behind_the_name_of_a_trace() -> None:
 
 
 def test_figure_6_moves_what_was_chosen_and_compares_balance(
-    monkeypatch: pytest.MonkeyPatch,
+    experiments: Experiments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blendserve, "INTERFERENCES", (0.2, 0.6))
     monkeypatch.setattr(blendserve, "DENSE_STEPS", (128,))
-    made = reproduce("figure6", Experiments(request_count=1000))
+    made = reproduce("figure6", experiments)
     rows = {one.name: one for one in made.rows}
     mean = rows["mean gain of blendserve over DFS"]
     assert set(mean.moved) == {"interference", "least dense batch"}
@@ -201,7 +209,7 @@ def test_figure_2_tells_chats_from_videos() -> None:
 
 
 def test_a_grid_has_both_policies_and_counts_blends_that_do_not_exist(
-    monkeypatch: pytest.MonkeyPatch,
+    experiments: Experiments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [
         Trace("one", 0.9, 0.35, WILDCHAT),
@@ -210,7 +218,7 @@ def test_a_grid_has_both_policies_and_counts_blends_that_do_not_exist(
     monkeypatch.setattr(blendserve_figures, "grid", lambda _source: wanted)
     monkeypatch.setattr(blendserve, "INTERFERENCES", (0.2,))
     monkeypatch.setattr(blendserve, "DENSE_STEPS", (128,))
-    made = reproduce("figure12", Experiments(request_count=1000))
+    made = reproduce("figure12", experiments)
     rows = {one.name: one for one in made.rows}
     assert rows["traces"].difference == 1 - 65
     assert {"blendserve, least gain", "foresight, greatest gain"} < set(rows)
