@@ -19,8 +19,11 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-# Many tests wait for processes to start and die, so two at a time take half as long.
+# Many tests wait for processes to start and die, so two at a time take half as long. Files are begun
+# in the order of their tiers, in which the long ones come first; xdist's own, by their number of
+# tests, leaves to the end single tests that take a minute.
 TEST_PROCESSES ?= 2
+IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # `make fuzz`: for how long, and the seed of everything (random when empty; a run prints its own).
 FUZZ_MINUTES ?= 10
@@ -76,6 +79,9 @@ TIER = AQUA_TESTS_WHOLE=$(WHOLE) AQUA_TESTS_SEED=$(SLICE_SEED) $(PY) -m pytest -
 # Luck decides nothing in tests: neither do the orders of sets.
 export PYTHONHASHSEED ?= 0
 
+# Without bytecode, each of the hundreds of processes of a test run would compile its sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 # NO_VENV=1: use $(PYTHON) as it is, for machines without registry access that already carry
 # torch, pytest, hypothesis and pydantic:  make test-gpu NO_VENV=1
 ifdef NO_VENV
@@ -130,11 +136,11 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(BIN)lint-imports --no-logo
-	$(PY) -m pytest -q -m "unit and not slow" --numprocesses $(TEST_PROCESSES) --dist loadfile tests/unit $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "unit and not slow" $(IN_PARALLEL) tests/unit $(PYTEST_ARGS)
 
 .PHONY: test
 test: $(READY) ## Run every tier that needs no more than Python; the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console and not docs" --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console and not docs" $(IN_PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
@@ -146,7 +152,7 @@ failover: $(READY) ## Lose the master of Redis 200 times under load: all of the 
 
 .PHONY: property
 property: $(READY) ## Draw every example of the property tier, of which test has a slice
-	$(TIER) -m property --numprocesses $(TEST_PROCESSES) --dist loadfile tests/property $(PYTEST_ARGS)
+	$(TIER) -m property $(IN_PARALLEL) tests/property $(PYTEST_ARGS)
 
 .PHONY: model
 model: $(READY) ## Search the lease protocol on paper to its end with two faults; test allows one
