@@ -22,7 +22,7 @@ def test_the_example_prints_errors_first_and_writes_its_report(tmp_path: Path) -
         *("--cluster", EXAMPLE / "cluster.yaml", *QUICK, "--no-sensitivity"),
         *("--processes", "2", "--html", tmp_path / "report.html"),
     )
-    command = [Path(sys.executable).with_name("aqua-sim"), "whatif", *arguments]
+    command = [str(Path(sys.executable).with_name("aqua-sim")), "whatif", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr or done.stdout
     text = done.stdout
