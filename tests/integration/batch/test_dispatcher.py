@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from aqua_batch.service.lines import InputReader
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
 from aqua_batch.service.request_rows import (
+    LeasedRequest,
     active_batches,
     add_worker,
     free_dead_workers,
@@ -92,17 +94,21 @@ class AskedPool(EnginePool):
 
 
 async def add_batch(
-    database: Database, objects: ObjectStore, prompt: str, model: str = "m"
+    database: Database,
+    objects: ObjectStore,
+    key: str,
+    model: str = "m",
+    prompt: str | None = None,
 ) -> BatchJob:
-    """A batch of a single request, ready to run."""
-    with objects.create(prompt) as file:
-        file.write(chat_line(prompt, prompt, model=model))
+    """A batch of a single request, ready to run; its prompt is the input's key or another."""
+    with objects.create(key) as file:
+        file.write(chat_line(key, prompt or key, model=model))
     values: dict[str, Any] = {
         "tenant": "red",
         "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
         "input_file_id": "file",
-        "input_key": prompt,
+        "input_key": key,
         "created_s": 0,
         "expires_s": 2**40,
         "output_ttl_s": None,
@@ -159,8 +165,8 @@ async def test_requests_whose_lease_was_never_heard_of_run_all_the_same(tmp_path
 class CountedPool(EnginePool):
     """Engines that count the looks at them."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__([url], places=1, api_key=None, timeout_s=HANG_S)
+    def __init__(self, *urls: str, places: int = 1) -> None:
+        super().__init__(urls, places=places, api_key=None, timeout_s=HANG_S)
         self.looks = 0
         self.looked = asyncio.Condition()
 
@@ -172,13 +178,29 @@ class CountedPool(EnginePool):
 
 
 class CountedDatabase(Database):
-    """It counts attempts to lease."""
+    """It counts attempts to lease, and what was leased, by the first word of its input."""
 
-    leases = 0
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.leases = 0
+        self.leased: Counter[str] = Counter()
+        self.changed = asyncio.Condition()
 
     async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        self.leases += isinstance(work, partial) and work.func is lease_requests
-        return await super().write(work)
+        done = await super().write(work)
+        if isinstance(work, partial) and work.func is lease_requests:
+            async with self.changed:
+                self.leases += 1
+                found = cast("list[LeasedRequest]", done)
+                self.leased.update(each.input_key.split()[0] for each in found)
+                self.changed.notify_all()
+        return done
+
+    async def until_leased(self, kind: str, count: int) -> None:
+        """Wait until so many of a kind are."""
+        async with self.changed:
+            reached = self.changed.wait_for(lambda: self.leased[kind] >= count)
+            await asyncio.wait_for(reached, HANG_S)
 
 
 async def test_a_dispatcher_without_work_leaves_the_database_alone(
@@ -216,6 +238,62 @@ async def test_an_engine_of_another_model_works_while_those_of_one_are_full(tmp_
                 busy.release(f"{at}")
             await asyncio.to_thread(busy.wait_for, "ended", len(held))
         assert free.counts()["began"] == {"other": 1}
+    database.close()
+
+
+async def add_held(
+    database: Database, objects: ObjectStore, model: str, count: int
+) -> list[BatchJob]:
+    """Batches of a request each, which the engine of a model answers when it is told to."""
+    return [
+        await add_batch(database, objects, f"{model} {at}", model, f"hold {at}")
+        for at in range(count)
+    ]
+
+
+async def test_requests_are_leased_ahead_for_each_model_by_itself(tmp_path: Path) -> None:
+    """Those of a model that has no room are not what another one has ready."""
+    database = CountedDatabase(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    places = 4
+    with CountingServer(model="a") as full, CountingServer(model="b") as busy:
+        engines = EnginePool([full.url, busy.url], places=places, api_key=None, timeout_s=HANG_S)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        await add_held(database, objects, "a", 3 * places)
+        await add_held(database, objects, "b", 3 * places)
+        async with engines, dispatcher.running():
+            await database.until_leased("a", 2 * places)
+            await database.until_leased("b", 2 * places)
+            for at in range(places - 1):
+                await asyncio.to_thread(busy.release, f"{at}")
+            # One is left, and no engine has room.
+            await database.until_leased("b", 3 * places - 1)
+        assert database.leased["a"] == 2 * places
+    database.close()
+
+
+async def test_a_model_without_room_is_no_reason_to_look_at_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is another engine's room: what waits is looked for when something has happened."""
+    monkeypatch.setattr(dispatch, "POLL_S", HANG_S)
+    database = CountedDatabase(f"sqlite:///{tmp_path}/batch.db")
+    objects = ObjectStore(f"file://{tmp_path}/files")
+    with CountingServer(model="a") as full, CountingServer(model="b") as idle:
+        engines = CountedPool(full.url, idle.url)
+        dispatcher = Dispatcher(
+            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
+        )
+        await add_held(database, objects, "a", 4)
+        async with engines, dispatcher.running():
+            await database.until_leased("a", 2)
+            async with engines.looked:
+                looks, leases = engines.looks, database.leases
+                await engines.looked.wait_for(lambda: engines.looks > looks + 2)
+                assert database.leases - leases <= engines.looks - looks + 1
+        assert database.leased["a"] == 2
     database.close()
 
 

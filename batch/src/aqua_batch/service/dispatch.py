@@ -213,10 +213,7 @@ class Dispatcher:
                         await self._is_wanting.wait()
 
     async def _lease_more(self) -> int:
-        """Lease what is wanted, if it is worth a transaction; how many there were."""
-        kinds = len({each.models for each in self._engines.engines})
-        ahead = min(MOST_AHEAD * kinds, self._engines.places_for(None))
-        wanted = ahead - len(self._ready)
+        """Lease what runs low, if it is worth a transaction; how many requests there were."""
         held_bytes = sum(each.request.size for each in self._ready)
         held_bytes += sum(each.size for each, _ in self._jobs.values())
         is_behind = (
@@ -224,11 +221,23 @@ class Dispatcher:
             or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
             or held_bytes >= MOST_HELD_BYTES
         )
-        # An engine that has room wants other models than what is ready.
-        is_wanted = wanted * 2 > ahead or (wanted > 0 and self._engines.has_room())
-        if is_behind or not is_wanted:
+        listed = frozenset[str]().union(*(each.models or () for each in self._engines.engines))
+        ready = Counter(each.model for each in self._ready)
+        wanted = sum(self._wanted(model, ready) for model in (*listed, None))
+        if is_behind or not wanted:
             return 0
         return await self._lease(wanted, MOST_HELD_BYTES - held_bytes)
+
+    def _wanted(self, model: str | None, ready: Counter[str]) -> int:
+        """Requests to lease for a model, or for batches of several (None), once they run low.
+
+        Each model for itself: one whose engines are full keeps as many ready, and others that run
+        low meanwhile get theirs before an engine waits.
+        """
+        ahead = min(MOST_AHEAD, self._engines.places_for(model))
+        wanted = ahead - (ready.total() if model is None else ready[model])
+        is_low = wanted * 2 > ahead or (wanted > 0 and self._engines.has_room(model))
+        return wanted if is_low else 0
 
     async def _lease(self, count: int, most_bytes: int) -> int:
         running = Counter(each.tenant for each, _ in self._jobs.values())
@@ -236,16 +245,12 @@ class Dispatcher:
         ready = Counter(each.model for each in self._ready)
         worker = self.worker
 
-        def room_of(model: str | None) -> int:
-            waiting = ready.total() if model is None else ready[model]
-            return min(MOST_AHEAD, self._engines.places_for(model)) - waiting
-
         leased = await self._database.write(
             partial(
                 lease_requests,
                 worker=worker,
                 room=count,
-                room_of=room_of,
+                room_of=partial(self._wanted, ready=ready),
                 most_bytes=most_bytes,
                 running=running,
                 now_s=self._now_s(),

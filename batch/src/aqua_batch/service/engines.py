@@ -207,10 +207,10 @@ class EnginePool:
         """Places of the engines for a model, free or not."""
         return sum(int(each.limit.value) for each in self._for(model))
 
-    def has_room(self) -> bool:
-        """Whether any engine would take a request now."""
+    def has_room(self, model: str | None) -> bool:
+        """Whether any engine for a model would take a request now."""
         now_s = self._clock_s()
-        return any(each.room(now_s) for each in self.engines)
+        return any(each.room(now_s) for each in self._for(model))
 
     def _for(self, model: str | None) -> list[EngineEndpoint]:
         told = [each for each in self.engines if each.has_told]
