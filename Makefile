@@ -290,7 +290,7 @@ clean: ## Remove the environment, caches and what runs left behind
 
 EDITABLES := \
   -e protocol \
-  -e client \
+  -e 'client[otel]' \
   -e 'cli[plot]' \
   -e coordinator \
   -e 'aqualib[torch,transformers,nvml]' \

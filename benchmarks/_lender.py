@@ -1,4 +1,4 @@
-"""A producer in a process of its own, driven over its standard input, for `transport.py`.
+"""A producer in a process of its own, driven over its standard input.
 
 Commands are lines of JSON, `["offer", bytes]` or `["reclaim", bytes]`; each is answered by one.
 """
@@ -19,6 +19,7 @@ from aqua_protocol.leases import LeaseGrant, LeaseView
 from aqua_protocol.members import ProducerAck
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
+from aqualib.settings import load_settings
 from aqualib.transports import select
 
 PRODUCER_ID: Final = "lender"
@@ -108,6 +109,7 @@ def _serve(endpoint: Path, slab_bytes: int, key: str) -> None:
         identity=IDENTITY,
         slab_bytes=slab_bytes,
         deadline_s=RECLAIM_TIMEOUT_S,
+        tracer=load_settings().tracer(),
     ) as producer:
         producer.acknowledge(
             ProducerAck(

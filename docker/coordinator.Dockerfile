@@ -14,7 +14,7 @@ COPY coordinator coordinator
 RUN python3 -m venv /build \
  && python3 -m venv --without-pip /opt/aqua \
  && /build/bin/pip --python /opt/aqua/bin/python install --no-cache-dir --constraint constraints.txt \
-      ./protocol ./client ./cli ./coordinator \
+      ./protocol './client[otel]' ./cli './coordinator[otel]' \
  && ln -s "$(find /opt/aqua -name valkey-server -type f)" /opt/aqua/bin/valkey-server
 
 FROM ${BASE}

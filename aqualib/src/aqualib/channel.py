@@ -250,7 +250,8 @@ def _cannot_send(error: OSError) -> ChannelClosedError:
 
 
 def _packed(message: Wire) -> bytes:
-    packet = message.model_dump_json().encode()
+    # Without what is not said: peers of the version before refuse fields that they do not know.
+    packet = message.model_dump_json(exclude_none=True).encode()
     assert len(packet) <= MAX_PACKET_BYTES, f"packet of {len(packet)} bytes"
     return packet
 

@@ -120,6 +120,7 @@ def connect(  # noqa: PLR0913 - every setting by name; each has a default
             allowed_uids=settings.allowed_uids,
             leases_from_first_step=leases_from_first_step,
             writes_behind=settings.write_behind,
+            tracer=settings.tracer(),
         )
         undo.pop_all()
     _offer_as_default(aqua)
@@ -198,6 +199,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
             device=memory or device_memory(chosen.device, settings.emulated_hbm_bytes),
             allowed_uids=settings.allowed_uids,
             heartbeat_s=settings.heartbeat_s,
+            tracer=settings.tracer(),
         ) as producer,
         contextlib.ExitStack() as opened,
     ):

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import torch
 
+# Registers what happens when the interpreter ends before this module does; see there.
+import aqua_client.tracing
 from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
 from aqua_protocol.supervision import failing_loops
 from aqualib.blocks import BlockStore
@@ -34,6 +36,7 @@ from aqualib.memory.transfers import Transfers
 from aqualib.metrics import ConsumerMetrics, Direction, Stats
 from aqualib.reporter import MAX_HEARTBEAT_S
 from aqualib.tensor import AquaTensor, TensorAllocator
+from aqualib.traced_leases import PageOutTrace
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -90,6 +93,7 @@ class Aqua:
         heartbeat_s: Longest silence towards the coordinator.
         lease_ttl_s: Life of a lease without a report.
         allowed_uids: Users whose producers may hold pages, beside this process's own and root.
+        tracer: Draws page-outs and leases; None where tracing is off.
         leases_from_first_step: Ask for no lease before the first `step`. An engine that captures
             graphs or measures its memory when it starts is not to be disturbed at that.
         writes_behind: Copy what is written on peers to host memory ahead of reclaims, which then
@@ -118,6 +122,7 @@ class Aqua:
         allowed_uids: Iterable[int] | None = None,
         leases_from_first_step: bool = False,
         writes_behind: bool | None = None,
+        tracer: aqua_client.tracing.Tracer | None = None,
     ) -> None:
         if wanted_bytes > host_bytes:
             raise ConfigError(
@@ -140,7 +145,10 @@ class Aqua:
         except BaseException:
             self.metrics.close()
             raise
-        self._transfers = Transfers(self._store, transport, self.metrics, is_checking=is_checking)
+        page_outs = None if tracer is None else PageOutTrace(tracer, lambda: self.attachments)
+        self._transfers = Transfers(
+            self._store, transport, self.metrics, is_checking=is_checking, page_outs=page_outs
+        )
         self._allocator = TensorAllocator(self._store)
         self._migrator = Migrator(self._store, transport)
         self._lease_client = LeaseClient(
@@ -154,6 +162,7 @@ class Aqua:
             lease_ttl_s=lease_ttl_s,
             allowed_uids=allowed_uids,
             waits_for_engine=leases_from_first_step,
+            page_outs=page_outs,
         )
         self._seen_version = NEVER_SEEN if leases_from_first_step else 0
         self._seen = self._store.snapshot()

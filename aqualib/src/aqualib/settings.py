@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_client import CoordinatorClient
 from aqua_client.tls import TlsFiles
+from aqua_client.tracing import Tracer, open_tracer
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
@@ -109,6 +110,12 @@ class Settings(BaseSettings):
         description="Age of a model's profile from which a producer does not go by it any more.",
     )
 
+    tracing: bool = Field(
+        default=False,
+        description="Draw traces of leases by OpenTelemetry, as the OTEL_* variables say; needs "
+        "the extra `otel`.",
+    )
+
     member: Name | None = Field(
         None, description="Name in the books, as plans say it; made of node and process if unset."
     )
@@ -168,17 +175,26 @@ class Settings(BaseSettings):
         default=Escalation.WAIT, description="What to do about consumers that overrun a deadline."
     )
 
+    def tracer(self) -> Tracer | None:
+        """The tracer of this process; None where tracing is off.
+
+        Raises:
+            ConfigError: OpenTelemetry is not installed, or its variables ask for what is not there.
+        """
+        return open_tracer("aqualib") if self.tracing else None
+
     def coordinator_client(self) -> CoordinatorClient:
         """A client of the coordinator that these settings describe; the caller closes it.
 
         Raises:
-            ConfigError: The address or a TLS file is no good.
+            ConfigError: The address or a TLS file is no good, or tracing cannot be had.
         """
         return CoordinatorClient(
             self.coordinator_url,
             None if self.token is None else self.token.get_secret_value(),
             tls=TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key),
             timeout_s=self.request_timeout_s,
+            tracer=self.tracer(),
         )
 
 

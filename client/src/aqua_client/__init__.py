@@ -8,7 +8,8 @@
 `AsyncCoordinatorClient` has the same methods, to be awaited (`async for` over listings).
 
 Modules, from the ground up: `calls` (each operation of the REST API as a value, checked against the
-coordinator's OpenAPI document); `tls` (certificates that are renewed meanwhile); `http` (calls in
+coordinator's OpenAPI document); `tls` (certificates that are renewed meanwhile); `tracing`
+(spans, where asked for); `http` (calls in
 the terms of httpx); `client` (the two clients, and when they repeat a call); `doctor` (what `aqua
 doctor` asks about the coordinator).
 """

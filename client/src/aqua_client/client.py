@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final, Generic, ParamSpec, Self, TypeVar, overload
@@ -30,6 +31,7 @@ from aqua_protocol.errors import UnavailableError
 if TYPE_CHECKING:
     from aqua_client.calls import Call, Listing
     from aqua_client.tls import TlsFiles
+    from aqua_client.tracing import Tracer
 
 GROWTH: Final = 4
 """Factor from one pause to the next: the third attempt of a restart of the coordinator (about a
@@ -151,14 +153,33 @@ class _Client(Operations):
         url: The coordinator to ask next; at first any, so that clients spread over all.
     """
 
-    def __init__(self, urls: str, retry: RetryRule) -> None:
+    def __init__(self, urls: str, retry: RetryRule, tracer: Tracer | None) -> None:
         self._addresses: Final = addresses_of(urls)
+        self._tracer = tracer
         self._retry = retry
         self._random = Random()
         self.url = self._random.choice(self._addresses)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({','.join(self._addresses)})"
+
+    @contextmanager
+    def _sending(self, call: Call[AnswerT], address: str) -> Iterator[Mapping[str, str]]:
+        """One sending, with the headers of its span if it is part of a trace; it begins none."""
+        tracer = self._tracer
+        with as_no_answer(address):
+            if tracer is None or not tracer.is_within:
+                yield {}
+                return
+            with tracer.span(
+                call.method,
+                kind="client",
+                attributes={
+                    "http.request.method": call.method,
+                    "url.full": address + call.path,
+                },
+            ):
+                yield tracer.headers()
 
     def _next(
         self, call: Call[AnswerT], address: str, error: UnavailableError, sent: int
@@ -193,6 +214,7 @@ class CoordinatorClient(_Client):
         timeout_s: Bound of a single sending.
         retry: When calls are repeated.
         sleep: Waits between sendings; replaced in tests.
+        tracer: Draws calls that are part of a trace; None where tracing is off.
         transport: Replaces the network in tests.
 
     Raises:
@@ -209,8 +231,9 @@ class CoordinatorClient(_Client):
         retry: RetryRule = DEFAULT_RETRY,
         sleep: Callable[[float], None] = time.sleep,
         transport: httpx.BaseTransport | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(url, retry)
+        super().__init__(url, retry, tracer)
         self._sleep = sleep
         self._http = httpx.Client(
             **options_of(self._addresses, token, tls, timeout_s), transport=transport
@@ -236,8 +259,8 @@ class CoordinatorClient(_Client):
         address, sent = self.url, 1
         while True:
             try:
-                with as_no_answer(address):
-                    answer = self._http.request(**request_of(call, address))
+                with self._sending(call, address) as traced:
+                    answer = self._http.request(**request_of(call, address, traced))
                     return answer_of(call, answer)
             except UnavailableError as error:
                 address, pause_s = self._next(call, address, error, sent)
@@ -267,8 +290,9 @@ class AsyncCoordinatorClient(_Client):
         retry: RetryRule = DEFAULT_RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         transport: httpx.AsyncBaseTransport | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(url, retry)
+        super().__init__(url, retry, tracer)
         self._sleep = sleep
         self._http = httpx.AsyncClient(
             **options_of(self._addresses, token, tls, timeout_s), transport=transport
@@ -289,8 +313,8 @@ class AsyncCoordinatorClient(_Client):
         address, sent = self.url, 1
         while True:
             try:
-                with as_no_answer(address):
-                    answer = await self._http.request(**request_of(call, address))
+                with self._sending(call, address) as traced:
+                    answer = await self._http.request(**request_of(call, address, traced))
                     return answer_of(call, answer)
             except UnavailableError as error:
                 address, pause_s = self._next(call, address, error, sent)

@@ -9,7 +9,7 @@ variable set for downloads must not carry its tokens elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -99,9 +99,11 @@ def _address_of(url: str) -> str:
     return str(parsed).rstrip("/")
 
 
-def request_of(call: Call[AnswerT], address: str) -> dict[str, Any]:
-    """Arguments of `request` of either httpx client."""
-    headers = {} if call.body is None else {"Content-Type": "application/json"}
+def request_of(call: Call[AnswerT], address: str, traced: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `request` of either httpx client; `traced` are the headers of a trace."""
+    headers = {**traced}
+    if call.body is not None:
+        headers["Content-Type"] = "application/json"
     if call.idempotency_key is not None:
         headers["Idempotency-Key"] = call.idempotency_key
     return {

@@ -20,6 +20,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from aqua_client.tracing import open_tracer
 from aqua_coordinator import __version__, routes
 from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.answers import error_answer, typed
@@ -85,7 +86,7 @@ class Service:
         services: What operations work with.
 
     Raises:
-        ConfigError: The URL, the tokens file or the audit log is no good.
+        ConfigError: The URL, the tokens file or the audit log is no good, or tracing cannot be had.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Service:
             rates=CallerRates(settings, quotas, metrics.rate_refusals),
             history=history,
             console=ConsoleViews(ledger, history),
+            tracer=open_tracer("aqua-coordinator") if settings.tracing else None,
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)
         self.api = _api(self.services)

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aqua_client.tracing import HEADER
 from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Caller
@@ -112,10 +113,26 @@ class RequestLimits:
         self._connected_of_token = min(services.settings.max_connections_per_token, most // 2)
         self._connected_of_peer = min(services.settings.max_connections_per_peer, apart)
         self._counts = WeakValueDictionary[tuple[str, str | None], _Count]()
+        self._tracer = services.tracer
         self._metrics.requests_in_flight.set_function(self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, in the trace of its caller if it is part of one; none begins here."""
+        tracer = self._tracer
+        if tracer is None or (traced := _trace_of(scope)) is None:
+            await self._respond(scope, receive, send)
+            return
+        method = scope["method"]
+        told = tracer.context_of(traced)
+        named = {"http.request.method": method}
+        with tracer.span(method, kind="server", parent=told, attributes=named) as span:
+            status = await self._respond(scope, receive, send)
+            route = getattr(scope.get("route"), "path", UNMATCHED)
+            span.update_name(f"{method} {route}")
+            span.set_attributes({"http.route": route, "http.response.status_code": status})
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Serve one request; returns the status of the answer."""
         started_s = time.perf_counter()
         held: list[_Count] = []
         watched = _WatchedSend(send, scope, self._audit)
@@ -141,6 +158,7 @@ class RequestLimits:
             route = getattr(scope.get("route"), "path", UNMATCHED)
             seconds = time.perf_counter() - started_s
             self._metrics.answered(route, scope["method"], watched.status, seconds)
+        return watched.status
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: _WatchedSend, held: list[_Count]
@@ -253,6 +271,15 @@ class RequestLimits:
     def _count_of(self, key: tuple[str, str | None], limit: int) -> _Count:
         """The count of some token or peer; there is one as long as a connection of theirs is."""
         return self._counts.setdefault(key, _Count(limit))
+
+
+def _trace_of(scope: Scope) -> dict[str, str] | None:
+    """What a call says of its trace, if it does; a stream, served for hours, is in none."""
+    if scope["path"].startswith(API) and scope["path"] != EVENTS_PATH:
+        for name, value in scope["headers"]:
+            if name == b"traceparent":
+                return {HEADER: value.decode("latin-1")}
+    return None
 
 
 def _peer_of(scope: Scope) -> str | None:

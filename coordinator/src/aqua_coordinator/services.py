@@ -19,6 +19,7 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field, SecretStr
 
+from aqua_client.tracing import Tracer
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator, Caller
 from aqua_coordinator.console.views import ConsoleViews
@@ -143,6 +144,7 @@ class Services:
     rates: CallerRates
     history: History
     console: ConsoleViews
+    tracer: Tracer | None = None
     started_s: float = field(default_factory=time.monotonic)
     scraping: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

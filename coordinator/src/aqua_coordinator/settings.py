@@ -215,6 +215,11 @@ class CoordinatorSettings(BaseSettings):
         description="File of the audit log, or stderr: a JSON line for each request that may "
         "change something. Unset: none.",
     )
+    tracing: bool = Field(
+        default=False,
+        description="Go on with the traces of callers by OpenTelemetry, as the OTEL_* variables "
+        "say; needs the extra `otel`.",
+    )
     log_level: Annotated[str, Field(pattern=r"^(debug|info|warning|error)$")] = Field(
         "info", description="debug, info, warning or error."
     )

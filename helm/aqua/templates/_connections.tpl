@@ -39,6 +39,14 @@
 {{- end }}
 {{- end }}
 
+{{/* Where traces go; nothing without an endpoint. Call with the root. */}}
+{{- define "aqua.tracingEnv" -}}
+{{- with .Values.tracing.endpoint }}
+- {name: AQUA_TRACING, value: "true"}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+
 {{/* Environment of everything that calls the coordinator; call with (dict "root" $ "role" "member"). */}}
 {{- define "aqua.callerEnv" -}}
 - name: AQUA_COORDINATOR_URL

@@ -94,6 +94,9 @@ devices:
       valueFrom:
         fieldRef: {fieldPath: spec.nodeName}
     - {name: AQUA_SOCKET_DIR, value: /run/aqua}
+    {{- if .root.Values.tracing.engines }}
+    {{- include "aqua.tracingEnv" .root | nindent 4 }}
+    {{- end }}
     - {name: CUDA_DEVICE_ORDER, value: PCI_BUS_ID}
     - {name: CUDA_VISIBLE_DEVICES, value: {{ include "aqua.visibleDevices" (dict "server" .server "engine" .name) | quote }}}
     {{- if eq .mode "hostNamespaces" }}

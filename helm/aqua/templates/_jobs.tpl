@@ -14,7 +14,7 @@ resources: {{- toYaml .of.resources | nindent 2 }}
 {{- end }}
 
 {{- define "aqua.jobVolumes" -}}
-- {name: work, emptyDir: {sizeLimit: 1Gi}}
+- {name: results, emptyDir: {sizeLimit: 1Gi}}
 - {name: tmp, emptyDir: {sizeLimit: 256Mi}}
 {{ include "aqua.callerVolumes" . }}
 {{- end }}

@@ -13,6 +13,9 @@ file descriptors ride along as SCM_RIGHTS with the `Slabs` packet that names the
        | -- Released(slab, generation) -----> |  one per slab, as soon as it is unmapped
        | -- Goodbye ------------------------> |  everything released; closes
 
+A consumer that traces names its span in `Hello`. Producers of the version before know no such field
+and refuse it: then the consumer says `Hello` once more without.
+
 Time on the channel is relative (`deadline_s` counts from receipt), since two processes need not
 agree on a clock. A closed channel is not a return: see `aqua_protocol.slab`.
 """
@@ -25,7 +28,15 @@ from pydantic import Field, TypeAdapter
 
 from aqua_protocol.errors import ErrorBody
 from aqua_protocol.ids import MAX_EPOCH, Name
-from aqua_protocol.wire import EpochField, Flag, PositiveBytes, TransportKind, VersionNumber, Wire
+from aqua_protocol.wire import (
+    EpochField,
+    Flag,
+    PositiveBytes,
+    TraceParent,
+    TransportKind,
+    VersionNumber,
+    Wire,
+)
 
 MAX_PACKET_BYTES: Final = 64 * 1024
 """Below the default `net.core.wmem_max` of 212,992 bytes, so that a packet is never refused.
@@ -66,6 +77,7 @@ class Hello(Wire):
     aqualib_version: Annotated[str, Field(max_length=64)]
     consumer_id: Name
     token: Annotated[str, Field(max_length=4096, repr=False)]
+    traceparent: TraceParent | None = None
 
 
 class Welcome(Wire):

@@ -65,3 +65,7 @@ Milliseconds = Annotated[float, Field(ge=0, le=1e3 * MAX_SECONDS, strict=True)]
 VersionNumber = Annotated[int, Field(ge=0, le=65_535, strict=True)]
 Proof = Annotated[str, Field(max_length=64, pattern=r"^[0-9]{1,16}\.[A-Za-z0-9_-]+$")]
 Flag = Annotated[bool, Field(strict=True)]
+TraceParent = Annotated[
+    str, Field(max_length=55, pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+]
+"""A span of a trace, as W3C Trace Context writes it."""

@@ -24,6 +24,7 @@ NOUNS_IN_ING: Final = frozenset(
         "scheduling",
         "serving",
         "timing",
+        "tracing",
     }
 )
 MAX_LINES: Final = 500

@@ -29,6 +29,9 @@ from aqua_protocol.channel import Goodbye, Pong, Released
 from aqualib.channel import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from aqua_client.tracing import Tracer
     from aqua_protocol.channel import ProducerMessage, Reclaim, SlabRef
     from aqua_protocol.leases import LeaseGrant
     from aqualib.memory.frame import PeerSlab
@@ -84,8 +87,10 @@ class Attachment:
         grant: The lease and where its producer is.
         channel: Connected to it; owned from now on.
         clock: Seconds, monotonic.
+        tracer: Draws what is asked back; None where tracing is off.
 
     Attributes:
+        trace: The span of the attach, which what happens to the lease is drawn under.
         link: The path as measured; None until it has been.
         is_ending: Everything is going back.
 
@@ -99,7 +104,10 @@ class Attachment:
         channel: Channel[ProducerMessage],
         *,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
+        self.trace: Span | None = None
+        self._tracer = tracer
         self.lease_id: Final = grant.lease.lease_id
         self.producer_id: Final = grant.lease.producer_id
         self.epoch: Final = grant.lease.epoch
@@ -195,6 +203,8 @@ class Attachment:
             with self._sending:
                 if self._is_connected:
                     self.channel.shutdown()  # The event thread sees it and closes the descriptors.
+        if record is not None:
+            self._draw(record)  # When the producer has been told: it waits.
 
     def strand(self, slab: PeerSlab) -> None:
         """The slab cannot be unmapped: it stays ours until the process ends."""
@@ -235,6 +245,19 @@ class Attachment:
             os.close(self.pidfd)
 
     # --- Inside ---------------------------------------------------------------------------
+
+    def _draw(self, record: ReclaimRecord) -> None:
+        if self._tracer is not None and record.total_ms is not None:
+            self._tracer.begin(
+                "drain",
+                parent=self.trace,
+                start_ns=time.time_ns() - round(record.total_ms * 1e6),
+                attributes={
+                    "aqua.lease.id": self.lease_id,
+                    "aqua.reclaim.id": record.reclaim_id,
+                    "aqua.bytes": record.bytes,
+                },
+            ).end()
 
     def _tell(self, message: Released | Goodbye) -> None:
         with self._sending:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aqualib.memory.frame_store import FrameStore
     from aqualib.probe import LinkMeasurement
     from aqualib.reporter import Identity
+    from aqualib.traced_leases import PageOutTrace
     from aqualib.transports.base import Transport
 
 logger = logging.getLogger("aqualib")
@@ -67,6 +68,7 @@ class LeaseClient:
         link: To the coordinator; None asks for no lease, and only `take_up` attaches.
         wished_bytes: Peer memory to hold even when nothing is in it.
         waits_for_engine: Ask for nothing before `engine_has_begun`.
+        page_outs: Draws them, and leases with them; None where tracing is off.
     """
 
     def __init__(  # noqa: PLR0913 - a composition root's parts, by keyword
@@ -82,6 +84,7 @@ class LeaseClient:
         lease_ttl_s: float = 30.0,
         allowed_uids: Iterable[int] | None = None,
         waits_for_engine: bool = False,
+        page_outs: PageOutTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._consumer_id = consumer_id
@@ -93,6 +96,7 @@ class LeaseClient:
         self._wished_count = -(-wished_bytes // store.slab_bytes)
         self._lease_ttl_s = lease_ttl_s
         self._allowed_uids = allowed_uids
+        self._page_outs = page_outs
         self._clock = clock
         self._changed = threading.Condition()
         self._attachments: dict[str, Attachment] = {}
@@ -169,6 +173,7 @@ class LeaseClient:
             transport=self._transport,
             slab_bytes=self._store.slab_bytes,
             allowed_uids=self._allowed_uids,
+            tracer=None if self._page_outs is None else self._page_outs.tracer,
         )
         slabs = attachment.slabs
         try:
@@ -284,7 +289,7 @@ class LeaseClient:
             if isinstance(order, ReturnSurplus):
                 self._store.ask_back_unused(order.slab_count)
             else:
-                self._ask(order)
+                self._ask_traced(order)
 
     def _think_again(self) -> None:
         with self._changed:
@@ -304,8 +309,21 @@ class LeaseClient:
             attachment_count=len(attachments),
         )
 
-    def _ask(self, order: RequestLease) -> None:
-        grant = failure = None
+    def _ask_traced(self, order: RequestLease) -> None:
+        if (page_outs := self._page_outs) is None:
+            self._ask(order)
+            return
+        with page_outs.requesting(
+            {"aqua.consumer.id": self._consumer_id, "aqua.slabs": order.slab_count}
+        ) as span:
+            if (error := self._ask(order)) is None:
+                page_outs.granted()
+            else:
+                span.set_attribute("error.type", error.code)
+
+    def _ask(self, order: RequestLease) -> AquaError | None:
+        """Ask for a lease and take it up; returns why there is none."""
+        grant = failure = refusal = None
         try:
             # The landing place comes first: a reclaim must not wait for memory.
             self._store.reserve(self._store.counts()[1] + order.slab_count)
@@ -315,12 +333,14 @@ class LeaseClient:
                 grant = None
                 self._refusal_code = ""
         except AquaError as error:
+            refusal = error
             self._note_refusal(error)
             is_silent = isinstance(error, ChannelClosedError)
             failure = AttachFailure.UNREACHABLE if is_silent else AttachFailure.UNUSABLE
         finally:
             if grant is not None:  # It is not used, for whatever reason.
                 self._release(grant, failure)
+        return refusal
 
     def _allocate(self, order: RequestLease) -> LeaseGrant:
         assert self._link is not None, "there is no coordinator to ask"

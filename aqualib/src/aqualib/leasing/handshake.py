@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -44,6 +45,7 @@ from aqualib.transports.base import Handle
 from aqualib.version import AQUALIB_VERSION
 
 if TYPE_CHECKING:
+    from aqua_client.tracing import Tracer
     from aqua_protocol.leases import LeaseGrant
     from aqualib.transports.base import Transport
 
@@ -61,12 +63,15 @@ def attach(
     slab_bytes: int,
     allowed_uids: Iterable[int] | None = None,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    tracer: Tracer | None = None,
 ) -> Attachment:
     """Connect to the producer, prove the lease and map its slabs.
 
     The result is not listened to yet, and its slabs belong to no frame. `consumer_id` is the name
     that the lease was granted to, `slab_bytes` the size of this store's frames, and
     `allowed_uids` are whose producers are trusted, beside those of this process's user and root.
+    With a `tracer` the producer is told of this side's span; one of the version before refuses
+    that, and is greeted once more without.
 
     Raises:
         ConfigError: The producer's transport, slab size or socket directory is not fit for us.
@@ -78,24 +83,60 @@ def attach(
         ProtocolError: It does not keep to the protocol.
     """
     _require_ours(grant, transport, slab_bytes)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        aqualib_version=AQUALIB_VERSION,
+        consumer_id=consumer_id,
+        token=grant.token,
+    )
+    begin = partial(_attach, grant, transport, allowed_uids, timeout_s, tracer)
+    if tracer is None:
+        return begin(hello)
+    lease = grant.lease
+    named: dict[str, str | int] = {
+        "aqua.lease.id": lease.lease_id,
+        "aqua.producer.id": lease.producer_id,
+        "aqua.bytes": lease.bytes,
+    }
+    with tracer.span("attach", kind="client", attributes=named) as span:
+        try:
+            traced = hello.model_copy(update={"traceparent": tracer.traceparent_of(span)})
+            attachment = begin(traced)
+        except _HelloRefusedError:
+            attachment = begin(hello)
+    attachment.trace = span
+    return attachment
+
+
+class _HelloRefusedError(ProtocolError):
+    """The producer did not understand the greeting."""
+
+
+def _attach(
+    grant: LeaseGrant,
+    transport: Transport,
+    allowed_uids: Iterable[int] | None,
+    timeout_s: float,
+    tracer: Tracer | None,
+    hello: Hello,
+) -> Attachment:
     sock = connect(Path(grant.endpoint), allowed_uids=allowed_uids, timeout_s=timeout_s)
     channel = Channel(sock, PRODUCER_MESSAGES)
     try:
-        attachment = Attachment(grant, channel)
+        attachment = Attachment(grant, channel, tracer=tracer)
     except BaseException:
         channel.close()
         raise
     incoming = _Incoming(channel, grant.lease.producer_id, time.monotonic() + timeout_s)
     try:
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            aqualib_version=AQUALIB_VERSION,
-            consumer_id=consumer_id,
-            token=grant.token,
-        )
         with suppress(ChannelClosedError):  # One that refused at once has said why: it is read.
             channel.send(hello)
-        welcome = incoming.welcome()
+        try:
+            welcome = incoming.welcome()
+        except ProtocolError as refusal:
+            if hello.traceparent is not None and type(refusal) is ProtocolError:
+                raise _HelloRefusedError(refusal.message) from refusal
+            raise
         _check_welcome(welcome, grant)
         _map_slabs(incoming.slabs(welcome.slab_count), attachment, transport)
     except BaseException:

@@ -21,14 +21,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import AquaError, TransportError
+from aqualib.memory.frame import Lender
+from aqualib.metrics import Direction
 
 if TYPE_CHECKING:
     import torch
 
     from aqualib.memory.frame import Frame
     from aqualib.memory.frame_store import FrameStore
-    from aqualib.metrics import ConsumerMetrics, Direction
+    from aqualib.metrics import ConsumerMetrics
     from aqualib.ranges import Range
+    from aqualib.traced_leases import PageOutTrace
     from aqualib.transports.base import Copier, MappedSlab, Transport
 
 
@@ -138,6 +141,11 @@ class CopyStream(RenewableCopier):
         self._is_orphaned = False
         return batch.failure
 
+    def lenders(self) -> list[Lender]:
+        """Leases under the frames that are pinned."""
+        slabs = [frame.peer for frame in self._pins if frame.is_on_peer]
+        return [slab.lender for slab in slabs if slab is not None]
+
     def abandon(self) -> None:
         """The thread has ended: the migrator settles; does nothing that a finalizer may not."""
         if self._pins:
@@ -233,6 +241,7 @@ class Transfers:
 
     Args:
         is_checking: Whether stored bytes are summed and what comes back is compared.
+        page_outs: Draws them; None where tracing is off.
     """
 
     def __init__(
@@ -242,12 +251,14 @@ class Transfers:
         metrics: ConsumerMetrics,
         *,
         is_checking: bool,
+        page_outs: PageOutTrace | None = None,
     ) -> None:
         self.store: Final = store
         self.is_checking: Final = is_checking
         self.metrics: Final = metrics
         self.synchronize: Final = transport.synchronize
         self._transport = transport
+        self._page_outs = page_outs
         self._threads = threading.local()
 
     @property
@@ -274,6 +285,8 @@ class Transfers:
         """
         stream = self._stream()
         started_s = time.perf_counter()
+        page_outs, lenders = self._page_outs, list[Lender]()
+        is_drawn = page_outs is not None and direction is Direction.OUT and page_outs.note(nbytes)
 
         def finish(failure: str) -> None:
             try:
@@ -284,11 +297,16 @@ class Transfers:
             except AquaError as error:
                 self.metrics.note_failure(error)
                 raise
-            self.metrics.note_transfer(direction, nbytes, time.perf_counter() - started_s)
+            seconds = time.perf_counter() - started_s
+            self.metrics.note_transfer(direction, nbytes, seconds)
+            if is_drawn and page_outs is not None:
+                page_outs.draw(nbytes, seconds, lenders)
 
         stream.begin()
         try:
             copy(stream)
+            if is_drawn:
+                lenders += stream.lenders()
         except BaseException as error:
             stream.settle()  # Its batch remembers a failure; other transfers may be in it.
             if isinstance(error, RuntimeError):  # Torch reports a device by it.

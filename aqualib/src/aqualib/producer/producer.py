@@ -55,12 +55,14 @@ from aqualib.producer.server import Host, LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import MAX_HEARTBEAT_S, Reporter
 from aqualib.settings import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, require_name
+from aqualib.traced_leases import LeaseTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from aqua_client import CoordinatorClient
+    from aqua_client.tracing import Tracer
     from aqua_protocol.capability import Claims
     from aqua_protocol.profile import ModelProfile
     from aqualib.producer.device import EmulatedMemory
@@ -91,6 +93,7 @@ class Producer:
         device: Budget that slabs are taken from; None where the driver accounts.
         allowed_uids: Users whose processes may attach, beside this process's own and root.
         heartbeat_s: Longest silence towards the coordinator.
+        tracer: Draws what is lent and asked back; None where tracing is off.
 
     Attributes:
         load: The engine's load as last reported; sent along with the next report.
@@ -119,6 +122,7 @@ class Producer:
         device: EmulatedMemory | None = None,
         allowed_uids: Iterable[int] | None = None,
         heartbeat_s: float = MAX_HEARTBEAT_S,
+        tracer: Tracer | None = None,
     ) -> None:
         if slab_bytes < MIN_SLAB_BYTES:
             raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
@@ -126,8 +130,7 @@ class Producer:
         for what in ("node", "domain", "gpu_uuid"):
             require_name(what, getattr(identity, what))
         self.producer_id: Final = ProducerId(require_name("producer_id", producer_id))
-        # Consumers run elsewhere in the file system.
-        self.endpoint: Final = endpoint.absolute()
+        self.endpoint: Final = endpoint.absolute()  # Consumers run elsewhere in the file system.
         self.slab_bytes: Final = slab_bytes
         self.load: LoadReport | None = None
         self.pressures: Final[Counter[Pressure]] = Counter()
@@ -145,20 +148,12 @@ class Producer:
         self._lending = LendingState(slab_bytes, policy, grace_s)
         self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
+        self._tracer = tracer
         self._handouts = Handouts(self._lock, self._handed_out)
         require_short_path(self.endpoint)
-        self._server = LeaseServer(
-            self.endpoint,
-            Host(
-                attach=self._attach,
-                released=self._released,
-                silent=self._silent,
-                dead=self._dead,
-                tick=self._tick,
-            ),
-            self._lock,
-            trusted=trusted_uids(allowed_uids),
-        )
+        host = Host(self._attach, self._released, self._silent, self._dead, self._tick)
+        trusted = trusted_uids(allowed_uids)
+        self._server = LeaseServer(self.endpoint, host, self._lock, trusted=trusted)
         self._link = link
         self._reporter = Reporter(
             self._build_report,
@@ -419,8 +414,10 @@ class Producer:
 
     def _send_notice(self, notice: ReclaimNotice) -> None:
         refs = [channel.SlabRef(slab_id=i, generation=g) for i, g in notice.slabs]
+        peer = self._peers[notice.lease_id]
+        peer.trace.asked(notice)
         for start in range(0, len(refs), channel.MAX_SLABS_PER_PACKET):
-            self._peers[notice.lease_id].post(
+            peer.post(
                 channel.Reclaim(
                     reclaim_id=notice.reclaim_id,
                     slabs=refs[start : start + channel.MAX_SLABS_PER_PACKET],
@@ -437,6 +434,7 @@ class Producer:
         claims = self._admission.admit(hello.token, hello.consumer_id, time.time())
         loans = self._lending.lend(claims, peer.process)
         try:
+            peer.trace = LeaseTrace(self._tracer, claims.lease_id, hello.traceparent)
             self._hand_out(peer, claims, loans)
         except BaseException:
             effects = self._lending.hand_back(LeaseId(claims.lease_id), loans)
@@ -462,6 +460,7 @@ class Producer:
         self._reporter.changed()
 
     def _handed_out(self, peer: Peer, handout: Handout, failure: AquaError | None) -> None:
+        peer.trace.handed_out(failure)
         if failure is None and not handout.unsent():
             return
         lease_id = LeaseId(handout.welcome.lease_id)
@@ -478,6 +477,7 @@ class Producer:
         if peer.lease_id is None:
             return  # Everything is back already: an answer that was repeated.
         self._carry_out(self._lending.released(peer.lease_id, message.slab_id, message.generation))
+        peer.trace.released(message.slab_id)
 
     def _silent(self, peer: Peer) -> None:
         if peer.lease_id is not None:
@@ -486,6 +486,7 @@ class Producer:
     def _dead(self, peer: Peer) -> None:
         if peer.lease_id is not None:
             self._carry_out(self._lending.dead(peer.lease_id))
+        peer.trace.ended()
 
     def _tick(self, now_s: float) -> float:
         if self._lending.due_at_s() <= now_s:

@@ -54,6 +54,7 @@ from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, listen
 from aqualib.peers import process_behind, require_trusted, trusted_uids
 from aqualib.thread_slice import run_promptly
+from aqualib.traced_leases import LeaseTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +129,7 @@ class Peer:
         self.process: Final = process_behind(self.credentials, self.pidfd)
         self.stage = Stage.GREETING
         self.lease_id: LeaseId | None = None
+        self.trace = LeaseTrace()
         self.deadline_at_s = time.monotonic() + HELLO_TIMEOUT_S
         self.dead = False
         self.watched = 0

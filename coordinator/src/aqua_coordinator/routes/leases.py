@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from aqua_client.tracing import span_of
 from aqua_coordinator.audit import note
 from aqua_coordinator.hot_routes import hot
 from aqua_coordinator.rates import RateKind
@@ -46,12 +47,16 @@ async def grant_lease(
     caller.require(Role.CONSUMER, member=body.consumer_id)
     services.rates.take(caller, RateKind.GRANTS)
     try:
-        grant = await services.ledger.grant_lease(
-            body,
-            idempotency_key=idempotency_key,
-            attach_window_s=services.settings.attach_window_s,
-            as_tenant=caller.tenant,
-        )
+        with span_of(services.tracer, "grant", {"aqua.bytes": body.bytes}) as span:
+            grant = await services.ledger.grant_lease(
+                body,
+                idempotency_key=idempotency_key,
+                attach_window_s=services.settings.attach_window_s,
+                as_tenant=caller.tenant,
+            )
+            if span is not None:
+                span.set_attribute("aqua.lease.id", grant.lease.lease_id)
+                span.set_attribute("aqua.producer.id", grant.lease.producer_id)
     except QuotaExceededError as error:
         services.metrics.quota_refusals.labels(error.details["quota"]).inc()
         raise
