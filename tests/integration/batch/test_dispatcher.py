@@ -93,6 +93,11 @@ class AskedPool(EnginePool):
         return super().take(model)
 
 
+def dispatcher_of(database: Database, objects: ObjectStore, engines: EnginePool) -> Dispatcher:
+    """One whose leases outlast the test, and which asks for each answer once."""
+    return Dispatcher(database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1)
+
+
 async def add_batch(
     database: Database,
     objects: ObjectStore,
@@ -126,9 +131,7 @@ async def test_a_request_leased_amid_a_look_at_batches_is_kept(tmp_path: Path) -
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer() as server:
         engines = AskedPool(server.url, database)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         async with engines, dispatcher.running():
             first = await add_batch(database, objects, "hold first")
             dispatcher.look()
@@ -151,9 +154,7 @@ async def test_requests_whose_lease_was_never_heard_of_run_all_the_same(tmp_path
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer() as server:
         engines = EnginePool([server.url], places=1, api_key=None, timeout_s=HANG_S)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         async with engines, dispatcher.running():
             await add_batch(database, objects, "only")
             dispatcher.look()
@@ -212,9 +213,7 @@ async def test_a_dispatcher_without_work_leaves_the_database_alone(
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer() as server:
         engines = CountedPool(server.url)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         async with engines, dispatcher.running(), engines.looked:
             await engines.looked.wait_for(lambda: engines.looks > 2)
             assert database.leases <= engines.looks
@@ -226,9 +225,7 @@ async def test_an_engine_of_another_model_works_while_those_of_one_are_full(tmp_
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer(model="a") as busy, CountingServer(model="b") as free:
         engines = EnginePool([busy.url, free.url], places=1, api_key=None, timeout_s=HANG_S)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         held = [await add_batch(database, objects, f"hold {at}", "a") for at in range(4)]
         await add_batch(database, objects, "other", "b")
         async with engines, dispatcher.running():
@@ -310,9 +307,7 @@ async def test_an_input_that_is_no_longer_what_was_checked_ends_its_requests_onl
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer() as server:
         engines = EnginePool([server.url], places=1, api_key=None, timeout_s=HANG_S)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         spoiled = await add_batch(database, objects, "spoiled")
         spoil(tmp_path)
         await add_batch(database, objects, "fine")

@@ -32,7 +32,6 @@ from aqua_placer.rollout.mapping import ClusterMapping
 from aqua_placer.rollout.walk import Walk
 from aqua_protocol.plan import MoveKind, Plan
 from harness.bounds import HANG_S
-from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.paper_fleet import PaperFleet, gpu_of, node_of
 
 # Lenders on one server, borrowers on the other, and no GPU is free: one has to be parked.
@@ -64,18 +63,6 @@ def replanned() -> tuple[Instance, Plan]:
     kinds = {move.kind for move in plan.moves}
     assert kinds == {MoveKind.PARK, MoveKind.MOVE, MoveKind.RESUME}
     return instance, plan
-
-
-@pytest.fixture(scope="module")
-def coordinator() -> Iterator[CoordinatorProcess]:
-    with data_dir() as path, CoordinatorProcess(path, AQUA_SILENT_MEMBER_S="3600") as process:
-        yield process
-
-
-@pytest.fixture
-def client(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(coordinator.url) as client:
-        yield client
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from aqua_placer.rollout.positions import Position, positions_after
 from aqua_placer.solve.placement import place
 from aqua_protocol.leases import LeaseRequest, Pairing, PlacementPlan
 from aqua_protocol.plan import Plan
-from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.paper_fleet import PaperFleet, domain_of, gpu_of, node_of
 
@@ -50,20 +49,6 @@ EXACT = ClusterMapping.model_validate(
 def solved() -> tuple[Instance, Plan]:
     instance = instance_from(PROBLEM)
     return instance, place(instance, Request(), Budget(30))
-
-
-@pytest.fixture(scope="module")
-def coordinator() -> Iterator[CoordinatorProcess]:
-    with data_dir() as path, CoordinatorProcess(path, AQUA_SILENT_MEMBER_S="3600") as process:
-        yield process
-
-
-@pytest.fixture
-def client(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(coordinator.url) as client:
-        yield client
-        for lease in client.list_leases():
-            client.revoke_lease(lease.lease_id, lease.epoch)
 
 
 @pytest.fixture
