@@ -83,7 +83,9 @@ def test_a_run_put_to_another_speed_is_as_if_it_had_been_made_at_it() -> None:
 
 
 def test_a_search_on_a_drifting_machine_goes_on_and_finds_the_usual_rate() -> None:
-    truth = true_rate_in_steps(_server(0.0), LENGTHS, OBJECTIVE, low=5.0, high=40.0)
+    truth = true_rate_in_steps(
+        _server(0.0), LENGTHS, OBJECTIVE, low=5.0, high=40.0, requests=10_000
+    )
     for seed in range(3):
         slowness = cycle(SLOWNESS[seed:] + SLOWNESS[:seed])
         verdict, trials, used_s = _search(partial(next, slowness), seed)
