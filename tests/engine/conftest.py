@@ -23,6 +23,8 @@ from typing import Final
 
 import pytest
 
+from harness.tiny_llama import write_tiny_llama
+
 NEEDS_VLLM = [
     "aqualib/test_vllm_co_serving.py",
     "aqualib/test_vllm_commands.py",
@@ -46,6 +48,13 @@ USED_S: Final[dict[str, float]] = defaultdict(float)
 """CPU time by module: unlike time, much the same on a busy machine."""
 COMMIT: Final = pytest.StashKey[str]()
 """Of the tree as it was when the tests began."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny Llama, for engines that say no more than errors."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,17 +1,61 @@
-"""What may happen to a simulated engine (`harness.vllm_simulation`) at any step."""
+"""Lives of simulated engines (`harness.vllm_simulation`), and what may happen at any step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
-if TYPE_CHECKING:
-    from harness.vllm_simulation import SimulatedEngine
+from harness.vllm_shapes import Shape, make_config
+from harness.vllm_simulation import SimulatedEngine
+
+MOST_STEPS: Final = 8000
+"""Of a life, however it is disturbed."""
 
 NO_TIME_S: Final = 1e-9
 """A hold that is over with the step that begins it."""
 
 FOR_EVER_S: Final = 3600.0
 """A hold that a test does not see the end of."""
+
+
+def lives(
+    model: str,
+    shape: Shape,
+    seeds: range,
+    disturbance: float = 0.0,
+    *,
+    zeroes_loads: bool = False,
+    begin: Callable[[SimulatedEngine], object] = id,
+) -> list[SimulatedEngine]:
+    """Engines that have served all their requests.
+
+    Args:
+        disturbance: How likely something happens at a step.
+        zeroes_loads: Bytes that are loaded come as zeros: for negative controls.
+        begin: Told of each engine before its first step.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    config = make_config(model, shape)
+    engines = []
+    for seed in seeds:
+        engine = SimulatedEngine(shape, seed, config)
+        engine.runner.zeroes_loads = zeroes_loads
+        begin(engine)
+        for _ in range(MOST_STEPS):
+            if not (engine.is_done and engine.scheduler.pause_state is PauseState.UNPAUSED):
+                if engine.scheduler.requests and engine.rng.random() < disturbance:
+                    disturb(engine)
+                engine.step()
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        assert engine.is_done, f"no end with seed {seed}"
+        engines.append(engine)
+    return engines
+
+
+def wrong(engines: Sequence[SimulatedEngine]) -> int:
+    """How many of them said something else than they should."""
+    return sum(engine.outputs != engine.expected for engine in engines)
 
 
 def disturb(engine: SimulatedEngine) -> None:

@@ -7,18 +7,14 @@ second wave of requests upon the first, against vLLM by itself. Steps are not ab
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
 
-from harness.tiny_llama import write_tiny_llama
-from harness.vllm_disturbances import disturb
+from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
-from harness.vllm_shapes import Shape, make_config
-from harness.vllm_simulation import SimulatedEngine
+from harness.vllm_shapes import Shape
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -27,7 +23,6 @@ pytestmark = [
 ]
 
 SEEDS: Final = 64
-MOST_STEPS: Final = 8000
 # Objectives that steps of a simulation keep to, however busy the machine.
 SERVING: Final = {"ttft_s": 1000.0, "tpot_s": 60.0}
 SWAP: Final = Shape(
@@ -49,12 +44,6 @@ SHAPES: Final = [
     replace(SWAP, aqua={**SWAP.aqua, "mode": "recompute"}, caches_prefixes=True),
     replace(SWAP, aqua={**SWAP.aqua, "policy": "first-token"}, offline=1.0),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
 class Watched:
@@ -89,44 +78,22 @@ class Watched:
         scheduler.schedule = note_and_schedule
 
 
-def lives(
-    model: str,
-    shape: Shape,
-    seeds: range,
-    disturbance: float = 0.0,
-    *,
-    zeroes_loads: bool = False,
-) -> list[tuple[Any, Watched]]:
-    config = make_config(model, shape)
-    engines = []
-    for seed in seeds:
-        engine = SimulatedEngine(shape, seed, config)
-        watched = Watched(engine.scheduler)
-        engine.runner.zeroes_loads = zeroes_loads
-        for _ in range(MOST_STEPS):
-            if not (engine.is_done and engine.scheduler.pause_state is PauseState.UNPAUSED):
-                if engine.scheduler.requests and engine.rng.random() < disturbance:
-                    disturb(engine)
-                engine.step()
-        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-        assert engine.is_done, f"no end with seed {seed}"
-        engines.append((engine, watched))
-    return engines
-
-
-def wrong(engines: list[tuple[Any, Watched]]) -> int:
-    return sum(engine.outputs != engine.expected for engine, _ in engines)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_whatever_happens_every_output_of_both_classes_is_right(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS // len(SHAPES)), disturbance=0.05)
+    watched: list[Watched] = []
+    engines = lives(
+        model,
+        shape,
+        range(SEEDS // len(SHAPES)),
+        disturbance=0.05,
+        begin=lambda engine: watched.append(Watched(engine.scheduler)),
+    )
     assert wrong(engines) == 0
-    assert sum(watched.offline_victims for _, watched in engines) > 20
-    assert sum(watched.wrong_victims for _, watched in engines) == 0
+    assert sum(each.offline_victims for each in watched) > 20
+    assert sum(each.wrong_victims for each in watched) == 0
     if shape.aqua.get("mode") != "recompute":
-        assert sum(engine.runner.loaded_blocks for engine, _ in engines) > 50
-    for engine, _ in engines:
+        assert sum(engine.runner.loaded_blocks for engine in engines) > 50
+    for engine in engines:
         paging = engine.scheduler.paging
         paging.table.audit()
         engine.settle()

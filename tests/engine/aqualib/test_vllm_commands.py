@@ -6,7 +6,6 @@ As in `test_vllm_interleavings`: whatever is in a slot that does not belong ther
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Final
@@ -14,7 +13,6 @@ from typing import Any, Final
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from harness.tiny_llama import write_tiny_llama
 from harness.vllm_disturbances import FOR_EVER_S, NO_TIME_S
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
@@ -36,12 +34,6 @@ SHAPES: Final = [
     replace(ROOMY, groups=("full", "state")),
 ]
 SEEDS: Final = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
 def asked(engine: SimulatedEngine, command: str, **arguments: Any) -> Any:  # noqa: ANN401 - as they are

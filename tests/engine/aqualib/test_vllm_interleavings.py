@@ -6,7 +6,6 @@ The negative controls take away what each mechanism rests on, and outputs must c
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from aqua_protocol import ConfigError
 from aqualib.engines.vllm import connector as connector_module
 from aqualib.engines.vllm.kv_groups import KvGroup
 from aqualib.engines.vllm.options import LoadMode
-from harness.tiny_llama import write_tiny_llama
+from harness.vllm_disturbances import wrong
 from harness.vllm_shapes import Shape, make_config, make_scheduler
 from harness.vllm_simulation import SimulatedEngine
 
@@ -35,12 +34,6 @@ GPU_DEFAULTS: Final = Shape(aqua=TURNS, depth=2, caches_prefixes=True, is_second
 MOST_STEPS: Final = 6000
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
-
-
 def finish(engine: SimulatedEngine) -> SimulatedEngine:
     for _ in range(MOST_STEPS):
         if engine.is_done:
@@ -52,10 +45,6 @@ def finish(engine: SimulatedEngine) -> SimulatedEngine:
 def lives(model: str, shape: Shape, seeds: range) -> list[SimulatedEngine]:
     config = make_config(model, shape)
     return [finish(SimulatedEngine(shape, seed, config)) for seed in seeds]
-
-
-def wrong(engines: list[SimulatedEngine]) -> int:
-    return sum(engine.outputs != engine.expected for engine in engines)
 
 
 def total(engines: list[SimulatedEngine], name: str) -> int:

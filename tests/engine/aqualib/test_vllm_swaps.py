@@ -7,18 +7,14 @@ stored fall upon steps that the seed says.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
 
 from aqualib.engines.vllm.async_page_out import AsyncPageOut
-from harness.tiny_llama import write_tiny_llama
-from harness.vllm_disturbances import disturb
-from harness.vllm_shapes import Shape, make_config
-from harness.vllm_simulation import SimulatedEngine
+from harness.vllm_disturbances import lives, wrong
+from harness.vllm_shapes import Shape
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -27,7 +23,6 @@ pytestmark = [
 ]
 
 SEEDS: Final = 200
-MOST_STEPS: Final = 6000
 TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 SWAP: Final = Shape(TURNS, requests=12, turns=0.5, speed=0.2)
 TIER: Final = {**SWAP.aqua, "prefix_tier": True}
@@ -42,40 +37,6 @@ SHAPES: Final = [
     replace(SWAP, aqua={**SWAP.aqua, "mode": "checkpoint"}, depth=2, store_blocks=(40, 60, 50)),
     replace(SWAP, aqua={**TIER, "mode": "checkpoint"}, caches_prefixes=True, loss=0.05),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
-
-
-def lives(
-    model: str,
-    shape: Shape,
-    seeds: range,
-    disturbance: float = 0.0,
-    *,
-    zeroes_loads: bool = False,
-) -> list[Any]:
-    config = make_config(model, shape)
-    engines = []
-    for seed in seeds:
-        engine = SimulatedEngine(shape, seed, config)
-        engine.runner.zeroes_loads = zeroes_loads
-        for _ in range(MOST_STEPS):
-            if not (engine.is_done and engine.scheduler.pause_state is PauseState.UNPAUSED):
-                if engine.scheduler.requests and engine.rng.random() < disturbance:
-                    disturb(engine)
-                engine.step()
-        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-        assert engine.is_done, f"no end with seed {seed}"
-        engines.append(engine)
-    return engines
-
-
-def wrong(engines: list[Any]) -> int:
-    return sum(engine.outputs != engine.expected for engine in engines)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)

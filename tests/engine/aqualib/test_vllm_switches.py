@@ -5,13 +5,11 @@ As in `test_vllm_interleavings`, 200 histories by seed; the model is simulated.
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
 import pytest
 
 from aqualib.engines.vllm.switches import Feature
-from harness.tiny_llama import write_tiny_llama
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -30,12 +28,6 @@ SHAPES: Final = [
     Shape(TURNS, depth=2, caches_prefixes=True, is_second_runner=True, loss=0.05),
     Shape({**TURNS, "tenants": {"weights": {"a": 3.0}, "lead_tokens": 0}}, depth=2),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
 def turn(engine: SimulatedEngine, **change: bool) -> dict[str, Any]:
