@@ -346,8 +346,11 @@ class Cluster:
             ViolationError: It does not.
         """
         if not self.problems and self.store.redis.writes != self._checked_writes:
-            self._checked_writes = self.store.redis.writes
             self._check_books()
+            self._checked_writes = self.store.redis.writes  # The audit itself writes.
+        for simulated in self.producers.values():
+            if simulated.producer is not None and simulated.process.is_alive:
+                simulated.producer.audit()
         if self.problems:
             raise ViolationError(self.problems[0])
 
@@ -365,9 +368,6 @@ class Cluster:
                     f"{lease.lease_id} of {lease.producer_id} names {lease.consumer_id}, "
                     "which was never granted it"
                 )
-        for simulated in self.producers.values():
-            if simulated.producer is not None and simulated.process.is_alive:
-                simulated.producer.audit()
 
     # --- Rest ------------------------------------------------------------------------
 
