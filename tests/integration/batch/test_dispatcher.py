@@ -255,9 +255,7 @@ async def test_requests_are_leased_ahead_for_each_model_by_itself(tmp_path: Path
     places = 4
     with CountingServer(model="a") as full, CountingServer(model="b") as busy:
         engines = EnginePool([full.url, busy.url], places=places, api_key=None, timeout_s=HANG_S)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         await add_held(database, objects, "a", 3 * places)
         await add_held(database, objects, "b", 3 * places)
         async with engines, dispatcher.running():
@@ -280,9 +278,7 @@ async def test_a_model_without_room_is_no_reason_to_look_at_the_database(
     objects = ObjectStore(f"file://{tmp_path}/files")
     with CountingServer(model="a") as full, CountingServer(model="b") as idle:
         engines = CountedPool(full.url, idle.url)
-        dispatcher = Dispatcher(
-            database, objects, engines, BatchMetrics(), lease_s=HANG_S, max_attempts=1
-        )
+        dispatcher = dispatcher_of(database, objects, engines)
         await add_held(database, objects, "a", 4)
         async with engines, dispatcher.running():
             await database.until_leased("a", 2)
