@@ -153,6 +153,7 @@ class Coordinator:
             SimpleNamespace(
                 settings=SETTINGS,
                 ledger=ledger,
+                tracer=None,
                 signer=CapabilitySigner(ledger, SETTINGS),
                 metrics=_METRICS,
                 heartbeats=HeartbeatRate(SETTINGS.heartbeat_s, clock=lambda: network.machine.now_s),
