@@ -175,7 +175,7 @@ def judge(
         ),
         (
             "and was lent again",
-            returned > 0 and last.peer_bytes > 0,
+            returned > 0 and _lived_on_peer_again(record),
             f"{format_bytes(returned)} returned to borrowed memory",
         ),
         (
@@ -201,10 +201,23 @@ def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 def returned_bytes(record: RunRecord) -> int:
     """What went from host memory back to borrowed memory after the burst had begun."""
+    return record.consumer[-1].returned_bytes - _returned_before_burst(record)
+
+
+def _lived_on_peer_again(record: RunRecord) -> bool:
+    """Whether pages were in borrowed memory after some had returned.
+
+    Not whether they still were at the end: the image service may have taken its memory back once
+    more, as it may at any time.
+    """
+    already = _returned_before_burst(record)
+    return any(s.peer_bytes > 0 for s in record.consumer if s.returned_bytes > already)
+
+
+def _returned_before_burst(record: RunRecord) -> int:
     began_s = next((s.since_s for s in record.spans if s.phase is DemoPhase.BURST), 0.0)
     before = [s for s in record.consumer if s.at_s - record.started_s <= began_s]
-    already = before[-1].returned_bytes if before else 0
-    return record.consumer[-1].returned_bytes - already
+    return before[-1].returned_bytes if before else 0
 
 
 def _series(record: RunRecord) -> dict[str, list[int | float]]:

@@ -133,6 +133,7 @@ def test_a_run_that_shows_everything_succeeds() -> None:
         ("paged out and in", "0 B out", {"timeline": _timeline(paged_out_bytes=0)}),
         ("taken back", "0 B spilled", {"timeline": _timeline(spilled_bytes_peak=0)}),
         ("lent again", "0 B returned", {"timeline": _timeline(returned_bytes=7)}),
+        ("lent again", "300 B returned", {"timeline": _timeline(peer_bytes=0)}),
     ],
 )
 def test_a_claim_that_does_not_hold_fails_with_its_figures(
@@ -142,6 +143,13 @@ def test_a_claim_that_does_not_hold_fails_with_its_figures(
     assert not report.succeeded
     failed = [entry for entry in report.claims if not entry.holds]
     assert [entry for entry in failed if claim in entry.text and reason in entry.reason], failed
+
+
+def test_a_further_reclaim_after_the_story_is_no_failure() -> None:
+    timeline = _timeline()
+    last = timeline.consumer.pop()
+    timeline.consumer.append(last.model_copy(update={"peer_bytes": 0}))
+    assert _failed(_report(timeline)) == []
 
 
 def test_a_run_without_a_reclaim_fails() -> None:
