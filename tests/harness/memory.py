@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aqua_protocol import TransportError
+from aqualib.memory.copy_pace import CopyPace
 from aqualib.transports.base import Handle, OwnedSlab
 from aqualib.transports.memfd import MemfdTransport
 
@@ -67,6 +68,9 @@ class PaperLender:
 
     producer_id = "producer"
     is_reclaiming = False
+
+    def __init__(self) -> None:
+        self.pace = CopyPace()
 
     def take_back(self, slab: PeerSlab) -> None:
         raise NotImplementedError

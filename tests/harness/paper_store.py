@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+from aqualib.memory.copy_pace import CopyPace
 from aqualib.memory.frame import Frame, FrameState, PeerSlab
 from aqualib.memory.frame_table import FrameTable
 from aqualib.memory.migration_policy import Migration, decide
@@ -21,6 +22,7 @@ class PaperLender:
 
     producer_id: str = "producer"
     is_reclaiming: bool = False
+    pace: CopyPace = field(default_factory=CopyPace)
     returned: list[PeerSlab] = field(default_factory=list)
 
     def take_back(self, slab: PeerSlab) -> None:

@@ -200,6 +200,7 @@ def open_producer(  # noqa: PLR0913 - every setting by name; each has a default
             allowed_uids=settings.allowed_uids,
             heartbeat_s=settings.heartbeat_s,
             tracer=settings.tracer(),
+            harm_share=settings.harm_share,
         ) as producer,
         contextlib.ExitStack() as opened,
     ):

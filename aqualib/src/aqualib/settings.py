@@ -23,6 +23,7 @@ from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
 from aqualib.peers import require_safe_directory, trusted_uids
+from aqualib.producer.copy_limit import HARM_SHARE
 from aqualib.producer.escalation import Escalation
 
 PREFIX: Final = "AQUA_"
@@ -170,6 +171,12 @@ class Settings(BaseSettings):
     )
     reclaim_grace_s: float = Field(
         DEFAULT_GRACE_S, ge=0, le=600, description="Time between a passed deadline and a kill."
+    )
+    harm_share: float = Field(
+        default=HARM_SHARE,
+        gt=0,
+        le=1,
+        description="Share of a producer's time that consumers' copies in the background may cost.",
     )
     escalation: Escalation = Field(
         default=Escalation.WAIT, description="What to do about consumers that overrun a deadline."

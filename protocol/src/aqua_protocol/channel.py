@@ -9,6 +9,7 @@ file descriptors ride along as SCM_RIGHTS with the `Slabs` packet that names the
        | <------------------ Welcome ---------|  or Refused(error)
        | <------------------ Slabs + fds -----|  repeated until `last`
        |  ... pages in and out, alone ...     |
+       | <------------------ Pace ------------|  how fast to copy, for a while; answered by Pong
        | <------------------ Reclaim ---------|  slabs asked back, with a deadline
        | -- Released(slab, generation) -----> |  one per slab, as soon as it is unmapped
        | -- Goodbye ------------------------> |  everything released; closes
@@ -32,6 +33,8 @@ from aqua_protocol.wire import (
     EpochField,
     Flag,
     PositiveBytes,
+    Rate,
+    Seconds,
     TraceParent,
     TransportKind,
     VersionNumber,
@@ -45,6 +48,11 @@ Doubled, it still fits; four times as much would not."""
 MAX_SLABS_PER_PACKET: Final = 64
 """Far below the kernel's 253 descriptors a message, and the JSON stays within a packet.
 Doubled, attaching 8 GiB takes one packet where it takes two."""
+
+PACED: Final = "+paced"
+"""End of the `aqualib_version` of a consumer that knows `Pace`. Only those are told: a consumer of
+0.1.0 ends its lease over a message that it does not know, and a producer of 0.1.0 refuses a `Hello`
+with a field that it does not know."""
 
 SlabNumber = Annotated[int, Field(ge=0, le=MAX_EPOCH, strict=True)]
 GenerationNumber = Annotated[int, Field(ge=1, le=MAX_EPOCH, strict=True)]
@@ -112,6 +120,17 @@ class Reclaim(Wire):
     deadline_s: Deadline
 
 
+class Pace(Wire):
+    """How fast this consumer may copy to and from the producer's memory.
+
+    Only copies that no request waits for are held back.
+    """
+
+    type: Literal["pace"] = "pace"
+    bytes_per_s: Rate = Field(description="Of all copies together; 0 holds back what can wait.")
+    lasts_s: Seconds = Field(description="How long it holds, from receipt; unlimited after that.")
+
+
 class Released(Wire):
     """A slab is unmapped here and may be reused there."""
 
@@ -149,7 +168,7 @@ class Goodbye(Wire):
 
 ConsumerMessage = Annotated[Hello | Released | Ping | Pong | Goodbye, Field(discriminator="type")]
 ProducerMessage = Annotated[
-    Welcome | Slabs | Reclaim | Ping | Pong | Refused | Goodbye, Field(discriminator="type")
+    Welcome | Slabs | Reclaim | Pace | Ping | Pong | Refused | Goodbye, Field(discriminator="type")
 ]
 
 CONSUMER_MESSAGES: Final[TypeAdapter[ConsumerMessage]] = TypeAdapter(ConsumerMessage)

@@ -25,6 +25,7 @@ their engines.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class TorchLoop:
         arrived_count: Requests that have ever arrived, which says more than a rate; likewise.
 
     Attributes:
-        step_ended: Call it at the end of every step, on the loop's thread.
+        on_step: Called with the duration of each step, in seconds, on the loop's thread; the
+            informer's.
         shrink, grow: The limit's, on the informer's thread.
     """
 
@@ -72,12 +74,21 @@ class TorchLoop:
         arrived_count: Callable[[], int] | None = None,
     ) -> None:
         self._limit = limit
-        self.step_ended: Final = limit.step_ended
+        self.on_step: Callable[[float], None] | None = None
+        self._last_end_s: float | None = None
         self.shrink: Final = limit.shrink
         self.grow: Final = limit.grow
         self._queue_length = queue_length
         self._requests_per_s = requests_per_s
         self._arrived_count = arrived_count
+
+    def step_ended(self) -> None:
+        """Call it at the end of every step, on the loop's thread."""
+        self._limit.step_ended()
+        now_s, before_s = time.perf_counter(), self._last_end_s
+        self._last_end_s = now_s
+        if self.on_step is not None and before_s is not None:
+            self.on_step(now_s - before_s)
 
     def on_step_end(
         self,

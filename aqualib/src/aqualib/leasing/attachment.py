@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 from aqua_protocol import format_bytes
 from aqua_protocol.channel import Goodbye, Pong, Released
 from aqualib.channel import Channel, ChannelClosedError
+from aqualib.memory.copy_pace import CopyPace
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -93,6 +94,7 @@ class Attachment:
         trace: The span of the attach, which what happens to the lease is drawn under.
         link: The path as measured; None until it has been.
         is_ending: Everything is going back.
+        pace: Of copies to and from its slabs.
 
     Raises:
         TransportError: The producer died meanwhile.
@@ -113,6 +115,7 @@ class Attachment:
         self.epoch: Final = grant.lease.epoch
         self.slab_bytes: Final = grant.slab_bytes
         self.link: LinkMeasurement | None = None
+        self.pace: Final = CopyPace()
         self.channel: Final = channel
         self.pidfd: Final = channel.peer_pidfd()
         self._clock = clock

@@ -19,12 +19,13 @@ import logging
 import os
 import selectors
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from aqua_protocol import ProtocolError, TransportError
-from aqua_protocol.channel import Goodbye, Ping, Pong, Reclaim
+from aqua_protocol.channel import Goodbye, Pace, Ping, Pong, Reclaim
 from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import LingeringSelector
 from aqualib.thread_slice import run_promptly
@@ -177,6 +178,10 @@ class EventThread:
             case Reclaim():
                 self._store.ask_back(attachment.note_asked(said))
                 self._client.on_reclaim()
+            case Pace(bytes_per_s=bytes_per_s, lasts_s=lasts_s):
+                attachment.pace.ask(bytes_per_s, lasts_s, time.monotonic())
+                attachment.pong(0)  # It may say more.
+                self._store.nudge()
             case Ping(number=number):
                 attachment.pong(number)
             case Pong():

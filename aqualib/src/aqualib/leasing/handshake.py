@@ -29,6 +29,7 @@ from aqua_protocol import (
     require_protocol_version,
 )
 from aqua_protocol.channel import (
+    PACED,
     PRODUCER_MESSAGES,
     Hello,
     ProducerMessage,
@@ -85,7 +86,7 @@ def attach(
     _require_ours(grant, transport, slab_bytes)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
-        aqualib_version=AQUALIB_VERSION,
+        aqualib_version=AQUALIB_VERSION + PACED,
         consumer_id=consumer_id,
         token=grant.token,
     )

@@ -29,6 +29,7 @@ from aqua_protocol.machine import StateMachine
 from aqualib.ranges import Range, RangeAllocator, intersection, merged
 
 if TYPE_CHECKING:
+    from aqualib.memory.copy_pace import CopyPace
     from aqualib.transports.base import MappedSlab
 
 PARTS_PER_FRAME: Final = 64
@@ -110,6 +111,10 @@ class Lender(Protocol):
     @property
     def producer_id(self) -> str:
         """The producer whose memory it is."""
+
+    @property
+    def pace(self) -> CopyPace:
+        """How fast it wants its memory copied to and from."""
 
     @property
     def is_reclaiming(self) -> bool:

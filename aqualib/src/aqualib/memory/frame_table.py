@@ -261,6 +261,7 @@ class FrameTable:
         """The parts are in host memory as well, or (`failure`) are not."""
         frame = move.frame
         frame.pins -= 1
+        move.source.lender.pace.copied(size_of(move.ranges), now_s, is_awaited=False)
         if failure:
             frame.written |= move.parts
         else:

@@ -15,6 +15,8 @@ reclaim finds nothing to copy. It begins `WRITE_BEHIND_S` after a frame was firs
 of `PIECE_BYTES`, and only while the frame is not pinned: a writer had pinned it before, or marks
 what it writes as written anew.
 
+Promotions and write-behind wait until the lender's pace allows them (`copy_pace`); drains do not.
+
 A pinned frame cannot move. Its gate is closed for `PATIENCE_S`, so that users who come and go do
 not hold it in place for ever by taking turns; then it opens again for `BREATHER_S`, so that a
 thread which holds one frame and waits for another cannot lock itself out. A pin that delays a slab
@@ -162,6 +164,8 @@ def wake_s(table: FrameTable, now_s: float) -> float | None:
         blocked += table.at_home
         times += [frame.retry_at_s for frame in table.at_home]
     times += [frame.patient_until_s for frame in table.closing]
+    lenders = {slab.lender for slab in (*table.spare_peers, *table.under)}
+    times += [lender.pace.ready_at_s(now_s) for lender in lenders]
     # A frame that is due and pinned: the migrator does not hear when its users leave.
     times += [max(due_s, now_s + PATIENCE_S) for due_s in table.unsaved.values()]
     if any(frame.lingering for frame in blocked):
@@ -207,7 +211,7 @@ def _for_asked_slabs(table: FrameTable, now_s: float) -> Effect | None:
 
 def _for_spare_slabs(table: FrameTable, now_s: float) -> Effect | None:
     slab = table.spare_for()
-    if slab is None:
+    if slab is None or slab.lender.pace.ready_at_s(now_s) > now_s:
         return None
     ready = [
         frame
@@ -226,11 +230,13 @@ def _for_spare_slabs(table: FrameTable, now_s: float) -> Effect | None:
 
 def _for_unsaved_frames(table: FrameTable, now_s: float) -> Effect | None:
     for frame, due_s in table.unsaved.items():
-        is_kept = frame.peer is not None and frame.peer.asked_at_s is None
-        if due_s <= now_s and frame.state is FrameState.PEER and is_kept and not frame.pins:
-            assert frame.peer is not None, frame
+        slab = frame.peer
+        is_due = due_s <= now_s and frame.state is FrameState.PEER and not frame.pins
+        if slab is None or slab.asked_at_s is not None or not is_due:
+            continue
+        if slab.lender.pace.ready_at_s(now_s) <= now_s:
             parts = frame.first_written(PIECE_BYTES)
-            return WriteBehind(frame, frame.peer, parts, frame.unsaved_ranges(parts))
+            return WriteBehind(frame, slab, parts, frame.unsaved_ranges(parts))
     return None
 
 

@@ -34,7 +34,7 @@ from aqualib.memory.migration_policy import (
     WriteBehind,
 )
 from aqualib.memory.transfers import RenewableCopier
-from aqualib.ranges import Range, split
+from aqualib.ranges import Range, size_of, split
 from aqualib.thread_slice import run_promptly
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Migrator:
         if failure:
             logger.warning("%r cannot be filled, bytes stay on the host: %s", move.target, failure)
         with self._store.answering() as (table, now_s):
+            move.target.lender.pace.copied(size_of(move.ranges), now_s, is_awaited=False)
             if failure:
                 table.abandoned(move, now_s)
             else:

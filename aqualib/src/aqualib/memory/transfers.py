@@ -111,12 +111,12 @@ class CopyStream(RenewableCopier):
 
     def write(self, frame: Frame, part: Range, src: torch.Tensor, at: int) -> None:
         """Copy bytes of `src`, which is contiguous, from byte `at` on into a part of the frame."""
-        slab = self._pin(frame, part).tensor
+        slab = self._pin(frame, part, part.size).tensor
         self.copier.copy_bytes(slab, part.start, src, at, part.size)
 
     def read(self, frame: Frame, part: Range, dst: torch.Tensor, at: int) -> None:
         """Copy a part of the frame into `dst`, which is contiguous, from byte `at` on."""
-        slab = self._pin(frame, None).tensor
+        slab = self._pin(frame, None, part.size).tensor
         self.copier.copy_bytes(dst, at, slab, part.start, part.size)
 
     def view(self, frame: Frame, part: Range, *, writes: bool) -> torch.Tensor:
@@ -124,7 +124,8 @@ class CopyStream(RenewableCopier):
 
         The tensor must not live when the stream pins its next frame.
         """
-        return self._pin(frame, part if writes else None).tensor[part.start : part.end]
+        slab = self._pin(frame, part if writes else None, part.size).tensor
+        return slab[part.start : part.end]
 
     def settle(self) -> str:
         """Wait for every copy submitted so far and unpin; returns why they did not arrive, if so.
@@ -155,12 +156,15 @@ class CopyStream(RenewableCopier):
         """A transfer was dropped without a wait; does nothing that a finalizer may not."""
         self._is_orphaned = True
 
-    def _pin(self, frame: Frame, written: Range | None) -> MappedSlab:
+    def _pin(self, frame: Frame, written: Range | None, nbytes: int) -> MappedSlab:
         memory = self._store.try_pin(frame, written)
         if memory is None:
             self._require_settled()
             memory = self._store.pin(frame, written)
         self._pins.append(frame)
+        # Where a pin is held, the slab stays.
+        if frame.peer is not None and frame.peer.lender.pace.bytes_per_s is not None:
+            frame.peer.lender.pace.copied(nbytes, time.monotonic(), is_awaited=True)
         return memory
 
     def _require_settled(self) -> None:

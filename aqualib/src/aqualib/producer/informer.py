@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self, runtime_checkable
 
 from aqua_protocol import TransportError, UnavailableError, format_bytes
 from aqua_protocol.supervision import RestartPolicy, SupervisedThread, resting
@@ -67,6 +67,21 @@ class LoadSource(Protocol):
         """`nbytes` given up before are free on the device again: the engine may take them."""
 
 
+@runtime_checkable
+class TimedSource(Protocol):
+    """A source that can say how long its steps take, on its own thread, in seconds."""
+
+    on_step: Callable[[float], None] | None
+
+
+@runtime_checkable
+class StepListener(Protocol):
+    """A lender that paces its consumers by the steps of its engine."""
+
+    def step_ended(self, seconds: float, kind: str = "") -> None:
+        """Hear how long a step took."""
+
+
 class Informer:
     """Runs one producer by its engine's load; a context manager.
 
@@ -120,6 +135,8 @@ class Informer:
     def start(self) -> None:
         """Begin to watch."""
         self._producer.on_returned = self.wake
+        if isinstance(self._source, TimedSource) and isinstance(self._producer, StepListener):
+            self._source.on_step = self._producer.step_ended
         self._thread.start()
 
     def wake(self) -> None:
@@ -131,6 +148,8 @@ class Informer:
         self._closing = True
         self._woken.set()
         self._thread.join()
+        if isinstance(self._source, TimedSource):
+            self._source.on_step = None
         self._producer.on_returned = None
 
     def look(self, now_s: float) -> Decision | None:

@@ -43,6 +43,8 @@ from aqua_protocol.units import MIN_SLAB_BYTES
 from aqualib.channel import ChannelClosedError, require_short_path
 from aqualib.peers import trusted_uids
 from aqualib.producer.admission import Admission
+from aqualib.producer.copy_limit import HARM_SHARE
+from aqualib.producer.copy_pacer import CopyPacer
 from aqualib.producer.escalation import (
     Escalation,
     KillRefusedError,
@@ -94,8 +96,10 @@ class Producer:
         allowed_uids: Users whose processes may attach, beside this process's own and root.
         heartbeat_s: Longest silence towards the coordinator.
         tracer: Draws what is lent and asked back; None where tracing is off.
+        harm_share: Of the engine's time, how much consumers' copies in the background may cost.
 
     Attributes:
+        step_ended: Call it with the seconds of each step (`CopyPacer.step_ended`).
         load: The engine's load as last reported; sent along with the next report.
         pressures: How often the engine's load has had memory taken back, by what it was.
         profile_follower: Reads what the books say of the model, if anything does.
@@ -123,6 +127,7 @@ class Producer:
         allowed_uids: Iterable[int] | None = None,
         heartbeat_s: float = MAX_HEARTBEAT_S,
         tracer: Tracer | None = None,
+        harm_share: float = HARM_SHARE,
     ) -> None:
         if slab_bytes < MIN_SLAB_BYTES:
             raise ConfigError(f"a slab has at least {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
@@ -149,6 +154,7 @@ class Producer:
         self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
         self._tracer = tracer
+        self.step_ended: Final = CopyPacer(self._lock, self._peers, harm_share).step_ended
         self._handouts = Handouts(self._lock, self._handed_out)
         require_short_path(self.endpoint)
         host = Host(self._attach, self._released, self._silent, self._dead, self._tick)
@@ -177,9 +183,7 @@ class Producer:
     # --- What the engine does -------------------------------------------------------------
 
     def offer(self, nbytes: int) -> int:
-        """Grow the offer to `nbytes`, rounded down to slabs, and return it; it never shrinks here.
-
-        Slabs join one by one, each lendable at once.
+        """Grow the offer to `nbytes`, rounded down to slabs, slab by slab; it never shrinks here.
 
         Raises:
             TransportError: Memory ran out; what was made stays offered.
@@ -227,8 +231,7 @@ class Producer:
         In a forked child it does nothing: socket, slabs and place in the books are the parent's.
 
         No consumer attaches from the first moment on, and nothing lost is replaced. What a consumer
-        still holds after the deadline stays readable there: closing our end takes nothing from a
-        mapping.
+        still holds after the deadline stays readable there.
         """
         if os.getpid() != self._pid:
             return
@@ -322,11 +325,7 @@ class Producer:
     # --- The coordinator ------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Recount the pool and compare with its sums, at one instant; for tests.
-
-        Raises:
-            AssertionError: They disagree, which is a fault of the pool.
-        """
+        """Recount the pool and assert that its sums agree, at one instant; for tests."""
         with self._lock:
             self._lending.pool.audit()
 
@@ -432,6 +431,7 @@ class Producer:
             raise UnavailableError(f"producer {self.producer_id} is leaving")
         require_protocol_version(hello.protocol_version, who=f"consumer {hello.consumer_id}")
         claims = self._admission.admit(hello.token, hello.consumer_id, time.time())
+        peer.knows(hello.aqualib_version)
         loans = self._lending.lend(claims, peer.process)
         try:
             peer.trace = LeaseTrace(self._tracer, claims.lease_id, hello.traceparent)

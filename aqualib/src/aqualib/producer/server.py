@@ -41,9 +41,11 @@ from typing import TYPE_CHECKING, Final
 from aqua_protocol import AquaError, CapacityError, ProtocolError, TransportError
 from aqua_protocol.channel import (
     CONSUMER_MESSAGES,
+    PACED,
     ConsumerMessage,
     Goodbye,
     Hello,
+    Pace,
     Ping,
     Pong,
     Refused,
@@ -73,6 +75,9 @@ Doubled, twice the descriptors."""
 MAX_WAITING_PACKETS: Final = 1024
 """Packets kept for a peer whose queue is full: a terabyte of slabs asked back in one go. Doubled, a
 peer that does not read costs twice the memory."""
+
+MAX_UNANSWERED: Final = 4
+"""Paces that a peer may leave unanswered. Doubled, a slow one is told more often."""
 
 HELLO_TIMEOUT_S: Final = 5.0
 """Seconds that a peer gets to say who it is; one that means it takes milliseconds. Doubled, idle
@@ -135,6 +140,8 @@ class Peer:
         self.watched = 0
         self._server = server
         self._waiting: deque[Wire] = deque()
+        self._knows_pace = False
+        self._unanswered = 0
 
     def __repr__(self) -> str:
         return f"Peer(pid={self.credentials.pid}, lease={self.lease_id}, stage={self.stage.name})"
@@ -156,6 +163,24 @@ class Peer:
         if len(self._waiting) > MAX_WAITING_PACKETS:
             self.drop()
         self._server.wake()
+
+    def knows(self, aqualib_version: str) -> None:
+        """Note what the peer understands, by its version."""
+        self._knows_pace = aqualib_version.endswith(PACED)
+
+    def pace(self, message: Pace) -> None:
+        """Ask for a pace, unless the peer knows none or has left others unanswered.
+
+        Never kept: the next one is about now. Nor do they fill the queue of a peer that is stopped,
+        for which a reclaim could not be left.
+        """
+        is_free = self.connected and self.stage is Stage.OPEN and not self._waiting
+        if is_free and self._knows_pace and self._unanswered < MAX_UNANSWERED:
+            self._unanswered += self._try(message)
+
+    def answered(self) -> None:
+        """The peer reads."""
+        self._unanswered = 0
 
     def leave(self, last_word: Goodbye | Refused) -> None:
         """Say the last word, then let the peer close; the server closes after `LINGER_S`."""
@@ -417,7 +442,7 @@ class LeaseServer:
             case Ping(number=number):
                 peer.post(Pong(number=number))
             case Pong():
-                return
+                peer.answered()
             case Hello() if peer.stage is Stage.GREETING:
                 self._host.attach(peer, message)
             case Released() if peer.stage is Stage.OPEN:

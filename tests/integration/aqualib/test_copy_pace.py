@@ -1,0 +1,107 @@
+"""A lender's steps over real sockets: what its consumers hear, and what they hold back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aqua_protocol import MIB, PROTOCOL_VERSION
+from aqua_protocol.channel import PACED, Hello, Pace, Pong
+from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
+from aqualib.producer.copy_limit import FIRST_RATE
+from aqualib.producer.device import EmulatedMemory
+from aqualib.producer.informer import Informer
+from aqualib.producer.profile import Profile
+from aqualib.producer.server import MAX_UNANSWERED
+from harness.consumers import consuming
+from harness.loans import lend
+from harness.producers import SLAB, lending, until
+from harness.raw_consumer import RawConsumer, TokenIssuer
+
+if TYPE_CHECKING:
+    from aqualib.consumer import Aqua
+    from aqualib.producer.producer import Producer
+
+LONG_STEP_S = 10.0
+"""Of which a pace lasts longer than any test."""
+
+
+def told(aqua: Aqua) -> float | None:
+    return aqua.attachments[0].pace.bytes_per_s
+
+
+def test_copies_in_the_background_wait_for_a_lender_that_measures_its_steps(
+    issuer: TokenIssuer, producer: Producer
+) -> None:
+    other_issuer = TokenIssuer()
+    with consuming(writes_behind=True) as aqua, lending(other_issuer, 1) as other:
+        lend(aqua, issuer, producer, 1)
+        producer.step_ended(LONG_STEP_S)
+        until(lambda: told(aqua) == 0.0, "asked to hold back")
+        slowed = aqua.offload(torch.ones(SLAB, dtype=torch.uint8))
+        lend(aqua, other_issuer, other, 1)
+        free = aqua.offload(torch.ones(SLAB, dtype=torch.uint8))
+        # It was written later, and goes before one that may go.
+        until(lambda: aqua.stats().written_behind_bytes == SLAB, "copied from the other lender")
+        for _ in range(7):
+            producer.step_ended(LONG_STEP_S)
+        until(lambda: told(aqua) == FIRST_RATE, "asked for a pace")
+        until(lambda: aqua.stats().written_behind_bytes == 2 * SLAB, "copied from this one, too")
+        assert bool(slowed.load().all() & free.load().all())
+
+
+def test_a_loop_tells_its_steps_by_its_informer(
+    aqua: Aqua, issuer: TokenIssuer, producer: Producer
+) -> None:
+    limit = CountedMemoryLimit(EmulatedMemory(MIB), least_bytes=MIB)
+    loop = TorchLoop(limit, queue_length=lambda: 0)
+    lend(aqua, issuer, producer, 1)
+    with Informer(producer, loop, Profile(slab_bytes=SLAB)):
+        loop.step_ended()
+        loop.step_ended()
+        until(lambda: told(aqua) == 0.0, "asked to hold back")
+    assert loop.on_step is None
+
+
+def test_a_consumer_of_before_hears_nothing_that_it_does_not_know(
+    issuer: TokenIssuer, producer: Producer
+) -> None:
+    with RawConsumer(producer.endpoint) as consumer:
+        consumer.attach(issuer.token(SLAB))
+        for _ in range(20):
+            producer.step_ended(LONG_STEP_S)
+        assert consumer.ping(7) == 7
+
+
+def test_a_consumer_that_does_not_answer_is_told_a_few_times_only(
+    issuer: TokenIssuer, producer: Producer
+) -> None:
+    """Its queue stays free for a reclaim."""
+
+    def paces() -> int:
+        for _ in range(200):
+            producer.step_ended(LONG_STEP_S)
+        count = 0
+        while consumer.readable():
+            message, _ = consumer.receive()
+            assert isinstance(message, Pace), message
+            count += 1
+        return count
+
+    with RawConsumer(producer.endpoint) as consumer:
+        consumer.channel.send(
+            Hello(
+                protocol_version=PROTOCOL_VERSION,
+                aqualib_version="1" + PACED,
+                consumer_id="consumer",
+                token=issuer.token(SLAB),
+            )
+        )
+        consumer.take()
+        consumer.ping(1)  # The handout is over, on the producer's side as well.
+        assert paces() == MAX_UNANSWERED
+        assert not paces()
+        consumer.channel.send(Pong(number=0))
+        consumer.ping(2)
+        assert paces() == MAX_UNANSWERED
