@@ -226,17 +226,27 @@ def search(
     *,
     unloaded: UnloadedLatency,
     budget_s: float,
+    predicted_per_s: float | None = None,
 ) -> tuple[SearchResult, list[TrialSummary], float]:
     """A whole search: its end, its trials, and the seconds it took.
 
     Args:
         server_of_run: Asked before each trial.
+        predicted_per_s: As in `next_trial`.
     """
     trials: list[TrialSummary] = []
     used_s = 0.0
     while True:
         left_s = budget_s - used_s
-        step = next_trial(objective, unloaded, trials, left_s=left_s, budget_s=budget_s, seed=seed)
+        step = next_trial(
+            objective,
+            unloaded,
+            trials,
+            left_s=left_s,
+            budget_s=budget_s,
+            seed=seed,
+            predicted_per_s=predicted_per_s,
+        )
         if isinstance(step, SearchResult):
             return step, trials, used_s
         summary, seconds = drive(

@@ -105,6 +105,10 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     journal: Annotated[
         Path | None, typer.Option(help="To resume from; default: beside --output.")
     ] = None,
+    predicted: Annotated[
+        Path | None,
+        typer.Option(help="Rate to begin at, a file of `aqua sim stable-rate`; only saves time."),
+    ] = None,
     hardware: Hardware = "",
     output: Output = None,
     plot: Plot = None,
@@ -117,6 +121,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_profiler.report.files import provenance
     from aqua_profiler.spec import LatencyObjective, ProfileSpec
     from aqua_protocol import ConfigError, parse_bytes
+    from aqua_protocol.prediction import read_prediction
 
     if min_rate > max_rate:
         message = f"--min-rate {min_rate:g} is above --max-rate {max_rate:g}"
@@ -153,6 +158,7 @@ def llm(  # noqa: PLR0917 - a command has as many arguments as options
         prefix_tokens=prefix_tokens,
         stall_s=stall_s,
         journal=journal,
+        predicted_per_s=None if predicted is None else read_prediction(predicted).rate_per_s,
         provenance=provenance(workload.digest, hardware=hardware),
     )
     # The search usually ends before its budget does.

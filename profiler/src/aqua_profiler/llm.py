@@ -230,6 +230,7 @@ class _LlmProfile:
                 left_s=self._left_s,
                 budget_s=spec.budget_s,
                 seed=spec.seed,
+                predicted_per_s=spec.predicted_per_s,
             )
             if isinstance(step, SearchResult):
                 self._findings.verdict = step

@@ -69,6 +69,7 @@ class ProfileSpec:
         kv_bytes: Size of the KV cache per GPU, where the operator knows it.
         bursts: Factors of the stable rate, the planned one first: a budget may end before others.
         long_prompt_tokens: A prompt that should be possible beside the load.
+        predicted_per_s: Rate to begin the search at; nothing else comes of it.
     """
 
     url: str
@@ -89,6 +90,7 @@ class ProfileSpec:
     prefix_tokens: int = 0
     stall_s: float = 30.0
     journal: Path | None = None
+    predicted_per_s: float | None = None
     provenance: Provenance = field(default_factory=Provenance)
 
     def subject(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aqua_cli import Json, Plot, print_json, print_table, progress, say
+from aqua_cli import Json, Output, Plot, print_json, print_table, progress, say
 from aqua_cli import main as run_program
 from aqua_protocol.errors import AquaError, ConfigError
 from aqua_simulator.papers.cli import blend, paper, print_values
@@ -254,6 +254,70 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
             for one in result["engines"]
         ],
     )
+
+
+@app.command("stable-rate")
+def stable_rate_command(  # noqa: PLR0917 - Typer hands options over by name
+    lengths: Annotated[
+        Path, typer.Option(help="Prompt and output lengths: CSV or a trace, .gz or not.")
+    ],
+    fit_path: Annotated[
+        Path | None,
+        typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model name or Hugging Face config.")] = "Llama-3-8B",
+    gpu: Annotated[str, typer.Option(help="GPU name.")] = "A100-80GB",
+    width: Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)] = 1,
+    overhead_s: Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)] = 0.0,
+    ttft_s: Annotated[
+        float, typer.Option(min=0.001, help="Limit of the median time to first token.")
+    ] = 1.0,
+    tbt_p99_s: Annotated[
+        float, typer.Option(min=0.0001, help="Limit of the p99 of the time between tokens.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the rate that an engine sustains, for `aqua profile run llm --predicted` to begin at.
+
+    The file is an idea for the profiler's first trial, and no measurement.
+    """
+    from aqua_cli import write_json
+    from aqua_protocol.prediction import PredictedRate
+    from aqua_simulator.serving.setup import EngineSpec
+    from aqua_simulator.serving.stable_rate import stable_rate
+    from aqua_simulator.timing.fit import Fit
+    from aqua_simulator.workloads.arrivals import read_lengths
+
+    spec = EngineSpec(model=model, gpu=gpu, width=width, overhead_s=overhead_s)
+    table = Fit.load(fit_path) if fit_path else None
+    if table is None:
+        say("No fit given: times are a roofline of the data sheet, a rough guess.")
+    pairs = [(int(prompt), int(generated)) for prompt, generated in read_lengths(lengths)]
+    with progress("Looking for the rate", quiet=as_json) as shown:
+        rate_per_s = stable_rate(
+            lambda: spec.engine(table, name="engine"),
+            pairs,
+            ttft_s=ttft_s,
+            tbt_s=tbt_p99_s,
+            seed=seed,
+            on_progress=lambda tried: shown.update(note=f"{tried:.3g}/s"),
+        )
+    found = PredictedRate(
+        model=model,
+        gpu=gpu,
+        rate_per_s=rate_per_s,
+        ttft_s=ttft_s,
+        tbt_s=tbt_p99_s,
+        told_by="a fit of kernel tables" if table else "a roofline of the data sheet",
+    )
+    if output is not None:
+        write_json(output, found)
+    if as_json:
+        print_json(found.model_dump())
+    else:
+        typer.echo(f"{model} on {width} x {gpu}: {rate_per_s:.3g} requests/s")
 
 
 @app.command()

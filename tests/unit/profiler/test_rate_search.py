@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from aqua_profiler.load.lengths import LengthDistribution
 from aqua_profiler.measure.summary import StopReason, TrialSummary
 from aqua_profiler.search.journal import Journal
@@ -24,9 +26,18 @@ def _search(
     *,
     lengths: LengthDistribution = CHAT,
     budget_s: float = BUDGET_S,
+    predicted_per_s: float | None = None,
 ) -> tuple[SearchResult, list[TrialSummary], float]:
     unloaded = unloaded_of(server, lengths.drawn(seed), seed)
-    return search(lambda: server, lengths, seed, objective, unloaded=unloaded, budget_s=budget_s)
+    return search(
+        lambda: server,
+        lengths,
+        seed,
+        objective,
+        unloaded=unloaded,
+        budget_s=budget_s,
+        predicted_per_s=predicted_per_s,
+    )
 
 
 def test_the_same_seed_gives_the_same_search() -> None:
@@ -74,6 +85,23 @@ def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
     assert verdict.estimate.rate_per_s is not None
     assert any(trial.stop is StopReason.SLOW_TOKENS or (trial.tbt_s or 0) > 0.1 for trial in trials)
     assert 9.0 < verdict.estimate.rate_per_s < 16.0
+
+
+def test_a_prediction_saves_requests_and_does_not_move_the_rate() -> None:
+    server, truth = CASES["tokens slow down with each request"].server, 11.95
+    sent: dict[float | None, int] = {}
+    for factor in (None, 0.5, 1.0, 2.0):
+        sent[factor] = 0
+        for seed in (0, 1):
+            predicted = None if factor is None else factor * truth
+            verdict, trials, _ = _search(
+                server, seed, LatencyObjective(), predicted_per_s=predicted
+            )
+            assert verdict.complete
+            assert verdict.estimate.rate_per_s == pytest.approx(truth, rel=0.05)
+            sent[factor] += sum(trial.sent for trial in trials)
+    assert sent[1.0] < 0.7 * sent[None]
+    assert max(sent[0.5], sent[2.0]) < 1.1 * sent[None]
 
 
 def test_nothing_is_concluded_from_a_ramp_alone() -> None:

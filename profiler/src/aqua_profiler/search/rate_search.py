@@ -159,16 +159,21 @@ def next_trial(
     left_s: float,
     budget_s: float,
     seed: int,
+    predicted_per_s: float | None = None,
 ) -> Trial | SearchResult:
     """What to run after all `trials` so far, in order, or the end; `left_s` of the budget are left.
 
     Every trial gets a seed of its own from the search's.
+
+    Args:
+        predicted_per_s: Where to begin, in place of a ramp, if somebody has an idea. Nothing else
+            comes of it: the estimate rests on trials alone.
     """
     known = estimate_rate(objective, unloaded, trials)
     trial_seed = seed * 1_000 + len(trials)
     search = _Search(objective, unloaded, trials, known, left_s, budget_s, trial_seed)
     if not trials:
-        return search.ramp()
+        return search.ramp() if predicted_per_s is None else search.beyond(predicted_per_s)
     if len(trials) >= MOST_TRIALS:
         return search.end("as many trials as a search may make")
     if left_s < 2.0 + 3 * unloaded.residence_s:  # A trial that could still say something.
@@ -215,8 +220,22 @@ class _Search:
             most_s=0.5 * self.left_s,
         )
 
+    def beyond(self, predicted_per_s: float) -> Trial:
+        """Where a right prediction is seen exceeded; a wrong one costs no more than a ramp.
+
+        Of a queue it is the first backlog, of token times the look above the estimate.
+        """
+        rate = EXCEEDED_AT * predicted_per_s
+        return self._trial(
+            rate,
+            requests=STEADY_REQUESTS,
+            backlog=LEAST_BACKLOG,
+            patience=5.0,
+            most_s=0.5 * self.left_s,
+        )
+
     def next(self) -> Trial | SearchResult:
-        """After the ramp."""
+        """After the first trial."""
         known = self.known
         if known.rate_per_s is None or known.rate_per_s >= self.objective.max_rate_per_s:
             return self._towards_the_cap()
