@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from aqua_protocol.errors import ConfigError
 
@@ -131,25 +132,50 @@ def summary(served: Iterable[Served]) -> dict[str, Any]:
         ConfigError: Nothing was served.
     """
     rows = list(served)
-    if not rows:
+    found = summary_of(
+        np.array([row.arrival_s for row in rows]),
+        np.array([row.last_token_s for row in rows]),
+        np.array([row.ttft_s for row in rows]),
+        np.array([row.tpot_s for row in rows]),
+        prompt_tokens=sum(row.prompt_tokens for row in rows),
+        output_tokens=sum(row.output_tokens for row in rows),
+    )
+    return found | {"preemption_count": sum(row.preemption_count for row in rows)}
+
+
+def summary_of(
+    arrival_s: Float[np.ndarray, " requests"],
+    last_token_s: Float[np.ndarray, " requests"],
+    ttft_s: Float[np.ndarray, " requests"],
+    tpot_s: Float[np.ndarray, " requests"],
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+) -> dict[str, Any]:
+    """Throughput and latencies of requests; NaN among `tpot_s` are those of a single token.
+
+    Args:
+        prompt_tokens, output_tokens: Of all requests together.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if not len(arrival_s):
         raise ConfigError("no request was served", remedy="Give a trace with requests.")
-    makespan_s = max(row.last_token_s for row in rows) - min(row.arrival_s for row in rows)
-    ttft = np.array([row.ttft_s for row in rows])
-    tpot = np.array([row.tpot_s for row in rows if row.output_tokens > 1])
-    completion = np.array([row.completion_s for row in rows])
-    tokens = sum(row.prompt_tokens + row.output_tokens for row in rows)
+    makespan_s = float(last_token_s.max() - arrival_s.min())
+    completion_s = last_token_s - arrival_s
+    tpot_s = tpot_s[~np.isnan(tpot_s)]
     return {
-        "request_count": len(rows),
+        "request_count": len(arrival_s),
         "makespan_s": makespan_s,
-        "tokens_per_s": tokens / makespan_s,
-        "output_tokens_per_s": sum(row.output_tokens for row in rows) / makespan_s,
-        "ttft_mean_s": float(ttft.mean()),
-        "ttft_p50_s": float(np.quantile(ttft, 0.5)),
-        "ttft_p99_s": float(np.quantile(ttft, 0.99)),
-        "ttft_max_s": float(ttft.max()),
-        "tpot_mean_s": float(tpot.mean()) if len(tpot) else None,
-        "tpot_p99_s": float(np.quantile(tpot, 0.99)) if len(tpot) else None,
-        "completion_mean_s": float(completion.mean()),
-        "completion_p99_s": float(np.quantile(completion, 0.99)),
-        "preemption_count": sum(row.preemption_count for row in rows),
+        "tokens_per_s": (prompt_tokens + output_tokens) / makespan_s,
+        "output_tokens_per_s": output_tokens / makespan_s,
+        "ttft_mean_s": float(ttft_s.mean()),
+        "ttft_p50_s": float(np.quantile(ttft_s, 0.5)),
+        "ttft_p99_s": float(np.quantile(ttft_s, 0.99)),
+        "ttft_max_s": float(ttft_s.max()),
+        "tpot_mean_s": float(tpot_s.mean()) if len(tpot_s) else None,
+        "tpot_p99_s": float(np.quantile(tpot_s, 0.99)) if len(tpot_s) else None,
+        "completion_mean_s": float(completion_s.mean()),
+        "completion_p99_s": float(np.quantile(completion_s, 0.99)),
     }

@@ -114,6 +114,7 @@ def ask(  # noqa: PLR0913 - a question is that wide
     sample_count: int = 6,
     sample_s: float = 60.0,
     sensitivities: Sequence[Sensitivity] = SENSITIVITIES,
+    is_exact: bool = False,
     on_progress: Callable[[float, str], None] = lambda _done, _note: None,
 ) -> SavingsReport:
     """Simulate all scenarios.
@@ -122,14 +123,18 @@ def ask(  # noqa: PLR0913 - a question is that wide
         seeds: Days drawn beside the recorded one.
         processes: To use; the answer does not depend on it.
         sensitivities: Assumptions to move, one at a time.
+        is_exact: Plan every step by itself, as `jobs.SimulationInput` says.
         on_progress: Told the share that is done, and what is being done.
     """
     on_progress(0.0, "fitting step times")
     times = fitted(day.loads, cluster.engines)
-    background = SimulationInput(cluster, day, times, sample_count=sample_count, sample_s=sample_s)
-    on_progress(0.01, "the recorded day without Aqua")
+    background = SimulationInput(
+        cluster, day, times, sample_count=sample_count, sample_s=sample_s, is_exact=is_exact
+    )
     first = OnlineJob(0)
-    today: OnlineResult = first.run(background)
+    today: OnlineResult = first.run(
+        background, lambda done: on_progress(0.02 * done, "the recorded day without Aqua")
+    )
     short = tuple(
         name
         for name, seen in today.by_model.items()
@@ -137,12 +142,11 @@ def ask(  # noqa: PLR0913 - a question is that wide
     )
     background = replace(background, short=short, today=today.by_model)
     jobs = _jobs(background, seeds, sensitivities)
-    done = 1 + len(jobs)
     results = run_all(
         background,
         jobs,
         processes=processes,
-        on_done=lambda count: on_progress((1 + count) / done, "scenarios"),
+        on_done=lambda count: on_progress(0.02 + 0.98 * count / len(jobs), "scenarios"),
     )
     results[first] = today
     on_progress(1.0, "done")

@@ -69,6 +69,9 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     sensitivity: Annotated[
         bool, typer.Option(help="Find out which assumption matters most; half of the time.")
     ] = True,
+    exact: Annotated[
+        bool, typer.Option(help="Plan every step by itself: hours for what takes minutes.")
+    ] = False,
     processes: Annotated[
         int, typer.Option(help="To simulate in; results do not depend on it.", min=1, max=256)
     ] = 2,
@@ -123,6 +126,7 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
             sample_count=samples,
             sample_s=sample_s,
             sensitivities=SENSITIVITIES if sensitivity else (),
+            is_exact=exact,
             on_progress=lambda done, note: shown.update(done=done, note=note),
         )
     if html is not None:

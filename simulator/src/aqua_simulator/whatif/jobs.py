@@ -7,12 +7,13 @@ on nothing else, so that any number of processes give the same. They are spawned
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import Cluster
+from aqua_simulator.whatif.fleet_day import serve_fleet
 from aqua_simulator.whatif.offline import (
     CoServingSample,
     blended_gain,
@@ -20,7 +21,7 @@ from aqua_simulator.whatif.offline import (
     fill_gaps,
 )
 from aqua_simulator.whatif.online import Assumptions, OnlineResult, serve_day
-from aqua_simulator.whatif.recorded_day import RecordedLoad
+from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
 
 SLO_MARGIN: Final = 1.1
@@ -36,7 +37,9 @@ class SimulationInput:
         times: Step times, by model.
         short: Models whose memory runs short without Aqua; known after the first simulation.
         today: What the first simulation showed, by model.
+        is_exact: Every step is planned by itself, which is slow; else events (`fleet_day`).
         sample_count, sample_s: Of co-serving: pieces of the day, and their seconds.
+        blends: What `blended` has found so far, by model and seed; each process has its own.
     """
 
     cluster: Cluster
@@ -46,14 +49,61 @@ class SimulationInput:
     today: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sample_count: int = 6
     sample_s: float = 60.0
+    is_exact: bool = False
+    blends: dict[tuple[str, int], tuple[float, list[int]]] = field(default_factory=dict)
 
-    def requests(self, seed: int, assumed: Assumptions) -> dict[str, list[Arrival]]:
-        """The requests of a day, by model."""
-        found: dict[str, list[Arrival]] = {name: [] for name in self.cluster.engines}
-        for name, load in self.day.loads.items():
-            drawn = load.drawn(seed, self.day.span_s)
-            found[name] = drawn.arrivals(load=assumed.load, outputs=assumed.outputs)
-        return found
+    def blended(self, model: str, seed: int) -> tuple[float, list[int]]:
+        """Gain and order of the offline pool on an engine alone; found once."""
+        key = model, seed
+        if key not in self.blends:
+            times = self.times[model]
+            self.blends[key] = blended_gain(self.cluster, model, times, seed=seed)
+        return self.blends[key]
+
+    def load(self, seed: int, model: str) -> ModelLoad | None:
+        """A model's requests of a day; None without any."""
+        load = self.day.loads.get(model)
+        return None if load is None else load.drawn(seed, self.day.span_s)
+
+    def serve(
+        self,
+        cluster: Cluster,
+        seed: int,
+        models: Iterable[str],
+        *,
+        is_harvesting: bool,
+        is_fair: bool,
+        short: Sequence[str],
+        assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> OnlineResult:
+        """A day of some models' online requests on a cluster."""
+        loads = {name: load for name in models if (load := self.load(seed, name)) is not None}
+        if not self.is_exact:
+            return serve_fleet(
+                cluster,
+                self.times,
+                loads,
+                self.day.span_s,
+                is_harvesting=is_harvesting,
+                is_fair=is_fair,
+                short=short,
+                assumed=assumed,
+                on_progress=on_progress,
+            )
+        requests: dict[str, list[Arrival]] = {name: [] for name in cluster.engines}
+        for name, load in loads.items():
+            requests[name] = load.arrivals(load=assumed.load, outputs=assumed.outputs)
+        return serve_day(
+            cluster,
+            self.times,
+            requests,
+            self.day.span_s,
+            is_harvesting=is_harvesting,
+            is_fair=is_fair,
+            short=short,
+            assumed=assumed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +116,22 @@ class OnlineJob:
     is_replaced: bool = False
     assumed: Assumptions = field(default_factory=Assumptions)
 
-    def run(self, background: SimulationInput) -> OnlineResult:
+    def run(
+        self,
+        background: SimulationInput,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> OnlineResult:
         """Serve it."""
         cluster = everywhere(background.cluster) if self.is_replaced else background.cluster
-        return serve_day(
+        return background.serve(
             cluster,
-            background.times,
-            background.requests(self.seed, self.assumed),
-            background.day.span_s,
+            self.seed,
+            cluster.engines,
             is_harvesting=self.is_harvesting,
             is_fair=self.is_fair,
             short=background.short,
             assumed=self.assumed,
+            on_progress=on_progress,
         )
 
 
@@ -96,12 +150,12 @@ class GapJob:
         """Co-serve them."""
         times, order = background.times[self.model], None
         if self.is_blended:
-            _, order = blended_gain(background.cluster, self.model, times, seed=self.seed)
+            _, order = background.blended(self.model, self.seed)
         return fill_gaps(
             background.cluster,
             self.model,
             times,
-            background.requests(self.seed, self.assumed)[self.model],
+            background.load(self.seed, self.model),
             background.day.span_s,
             online=background.today.get(self.model, {}),
             is_peer=self.is_peer,
@@ -124,7 +178,7 @@ class OfflineJob:
     def run(self, background: SimulationInput) -> tuple[float, float]:
         """Run the pool."""
         times = background.times[self.model]
-        gain, _ = blended_gain(background.cluster, self.model, times, seed=self.seed)
+        gain, _ = background.blended(self.model, self.seed)
         rate = dedicated_tokens_per_s(
             background.cluster, self.model, times, sample_s=background.sample_s, seed=self.seed
         )
@@ -140,32 +194,36 @@ class CapacityJob:
     has_aqua: bool
 
     def run(self, background: SimulationInput) -> int:
-        """Take engines away one by one while the targets are kept."""
+        """Halve the span between an engine too few and enough; a target kept is kept by more."""
+        enough = background.cluster.engines[self.model].deployed.replicas
+        if background.load(self.seed, self.model) is None:
+            return enough
+        too_few, step = 0, 1
+        while enough - too_few > 1:
+            # From above in steps that double: mostly few are superfluous.
+            count = max(too_few + 1, enough - step) if too_few == 0 else (too_few + enough) // 2
+            if self._keeps_targets(background, count):
+                enough, step = count, 2 * step
+            else:
+                too_few = count
+        return enough
+
+    def _keeps_targets(self, background: SimulationInput, count: int) -> bool:
+        """Whether so many engines do."""
         shape = background.cluster.engines[self.model]
-        requests = background.requests(self.seed, Assumptions())
-        if not requests[self.model]:
-            return shape.deployed.replicas
-        count = shape.deployed.replicas
-        while count > 1:
-            fewer = replace(
-                shape, deployed=shape.deployed.model_copy(update={"replicas": count - 1})
-            )
-            # Without Aqua models do not meet; the one is enough.
-            others = background.cluster.engines if self.has_aqua else {}
-            cluster = replace(background.cluster, engines={**others, self.model: fewer})
-            day = serve_day(
-                cluster,
-                background.times,
-                requests,
-                background.day.span_s,
-                is_harvesting=self.has_aqua,
-                is_fair=self.has_aqua,
-                short=(*background.short, self.model) if self.has_aqua else (),
-            )
-            if not keeps_targets(background, self.model, day):
-                return count
-            count -= 1
-        return count
+        fewer = replace(shape, deployed=shape.deployed.model_copy(update={"replicas": count}))
+        # Without Aqua models do not meet; the one is enough.
+        others = background.cluster.engines if self.has_aqua else {}
+        cluster = replace(background.cluster, engines={**others, self.model: fewer})
+        day = background.serve(
+            cluster,
+            self.seed,
+            cluster.engines,
+            is_harvesting=self.has_aqua,
+            is_fair=self.has_aqua,
+            short=(*background.short, self.model) if self.has_aqua else (),
+        )
+        return keeps_targets(background, self.model, day)
 
 
 def targets(background: SimulationInput, model: str) -> tuple[float, float]:

@@ -41,6 +41,7 @@ from aqua_simulator.papers.conserve import EVENT_S, steps_of
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import BLOCK_TOKENS, Cluster, OfflineWork
 from aqua_simulator.whatif.online import Assumptions
+from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients, sheet_coefficients
 from aqua_simulator.workloads.arrivals import read_lengths
 from aqua_simulator.workloads.blended import draw
@@ -162,7 +163,7 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
     cluster: Cluster,
     name: str,
     coefficients: StepCoefficients,
-    arrivals: Sequence[Arrival],
+    load: ModelLoad | None,
     span_s: float,
     *,
     online: Mapping[str, float],
@@ -177,6 +178,7 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
     """Co-serve the samples of a model's day.
 
     Args:
+        load: Its online requests; None for none.
         online: Latencies without offline work, by the names of `serving.request.summary`.
         is_peer: Checkpoints go to a peer, else to the host.
         order: Of the pool; None as it comes.
@@ -195,11 +197,15 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
     for index, start_s in enumerate(starts):
         begin_s = max(0.0, start_s - WARM_S)
         warm_s = start_s - begin_s
-        mine = [
-            replace(each, arrival_s=each.arrival_s - begin_s)
-            for each in arrivals[index % replicas :: replicas]
-            if begin_s <= each.arrival_s < start_s + length_s
-        ]
+        mine: list[Arrival] = []
+        if load is not None:
+            rows = np.arange(index % replicas, len(load), replicas)
+            times_s = load.arrival_s[rows] / assumed.load
+            rows = rows[(begin_s <= times_s) & (times_s < start_s + length_s)]
+            mine = [
+                replace(each, arrival_s=each.arrival_s - begin_s)
+                for each in load.arrivals(rows, load=assumed.load, outputs=assumed.outputs)
+            ]
         for has_offline, runs in ((True, both), (False, alone)):
             engine = _engine(
                 cluster,

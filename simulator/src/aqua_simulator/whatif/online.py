@@ -15,7 +15,7 @@ second).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
@@ -84,7 +84,6 @@ class LendingTotals:
     offered_gb_s: float = 0.0
     used_gb_s: float = 0.0
     reclaim_count: int = 0
-    reclaimed_gb: float = 0.0
     reclaim_s: float = 0.0
 
 
@@ -94,7 +93,7 @@ class OnlineResult:
 
     Attributes:
         by_model: Throughput and latencies (`serving.request.summary`), `busy_s` of all engines,
-            `peak_kv_share` of the fullest one, `free_gb` as a mean over the day.
+            `peak_kv_share` of the fullest one.
         unserved: Requests that can never fit, by model.
         producers: Models that lent.
     """
@@ -106,7 +105,7 @@ class OnlineResult:
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
+class Member:
     """An engine with what it lends and from whom it borrows."""
 
     model: str
@@ -116,16 +115,16 @@ class _Member:
     lent_blocks: int = 0
     returning: list[tuple[float, int]] = field(default_factory=list)
     calm_since_s: float = 0.0
-    consumers: list[_Member] = field(default_factory=list)
-    producers: list[_Member] = field(default_factory=list)
+    consumers: list[Member] = field(default_factory=list)
+    producers: list[Member] = field(default_factory=list)
     static_bytes: float = 0.0
     rates: tuple[float, float] = (0.0, 0.0)
     host_tokens: int = 0
     least_free: int = 0
-    free_block_s: float = 0.0
 
     @property
     def block_bytes(self) -> int:
+        """Of keys and values."""
         return BLOCK_TOKENS * self.shape.model.kv_bytes_per_token
 
     @property
@@ -149,7 +148,7 @@ class _Member:
         store.location = PagingTier.PEER if peer else PagingTier.HOST
 
 
-def serve_day(  # noqa: PLR0913 - a question is that wide
+def serve_day(
     cluster: Cluster,
     times: Mapping[str, StepCoefficients],
     requests: Mapping[str, Sequence[Arrival]],
@@ -159,7 +158,6 @@ def serve_day(  # noqa: PLR0913 - a question is that wide
     is_fair: bool = False,
     short: Sequence[str] = (),
     assumed: Assumptions = Assumptions(),
-    on_progress: Callable[[float], None] = lambda _: None,
 ) -> OnlineResult:
     """Serve the requests of all models.
 
@@ -170,7 +168,50 @@ def serve_day(  # noqa: PLR0913 - a question is that wide
         ConfigError: A model has no request that fits in its memory.
     """
     span_s /= assumed.load
-    members: dict[str, list[_Member]] = {}
+    members = members_of(cluster, times, is_harvesting, is_fair, short, assumed)
+    clock = _Clock(members, span_s, assumed)
+    clock.drive(requests)
+    by_model: dict[str, dict[str, Any]] = {}
+    for name, mine in members.items():
+        served = [row for member in mine for row in member.engine.finished]
+        if not served:
+            by_model[name] = {"request_count": 0, "busy_s": 0.0}
+            continue
+        others = [row for row in served if not is_fitted_to(int(row.request_id))]
+        least = min(each.least_free / each.engine.memory.block_count for each in mine)
+        by_model[name] = beside_steps(
+            summary(served), summary(others) if others else {}, times[name].front_s
+        ) | {"busy_s": sum(each.engine.busy_s for each in mine), "peak_kv_share": 1.0 - least}
+    return OnlineResult(by_model, clock.lending, clock.unserved, lenders_of(members))
+
+
+def beside_steps(found: dict[str, Any], unfitted: dict[str, Any], front_s: float) -> dict[str, Any]:
+    """A model's summary, and that of requests that no step time was fitted to, as users see it.
+
+    Args:
+        front_s: What a first token takes beside steps.
+    """
+    for each in (found, unfitted):
+        for key in ("ttft_mean_s", "ttft_p99_s") if each else ():
+            each[key] += front_s
+    return found | {"unfitted": unfitted}
+
+
+def lenders_of(members: Mapping[str, Sequence[Member]]) -> tuple[str, ...]:
+    """Models whose engines lend."""
+    return tuple(name for name, mine in members.items() if any(one.is_producer for one in mine))
+
+
+def members_of(
+    cluster: Cluster,
+    times: Mapping[str, StepCoefficients],
+    is_harvesting: bool,  # noqa: FBT001 - both are the caller's words
+    is_fair: bool,  # noqa: FBT001
+    short: Sequence[str],
+    assumed: Assumptions,
+) -> dict[str, list[Member]]:
+    """All engines by model, before the first request, with who lends to whom."""
+    members: dict[str, list[Member]] = {}
     for name, shape in cluster.engines.items():
         coefficients = times[name]
         members[name] = [
@@ -179,33 +220,7 @@ def serve_day(  # noqa: PLR0913 - a question is that wide
         ]
     if is_harvesting:
         _match(cluster, members, short)
-    clock = _Clock(members, span_s, assumed)
-    clock.drive(requests, on_progress)
-    by_model: dict[str, dict[str, Any]] = {}
-    for name, mine in members.items():
-        served = [row for member in mine for row in member.engine.finished]
-        if not served:
-            by_model[name] = {"request_count": 0, "busy_s": 0.0}
-            continue
-        found = summary(served)
-        front_s = times[name].front_s
-        others = [row for row in served if not is_fitted_to(int(row.request_id))]
-        found["unfitted"] = summary(others) if others else {}
-        for key in ("ttft_mean_s", "ttft_p99_s") if others else ():
-            found["unfitted"][key] += front_s
-        for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "ttft_max_s"):
-            found[key] += front_s
-        for key in ("completion_mean_s", "completion_p99_s"):
-            found[key] += front_s
-        free = sum(each.free_block_s * each.block_bytes for each in mine) / span_s / 1e9
-        found["busy_s"] = sum(each.engine.busy_s for each in mine)
-        found["copy_s"] = sum(each.engine.copy_s for each in mine)
-        least = min(each.least_free / each.engine.memory.block_count for each in mine)
-        found["peak_kv_share"] = 1.0 - least
-        found["free_gb"] = free
-        by_model[name] = found
-    lenders = tuple(name for name, mine in members.items() if any(one.is_producer for one in mine))
-    return OnlineResult(by_model, clock.lending, clock.unserved, lenders)
+    return members
 
 
 def _member(
@@ -217,7 +232,7 @@ def _member(
     is_harvesting: bool,  # noqa: FBT001 - private
     is_fair: bool,  # noqa: FBT001
     assumed: Assumptions,
-) -> _Member:
+) -> Member:
     deployed, kv = shape.deployed, shape.model.kv_bytes_per_token
     rates = tuple(
         assumed.link * deployed.tp * cluster.link_bytes_per_s(name, is_peer=is_peer)
@@ -239,7 +254,7 @@ def _member(
         policy_named(PolicyName.best() if is_fair else PolicyName.FCFS),
     )
     peer, host = rates
-    return _Member(
+    return Member(
         name,
         shape,
         engine,
@@ -249,16 +264,14 @@ def _member(
     )
 
 
-def _match(
-    cluster: Cluster, members: Mapping[str, Sequence[_Member]], short: Sequence[str]
-) -> None:
+def _match(cluster: Cluster, members: Mapping[str, Sequence[Member]], short: Sequence[str]) -> None:
     """Give each consumer its producers: a plan's, or those of its server."""
     lenders = [each for each in cluster.listed.lenders for _ in range(each.count)]
     free = [each for name in members if name not in short for each in members[name]]
     free.sort(key=lambda each: (-each.shape.kv_bytes, each.engine.name))
     spare = sorted(lenders, key=lambda each: (-each.spare_gb, each.name))
 
-    def may(consumer: _Member, producer: str, server: str) -> bool:
+    def may(consumer: Member, producer: str, server: str) -> bool:
         if cluster.pairs is not None:
             return (consumer.model, producer) in cluster.pairs
         return consumer.shape.deployed.server == server
@@ -287,16 +300,14 @@ def _match(
 class _Clock:
     """Moves all engines along one clock, and looks at their loans once a second."""
 
-    members: Mapping[str, Sequence[_Member]]
+    members: Mapping[str, Sequence[Member]]
     span_s: float
     assumed: Assumptions
     lending: LendingTotals = field(default_factory=LendingTotals)
     unserved: dict[str, int] = field(default_factory=dict)
     looked_s: float = 0.0
 
-    def drive(
-        self, requests: Mapping[str, Sequence[Arrival]], on_progress: Callable[[float], None]
-    ) -> None:
+    def drive(self, requests: Mapping[str, Sequence[Arrival]]) -> None:
         """Serve everything to its end, and count loans to the end of the day."""
         queue = sorted(
             ((each.arrival_s, name, each) for name in self.members for each in requests[name]),
@@ -335,13 +346,12 @@ class _Clock:
                 if chosen.engine.next_event_s != event_s:
                     continue
                 chosen.engine.advance()
-                on_progress(event_s)
             if chosen is not None and chosen.engine.next_event_s < inf:
                 heapq.heappush(events, (chosen.engine.next_event_s, place[chosen.engine.name]))
         self._look_until(everyone, self.span_s)
         self._integrate(everyone, max(0.0, self.span_s - self.looked_s))
 
-    def _route(self, name: str, arrival: Arrival) -> _Member | None:
+    def _route(self, name: str, arrival: Arrival) -> Member | None:
         """Hand a request to the engine with the fewest; None if none could ever hold it."""
         mine = self.members[name]
         chosen = min(mine, key=lambda each: (each.engine.request_count, each.engine.name))
@@ -360,7 +370,7 @@ class _Clock:
         chosen.engine.submit(arrival)
         return chosen
 
-    def _look_until(self, everyone: Sequence[_Member], now_s: float) -> None:
+    def _look_until(self, everyone: Sequence[Member], now_s: float) -> None:
         """Look once a second. Engines stand still meanwhile, so that after a while all is lent."""
         for _ in range(int(CALM_S / LOOK_S) + 2):
             if self.looked_s + LOOK_S > now_s:
@@ -374,7 +384,7 @@ class _Clock:
         rest_s = float(np.floor((now_s - self.looked_s) / LOOK_S)) * LOOK_S
         self._integrate(everyone, rest_s)
 
-    def _look(self, each: _Member) -> None:
+    def _look(self, each: Member) -> None:
         """Lend what is free once it has been calm, take back what is missing."""
         engine, now_s = each.engine, self.looked_s
         for back_s, blocks in each.returning:
@@ -395,7 +405,7 @@ class _Clock:
             if blocks * each.block_bytes >= SLAB_BYTES and engine.memory.lend(blocks):
                 each.lent_blocks += blocks
 
-    def _reclaim(self, each: _Member, blocks: int, now_s: float) -> None:
+    def _reclaim(self, each: Member, blocks: int, now_s: float) -> None:
         """Take memory back, after consumers have moved to the host what they hold in it."""
         if not blocks:
             return
@@ -411,10 +421,9 @@ class _Clock:
         each.calm_since_s = now_s
         each.returning.append((now_s + away_s, blocks))
         self.lending.reclaim_count += 1
-        self.lending.reclaimed_gb += blocks * each.block_bytes / 1e9
         self.lending.reclaim_s += away_s
 
-    def _integrate(self, everyone: Sequence[_Member], passed_s: float) -> None:
+    def _integrate(self, everyone: Sequence[Member], passed_s: float) -> None:
         """Count what is free, lent and used for so long."""
         self.looked_s += passed_s
         for each in everyone:
@@ -422,7 +431,6 @@ class _Clock:
             free = memory.free_count + each.lent_blocks
             each.least_free = min(each.least_free, free)
             inside_s = max(0.0, min(passed_s, self.span_s - self.looked_s + passed_s))
-            each.free_block_s += free * inside_s
             if each.consumers:
                 self.lending.offered_gb_s += each.lent_blocks * each.block_bytes * inside_s / 1e9
             if each.producers or each.static_bytes:
@@ -430,7 +438,7 @@ class _Clock:
                 self.lending.used_gb_s += _held_bytes(each) * inside_s / 1e9
 
 
-def _held_bytes(consumer: _Member) -> float:
+def _held_bytes(consumer: Member) -> float:
     """What a consumer holds at its peers."""
     store = consumer.engine.store
     assert store is not None, consumer.engine.name

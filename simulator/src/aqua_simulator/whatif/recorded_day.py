@@ -112,18 +112,24 @@ class ModelLoad:
             arrival_s[order], self.prompt_tokens[taken], self.output_tokens[taken], unknown, unknown
         )
 
-    def arrivals(self, *, load: float = 1.0, outputs: float = 1.0) -> list[Arrival]:
-        """The requests, with so much of the load (by time) and of the output lengths."""
-        lengths = np.maximum(1, np.rint(self.output_tokens * outputs)).astype(int)
+    def arrivals(
+        self,
+        chosen: Int64[np.ndarray, " chosen"] | None = None,
+        *,
+        load: float = 1.0,
+        outputs: float = 1.0,
+    ) -> list[Arrival]:
+        """The requests, or some, with so much of the load (by time) and of the output lengths."""
+        rows = np.arange(len(self)) if chosen is None else chosen
+        lengths = np.maximum(1, np.rint(self.output_tokens[rows] * outputs)).astype(int)
         return [
             Arrival(str(index), time_s / load, prompt, output)
-            for index, (time_s, prompt, output) in enumerate(
-                zip(
-                    self.arrival_s.tolist(),
-                    self.prompt_tokens.tolist(),
-                    lengths.tolist(),
-                    strict=True,
-                )
+            for index, time_s, prompt, output in zip(
+                rows.tolist(),
+                self.arrival_s[rows].tolist(),
+                self.prompt_tokens[rows].tolist(),
+                lengths.tolist(),
+                strict=True,
             )
         ]
 

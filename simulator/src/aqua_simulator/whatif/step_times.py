@@ -28,6 +28,8 @@ from aqua_protocol.decoders import BYTES_PER_VALUE
 from aqua_simulator.timing.iteration import (
     BANDWIDTH_SHARE,
     COMPUTE_SHARE,
+    ROOFLINE_EXPONENT,
+    Chunk,
     IterationTime,
     ScheduledBatch,
     from_data_sheet,
@@ -45,6 +47,24 @@ LEAST_ROWS: Final = 20
 PRIOR_WEIGHT: Final = 0.003
 """Of being off the data sheet by all of a coefficient, beside as much for all observations.
 Doubled, coefficients that the recording hardly tells are drawn four times as much to the sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaw:
+    """An engine's step times in numbers, for compiled engines.
+
+    A step takes `(floor_s^power + (token_s T)^power)^(1/power) + context_s C + chunk_context_s K +
+    pair_s P`, and `head_s` if a token is sampled: T tokens, C tokens of context read for decodes, K
+    for pieces of prompts, P token pairs in prompts.
+    """
+
+    power: float
+    floor_s: float
+    token_s: float
+    context_s: float
+    chunk_context_s: float
+    pair_s: float
+    head_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,23 @@ class StepCoefficients:
             lambda _sampled: 0.0,
             step_s,
         )
+
+    def law(self, shape: EngineShape) -> StepLaw:
+        """The same step times in numbers."""
+        if self.is_fitted:
+            times = (self.step_s, self.token_s, self.context_s, 0.0, self.pair_s, 0.0)
+            power = 1.0
+        else:
+            sheet = from_data_sheet(shape.gpu, shape.model, width=shape.deployed.tp)
+            # Of one token read, and of one token that attends to half of itself.
+            context_s = sheet.attention(ScheduledBatch((), 1, 1, 1))
+            pair_s = 2.0 * sheet.attention(ScheduledBatch((Chunk(1, 0),), 0, 0, 1))
+            # With so many tokens the floor is lost in the roofline's slope.
+            many = 1 << 40
+            token_s = sheet.linear(many) / many
+            times = (sheet.linear(0), token_s, context_s, context_s, pair_s, sheet.head(1))
+            power = ROOFLINE_EXPONENT
+        return StepLaw(power, *(each / self.speed for each in times))
 
 
 def sheet_coefficients(shape: EngineShape) -> StepCoefficients:
