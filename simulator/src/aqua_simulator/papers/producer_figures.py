@@ -23,6 +23,7 @@ from aqua_simulator.papers.aqua import BurstExperiment, burst_of
 from aqua_simulator.papers.blendserve import Experiments
 from aqua_simulator.papers.report import FigureMeasurement
 from aqua_simulator.serving.request import Arrival
+from aqua_simulator.timing.contention import Flow, max_min_rates
 from aqua_simulator.timing.iteration import BANDWIDTH_SHARE, IterationTime
 from aqua_simulator.workloads.sources import SHAREGPT
 
@@ -115,7 +116,8 @@ def figure11(experiments: Experiments) -> FigureMeasurement:
     """Llama-3.1-70B on four GPUs, each lending to an OPT-30B of its own."""
     experiments.progress("Aqua Figure 11: a tensor-parallel producer")
     gpu = GPUS["H100-80GB"]
-    share = copying_share(gpu)
+    share, whole = copying_share(gpu), gpu.nvlink_bytes_per_s
+    beside_copy, _copy = max_min_rates({"nvlink": whole}, [Flow(("nvlink",)), Flow(("nvlink",))])
 
     def measured(share: float) -> float:
         burst = replace(_chats(4), gpu=lending(gpu, share))
@@ -125,7 +127,8 @@ def figure11(experiments: Experiments) -> FigureMeasurement:
 
             def linear(tokens: int) -> float:
                 moved = 2.0 * (burst.width - 1) / burst.width * tokens * model.hidden_size * 2
-                reduce_s = LINK_STEP_S + (1.0 + share) * moved / gpu.nvlink_bytes_per_s
+                moved_s = (1.0 - share) * moved / whole + share * moved / beside_copy
+                reduce_s = LINK_STEP_S + moved_s
                 return time_of.linear(tokens) + 2 * model.layer_count * reduce_s
 
             return replace(time_of, linear=linear)
