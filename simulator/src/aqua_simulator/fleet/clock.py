@@ -22,10 +22,10 @@ from aqua_simulator.whatif.online import (
     WAITING_MARGIN,
 )
 
+# Fixed: why the kernel returned.
 DONE: Final = 0
 PAUSED: Final = 1
 NO_SLOTS: Final = 2
-"""Why the kernel returned, fixed."""
 
 
 # --- The heap of engines by their next event ------------------------------------------------

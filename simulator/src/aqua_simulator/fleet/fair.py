@@ -26,12 +26,12 @@ from aqua_simulator.fleet.state import (
 )
 from aqua_simulator.fleet.waiting import STINT_TOKENS, blocks_for, enqueue, goes_before
 
+# Fixed by the defaults of `aqua_schedulers.cfs.registry.FairSettings`.
 SLICE_STEPS: Final = 5
 PATIENCE_SLICES: Final = 1000
-"""Defaults of `aqua_schedulers.cfs.registry.FairSettings`, with which they have to agree."""
 
 LONG_SLICE_STEPS: Final = 8 * SLICE_STEPS
-"""While no prompt waits: as `aqua_schedulers.cfs.ranking.LONG_SLICE_FACTOR` has it."""
+"""While no prompt waits: fixed by `aqua_schedulers.cfs.ranking.LONG_SLICE_FACTOR`."""
 
 _LATER: Final = 1 << 40
 """Fixed: above every index of a request, so that first stints sort before it."""

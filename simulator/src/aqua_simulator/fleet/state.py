@@ -26,10 +26,10 @@ NONE: Final = -1
 BLOCK_TOKENS: Final = 16
 """Tokens of a KV block, vLLM's default. Doubled, memory is reckoned in coarser pieces."""
 
+# Fixed: phases of a slot.
 VACANT: Final = 0
 WAITING: Final = 1
 RUNNING: Final = 2
-"""Phases of a slot, fixed."""
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from aqua_schedulers.compiled import compiled
 from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, WAITING, EngineRecord, SlotRecord
 
 STINT_TOKENS: Final = 4
-"""Output of each request that goes before all further output: the default of
-`aqua_schedulers.cfs.registry.FairSettings`, with which it has to agree."""
+"""Output of each request that goes before all further output: fixed by the default of
+`aqua_schedulers.cfs.registry.FairSettings`."""
 
 
 @compiled

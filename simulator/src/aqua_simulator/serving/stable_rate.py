@@ -27,9 +27,9 @@ differs less from seed to seed."""
 PRECISION: Final = 0.04
 """Of the bisection; finer than the step times are known. Doubled, a run less."""
 
+# Rates that are looked at, requests per second. Doubled or halved, one more run.
 LEAST_PER_S: Final = 0.01
 MOST_PER_S: Final = 2000.0
-"""Rates that are looked at. Doubled, or halved, one more run."""
 
 
 def stable_rate(
