@@ -11,7 +11,7 @@ import pytest
 from aqua_schedulers.cfs.ranking import LONG_SLICE_FACTOR
 from aqua_schedulers.cfs.registry import FairSettings
 from aqua_simulator.fleet.fair import LONG_SLICE_STEPS, PATIENCE_SLICES, SLICE_STEPS
-from aqua_simulator.fleet.waiting import STINT_TOKENS
+from aqua_simulator.fleet.waiting_list import STINT_TOKENS
 from aqua_simulator.timing.iteration import Chunk, ScheduledBatch
 from aqua_simulator.whatif.cluster import Cluster, DeploymentList, cluster_of
 from aqua_simulator.whatif.fleet_day import serve_fleet

@@ -11,9 +11,9 @@ from math import inf
 from typing import Final
 
 from aqua_schedulers.compiled import compiled
-from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, EngineRecord, Fleet
+from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, EngineRecord, FleetState
 from aqua_simulator.fleet.steps import deliver, free_blocks, plan_ahead, settle
-from aqua_simulator.fleet.waiting import blocks_for, enqueue
+from aqua_simulator.fleet.waiting_list import blocks_for, enqueue
 from aqua_simulator.whatif.online import (
     CALM_S,
     LOOK_S,
@@ -32,14 +32,14 @@ NO_SLOTS: Final = 2
 
 
 @compiled
-def _swap(fleet: Fleet, one: int, other: int) -> None:
+def _swap(fleet: FleetState, one: int, other: int) -> None:
     heap, place = fleet.heap, fleet.place
     heap[one], heap[other] = heap[other], heap[one]
     place[heap[one]], place[heap[other]] = one, other
 
 
 @compiled
-def _is_earlier(fleet: Fleet, one: int, other: int) -> bool:
+def _is_earlier(fleet: FleetState, one: int, other: int) -> bool:
     """Whether the engine at a place is due before another; equal times go by number."""
     first, second = fleet.heap[one], fleet.heap[other]
     if fleet.event_s[first] != fleet.event_s[second]:
@@ -48,7 +48,7 @@ def _is_earlier(fleet: Fleet, one: int, other: int) -> bool:
 
 
 @compiled
-def reschedule(fleet: Fleet, number: int, event_s: float) -> None:
+def reschedule(fleet: FleetState, number: int, event_s: float) -> None:
     """The engine's next event is at that time, infinity for none."""
     fleet.event_s[number] = event_s
     place = fleet.place[number]
@@ -68,7 +68,7 @@ def reschedule(fleet: Fleet, number: int, event_s: float) -> None:
 
 
 @compiled
-def _advance(fleet: Fleet, number: int, now_s: float) -> None:
+def _advance(fleet: FleetState, number: int, now_s: float) -> None:
     """Everything of an engine that is due, and its plans from then on."""
     engine = fleet.engines[number]
     settle(engine, fleet.running[number], fleet.slots, now_s)
@@ -85,7 +85,7 @@ def _block_bytes(engine: EngineRecord) -> int:
 
 
 @compiled
-def _peer_bytes(fleet: Fleet, number: int) -> float:
+def _peer_bytes(fleet: FleetState, number: int) -> float:
     """What a consumer may have of its producers now."""
     consumer = fleet.engines[number]
     found = consumer.static_bytes
@@ -98,14 +98,14 @@ def _peer_bytes(fleet: Fleet, number: int) -> float:
 
 
 @compiled
-def _held_bytes(fleet: Fleet, number: int) -> float:
+def _held_bytes(fleet: FleetState, number: int) -> float:
     consumer = fleet.engines[number]
     used = float(consumer.store_used_tokens * consumer.kv_bytes)
     return min(used, _peer_bytes(fleet, number))
 
 
 @compiled
-def follow_producers(fleet: Fleet, number: int) -> None:
+def follow_producers(fleet: FleetState, number: int) -> None:
     """Give a consumer's store the size and the rate of the moment."""
     engine = fleet.engines[number]
     if not engine.has_store:
@@ -120,7 +120,7 @@ def follow_producers(fleet: Fleet, number: int) -> None:
 
 
 @compiled
-def reclaim(fleet: Fleet, number: int, blocks: int, now_s: float) -> None:
+def reclaim(fleet: FleetState, number: int, blocks: int, now_s: float) -> None:
     """Take memory back, after the consumer has moved to the host what it holds in it."""
     if blocks == 0:
         return
@@ -143,7 +143,7 @@ def reclaim(fleet: Fleet, number: int, blocks: int, now_s: float) -> None:
 
 
 @compiled
-def _take_back(fleet: Fleet, number: int, until_s: float) -> bool:
+def _take_back(fleet: FleetState, number: int, until_s: float) -> bool:
     """Have the reclaimed memory that is back by then; whether there was some."""
     engine = fleet.engines[number]
     kept = 0
@@ -162,7 +162,7 @@ def _take_back(fleet: Fleet, number: int, until_s: float) -> bool:
 
 
 @compiled
-def _look_at(fleet: Fleet, number: int, now_s: float) -> bool:
+def _look_at(fleet: FleetState, number: int, now_s: float) -> bool:
     """Lend what is free once it has been calm, take back what is missing; whether plans change."""
     engine = fleet.engines[number]
     is_changed = _take_back(fleet, number, now_s)
@@ -193,7 +193,7 @@ def _look_at(fleet: Fleet, number: int, now_s: float) -> bool:
 
 
 @compiled
-def _integrate(fleet: Fleet, passed_s: float) -> None:
+def _integrate(fleet: FleetState, passed_s: float) -> None:
     """Count what is free, lent and used for so long."""
     clock = fleet.clock[0]
     clock.looked_s += passed_s
@@ -210,7 +210,7 @@ def _integrate(fleet: Fleet, passed_s: float) -> None:
 
 
 @compiled
-def _look(fleet: Fleet) -> bool:
+def _look(fleet: FleetState) -> bool:
     """A look at everything; whether some lender's requests wait for its memory alone."""
     _integrate(fleet, LOOK_S)
     now_s = fleet.clock[0].looked_s
@@ -233,7 +233,7 @@ def _look(fleet: Fleet) -> bool:
 
 
 @compiled
-def _arrive(fleet: Fleet, request: int) -> None:
+def _arrive(fleet: FleetState, request: int) -> None:
     """Hand a request to the engine with the fewest; count it if none could ever hold it."""
     clock, model = fleet.clock[0], fleet.model[request]
     chosen, fewest = NONE, 1 << 40
@@ -277,7 +277,7 @@ def _arrive(fleet: Fleet, request: int) -> None:
 
 
 @compiled
-def drive(fleet: Fleet, until_s: float) -> int:
+def drive(fleet: FleetState, until_s: float) -> int:
     """Move everything on to that time, or to the end of all requests and of the day."""
     clock = fleet.clock[0]
     request_count = len(fleet.arrival_s)

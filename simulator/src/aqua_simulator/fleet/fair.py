@@ -24,7 +24,7 @@ from aqua_simulator.fleet.state import (
     EngineRecord,
     SlotRecord,
 )
-from aqua_simulator.fleet.waiting import STINT_TOKENS, blocks_for, enqueue, goes_before
+from aqua_simulator.fleet.waiting_list import STINT_TOKENS, blocks_for, enqueue, goes_before
 
 # Fixed by the defaults of `aqua_schedulers.cfs.registry.FairSettings`.
 SLICE_STEPS: Final = 5
@@ -282,14 +282,14 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the policy's method, with what it 
     engine.token_budget = engine.max_tokens
     free = engine.given_blocks - engine.taken_blocks
     places = engine.max_running - engine.running_count
-    nobody = np.empty(0, np.int64)
-    admitted = nobody
+    none = np.empty(0, np.int64)
+    admitted = none
     room = free
     if engine.running_count:
         room -= blocks_for(engine.backlog_tokens + engine.running_count * SLICE_STEPS)
     if engine.running_count == 0 or (room >= 0 and places >= 1):
         count, tokens = engine.running_count, engine.backlog_tokens
-        admitted = _choose(clock, engine, slots, nobody, room, places, count, tokens)
+        admitted = _choose(clock, engine, slots, none, room, places, count, tokens)
     is_over = engine.elapsed_steps >= slice_steps(engine)
     if len(admitted) == engine.waiting_count or not is_over:
         _list(engine, listed, slots, admitted)

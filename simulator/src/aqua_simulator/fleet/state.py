@@ -181,7 +181,7 @@ class ClockRecord:
     reclaim_s: float
 
 
-class Fleet(NamedTuple):
+class FleetState(NamedTuple):
     """Everything that the kernels see.
 
     Attributes:

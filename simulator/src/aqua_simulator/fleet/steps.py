@@ -30,10 +30,10 @@ from aqua_simulator.fleet.state import (
     WAITING,
     ClockRecord,
     EngineRecord,
-    Fleet,
+    FleetState,
     SlotRecord,
 )
-from aqua_simulator.fleet.waiting import blocks_for, dequeue
+from aqua_simulator.fleet.waiting_list import blocks_for, dequeue
 
 Slots = Sequence[SlotRecord]
 Places = Int32[np.ndarray, " places"]
@@ -120,7 +120,7 @@ def free_blocks(engine: EngineRecord, now_s: float) -> int:
 
 
 @compiled
-def _finish(fleet: Fleet, number: int, index: int) -> None:
+def _finish(fleet: FleetState, number: int, index: int) -> None:
     """A request has its last token: what its user saw is written down."""
     slot = fleet.slots[index]
     request = slot.request
@@ -136,7 +136,7 @@ def _finish(fleet: Fleet, number: int, index: int) -> None:
 
 
 @compiled
-def deliver(fleet: Fleet, number: int, now_s: float) -> None:
+def deliver(fleet: FleetState, number: int, now_s: float) -> None:
     """End the requests whose last token has come."""
     engine, slots = fleet.engines[number], fleet.slots
     if engine.finishing_count:
@@ -386,7 +386,7 @@ def _plan(
 
 
 @compiled
-def plan_ahead(fleet: Fleet, number: int, now_s: float, tokens_of: Places) -> float:
+def plan_ahead(fleet: FleetState, number: int, now_s: float, tokens_of: Places) -> float:
     """Plan until two steps are in flight; returns when the engine's next event is."""
     engine, running, listed = fleet.engines[number], fleet.running[number], fleet.listed[number]
     clock = fleet.clock[0]

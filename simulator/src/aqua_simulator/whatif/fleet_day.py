@@ -18,7 +18,7 @@ from jaxtyping import Float64, Int64
 
 from aqua_schedulers.compiled import record, records
 from aqua_simulator.fleet.clock import DONE, NO_SLOTS, drive
-from aqua_simulator.fleet.state import NONE, ClockRecord, EngineRecord, Fleet, SlotRecord
+from aqua_simulator.fleet.state import NONE, ClockRecord, EngineRecord, FleetState, SlotRecord
 from aqua_simulator.serving.request import summary_of
 from aqua_simulator.timing.iteration import Chunk, ScheduledBatch
 from aqua_simulator.whatif.cluster import Cluster
@@ -137,7 +137,7 @@ def serve_fleet(  # noqa: PLR0913 - as `serve_day`
     return OnlineResult(by_model, lending, unserved, lenders_of(members))
 
 
-def _summary(fleet: Fleet, chosen: np.ndarray) -> dict[str, Any]:
+def _summary(fleet: FleetState, chosen: np.ndarray) -> dict[str, Any]:
     arrival_s, ttft_s = fleet.arrival_s[chosen], fleet.ttft_s[chosen].astype(np.float64)
     tpot_s, output = fleet.tpot_s[chosen].astype(np.float64), fleet.output_tokens[chosen]
     last_s = arrival_s + ttft_s + np.nan_to_num(tpot_s) * (output - 1)
@@ -156,7 +156,7 @@ def _plain(engines: Sequence[EngineRecord]) -> list[dict[str, Any]]:
     return [dict(zip(table.dtype.names, row.item(), strict=True)) for row in table]
 
 
-def _with_more_slots(fleet: Fleet) -> Fleet:
+def _with_more_slots(fleet: FleetState) -> FleetState:
     """Twice as many slots; those there stay where they are."""
     old = cast("Any", fleet.slots)
     new = cast("Any", records(SlotRecord, 2 * len(old)))
@@ -180,7 +180,7 @@ def _fleet(
     assumed: Assumptions,
     *,
     is_fair: bool,
-) -> Fleet:
+) -> FleetState:
     """All engines before their first request, with who lends to whom."""
     everyone = [each for mine in members.values() for each in mine]
     place = {id(each): index for index, each in enumerate(everyone)}
@@ -209,7 +209,7 @@ def _fleet(
     _chain(slots, 0, NONE)
     count, asked = len(everyone), len(requests.arrival_s)
     clock = record(ClockRecord(span_s, assumed.reserve_share, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0))
-    return Fleet(
+    return FleetState(
         clock=clock,
         engines=engines,
         slots=slots,
@@ -240,10 +240,10 @@ def _engine_fields(member: Member) -> dict[str, float]:
     engine, settings = member.engine, member.engine.settings
     blocks, tokens = engine.memory.block_count, settings.max_num_batched_tokens
     spent_s = engine.time_of(ScheduledBatch((Chunk(tokens, 0),), 0, 0, 1))
-    nobody = ("first_prompt", "last_prompt", "first_decode", "last_decode", "first_left")
+    none = ("first_prompt", "last_prompt", "first_decode", "last_decode", "first_left")
     store = engine.store
     return {
-        **dict.fromkeys((*nobody, "last_left", "first_producer", "next_producer"), NONE),
+        **dict.fromkeys((*none, "last_left", "first_producer", "next_producer"), NONE),
         "max_tokens": tokens,
         "max_running": settings.max_num_seqs,
         "block_count": blocks,

@@ -124,12 +124,12 @@ class Member:
 
     @property
     def block_bytes(self) -> int:
-        """Of keys and values."""
+        """A block's keys and values."""
         return BLOCK_TOKENS * self.shape.model.kv_bytes_per_token
 
     @property
     def peer_bytes(self) -> float:
-        """To be had of its producers now."""
+        """What it may have of its producers now."""
         lent = (
             each.lent_blocks * each.block_bytes / len(each.consumers) for each in self.producers
         )

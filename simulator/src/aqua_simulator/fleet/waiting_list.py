@@ -31,7 +31,7 @@ def _is_decode(engine: EngineRecord, slot: SlotRecord) -> bool:
 
 @compiled
 def goes_before(slot: SlotRecord, other: SlotRecord) -> bool:
-    """In a list of one phase: first stints first, then by arrival."""
+    """Whether a request comes before another in a list of one phase: first stints, then arrival."""
     own = 0 < slot.emitted_tokens < STINT_TOKENS
     others = 0 < other.emitted_tokens < STINT_TOKENS
     if own != others:
