@@ -298,7 +298,7 @@ EDITABLES := \
   -e 'profiler[nvml,torch]' \
   -e schedulers \
   -e simulator \
-  -e 'batch[transformers,tiktoken,ray,serve,postgres]' \
+  -e 'batch[transformers,tiktoken,ray,serve,postgres,s3]' \
   -e demo
 
 .venv/.ready: $(wildcard */pyproject.toml) constraints.txt requirements-dev.txt

@@ -12,7 +12,7 @@ COPY batch batch
 RUN python3 -m venv /build \
  && python3 -m venv --without-pip /opt/aqua \
  && /build/bin/pip --python /opt/aqua/bin/python install --no-cache-dir --constraint constraints.txt \
-      ./protocol './cli[plot]' ./schedulers './batch[serve,postgres]'
+      ./protocol './cli[plot]' ./schedulers './batch[serve,postgres,s3]'
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="aqua-batch" \

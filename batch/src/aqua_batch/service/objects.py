@@ -12,17 +12,23 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import IO, Final, cast
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileOpener
 from fsspec.spec import AbstractFileSystem
+from fsspec.utils import get_protocol
 
 from aqua_protocol.errors import ConfigError, DataLostError, StoreUnavailableError
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes that are read or written at once: enough that a disk or network is not asked for crumbs.
 Doubled, each transfer under way takes another MiB."""
+
+PART_BYTES: Final = 5 << 20
+"""Bytes of a part of an object that is written to S3, which takes no smaller ones. A part is kept
+until it is full; doubled, each object being written takes 5 MiB more."""
 
 
 class MissingObjectError(DataLostError):
@@ -42,9 +48,14 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
+        # Folders are made as they are needed; elsewhere listings are looked up anew, since other
+        # instances of the service write, too.
+        is_local = get_protocol(url) == "file"
+        options = {"auto_mkdir": True} if is_local else {"use_listings_cache": False}
         try:
             self._files, root = cast(
-                "tuple[AbstractFileSystem, str]", fsspec.core.url_to_fs(url, auto_mkdir=True)
+                "tuple[AbstractFileSystem, str]",
+                fsspec.core.url_to_fs(url, **options),
             )
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigError(
@@ -103,7 +114,8 @@ class ObjectStore:
                         self._files.rm(found)
 
     def _open(self, key: str, mode: str) -> IO[bytes]:
-        return cast("IO[bytes]", self._files.open(self._path(key), mode, block_size=PIECE_BYTES))
+        size = PART_BYTES if mode == "wb" else PIECE_BYTES
+        return cast("IO[bytes]", self._files.open(self._path(key), mode, block_size=size))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -116,9 +128,20 @@ class ObjectStore:
             raise MissingObjectError(
                 "the store of files has lost an object", remedy="Restore it from a backup."
             ) from None
-        except OSError as error:
+        except _store_failures() as error:
+            said = error.strerror if isinstance(error, OSError) else None
             raise StoreUnavailableError(
-                f"the store of files fails: {error.strerror or type(error).__name__}",
+                f"the store of files fails: {said or type(error).__name__}",
                 remedy="Check its disk and rights, or its network.",
                 retry_after_s=1.0,
             ) from error
+
+
+@cache
+def _store_failures() -> tuple[type[Exception], ...]:
+    """What stores raise; S3's client, where it is installed, has its own where nothing answers."""
+    try:
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        return (OSError,)
+    return (OSError, BotoCoreError)
