@@ -9,7 +9,13 @@ import pytest
 
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import RequestInvalidError
-from aqua_schedulers.conserve import CoServingView, StepTimeKey, StepTimeProfile
+from aqua_schedulers.conserve import (
+    CoServingView,
+    MeasuredStep,
+    StepLoad,
+    StepTimeKey,
+    StepTimeProfile,
+)
 from aqualib.engines.vllm.co_serving import CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.priority import UrgentPriority
@@ -63,6 +69,11 @@ def co_serving(**options: Any) -> CoServing:  # noqa: ANN401 - options
 
 def offline(name: str, **facts: Any) -> Any:  # noqa: ANN401 - as `request`
     return request(name, sampling_params=told(aqua_class="offline"), **facts)
+
+
+def chunk(output: Any) -> StepLoad:  # noqa: ANN401 - the scheduler's
+    """What such a step computes, all of it prompts."""
+    return StepLoad().and_chunk(sum(output.num_scheduled_tokens.values()), 0)
 
 
 def view(*running: Any, free_blocks: int = 100) -> CoServingView:  # noqa: ANN401 - views
@@ -181,10 +192,10 @@ def test_offline_work_goes_on_though_no_step_is_short_enough() -> None:
     served.arrived(offline("a", num_tokens=1000), 0.0)
     for at in range(10):
         plan = served.plan(view())
-        served.begin(10.0 * at)
+        served.begin()
         taken = SimpleNamespace(num_scheduled_tokens=dict(plan.offline_tokens))
-        served.begun(taken, plan, {"a": offline("a", num_tokens=1000)})
-        served.ended(taken, 10.0 * at + 9.0)
+        served.begun(taken, plan)
+        served.ended(taken, MeasuredStep(chunk(taken), 9.0), 10.0 * at + 9.0)
     assert served.policy.times.fixed_tokens <= 1
     assert served.plan(view()).offline_tokens["a"] > 0
     assert served.totals()["co_serving_overruns"] > 5
@@ -201,10 +212,11 @@ def test_a_profile_that_steps_contradict_is_left_with_a_warning(
     served.arrived(offline("a", num_tokens=1000), 0.0)
     caplog.clear()
     for at in range(100):
-        served.begin(10.0 * at)
+        served.begin()
         taken = SimpleNamespace(num_scheduled_tokens={"a": 100})
-        served.begun(taken, served.plan(view()), {"a": offline("a", num_tokens=1000)})
-        served.ended(taken, 10.0 * at + (9.0 if at % 2 else 0.01))
+        served.begun(taken, served.plan(view()))
+        seconds = 9.0 if at % 2 else 0.01
+        served.ended(taken, MeasuredStep(chunk(taken), seconds), 10.0 * at + seconds)
         if served.totals()["co_serving_without_profile"]:
             break
     assert "contradict the step-time profile" in caplog.text
@@ -272,16 +284,16 @@ def test_an_online_request_that_leaves_memory_before_an_offline_one_is_counted()
     assert served.totals()["online_preempted_before_offline"] == 1
 
 
-def test_where_steps_overlap_one_begins_when_the_last_one_ends() -> None:
+def test_steps_count_by_how_long_they_took_each() -> None:
     served = co_serving()
-    one = offline("a")
-    served.arrived(one, 0.0)
-    outputs = [SimpleNamespace(num_scheduled_tokens={"a": 1}) for _ in range(2)]
-    for at, output in enumerate(outputs):
-        served.begin(float(at))
-        served.begun(output, served.plan(view()), {"a": one})
-    served.ended(outputs[0], 1.04)
-    served.ended(outputs[1], 1.08)
+    served.arrived(offline("a"), 0.0)
+    outputs = [SimpleNamespace(num_scheduled_tokens={"a": 1}) for _ in range(3)]
+    for output in outputs:
+        served.begin()
+        served.begun(output, served.plan(view()))
+    # One was dropped: its output never came.
+    served.ended(outputs[0], MeasuredStep(chunk(outputs[0]), 1.04), 1.04)
+    served.ended(outputs[2], MeasuredStep(chunk(outputs[2]), 0.04), 1.08)
     assert served.totals()["offline_tokens"] == 2
     assert served.totals()["co_serving_overruns"] == 1, "the first took a second"
 
@@ -308,9 +320,9 @@ def test_steps_that_vllm_makes_nothing_of_are_planned_otherwise() -> None:
     nothing = SimpleNamespace(num_scheduled_tokens={})
 
     def step(output: Any = nothing, **facts_of_it: bool) -> Any:  # noqa: ANN401 - vLLM's
-        served.begin(1.0)
+        served.begin()
         plan = served.plan(facts)
-        served.begun(output, plan, {"a": half_computed, "online": prompt}, **facts_of_it)
+        served.begun(output, plan, **facts_of_it)
         return plan, served.tokens
 
     assert step(is_memory_coming=True)[0].offline_tokens == {}, "it is parked"

@@ -9,7 +9,7 @@ import pytest
 
 from aqua_schedulers.conserve import MeasuredStep, StepLoad
 from aqualib.engines.vllm.admin_commands import answer
-from aqualib.engines.vllm.step_log import MAX_STEPS, StepLog, load_of
+from aqualib.engines.vllm.step_log import MAX_STEPS, StepLog, StepTimer, load_of
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
@@ -39,31 +39,33 @@ def test_a_load_is_what_the_step_computes_of_each_request() -> None:
 
 
 def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
-    log = StepLog()
-    log.record(recording=True)
-    first, second, dropped, last = (output(decode=1) for _ in range(4))
-    log.begun(first, REQUESTS, 10.0)
-    log.begun(second, REQUESTS, 10.25)
-    log.ended(first, 11.0)
-    log.ended(second, 11.5)
-    log.begun(output(), REQUESTS, 11.5)  # It computes nothing, so it is no step.
-    log.begun(dropped, REQUESTS, 12.0)
-    log.begun(last, REQUESTS, 12.5)
-    log.ended(last, 14.0)
-    assert [step.seconds for step in log.steps] == [1.0, 0.5, 1.5]
+    timer = StepTimer()
+    first, second, empty, dropped, last = (
+        *(output(decode=1) for _ in range(2)),
+        *(output(), output(decode=1), output(decode=1)),
+    )
+    begun_s = ((first, 10.0), (second, 10.25), (empty, 11.5), (dropped, 12.0), (last, 12.5))
+    for step, called_s in begun_s:
+        timer.called(called_s)
+        timer.called(called_s + 0.1)  # What is done before vLLM is called is of the step.
+        timer.scheduled(step, REQUESTS)
+    ended = [timer.ended(step, at_s) for step, at_s in ((first, 11.0), (second, 11.5))]
+    ended += [timer.ended(empty, 12.0), timer.ended(last, 14.0)]
+    assert [step and step.seconds for step in ended] == [1.0, 0.5, 0.5, 1.5]
+    assert timer.ended(output(decode=1), 15.0) is None, "it began while nothing was timed"
 
 
 def test_nothing_is_recorded_unasked_and_a_full_recording_ends() -> None:
     log = StepLog()
-    log.begun(output(decode=1), REQUESTS, 1.0)
+    step = MeasuredStep(StepLoad().and_decode(4), 0.5)
+    log.note(step)
     assert log.steps == []
     log.record(recording=True)
-    for number in range(MAX_STEPS + 5):
-        step = output(decode=1)
-        log.begun(step, REQUESTS, float(number))
-        log.ended(step, number + 0.5)
+    log.note(MeasuredStep(StepLoad(), 0.5))  # It computes nothing, so it is no step.
+    for _ in range(MAX_STEPS + 5):
+        log.note(step)
     assert not log.is_recording
-    assert len(log.steps) == MAX_STEPS
+    assert log.steps == [step] * MAX_STEPS
     log.record(recording=False)
     assert len(log.steps) == MAX_STEPS, "an end keeps what there is"
     log.record(recording=True)
@@ -75,5 +77,4 @@ def test_another_command_than_to_begin_or_end_is_refused(wrong: dict[str, object
     engine = cast("LendingScheduler", SimpleNamespace(step_log=StepLog()))
     assert answer(engine, "record-steps", wrong)["error"]["code"] == "request_invalid"
     assert answer(engine, "record-steps", {"recording": True})["result"] == {"recording": True}
-    engine.step_log.begun(output(decode=1), REQUESTS, 1.0)
-    assert engine.step_log.steps == list[MeasuredStep]()
+    assert engine.step_log.is_recording

@@ -35,10 +35,10 @@ from aqua_schedulers.conserve import (
     CoServedRequest,
     CoServingPlan,
     CoServingView,
+    MeasuredStep,
     Objectives,
     PredictionBasis,
     ServiceClass,
-    StepLoad,
     StepTimeKey,
     StepTimeProfile,
     co_serving_policy,
@@ -46,7 +46,6 @@ from aqua_schedulers.conserve import (
 )
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
 from aqualib.engines.vllm.service_class import service_class_of
-from aqualib.engines.vllm.step_log import load_of
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -93,8 +92,6 @@ class _Step(NamedTuple):
 
     output: Any
     plan: CoServingPlan
-    load: StepLoad
-    begun_s: float
 
 
 @dataclass(slots=True)
@@ -143,7 +140,6 @@ class CoServing:
         self._arrivals_s: dict[str, float] = {}
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
-        self._begun_s = self._last_end_s = 0.0
         self._stalled_steps = 0
         self._counts = _Counts()
         logger.warning(
@@ -229,10 +225,9 @@ class CoServing:
 
     # --- Steps -------------------------------------------------------------------------------
 
-    def begin(self, now_s: float) -> None:
+    def begin(self) -> None:
         """A step begins; nothing of it is planned yet."""
         self.tokens = None
-        self._begun_s = now_s
 
     def plan(self, view: CoServingView) -> CoServingPlan:
         """What the next step does; its tokens are handed out from now on.
@@ -261,7 +256,6 @@ class CoServing:
         self,
         output: Any,
         plan: CoServingPlan,
-        requests: Mapping[str, Any],
         *,
         is_memory_coming: bool = False,
     ) -> None:
@@ -270,7 +264,6 @@ class CoServing:
         Args:
             output: The scheduler's, by which the step's end is known.
             plan: As it was planned; what offline requests really got replaces its tokens.
-            requests: All of the engine's, by id.
             is_memory_coming: Whether blocks are still read that the plan counted as free: then a
                 step that computes nothing is what it takes.
         """
@@ -280,25 +273,20 @@ class CoServing:
         taken = output.num_scheduled_tokens
         offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
-        self._steps.append(_Step(output, plan, load_of(output, requests), self._begun_s))
+        self._steps.append(_Step(output, plan))
 
-    def ended(self, output: Any, now_s: float) -> None:
-        """A step's output is there; steps end in the order in which they were scheduled.
-
-        Where steps overlap, one begins on the device when the one before it ends.
-        """
+    def ended(self, output: Any, measured: MeasuredStep, now_s: float) -> None:
+        """A step's output is there; steps end in the order in which they were scheduled."""
         while self._steps:
             step = self._steps.popleft()
             if step.output is not output:
                 continue
-            seconds = now_s - max(step.begun_s, self._last_end_s)
             tokens = sum(step.plan.offline_tokens.values())
             self._counts.offline_tokens += tokens
-            if tokens and seconds > step.plan.limit_s:
+            if tokens and measured.seconds > step.plan.limit_s:
                 self._counts.overruns += 1
-            self._last_end_s = now_s
             basis = self.policy.times.basis
-            self.policy.stepped(step.plan, step.load, seconds, now_s)
+            self.policy.stepped(step.plan, *measured, now_s)
             if self.policy.times.basis is not basis:
                 logger.warning(
                     "co-serving goes by %s now: steps %s the step-time profile",

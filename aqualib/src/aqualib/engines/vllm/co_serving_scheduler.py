@@ -16,6 +16,7 @@ A step costs a view of each request that holds memory.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from aqua_schedulers.conserve import (
     CoServedRequest,
     CoServingPlan,
     CoServingView,
+    MeasuredStep,
     ServiceClass,
 )
 from aqualib.engines.vllm.co_serving import CoServing
@@ -127,7 +129,16 @@ class CoServingScheduler(LendingScheduler):
         plan, self._plan = self._plan, None
         if self.co_serving is not None and plan is not None:
             is_memory_coming = self.paging is not None and self.paging.freeing_blocks > 0
-            self.co_serving.begun(output, plan, self.requests, is_memory_coming=is_memory_coming)
+            self.co_serving.begun(output, plan, is_memory_coming=is_memory_coming)
+
+    @property
+    def _times_steps(self) -> bool:
+        return self.co_serving is not None or super()._times_steps
+
+    def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:
+        super()._step_ended(output, step, now_s)
+        if self.co_serving is not None:
+            self.co_serving.ended(output, step, now_s)
 
     def _follow_fair_policy(self, co_serving: CoServing) -> None:
         """Have online requests take turns in all memory; offline ones give theirs for it."""
@@ -212,11 +223,11 @@ class CoServingScheduler(LendingScheduler):
 
     # --- Of AquaScheduler --------------------------------------------------------------------
 
-    def _decision(self, names: Collection[str], free_blocks: int) -> Decision:
-        raise NotImplementedError
+    @abstractmethod
+    def _decision(self, names: Collection[str], free_blocks: int) -> Decision: ...
 
-    def _preempt(self, preemptions: Collection[Preemption]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _preempt(self, preemptions: Collection[Preemption]) -> None: ...
 
-    def _blocks_to_give(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _blocks_to_give(self) -> int: ...

@@ -22,6 +22,7 @@ gateway retry what was evicted; here the engine keeps the request.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,5 +186,5 @@ class EvictionScheduler(CoServingScheduler):
 
     # --- Of AquaScheduler --------------------------------------------------------------------
 
-    def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None: ...

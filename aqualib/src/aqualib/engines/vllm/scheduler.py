@@ -130,8 +130,10 @@ class AquaScheduler(EvictionScheduler):
             self._end_evictions(ends_all=pause is PauseState.PAUSED_NEW)
         co_serving = self.co_serving
         if co_serving is not None:
-            co_serving.begin(time.monotonic())
-            self._order_running(co_serving)
+            self.step_timer.called(time.monotonic())
+            co_serving.begin()
+            if pause is not PauseState.UNPAUSED:
+                self._order_running(co_serving)
         if pause is PauseState.PAUSED_NEW:
             begun = (r.request_id for r in self._queue if _has_begun(r))
             self._queue.admit(name for name in begun if name not in self._evicted)
@@ -178,8 +180,6 @@ class AquaScheduler(EvictionScheduler):
         # Steps overlap under asynchronous scheduling: their time says nothing then.
         if token_count >= MIN_PREFILL_TOKENS and not self._overlaps:
             self._note_step(token_count)
-        if self.co_serving is not None:
-            self.co_serving.ended(scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:
             self._begin_again(self.paging.failed_loads)
@@ -366,9 +366,8 @@ class AquaScheduler(EvictionScheduler):
                 self.co_serving.admitted(name)
             else:
                 self._policy.admitted(name)
-        if entered and self.co_serving is not None:
-            self._order_running(self.co_serving)
-        elif entered:
+        # Where classes share the engine, each step is put in order before vLLM's loop.
+        if entered and self.co_serving is None:
             running = self.running
             prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
             if prompts:

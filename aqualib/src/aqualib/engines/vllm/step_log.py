@@ -2,10 +2,11 @@
 
 `aqua-profile steps` fits a step-time profile to them; so they are told as co-serving sees steps:
 what was computed is a `StepLoad`, and a step lasts from the call of the scheduler, or from the end
-of the step before where steps overlap, until its output is taken in.
+of the step before where steps overlap, until its output is taken in. One `StepTimer` of an engine
+measures for both.
 
 A recording ends by itself when it is full, so one that is forgotten costs nothing for long. While
-nothing is recorded a step costs one comparison.
+nothing is recorded, and classes do not share the engine, a step costs one comparison.
 """
 
 from __future__ import annotations
@@ -44,8 +45,46 @@ class RecordingState(BaseModel):
     recording: bool
 
 
+class StepTimer:
+    """How long the steps of one engine take, on its scheduler's thread; times are monotonic."""
+
+    def __init__(self) -> None:
+        self._called_s: float | None = None
+        self._under_way: deque[tuple[Any, StepLoad, float]] = deque()
+        self._last_end_s = 0.0
+
+    def called(self, now_s: float) -> None:
+        """The scheduler is called; of several calls for one step, the first counts."""
+        if self._called_s is None:
+            self._called_s = now_s
+
+    def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
+        """That call gave a step, which may compute nothing.
+
+        Args:
+            output: The scheduler's, by which the step's end is known.
+            requests: All of the engine's, by id.
+        """
+        assert self._called_s is not None, "a step was scheduled by no call"
+        self._under_way.append((output, load_of(output, requests), self._called_s))
+        self._called_s = None
+
+    def ended(self, output: Any, now_s: float) -> MeasuredStep | None:
+        """A step's output is there; steps end in the order in which they were scheduled.
+
+        Returns:
+            What it was; None of one that was scheduled while no step was timed.
+        """
+        last_end_s, self._last_end_s = self._last_end_s, now_s
+        while self._under_way:
+            known, load, begun_s = self._under_way.popleft()
+            if known is output:
+                return MeasuredStep(load, now_s - max(begun_s, last_end_s))
+        return None
+
+
 class StepLog:
-    """Steps of one engine, on its scheduler's thread; times are of one monotonic clock.
+    """Steps of one engine, on its scheduler's thread.
 
     Attributes:
         is_recording: Whether steps are noted.
@@ -53,9 +92,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self.is_recording = False
-        self._under_way: deque[tuple[Any, StepLoad, float]] = deque()
         self._steps: list[MeasuredStep] = []
-        self._last_end_s = 0.0
 
     @property
     def steps(self) -> list[MeasuredStep]:
@@ -65,26 +102,14 @@ class StepLog:
     def record(self, *, recording: bool) -> None:
         """Begin a recording anew, or end it."""
         self.is_recording = recording
-        self._under_way.clear()
         if recording:
             self._steps.clear()
 
-    def begun(self, output: Any, requests: Mapping[str, Any], begun_s: float) -> None:
-        """A step was scheduled, by a call at `begun_s`."""
-        if self.is_recording and output.total_num_scheduled_tokens:
-            self._under_way.append((output, load_of(output, requests), begun_s))
-
-    def ended(self, output: Any, now_s: float) -> None:
-        """A step's output is there; steps end in the order in which they were scheduled."""
-        while self._under_way:
-            known, load, begun_s = self._under_way.popleft()
-            if known is not output:
-                continue
-            seconds = now_s - max(begun_s, self._last_end_s)
-            self._steps.append(MeasuredStep(load, seconds))
+    def note(self, step: MeasuredStep) -> None:
+        """A step has ended; one that computed nothing is none."""
+        if self.is_recording and step.load != StepLoad():
+            self._steps.append(step)
             self.is_recording = len(self._steps) < MAX_STEPS
-            break
-        self._last_end_s = now_s
 
 
 def load_of(output: Any, requests: Mapping[str, Any]) -> StepLoad:

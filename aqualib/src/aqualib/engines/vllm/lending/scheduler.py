@@ -22,6 +22,7 @@ import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from aqua_schedulers.conserve import MeasuredStep
 from aqualib.engines.vllm.admin_commands import answer
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.lending.engine_ranks import (
@@ -36,7 +37,7 @@ from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.options import model_name, options_of, profile_names, rank_member
 from aqualib.engines.vllm.pins import PrefixPinTable
-from aqualib.engines.vllm.step_log import StepLog
+from aqualib.engines.vllm.step_log import StepLog, StepTimer
 from aqualib.engines.vllm.switches import Feature, Switches
 from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
 from aqualib.settings import load_settings
@@ -69,6 +70,7 @@ class LendingScheduler(Scheduler):
         self.lending_service: LendingService | None = None
         self.switches: Final = Switches()
         self.step_log: Final = StepLog()
+        self.step_timer: Final = StepTimer()
         self.pins: PrefixPinTable | None = None
         self._block_lock = threading.RLock()
         self._left_waiting = 0
@@ -101,12 +103,21 @@ class LendingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does, with the blocks that are there."""
-        if not self.step_log.is_recording:
+        if not self._times_steps:
             return self._schedule_lending(*args, **kwargs)
-        begun_s = time.monotonic()
+        self.step_timer.called(time.monotonic())
         output = self._schedule_lending(*args, **kwargs)
-        self.step_log.begun(output, self.requests, begun_s)
+        self.step_timer.scheduled(output, self.requests)
         return output
+
+    @property
+    def _times_steps(self) -> bool:
+        """Whether anything goes by how long steps take."""
+        return self.step_log.is_recording
+
+    def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:  # noqa: ARG002 - for subclasses
+        """A step that was timed has ended."""
+        self.step_log.note(step)
 
     def _schedule_lending(self, *args: Any, **kwargs: Any) -> Any:
         service = self.lending_service
@@ -129,8 +140,10 @@ class LendingScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Note that a step has ended, and go on as vLLM does."""
-        if self.step_log.is_recording:
-            self.step_log.ended(scheduler_output, time.monotonic())
+        if self._times_steps:
+            now_s = time.monotonic()
+            if (step := self.step_timer.ended(scheduler_output, now_s)) is not None:
+                self._step_ended(scheduler_output, step, now_s)
         service = self.lending_service
         if service is None:
             return super().update_from_output(scheduler_output, model_runner_output)
