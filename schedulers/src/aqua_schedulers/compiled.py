@@ -32,6 +32,17 @@ def compiled(function: FunctionT) -> FunctionT:
     return cast("FunctionT", numba.njit(cache=True)(function))
 
 
+def compiled_part(function: FunctionT) -> FunctionT:
+    """Compile a function that only compiled ones call.
+
+    It has no way in from Python: to make one takes numba longer than the function itself where
+    arguments are tuples of arrays.
+    """
+    njit = cast("Any", numba.njit)  # Numba's types do not know these two options.
+    made = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return cast("FunctionT", made)
+
+
 def records(kind: type[FieldsT], count: int) -> Sequence[FieldsT]:
     """`count` records with the fields of a dataclass (of `int` and `float` only), all zero."""
     dtype = np.dtype((np.record, [(field.name, _SCALARS[field.type]) for field in fields(kind)]))  # type: ignore[arg-type, index] # any dataclass; its annotations are strings

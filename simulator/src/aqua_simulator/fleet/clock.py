@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, compiled_part
 from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, EngineRecord, FleetState
 from aqua_simulator.fleet.steps import deliver, free_blocks, plan_ahead, settle
 from aqua_simulator.fleet.waiting_list import blocks_for, enqueue
@@ -31,14 +31,14 @@ NO_SLOTS: Final = 2
 # --- The heap of engines by their next event ------------------------------------------------
 
 
-@compiled
+@compiled_part
 def _swap(fleet: FleetState, one: int, other: int) -> None:
     heap, place = fleet.heap, fleet.place
     heap[one], heap[other] = heap[other], heap[one]
     place[heap[one]], place[heap[other]] = one, other
 
 
-@compiled
+@compiled_part
 def _is_earlier(fleet: FleetState, one: int, other: int) -> bool:
     """Whether the engine at a place is due before another; equal times go by number."""
     first, second = fleet.heap[one], fleet.heap[other]
@@ -47,7 +47,7 @@ def _is_earlier(fleet: FleetState, one: int, other: int) -> bool:
     return bool(first < second)
 
 
-@compiled
+@compiled_part
 def reschedule(fleet: FleetState, number: int, event_s: float) -> None:
     """The engine's next event is at that time, infinity for none."""
     fleet.event_s[number] = event_s
@@ -67,7 +67,7 @@ def reschedule(fleet: FleetState, number: int, event_s: float) -> None:
         place = least
 
 
-@compiled
+@compiled_part
 def _advance(fleet: FleetState, number: int, now_s: float) -> None:
     """Everything of an engine that is due, and its plans from then on."""
     engine = fleet.engines[number]
@@ -79,12 +79,12 @@ def _advance(fleet: FleetState, number: int, now_s: float) -> None:
 # --- Loans ----------------------------------------------------------------------------------
 
 
-@compiled
+@compiled_part
 def _block_bytes(engine: EngineRecord) -> int:
     return int(engine.kv_bytes * BLOCK_TOKENS)
 
 
-@compiled
+@compiled_part
 def _peer_bytes(fleet: FleetState, number: int) -> float:
     """What a consumer may have of its producers now."""
     consumer = fleet.engines[number]
@@ -97,14 +97,14 @@ def _peer_bytes(fleet: FleetState, number: int) -> float:
     return float(found)
 
 
-@compiled
+@compiled_part
 def _held_bytes(fleet: FleetState, number: int) -> float:
     consumer = fleet.engines[number]
     used = float(consumer.store_used_tokens * consumer.kv_bytes)
     return min(used, _peer_bytes(fleet, number))
 
 
-@compiled
+@compiled_part
 def follow_producers(fleet: FleetState, number: int) -> None:
     """Give a consumer's store the size and the rate of the moment."""
     engine = fleet.engines[number]
@@ -119,7 +119,7 @@ def follow_producers(fleet: FleetState, number: int) -> None:
     engine.store_bytes_per_s = 1.0 / (share / engine.rate_peer + (1.0 - share) / engine.rate_host)
 
 
-@compiled
+@compiled_part
 def reclaim(fleet: FleetState, number: int, blocks: int, now_s: float) -> None:
     """Take memory back, after the consumer has moved to the host what it holds in it."""
     if blocks == 0:
@@ -142,7 +142,7 @@ def reclaim(fleet: FleetState, number: int, blocks: int, now_s: float) -> None:
     clock.reclaim_s += away_s
 
 
-@compiled
+@compiled_part
 def _take_back(fleet: FleetState, number: int, until_s: float) -> bool:
     """Have the reclaimed memory that is back by then; whether there was some."""
     engine = fleet.engines[number]
@@ -161,7 +161,7 @@ def _take_back(fleet: FleetState, number: int, until_s: float) -> bool:
     return bool(is_changed)
 
 
-@compiled
+@compiled_part
 def _look_at(fleet: FleetState, number: int, now_s: float) -> bool:
     """Lend what is free once it has been calm, take back what is missing; whether plans change."""
     engine = fleet.engines[number]
@@ -192,7 +192,7 @@ def _look_at(fleet: FleetState, number: int, now_s: float) -> bool:
     return is_changed
 
 
-@compiled
+@compiled_part
 def _integrate(fleet: FleetState, passed_s: float) -> None:
     """Count what is free, lent and used for so long."""
     clock = fleet.clock[0]
@@ -209,7 +209,7 @@ def _integrate(fleet: FleetState, passed_s: float) -> None:
             clock.used_gb_s += _held_bytes(fleet, number) * inside_s / 1e9
 
 
-@compiled
+@compiled_part
 def _look(fleet: FleetState) -> bool:
     """A look at everything; whether some lender's requests wait for its memory alone."""
     _integrate(fleet, LOOK_S)
@@ -232,15 +232,16 @@ def _look(fleet: FleetState) -> bool:
 # --- Arrivals -------------------------------------------------------------------------------
 
 
-@compiled
+@compiled_part
 def _arrive(fleet: FleetState, request: int) -> None:
     """Hand a request to the engine with the fewest; count it if none could ever hold it."""
     clock, model = fleet.clock[0], fleet.model[request]
-    chosen, fewest = NONE, 1 << 40
-    for place in range(fleet.router_start[model], fleet.router_start[model + 1]):
+    first = fleet.router_start[model]
+    chosen = fleet.router[first]
+    for place in range(first + 1, fleet.router_start[model + 1]):
         number = fleet.router[place]
-        if fleet.request_count[number] < fewest:
-            chosen, fewest = number, fleet.request_count[number]
+        if fleet.request_count[number] < fleet.request_count[chosen]:
+            chosen = number
     engine, now_s = fleet.engines[chosen], fleet.arrival_s[request]
     need = blocks_for(fleet.prompt_tokens[request] + fleet.output_tokens[request])
     away = engine.lent_blocks

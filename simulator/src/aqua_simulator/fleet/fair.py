@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled_part
 from aqua_simulator.fleet.state import (
     BLOCK_TOKENS,
     NONE,
@@ -39,13 +39,13 @@ _LATER: Final = 1 << 40
 Slots = Sequence[SlotRecord]
 
 
-@compiled
+@compiled_part
 def slice_steps(engine: EngineRecord) -> int:
     """Steps until running requests give way again."""
     return SLICE_STEPS if engine.first_prompt != NONE else LONG_SLICE_STEPS
 
 
-@compiled
+@compiled_part
 def begin_step(engine: EngineRecord) -> bool:
     """Called once per step; False: the last decision stands."""
     engine.elapsed_steps += 1
@@ -55,7 +55,7 @@ def begin_step(engine: EngineRecord) -> bool:
     return engine.has_changed == 1 or engine.elapsed_steps >= slice_steps(engine)
 
 
-@compiled
+@compiled_part
 def note_admission(engine: EngineRecord, slot: SlotRecord) -> None:
     """A waiting request holds blocks now; called while it still is as it waited."""
     known = slot.prompt_tokens + slot.emitted_tokens
@@ -66,7 +66,7 @@ def note_admission(engine: EngineRecord, slot: SlotRecord) -> None:
         engine.recompute_tokens = min(engine.recompute_tokens + grant, most)
 
 
-@compiled
+@compiled_part
 def preempt(
     engine: EngineRecord,
     running: Int32[np.ndarray, " places"],
@@ -114,7 +114,7 @@ def preempt(
         engine.has_changed = 1
 
 
-@compiled
+@compiled_part
 def _swaps(engine: EngineRecord, slot: SlotRecord, room: int, has_rates: bool) -> bool:  # noqa: FBT001
     """Whether a victim's context is stored, which with measured rates has to be the cheaper way."""
     if slot.block_count > room:
@@ -126,7 +126,7 @@ def _swaps(engine: EngineRecord, slot: SlotRecord, room: int, has_rates: bool) -
     return bool(swap_s <= slot.computed_tokens / engine.prefill_tokens_per_s)
 
 
-@compiled
+@compiled_part
 def _growth(slot: SlotRecord) -> int:
     """Blocks that a request takes beside those held or missing until the slice's end."""
     known = slot.prompt_tokens + slot.emitted_tokens
@@ -134,7 +134,7 @@ def _growth(slot: SlotRecord) -> int:
     return max(0, blocks_for(known + SLICE_STEPS) - blocks_for(has))
 
 
-@compiled
+@compiled_part
 def _by_rank(slots: Slots, chosen: Int64[np.ndarray, " slots"]) -> Int64[np.ndarray, " slots"]:
     """Running requests of a phase, first stints first, then by arrival."""
     keys = np.empty(len(chosen), np.int64)
@@ -145,7 +145,7 @@ def _by_rank(slots: Slots, chosen: Int64[np.ndarray, " slots"]) -> Int64[np.ndar
     return chosen[np.argsort(keys)]
 
 
-@compiled
+@compiled_part
 def _choose(  # noqa: C901, PLR0912, PLR0915 - one walk over lists; its state is its variables
     clock: ClockRecord,
     engine: EngineRecord,
@@ -252,7 +252,7 @@ def _choose(  # noqa: C901, PLR0912, PLR0915 - one walk over lists; its state is
     return admitted[:count]
 
 
-@compiled
+@compiled_part
 def _list(
     engine: EngineRecord,
     listed: Int32[np.ndarray, " places"],
@@ -269,7 +269,7 @@ def _list(
     engine.listed_count = count
 
 
-@compiled
+@compiled_part
 def decide(  # noqa: C901, PLR0912, PLR0915 - the policy's method, with what it calls inlined
     clock: ClockRecord,
     engine: EngineRecord,

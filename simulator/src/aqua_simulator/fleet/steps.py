@@ -20,7 +20,7 @@ from math import inf, sqrt
 import numpy as np
 from jaxtyping import Int32
 
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled_part
 from aqua_simulator.fleet.fair import begin_step, decide, note_admission, preempt, slice_steps
 from aqua_simulator.fleet.state import (
     BLOCK_TOKENS,
@@ -39,7 +39,7 @@ Slots = Sequence[SlotRecord]
 Places = Int32[np.ndarray, " places"]
 
 
-@compiled
+@compiled_part
 def linear_s(engine: EngineRecord, tokens: int) -> float:
     """Seconds of a step of so many tokens, without attention and head."""
     if engine.power == 1.0:
@@ -48,14 +48,14 @@ def linear_s(engine: EngineRecord, tokens: int) -> float:
     return float((engine.floor_s**power + (engine.token_s * tokens) ** power) ** (1.0 / power))
 
 
-@compiled
+@compiled_part
 def extra_s(engine: EngineRecord, steps: int) -> float:
     """Seconds of the first so many steps of a run."""
     pairs = steps * engine.extra_context_tokens + engine.extra_count * (steps * (steps - 1) // 2)
     return float(steps * engine.extra_base_s + engine.context_s * pairs)
 
 
-@compiled
+@compiled_part
 def extra_planned(engine: EngineRecord, now_s: float) -> int:
     """Steps of the run that were planned before that moment: each one step ahead."""
     if engine.extra_steps == 0 or engine.extra_plan_s >= now_s:
@@ -78,7 +78,7 @@ def extra_planned(engine: EngineRecord, now_s: float) -> int:
     return min(steps + 2, engine.extra_steps)
 
 
-@compiled
+@compiled_part
 def settle(engine: EngineRecord, running: Places, slots: Slots, now_s: float) -> None:
     """Let the requests of a run have what was planned of it before that moment, and end it."""
     if engine.extra_steps == 0:
@@ -110,7 +110,7 @@ def settle(engine: EngineRecord, running: Places, slots: Slots, now_s: float) ->
             engine.finishing_count += 1
 
 
-@compiled
+@compiled_part
 def free_blocks(engine: EngineRecord, now_s: float) -> int:
     """Free blocks at that moment; those of a run that goes on to about a block for each request."""
     free = engine.given_blocks - engine.taken_blocks
@@ -119,7 +119,7 @@ def free_blocks(engine: EngineRecord, now_s: float) -> int:
     return max(0, free)
 
 
-@compiled
+@compiled_part
 def _finish(fleet: FleetState, number: int, index: int) -> None:
     """A request has its last token: what its user saw is written down."""
     slot = fleet.slots[index]
@@ -135,7 +135,7 @@ def _finish(fleet: FleetState, number: int, index: int) -> None:
     fleet.clock[0].first_vacant = index
 
 
-@compiled
+@compiled_part
 def deliver(fleet: FleetState, number: int, now_s: float) -> None:
     """End the requests whose last token has come."""
     engine, slots = fleet.engines[number], fleet.slots
@@ -167,7 +167,7 @@ def deliver(fleet: FleetState, number: int, now_s: float) -> None:
             index = after
 
 
-@compiled
+@compiled_part
 def _grow(engine: EngineRecord, slot: SlotRecord, tokens: int) -> bool:
     """Make the request hold blocks for `tokens` in all; False, and no change, if it cannot."""
     need = blocks_for(tokens) - slot.block_count
@@ -180,7 +180,7 @@ def _grow(engine: EngineRecord, slot: SlotRecord, tokens: int) -> bool:
     return True
 
 
-@compiled
+@compiled_part
 def _come_in(engine: EngineRecord, slot: SlotRecord) -> bool:
     """Give a waiting request its memory, with what is left or stored of its context."""
     known = slot.prompt_tokens + slot.emitted_tokens
@@ -201,7 +201,7 @@ def _come_in(engine: EngineRecord, slot: SlotRecord) -> bool:
     return True
 
 
-@compiled
+@compiled_part
 def _admit(
     engine: EngineRecord,
     running: Places,
@@ -249,7 +249,7 @@ def _admit(
     return budget
 
 
-@compiled
+@compiled_part
 def _launch(  # noqa: C901 - one walk over the batch
     engine: EngineRecord, running: Places, slots: Slots, now_s: float, tokens_of: Places
 ) -> bool:
@@ -298,7 +298,7 @@ def _launch(  # noqa: C901 - one walk over the batch
     return decoding == tokens and not had_copies
 
 
-@compiled
+@compiled_part
 def _run_on(engine: EngineRecord, running: Places, slots: Slots, now_s: float) -> None:
     """Plan the further steps of a batch that decodes, as many as differ by their contexts alone."""
     steps = 1 << 40
@@ -333,7 +333,7 @@ def _run_on(engine: EngineRecord, running: Places, slots: Slots, now_s: float) -
     engine.end_s = engine.extra_start_s + extra_s(engine, low)
 
 
-@compiled
+@compiled_part
 def _plan(
     clock: ClockRecord,
     engine: EngineRecord,
@@ -385,7 +385,7 @@ def _plan(
     return True
 
 
-@compiled
+@compiled_part
 def plan_ahead(fleet: FleetState, number: int, now_s: float, tokens_of: Places) -> float:
     """Plan until two steps are in flight; returns when the engine's next event is."""
     engine, running, listed = fleet.engines[number], fleet.running[number], fleet.listed[number]

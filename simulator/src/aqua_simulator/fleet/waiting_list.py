@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled_part
 from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, WAITING, EngineRecord, SlotRecord
 
 STINT_TOKENS: Final = 4
@@ -18,18 +18,18 @@ STINT_TOKENS: Final = 4
 `aqua_schedulers.cfs.registry.FairSettings`."""
 
 
-@compiled
+@compiled_part
 def blocks_for(tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
-@compiled
+@compiled_part
 def _is_decode(engine: EngineRecord, slot: SlotRecord) -> bool:
     return engine.is_fair == 1 and slot.emitted_tokens > 0
 
 
-@compiled
+@compiled_part
 def goes_before(slot: SlotRecord, other: SlotRecord) -> bool:
     """Whether a request comes before another in a list of one phase: first stints, then arrival."""
     own = 0 < slot.emitted_tokens < STINT_TOKENS
@@ -39,7 +39,7 @@ def goes_before(slot: SlotRecord, other: SlotRecord) -> bool:
     return slot.request < other.request
 
 
-@compiled
+@compiled_part
 def enqueue(  # noqa: PLR0912 - a list has two ends, and there are three
     engine: EngineRecord, slots: Sequence[SlotRecord], index: int
 ) -> None:
@@ -80,7 +80,7 @@ def enqueue(  # noqa: PLR0912 - a list has two ends, and there are three
     engine.last_left = index
 
 
-@compiled
+@compiled_part
 def dequeue(engine: EngineRecord, slots: Sequence[SlotRecord], index: int) -> None:
     """A request no longer waits."""
     slot = slots[index]
