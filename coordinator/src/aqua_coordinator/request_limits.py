@@ -119,7 +119,7 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, in the trace of its caller if it is part of one; none begins here."""
         tracer = self._tracer
-        if tracer is None or (traced := _trace_of(scope)) is None:
+        if tracer is None or (traced := self._trace_of(scope)) is None:
             await self._respond(scope, receive, send)
             return
         method = scope["method"]
@@ -130,6 +130,21 @@ class RequestLimits:
             route = getattr(scope.get("route"), "path", UNMATCHED)
             span.update_name(f"{method} {route}")
             span.set_attributes({"http.route": route, "http.response.status_code": status})
+
+    def _trace_of(self, scope: Scope) -> dict[str, str] | None:
+        """What a call says of its trace, if it does; a stream, served for hours, is in none.
+
+        Nor is the call of a stranger, who could fill the queue of spans.
+        """
+        headers = dict(scope["headers"])
+        told = headers.get(b"traceparent")
+        if told is None or not scope["path"].startswith(API) or scope["path"] == EVENTS_PATH:
+            return None
+        try:
+            self._authenticator.authenticate(headers.get(b"authorization", b"").decode("latin-1"))
+        except UnauthenticatedError:
+            return None
+        return {HEADER: told.decode("latin-1")}
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Serve one request; returns the status of the answer."""
@@ -271,15 +286,6 @@ class RequestLimits:
     def _count_of(self, key: tuple[str, str | None], limit: int) -> _Count:
         """The count of some token or peer; there is one as long as a connection of theirs is."""
         return self._counts.setdefault(key, _Count(limit))
-
-
-def _trace_of(scope: Scope) -> dict[str, str] | None:
-    """What a call says of its trace, if it does; a stream, served for hours, is in none."""
-    if scope["path"].startswith(API) and scope["path"] != EVENTS_PATH:
-        for name, value in scope["headers"]:
-            if name == b"traceparent":
-                return {HEADER: value.decode("latin-1")}
-    return None
 
 
 def _peer_of(scope: Scope) -> str | None:

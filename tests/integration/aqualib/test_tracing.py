@@ -8,12 +8,14 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import httpx
 import pytest
 import torch
 from pydantic import Field, TypeAdapter, model_validator
 
 import aqualib
 from aqua_client.tracing import open_tracer
+from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import ConfigError
 from aqua_protocol.channel import Goodbye, Hello, Released
 from aqualib.settings import load_settings
@@ -122,6 +124,21 @@ def test_page_out_grant_and_reclaim_of_three_processes_are_one_trace() -> None:
         told = " ".join(str(span) for span in spans.values())
         assert SECRET not in told
         assert not any(span.is_error for span in spans.values())
+
+
+def test_a_stranger_is_in_no_trace() -> None:
+    strangers, ours = "a" * 32, "b" * 32
+    with data_dir() as path, OtlpReceiver() as collector:
+        tokens_file = path / "tokens.json"
+        token, _ = create_token(tokens_file, roles=[Role.READER])
+        settings = collector.environment | {"AQUA_TOKENS_FILE": str(tokens_file)}
+        with CoordinatorProcess(path, port=0, **settings) as coordinator:
+            for known, trace in (("aqua_000000000000_guessed", strangers), (token, ours)):
+                headers = {"Authorization": f"Bearer {known}"}
+                headers["traceparent"] = f"00-{trace}-{'c' * 16}-01"
+                httpx.get(f"{coordinator.url}/v1/leases", headers=headers, trust_env=False)
+            span = collector.await_span("GET /v1/leases")
+        assert [each.trace_id for each in collector.spans] == [ours] == [span.trace_id]
 
 
 def test_without_being_asked_for_nothing_is_traced_or_imported() -> None:
