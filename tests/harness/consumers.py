@@ -134,6 +134,12 @@ def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> 
     assert store.wait_for(condition, WITHIN_S), f"still not so: {what}; {store!r}"
 
 
+def await_saved(aqua: Aqua) -> None:
+    """Wait until host memory has a copy of everything that is on peers."""
+    table = aqua._store._table
+    await_store(aqua._store, lambda: not table.unsaved, "host memory has everything")
+
+
 def await_rest(aqua: Aqua) -> None:
     """Wait until nothing moves, nothing is asked back and no spare slab could be filled."""
     store = aqua._store

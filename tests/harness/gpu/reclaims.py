@@ -9,7 +9,7 @@ import torch
 
 from aqua_protocol import MIB, TransportError, TransportKind, format_bytes
 from aqualib.host_memory import host_memory_bytes
-from harness.consumers import consuming, grant
+from harness.consumers import await_saved, consuming, grant
 from harness.gpu.outcome import NotRunError, Outcome
 from harness.gpu.sampling import Figure, digits, milliseconds
 from harness.producers import lending, until
@@ -105,6 +105,13 @@ def _possible(gpu: GpuAtHand) -> int:
 def product(gpu: GpuAtHand) -> Outcome:
     """The same through a producer and a consumer: offered, leased, filled, reclaimed, compared."""
     outcome = Outcome()
+    for writes_behind in (False, True):
+        _lend_and_reclaim(gpu, outcome, writes_behind=writes_behind)
+    return outcome
+
+
+def _lend_and_reclaim(gpu: GpuAtHand, outcome: Outcome, *, writes_behind: bool) -> None:
+    """One loan, whose bytes are copied at the reclaim, or have been copied before it."""
     slab_bytes = gpu.slab_bytes
     nbytes = _possible(gpu)
     count, size = nbytes // slab_bytes, gpu.sized(TENSOR_BYTES)
@@ -112,7 +119,7 @@ def product(gpu: GpuAtHand) -> Outcome:
     begin = time.perf_counter()
     with (
         lending(issuer, count, transport=transport, slab_bytes=slab_bytes) as producer,
-        consuming(count + 2, slab_bytes, transport=transport) as aqua,
+        consuming(count + 2, slab_bytes, transport=transport, writes_behind=writes_behind) as aqua,
     ):
         ready_ms = (time.perf_counter() - begin) * 1e3
         granted = grant(issuer, producer.endpoint, count, slab_bytes=slab_bytes)
@@ -127,10 +134,13 @@ def product(gpu: GpuAtHand) -> Outcome:
         begin = time.perf_counter()
         until(lambda: all(t.location.value == "peer" for t in tensors), "all promoted")
         promote_ms = (time.perf_counter() - begin) * 1e3
+        if writes_behind:
+            await_saved(aqua)
         begin = time.perf_counter()
         producer.reclaim(nbytes)
         until(lambda: not aqua.attachments, "given back")
         reclaim_ms = (time.perf_counter() - begin) * 1e3
+        copied_bytes = aqua.stats().drain_copied_bytes
         wrong = [
             number
             for number, tensor in enumerate(tensors)
@@ -138,10 +148,13 @@ def product(gpu: GpuAtHand) -> Outcome:
         ]
         for tensor in tensors:
             tensor.release()
+    how = "copied before it" if writes_behind else "copied at it"
     outcome.check(
-        "every byte comes back", not wrong, f"{len(tensors)} tensors of {format_bytes(size)}"
+        f"every byte comes back, {how}",
+        not wrong,
+        f"{len(tensors)} tensors of {format_bytes(size)}",
     )
-    table = outcome.table(f"Lent, filled and reclaimed: {nbytes / 1e9:.1f} GB", "what", "ms")
+    table = outcome.table(f"Lent, filled and reclaimed: {nbytes / 1e9:.1f} GB, {how}", "what", "ms")
     stored = len(tensors) * size
     for name, value in {
         "slabs made, host memory pinned": ready_ms,
@@ -150,13 +163,16 @@ def product(gpu: GpuAtHand) -> Outcome:
         "reclaimed": reclaim_ms,
     }.items():
         table.add(name, digits(value))
+    if writes_behind:
+        outcome.check("a reclaim copies nothing", not copied_bytes, format_bytes(copied_bytes))
+        outcome.figures["product reclaim written behind ms"] = reclaim_ms
+        return
     outcome.figures["product attach ms"] = attach_ms
     outcome.figures["product reclaim ms"] = reclaim_ms
     outcome.figures["product reclaim GB/s"] = stored / reclaim_ms / 1e6
     outcome.notes.append(
         f"{stored / 1e9:.1f} GB were stored; the link that was seen: {attached[0].link}."
     )
-    return outcome
 
 
 def kv_memory(gpu: GpuAtHand) -> Outcome:
