@@ -280,6 +280,24 @@ class Aqua:
         """Names of this process's loops that crash again and again; empty while all is well."""
         return failing_loops()
 
+    @property
+    def is_borrowing(self) -> bool:
+        """Whether a lease is in use, or being asked for."""
+        return self._lease_client.is_borrowing
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether to hold leases. Set False, it gives all back: their bytes move to host memory.
+
+        Nothing is lost or waited for; `is_borrowing` says when the last is gone. Set True, it asks
+        for peer memory again.
+        """
+        return self._lease_client.may_borrow
+
+    @may_borrow.setter
+    def may_borrow(self, may_borrow: bool) -> None:
+        self._lease_client.may_borrow = may_borrow
+
     def attach(self, grant: LeaseGrant) -> Attachment:
         """Use a lease that was granted by other means than this instance's own asking.
 

@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from harness.block_pool import PaperPool
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.holder_process import HolderProcess
+from harness.lender_process import LenderProcess
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, VllmProgram, run
 
@@ -195,6 +197,39 @@ def test_one_engine_lends_to_another_and_takes_back_while_both_work(
             assert answer["tokens"] == alone
             assert answer["paging"]["restored_tokens"] > 300, answer
             assert answer["drained_bytes"] > 0, "nothing was paged where it was taken back"
+
+
+def test_one_engine_lends_while_it_is_idle_and_borrows_while_it_is_busy(
+    model: str, stock: dict[str, list[int]], sockets: str, coordinator: CoordinatorProcess
+) -> None:
+    turns = {"policy": "cfs", "slice_iterations": 4, "granularity_tokens": 0, "store_bytes": LENT}
+    scenario = dataclasses.replace(
+        lending(model, aqua=turns),
+        offers_before_wave=False,
+        pause_at_step=60,
+        joins_at_pause=True,
+        await_leased_bytes=LENT,
+    )
+    variables = environment(sockets, coordinator.url) | {
+        "AQUA_WANTED_BYTES": str(LENT),
+        "AQUA_MEMBER": "both",
+    }
+    other = Path(sockets) / "other.sock"
+    with (
+        LenderProcess(
+            other, slab_bytes=SLAB, slab_count=5, url=coordinator.url, producer_id="other"
+        ),
+        VllmProgram(scenario, **variables) as program,
+    ):
+        idle = program.until("offered")
+        assert idle["leased_bytes"] == 0, "what it borrowed went back before it offered"
+        program.go_on()
+        busy = program.until("paused")
+        assert busy["running"] > 0
+        program.go_on()  # It waits for leases, which begin when all of its own memory is back.
+        answer = program.until("done")
+        assert_took_back(answer, stock, waves=1)
+        assert answer["paging"]["restored_tokens"] > 0, answer
 
 
 @pytest.mark.parametrize("width", ["tensor_parallel_size"])

@@ -145,6 +145,24 @@ def view_of(coordinator: CoordinatorProcess) -> dict[str, Any]:
     return view
 
 
+def test_who_may_not_borrow_asks_for_nothing_and_who_may_again_does(
+    coordinator: CoordinatorProcess, producer: Producer
+) -> None:
+    with borrowing(coordinator, wanted_bytes=2 * SLAB) as aqua:
+        pairs = fill(aqua)
+        await_location(pairs, Location.PEER)
+        aqua.may_borrow = False
+        await_location(pairs, Location.HOST)
+        until(lambda: leased_slabs(coordinator) == 0, "the books have everything back")
+        until(lambda: view_of(coordinator)["spilled_bytes"] == COUNT * SLAB, "it has reported")
+        assert view_of(coordinator)["wanted_bytes"] == 0
+        assert not aqua.is_borrowing
+        aqua.may_borrow = True
+        await_location(pairs, Location.PEER)
+        require_intact(pairs)
+        assert producer.leased_bytes == COUNT * SLAB
+
+
 def test_peer_memory_wished_for_is_held_ahead_of_need(
     coordinator: CoordinatorProcess, producer: Producer
 ) -> None:

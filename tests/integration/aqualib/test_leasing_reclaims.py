@@ -200,6 +200,36 @@ class TestReclaim:
             tensors[0].load()
 
 
+class TestMayBorrow:
+    def test_who_may_not_borrow_any_more_gives_everything_back_and_keeps_its_bytes(
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
+    ) -> None:
+        lend(aqua, issuer, producer)
+        stored = values()
+        tensors = [aqua.offload(value) for value in stored]
+        assert aqua.is_borrowing
+        aqua.may_borrow = False
+        until(lambda: not aqua.is_borrowing, "every lease has ended")
+        until(lambda: producer.leased_bytes == 0, "the producer has all its slabs")
+        assert locations(tensors) == [Location.HOST] * COUNT
+        require_intact(tensors, stored)
+
+    def test_a_lease_that_comes_too_late_goes_back_and_one_that_comes_after_it_is_used(
+        self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
+    ) -> None:
+        stored = values()
+        tensors = [aqua.offload(value) for value in stored]
+        aqua.may_borrow = False
+        lend(aqua, issuer, producer)
+        until(lambda: not aqua.is_borrowing, "the lease has ended")
+        until(lambda: producer.leased_bytes == 0, "the producer has all its slabs")
+        aqua.may_borrow = True
+        lend(aqua, issuer, producer)
+        await_rest(aqua)
+        assert locations(tensors) == [Location.PEER] * COUNT
+        require_intact(tensors, stored)
+
+
 class TestPins:
     def test_a_pinned_tensor_stays_until_the_block_ends(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer

@@ -14,6 +14,8 @@ from aqualib.producer.informer import Informer
 from aqualib.producer.offer_rule import OfferBytes, ReclaimBytes
 from aqualib.producer.profile import Profile
 from harness.bounds import HANG_S
+from harness.consumers import consuming
+from harness.loans import lend
 from harness.producers import SLAB, lending, until
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
@@ -112,6 +114,40 @@ def test_a_steady_load_offers_and_a_rising_one_takes_back_and_a_falling_one_offe
     assert informer.look(20.0) is None
     assert informer.look(20.0 + CALM_S) == OfferBytes(8 * SLAB)
     assert producer.offered_bytes == 8 * SLAB
+
+
+def test_an_engine_that_borrows_lends_when_it_has_given_all_back_and_borrows_when_it_has_all(
+    producer: Producer, engine: Engine, issuer: TokenIssuer
+) -> None:
+    elsewhere = TokenIssuer()
+    with lending(elsewhere, 2) as other, consuming() as aqua:
+        lend(aqua, elsewhere, other, 2)
+        stored = aqua.empty(SLAB)
+        informer = Informer(producer, engine, PROFILE, borrower=aqua)
+        may_borrow: list[bool] = []
+        informer.look(0.0)
+        may_borrow.append(aqua.may_borrow)
+        with stored.pinned():
+            informer.look(CALM_S)
+            assert aqua.is_borrowing, "what is pinned cannot leave"
+            assert producer.offered_bytes == 0
+        until(lambda: not aqua.is_borrowing, "it has given everything back")
+        informer.look(CALM_S)
+        assert producer.offered_bytes == 8 * SLAB
+        may_borrow.append(aqua.may_borrow)
+
+        with RawConsumer(producer.endpoint) as consumer:
+            consumer.attach(issuer.token(8 * SLAB))
+            engine.requests_per_s = 20.0
+            informer.look(10.0)
+            for slab in consumer.await_reclaim():
+                informer.look(11.0)
+                may_borrow.append(aqua.may_borrow)
+                consumer.give_back(slab)
+        until(lambda: producer.committed_bytes == 0, "all slabs are closed")
+        informer.look(12.0)
+        may_borrow.append(aqua.may_borrow)
+        assert may_borrow == [True, *[False] * 9, True], "some of its own memory was still lent"
 
 
 def test_while_lending_is_off_everything_comes_back_and_calm_counts_anew_after_it(

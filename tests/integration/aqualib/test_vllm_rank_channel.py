@@ -38,6 +38,14 @@ BLOCKS: Final = 64
 LOAD: Final = LoadReport(queue_length=0, memory_used_bytes=0, memory_total_bytes=1)
 
 
+class PaperBorrower:
+    """What a rank borrows with."""
+
+    def __init__(self) -> None:
+        self.may_borrow = True
+        self.is_borrowing = True
+
+
 class Workers:
     """Two workers' ends; the second has half as much again in each block."""
 
@@ -47,12 +55,15 @@ class Workers:
         self.tensors: list[torch.Tensor] = []
         self.memories: list[HostKvMemory] = []
         self.services: list[RankService] = []
+        self.borrowers = [PaperBorrower(), PaperBorrower()]
         self.endpoints = [directory / f"rank{rank}.sock" for rank in range(2)]
         for rank, pages in enumerate((2, 3)):
             memory = HostKvMemory(PAGE_BYTES)
             tensor = memory.allocate(BLOCKS * pages * PAGE_BYTES)
             cache = lendable_cache(memory, [tensor.view(BLOCKS, -1)], BLOCKS)
-            service = RankService(cache, rank, self.endpoints[rank], self.steps[rank])
+            service = RankService(
+                cache, rank, self.endpoints[rank], self.steps[rank], self.borrowers[rank]
+            )
             stack.callback(service.close)
             self.tensors.append(tensor)
             self.memories.append(memory)
@@ -86,6 +97,23 @@ def test_ranks_report_under_the_names_that_they_are_given(workers: Workers) -> N
         directory = Path(os.environ["AQUA_SOCKET_DIR"])
         for name in ("llama.0", "llama.1"):
             assert (directory / f"{name}.sock").is_socket()
+
+
+def test_an_engine_borrows_as_long_as_any_rank_does_and_all_ranks_are_told(
+    workers: Workers,
+) -> None:
+    with open_remote(workers.endpoints, "tiny", [], is_borrowing=True) as engine:
+        borrower = engine.borrower
+        assert borrower is not None
+        borrower.may_borrow = False
+        assert [each.may_borrow for each in workers.borrowers] == [False, False]
+        for each in workers.borrowers:
+            assert borrower.is_borrowing
+            each.is_borrowing = False
+            engine.lender.load = LOAD
+        assert not borrower.is_borrowing
+        borrower.may_borrow = True
+        assert [each.may_borrow for each in workers.borrowers] == [True, True]
 
 
 def lending_of(engine: EngineRanks) -> KvLending:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aqua_protocol import MIB, ConfigError
-from aqualib.engines.vllm.options import LendingOptions, options_of, rank_member
+from aqualib.engines.vllm.options import LendingOptions, is_borrowing, options_of, rank_member
 
 
 def engine(
@@ -47,15 +47,20 @@ def test_a_misspelt_option_refuses_the_start_by_name() -> None:
         options_of(engine(lend={"byte": 1}))
 
 
-def test_an_engine_that_borrows_does_not_lend() -> None:
-    with pytest.raises(ConfigError, match="does not borrow any at the same time"):
-        options_of(engine(connector="AquaConnector", extra={"lend": {}}))
+@pytest.mark.parametrize(
+    ("extra", "borrows"),
+    [({}, True), ({"is_offline": True}, False), ({"mode": "recompute"}, False)],
+)
+def test_an_engine_that_pages_may_lend_and_borrows_unless_it_pages_to_host_memory(
+    extra: dict[str, Any], borrows: bool
+) -> None:
+    config = engine(connector="AquaConnector", extra={"lend": {}, **extra})
+    assert options_of(config).lend is not None
+    assert is_borrowing(config) is borrows
 
 
-@pytest.mark.parametrize("extra", [{"is_offline": True}, {"mode": "recompute"}])
-def test_an_engine_that_pages_to_host_memory_or_not_at_all_may_lend(extra: dict[str, Any]) -> None:
-    options = options_of(engine(connector="AquaConnector", extra={"lend": {}, **extra}))
-    assert options.lend is not None
+def test_an_engine_without_a_connector_borrows_nothing() -> None:
+    assert not is_borrowing(engine(lend={}))
 
 
 def test_a_connector_that_may_read_any_block_refuses_the_start() -> None:

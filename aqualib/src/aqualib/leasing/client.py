@@ -89,6 +89,8 @@ class LeaseClient:
     ) -> None:
         self._consumer_id = consumer_id
         self._may_ask = not waits_for_engine
+        self._may_borrow = True
+        self._is_asking = False
         self._store = store
         self._transport = transport
         self._link = link
@@ -147,6 +149,28 @@ class LeaseClient:
         """Why the last report failed; None while the coordinator answers."""
         return self._reporter.error
 
+    @property
+    def is_borrowing(self) -> bool:
+        """Whether a lease is in use, or being asked for."""
+        with self._changed:
+            return self._is_asking or bool(self._attachments)
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether to hold leases; to set it False gives all back, as fast as their bytes move."""
+        return self._may_borrow
+
+    @may_borrow.setter
+    def may_borrow(self, may_borrow: bool) -> None:
+        with self._changed:
+            if may_borrow == self._may_borrow:
+                return
+            self._may_borrow = may_borrow
+        if not may_borrow:
+            for attachment in self.attachments:
+                self._store.ask_back(attachment.end())
+        self.changed()
+
     # --- From the outside -----------------------------------------------------------------
 
     def changed(self) -> None:
@@ -190,7 +214,7 @@ class LeaseClient:
             # In this order: a reclaim that is heard must find its slabs in the store.
             self._store.adopt(slabs)
             self.events.watch(attachment)
-            if attachment.is_ending:
+            if attachment.is_ending or not self._may_borrow:
                 self._store.ask_back(slabs)  # The way that all slabs go back.
             self.changed()
         return attachment
@@ -280,6 +304,8 @@ class LeaseClient:
             with self._changed:
                 now_s = self._clock()
                 order = self._backoff.decide(need, now_s) if self._may_ask else None
+                # Between here and the attachment there is nothing else to be seen of it.
+                self._is_asking = isinstance(order, RequestLease) and self._may_borrow
                 if order is None:
                     until_s = self._backoff.wake_s(now_s)
                     if self._news_count == seen:
@@ -288,7 +314,7 @@ class LeaseClient:
                     continue
             if isinstance(order, ReturnSurplus):
                 self._store.ask_back_unused(order.slab_count)
-            else:
+            elif self._is_asking:
                 self._ask_traced(order)
 
     def _think_again(self) -> None:
@@ -298,11 +324,14 @@ class LeaseClient:
 
     def _need(self) -> Need:
         frame_count, _ = self._store.counts()
+        wished_count = self._wished_count
+        if not self._may_borrow:
+            frame_count = wished_count = 0
         attachments = self.attachments
         kept_bytes = sum(attachment.kept_bytes for attachment in attachments)
         return Need(
             used_count=frame_count,
-            wished_count=self._wished_count,
+            wished_count=wished_count,
             limit_count=self._store.frame_limit,
             kept_count=kept_bytes // self._store.slab_bytes,
             available_count=self._available_count,

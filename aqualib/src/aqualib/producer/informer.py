@@ -3,6 +3,11 @@
 It is the thread that asks the engine, acts on what `offer_rule` decides, and hands memory that came
 back to the engine again. The profile may be given, or be the one that the books have of the model
 (`profile_follower`): then what the rule goes by changes whenever that does.
+
+An engine that also borrows does one of the two at a time. It borrows while it lends nothing; when
+its load has been low for long enough to lend, it first gives back what it borrowed, and it borrows
+again when it has all of its own memory. So no byte is lent that its lender has to replace by a
+borrowed one.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
     from aqua_protocol.members import LoadReport
     from aqua_protocol.profile import ModelProfile
-    from aqualib.producer.lender import MemoryLender
+    from aqualib.producer.lender import Borrower, MemoryLender
     from aqualib.producer.profile import ProfileRule
     from aqualib.producer.reclaims import ReclaimTicket
 
@@ -92,6 +97,7 @@ class Informer:
             come later, change, and go. If left out, `Profile.followed`.
         poll_s: Between two looks; by default as short as the steady rate makes it worth. Memory
             that comes back is handed on at once.
+        borrower: What the engine borrows with, if it does: kept from it while anything is lent.
 
     Attributes:
         on_reclaim: Called with the ticket of each reclaim that a look decides on.
@@ -107,6 +113,7 @@ class Informer:
         profile: Profile | ProfileRule | None = None,
         *,
         poll_s: float | None = None,
+        borrower: Borrower | None = None,
     ) -> None:
         self._producer = producer
         self._source = source
@@ -114,6 +121,7 @@ class Informer:
         self._measured = producer.measured_profile
         self.profile = self._by_rule()
         self._poll_s = poll_s
+        self._borrower = borrower
         self.on_reclaim: Callable[[ReclaimTicket], None] | None = None
         self.is_lending = True
         self._watch = Watch()
@@ -184,6 +192,8 @@ class Informer:
                 ticket = self._producer.reclaim(nbytes)
                 if self.on_reclaim is not None:
                     self.on_reclaim(ticket)
+            case None if self._borrower is not None and not self._has_lent:
+                self._borrower.may_borrow = True
         return decision
 
     def _run(self) -> None:
@@ -215,7 +225,16 @@ class Informer:
         rate_per_s = self.profile.steady_requests_per_s or 0.0
         return max(SHORTEST_POLL_S, min(LONGEST_POLL_S, 1 / max(rate_per_s, 1.0)))
 
+    @property
+    def _has_lent(self) -> bool:
+        """Whether memory of the engine's is lent, offered, or on its way back."""
+        return self.surrendered_bytes + self._producer.committed_bytes > 0
+
     def _offer(self, nbytes: int) -> None:
+        if self._borrower is not None:
+            self._borrower.may_borrow = False
+            if self._borrower.is_borrowing:
+                return  # What it borrowed goes back first; the next look asks again.
         # A shrink may free less than a slab; the rest of it counts towards the next one.
         spare = self.surrendered_bytes - self._producer.committed_bytes
         if spare < nbytes:

@@ -1,6 +1,6 @@
-"""What an informer and its metrics need of what lends: one producer, or those of an engine's ranks.
+"""What an informer needs of what lends and borrows: one of each, or those of an engine's ranks.
 
-Each name means what it means of `Producer`, which is one.
+Each name means what it means of `Producer`, which is a lender, and of `Aqua`, which borrows.
 """
 
 # ruff: noqa: D102 - see above.
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from aqualib.producer.profile_follower import ProfileFollower
     from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
     from aqualib.reporter import Identity
+
+
+class Borrower(Protocol):
+    """Borrows memory while it may."""
+
+    @property
+    def may_borrow(self) -> bool: ...
+    @may_borrow.setter
+    def may_borrow(self, may_borrow: bool) -> None: ...
+    @property
+    def is_borrowing(self) -> bool: ...
 
 
 class MemoryLender(Protocol):

@@ -309,12 +309,6 @@ def options_of(vllm_config: Any) -> AquaOptions:
         options = read_options(ours)
         if options.lend is not None and transfer.kv_connector != CONNECTOR:
             raise _others_read(transfer.kv_connector)
-        if options.lend is not None and options.is_paging and not options.is_offline:
-            raise ConfigError(
-                "an engine that lends memory does not borrow any at the same time",
-                remedy='Add "is_offline": true (page to host memory) or "mode": "recompute", or '
-                'drop "lend".',
-            )
         return options
     additional = vllm_config.additional_config
     given = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
@@ -322,6 +316,18 @@ def options_of(vllm_config: Any) -> AquaOptions:
     if options.lend is not None and transfer is not None:
         raise _others_read(transfer.kv_connector)
     return options
+
+
+def is_borrowing(vllm_config: Any) -> bool:
+    """Whether what this engine's connector pages out may lie in memory of others.
+
+    Raises:
+        ConfigError: As `options_of`.
+    """
+    options = options_of(vllm_config)
+    return vllm_config.kv_transfer_config is not None and (
+        options.is_paging and not options.is_offline
+    )
 
 
 def _options_of_connector(transfer: Any) -> dict[str, Any] | None:

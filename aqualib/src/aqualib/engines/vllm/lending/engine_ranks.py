@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.rank_memory import RankMemory
-    from aqualib.producer.lender import MemoryLender
+    from aqualib.producer.lender import Borrower, MemoryLender
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """What an engine lends with: its cache's parts, and what offers them."""
+    """What an engine lends with: its cache's parts, what offers them, and what borrows, if any."""
 
     memories: Sequence[RankMemory]
     lender: MemoryLender
+    borrower: Borrower | None = None
 
 
 def rank_endpoint(vllm_config: Any, rank: int) -> Path:
@@ -54,6 +55,7 @@ def open_local(
     model: str | None,
     profile_names: Sequence[str],
     member: str | None = None,
+    borrower: Borrower | None = None,
 ) -> Iterator[EngineRanks]:
     """The one rank of an engine whose worker is in this process.
 
@@ -68,7 +70,7 @@ def open_local(
         model=model,
         profile_names=profile_names,
     ) as producer:
-        yield EngineRanks([LocalMemory(cache)], producer)
+        yield EngineRanks([LocalMemory(cache)], producer, borrower)
 
 
 @contextmanager
@@ -77,6 +79,8 @@ def open_remote(
     model: str | None,
     profile_names: Sequence[str],
     members: Sequence[str | None] = (),
+    *,
+    is_borrowing: bool = False,
 ) -> Iterator[EngineRanks]:
     """The ranks of an engine whose workers are other processes; each becomes a member.
 
@@ -112,7 +116,7 @@ def open_remote(
             profile_follower=follower,
         )
         opened.callback(lender.close)
-        yield EngineRanks(ranks, lender)
+        yield EngineRanks(ranks, lender, lender if is_borrowing else None)
 
 
 def _not_found(rank: int, error: Exception) -> ConfigError:

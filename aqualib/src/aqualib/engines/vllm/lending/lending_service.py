@@ -18,6 +18,7 @@ vLLM carries figures from here to there for connectors only. Beside a producer's
     aqua_lender_reclaim_seconds_total   from the decision until the engine had its blocks again
     aqua_lender_step_duration_seconds   steps with loans and without, by their number of tokens
     aqua_lender_lending_on              whether lending is switched on
+    aqua_lender_borrowing_on            whether it may borrow: while it lends nothing, if at all
     aqua_lender_coordinator_up          whether a coordinator answers
 
 A coordinator that is down, a consumer that dies, memory that cannot be had: all of it is the
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.engine_ranks import EngineRanks
     from aqualib.engines.vllm.lending.kv_lending import EngineLoad
     from aqualib.engines.vllm.options import LendingOptions
-    from aqualib.producer.lender import MemoryLender
+    from aqualib.producer.lender import Borrower, MemoryLender
     from aqualib.producer.reclaims import ReclaimTicket
 
 logger: Final = logging.getLogger("aqualib")
@@ -115,13 +116,15 @@ class LendingService:
                 most_bytes=most_bytes,
                 slab_bytes=slab_bytes,
             )
-            self.metrics: Final = LenderMetrics(self.lending, self.memory_producer)
+            self.metrics: Final = LenderMetrics(self.lending, self.memory_producer, engine.borrower)
             self.lending.on_grown = self.metrics.blocks_came_back
             if metrics_port is not None:
                 server, _ = start_http_server(metrics_port, registry=self.metrics.registry)
                 opened.callback(server.server_close)
                 opened.callback(server.shutdown)
-            self.informer: Final = Informer(self.memory_producer, self.lending, rule)
+            self.informer: Final = Informer(
+                self.memory_producer, self.lending, rule, borrower=engine.borrower
+            )
             self.informer.on_reclaim = self.metrics.reclaim_began
             opened.enter_context(self.informer)
             self._opened = opened.pop_all()
@@ -156,8 +159,11 @@ class LenderMetrics(ProducerMetrics):
         is_lending: Whether lending is switched on.
     """
 
-    def __init__(self, lending: KvLending, producer: MemoryLender) -> None:
+    def __init__(
+        self, lending: KvLending, producer: MemoryLender, borrower: Borrower | None = None
+    ) -> None:
         self._lending = lending
+        self._borrower = borrower
         self.is_lending = True
         self._lock = threading.Lock()
         self._open: list[tuple[ReclaimTicket, float]] = []
@@ -207,4 +213,9 @@ class LenderMetrics(ProducerMetrics):
         )
         yield GaugeMetricFamily(
             "aqua_lender_lending_on", "Whether KV memory is lent.", value=self.is_lending
+        )
+        yield GaugeMetricFamily(
+            "aqua_lender_borrowing_on",
+            "Whether this engine may borrow, which it does while it lends nothing, if at all.",
+            value=self._borrower is not None and self._borrower.may_borrow,
         )

@@ -34,6 +34,8 @@ class OrderKind(StrEnum):
     OFFER = "offer"
     """Make slabs of what has been given up."""
     RECLAIM = "reclaim"
+    BORROW = "borrow"
+    """Borrow from now on, or give back what is borrowed and stop."""
     LOOK = "look"
     """Say how you stand."""
     CLOSE = "close"
@@ -48,6 +50,7 @@ class RankOrder(Wire):
         after_step: Nothing is released before this step has ended on the rank.
         nbytes: What has been given up, to offer; or what to take back.
         load: The engine's.
+        may_borrow: Whether to borrow.
         producer_id: The rank's name in the books.
         model: What runs there, for people.
     """
@@ -58,6 +61,7 @@ class RankOrder(Wire):
     after_step: int = Field(default=0, ge=0)
     nbytes: ByteCount = 0
     load: LoadReport | None = None
+    may_borrow: bool = True
     producer_id: str = ""
     model: str | None = None
 
@@ -91,6 +95,7 @@ class RankFigures(Wire):
         lasting_bytes: Offered, once open reclaims are done and lost slabs replaced.
         returning_bytes: What open reclaims have still to find.
         open_reclaims: Numbers of the orders whose memory is not all back.
+        is_borrowing: The rank holds memory of others, or asks for some.
     """
 
     committed_bytes: ByteCount = 0
@@ -99,6 +104,7 @@ class RankFigures(Wire):
     leased_bytes: ByteCount = 0
     quarantined_bytes: ByteCount = 0
     open_reclaims: list[int] = Field(default_factory=list)
+    is_borrowing: bool = False
     is_coordinated: bool = False
 
 

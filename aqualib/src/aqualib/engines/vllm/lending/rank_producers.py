@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 
 class RankProducers:
-    """The producers of all ranks; satisfies `MemoryLender`. Orders are the informer's thread's.
+    """The producers of all ranks, and what they borrow with; orders are the informer's thread's.
+
+    Satisfies `MemoryLender` and `Borrower`.
 
     Args:
         ranks: By number.
@@ -66,6 +68,7 @@ class RankProducers:
         self.on_returned: Callable[[], None] | None = None
         self.ended_reclaims = ReclaimTotals()
         self._load: LoadReport | None = None
+        self._may_borrow = True
         self._lock = threading.Lock()
         self._open: list[tuple[ReclaimTicket, dict[RemoteRank, int]]] = []
         for rank in ranks:
@@ -110,6 +113,18 @@ class RankProducers:
         highest = max(figures.lasting_bytes for figures in self._figures())
         return self._reclaim_to(max(0, highest - nbytes))
 
+    @property
+    def may_borrow(self) -> bool:
+        """See `Aqua.may_borrow`; to set it tells every rank, and raises if one has not heard."""
+        return self._may_borrow
+
+    @may_borrow.setter
+    def may_borrow(self, may_borrow: bool) -> None:
+        if may_borrow != self._may_borrow:
+            told = {rank: {"may_borrow": may_borrow} for rank in self._ranks}
+            self._tell_all(told, OrderKind.BORROW)
+            self._may_borrow = may_borrow
+
     def close(self) -> None:
         """Have every rank take back what it can, and leave; harmless when repeated."""
         there: dict[RemoteRank, dict[str, Any]] = {
@@ -141,6 +156,11 @@ class RankProducers:
     def committed_bytes(self) -> int:
         """What slabs have of a rank's device, at most."""
         return max(figures.committed_bytes for figures in self._figures())
+
+    @property
+    def is_borrowing(self) -> bool:
+        """Whether any rank holds memory of others, or asks for some."""
+        return any(figures.is_borrowing for figures in self._figures())
 
     @property
     def leased_bytes(self) -> int:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.step_count import StepCount
+    from aqualib.producer.lender import Borrower
     from aqualib.producer.producer import Producer
     from aqualib.producer.reclaims import ReclaimTicket
 
@@ -61,6 +62,7 @@ class RankService:
         rank: Of the worker in its engine, from 0 on.
         endpoint: Where the scheduler finds it.
         steps: The worker's.
+        borrower: What the worker borrows with, if it does.
 
     Attributes:
         producer: The rank's, once the scheduler has asked for it.
@@ -70,10 +72,18 @@ class RankService:
         TransportError: It cannot be listened on.
     """
 
-    def __init__(self, cache: LendableCache, rank: int, endpoint: Path, steps: StepCount) -> None:
+    def __init__(
+        self,
+        cache: LendableCache,
+        rank: int,
+        endpoint: Path,
+        steps: StepCount,
+        borrower: Borrower | None = None,
+    ) -> None:
         self._cache = cache
         self._rank = rank
         self._steps = steps
+        self._borrower = borrower
         self._endpoint = endpoint
         self._listener = listen(endpoint, backlog=1)
         self._channel: Channel[RankOrder] | None = None
@@ -161,18 +171,23 @@ class RankService:
             case OrderKind.RESTORE:
                 memory.restore(unpacked(order.granules, self._cache.granules.count))
             case OrderKind.OFFER:
-                producer = self._open_producer
-                room = order.nbytes - producer.committed_bytes
-                if room >= producer.slab_bytes:
-                    producer.offer(producer.offered_bytes + room)
+                self._offer(order.nbytes)
             case OrderKind.RECLAIM:
                 ticket = self._open_producer.reclaim(order.nbytes)
                 with self._saying:
                     self._reclaims[order.number] = ticket
+            case OrderKind.BORROW if self._borrower is not None:
+                self._borrower.may_borrow = order.may_borrow
             case OrderKind.LOOK:
                 self._open_producer.load = order.load
             case OrderKind.CLOSE:
                 self._end_loans()
+
+    def _offer(self, surrendered_bytes: int) -> None:
+        producer = self._open_producer
+        room = surrendered_bytes - producer.committed_bytes
+        if room >= producer.slab_bytes:
+            producer.offer(producer.offered_bytes + room)
 
     def _open(self, order: RankOrder) -> None:
         self.producer = self._opened.enter_context(
@@ -213,6 +228,7 @@ class RankService:
                 leased_bytes=producer.leased_bytes,
                 quarantined_bytes=producer.quarantined_bytes,
                 open_reclaims=[*self._reclaims],
+                is_borrowing=self._borrower is not None and self._borrower.is_borrowing,
                 is_coordinated=producer.coordinator_error is None,
             )
         layout = None

@@ -35,7 +35,13 @@ from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
-from aqualib.engines.vllm.options import model_name, options_of, profile_names, rank_member
+from aqualib.engines.vllm.options import (
+    is_borrowing,
+    model_name,
+    options_of,
+    profile_names,
+    rank_member,
+)
 from aqualib.engines.vllm.pins import PrefixPinTable
 from aqualib.engines.vllm.step_log import StepLog, StepTimer
 from aqualib.engines.vllm.switches import Feature, Switches
@@ -226,11 +232,11 @@ def ranks_of(vllm_config: Any, profile: str | None) -> AbstractContextManager[En
     names = [profile] if profile else profile_names(vllm_config)
     if (worker := LENDABLE.pop(vllm_config.instance_id, None)) is not None:
         worker.service.close()  # It is called, not told.
-        return open_local(worker.cache, model, names, rank_member(parallel, 0))
+        return open_local(worker.cache, model, names, rank_member(parallel, 0), worker.borrower)
     count = parallel.world_size
     endpoints = [rank_endpoint(vllm_config, rank) for rank in range(count)]
     members = [rank_member(parallel, rank) for rank in range(count)]
-    return open_remote(endpoints, model, names, members)
+    return open_remote(endpoints, model, names, members, is_borrowing=is_borrowing(vllm_config))
 
 
 def _keep_blocks(scheduler: Any, vllm_config: Any) -> int:

@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
+from aqualib.connection import default
 from aqualib.engines.vllm.lending.engine_ranks import rank_endpoint
 from aqualib.engines.vllm.lending.memory import HostKvMemory, LendableCache, lendable_cache
 from aqualib.engines.vllm.lending.rank_service import RankService
 from aqualib.engines.vllm.lending.step_count import StepCount
-from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.options import is_borrowing, options_of
 from aqualib.settings import load_settings
 from aqualib.transports.host_pages import PAGE_BYTES
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aqualib.engines.vllm.lending.memory import KvMemory
+    from aqualib.producer.lender import Borrower
     from aqualib.settings import Settings
 
 if current_platform.is_cpu():
@@ -48,10 +50,11 @@ large caches are given up in finer pieces and each shrink takes twice as long.""
 
 @dataclass(frozen=True, slots=True)
 class LendableWorker:
-    """A worker's KV cache, and what serves it to a scheduler in another process."""
+    """A worker's KV cache, what serves it to a scheduler elsewhere, and what borrows, if any."""
 
     cache: LendableCache
     service: RankService
+    borrower: Borrower | None = None
 
 
 LENDABLE: Final[dict[str, LendableWorker]] = {}
@@ -85,9 +88,12 @@ class LendingWorker(PlatformWorker):
         cache = lendable_cache(memory, self.model_runner.kv_caches, kv_cache_config.num_blocks)
         self._steps = StepCount()
         endpoint = rank_endpoint(self.vllm_config, self.rank)
-        self._service = RankService(cache, self.rank, endpoint, self._steps)
+        # The connector has been given the cache by now, and has opened its store.
+        borrower = default() if is_borrowing(self.vllm_config) else None
+        self._service = RankService(cache, self.rank, endpoint, self._steps, borrower)
         if self.vllm_config.parallel_config.world_size == 1:
-            LENDABLE[self.vllm_config.instance_id] = LendableWorker(cache, self._service)
+            lendable = LendableWorker(cache, self._service, borrower)
+            LENDABLE[self.vllm_config.instance_id] = lendable
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step as vLLM does, and count it."""
