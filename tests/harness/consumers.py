@@ -134,19 +134,18 @@ def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> 
     assert store.wait_for(condition, WITHIN_S), f"still not so: {what}; {store!r}"
 
 
-def await_saved(aqua: Aqua) -> None:
-    """Wait until host memory has a copy of everything that is on peers."""
-    table = aqua._store._table
-    await_store(aqua._store, lambda: not table.unsaved, "host memory has everything")
+def await_rest(aqua: Aqua, *, is_saved: bool = False) -> None:
+    """Wait until nothing moves, nothing is asked back and no spare slab could be filled.
 
-
-def await_rest(aqua: Aqua) -> None:
-    """Wait until nothing moves, nothing is asked back and no spare slab could be filled."""
+    Args:
+        is_saved: And until write-behind has copied everything to host memory.
+    """
     store = aqua._store
     table = store._table
 
     def is_at_rest() -> bool:
         homes = [frame for frame in table.at_home if not frame.pins]
-        return not (table.asked or table.moves_out or (table.spare_for() and homes))
+        moving = table.asked or table.moves_out or (table.spare_for() and homes)
+        return not (moving or (is_saved and table.unsaved))
 
     await_store(store, is_at_rest, "the store is at rest")

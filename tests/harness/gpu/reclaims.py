@@ -9,7 +9,7 @@ import torch
 
 from aqua_protocol import MIB, TransportError, TransportKind, format_bytes
 from aqualib.host_memory import host_memory_bytes
-from harness.consumers import await_saved, consuming, grant
+from harness.consumers import await_rest, consuming, grant
 from harness.gpu.outcome import NotRunError, Outcome
 from harness.gpu.sampling import Figure, digits, milliseconds
 from harness.producers import lending, until
@@ -135,7 +135,7 @@ def _lend_and_reclaim(gpu: GpuAtHand, outcome: Outcome, *, writes_behind: bool) 
         until(lambda: all(t.location.value == "peer" for t in tensors), "all promoted")
         promote_ms = (time.perf_counter() - begin) * 1e3
         if writes_behind:
-            await_saved(aqua)
+            await_rest(aqua, is_saved=True)
         begin = time.perf_counter()
         producer.reclaim(nbytes)
         until(lambda: not aqua.attachments, "given back")
