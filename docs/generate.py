@@ -55,6 +55,7 @@ VALUES_END: Final = "<!-- end of values -->"
 OF_THE_CHART: Final = re.compile(
     r"listen_.*|data_dir|drain_s|production|store_binary|redis_url|min_replicas|tls_.*"
     r"|(tokens|quotas)_file|capability_.*|adoption_.*|engines|engine_api_key|(database|files)_url"
+    r"|batch_url|(batch_)?operator_token"
 )
 
 

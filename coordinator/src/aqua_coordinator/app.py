@@ -26,6 +26,7 @@ from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.answers import error_answer, typed
 from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Authenticator
+from aqua_coordinator.console.batch_watch import BatchWatch
 from aqua_coordinator.console.views import ConsoleViews
 from aqua_coordinator.event_watcher import EventWatcher
 from aqua_coordinator.hot_routes import find_hot_routes
@@ -122,7 +123,13 @@ class Service:
             quotas=quotas,
             rates=CallerRates(settings, quotas, metrics.rate_refusals),
             history=history,
-            console=ConsoleViews(ledger, history),
+            console=ConsoleViews(
+                ledger,
+                history,
+                batch_watch=BatchWatch(url, settings.batch_operator_token)
+                if (url := settings.batch_url)
+                else None,
+            ),
             tracer=open_tracer("aqua-coordinator") if settings.tracing else None,
         )
         metrics.event_streams.set_function(lambda: self.services.event_watcher.listeners)

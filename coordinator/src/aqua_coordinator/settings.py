@@ -209,6 +209,17 @@ class CoordinatorSettings(BaseSettings):
     max_event_streams: int = Field(
         128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
     )
+    batch_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s@]+$",
+        max_length=2048,
+        description="Batch service whose batches the console shows, to readers without a tenant.",
+    )
+    batch_operator_token: SecretStr | None = Field(
+        None,
+        min_length=MIN_SECRET_LENGTH,
+        description="Token to ask it with, the same as there; not needed where it has no API keys.",
+    )
     audit_log: str | None = Field(
         None,
         max_length=4096,

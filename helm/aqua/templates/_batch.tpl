@@ -13,6 +13,22 @@
 {{ .Values.batch.keys.existingSecret | default (printf "%s-batch-keys" (include "aqua.fullname" .)) }}
 {{- end }}
 
+{{/* Secret and key of the operator's token; nothing where there is none. */}}
+{{- define "aqua.batchOperator" -}}
+{{- if and .Values.batch.enabled (or .Values.batch.operatorSecret.name .Values.auth.generate) -}}
+name: {{ .Values.batch.operatorSecret.name | default (printf "%s-batch-operator" (include "aqua.fullname" .)) | quote }}
+key: {{ .Values.batch.operatorSecret.key | quote }}
+{{- end -}}
+{{- end }}
+
+{{- define "aqua.batchOperatorEnv" -}}
+{{- with include "aqua.batchOperator" . }}
+- name: AQUA_BATCH_OPERATOR_TOKEN
+  valueFrom:
+    secretKeyRef: {{- . | nindent 6 }}
+{{- end }}
+{{- end }}
+
 {{- define "aqua.batchMounts" -}}
 - {name: tmp, mountPath: /tmp}
 {{- if include "aqua.batchVolume" . }}
@@ -36,6 +52,7 @@ env:
     valueFrom:
       secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
   {{- end }}{{ end }}
+  {{- include "aqua.batchOperatorEnv" . | nindent 2 }}
   {{- with $of.database.urlSecret }}{{ if .name }}
   - name: AQUA_BATCH_DATABASE_URL
     valueFrom:

@@ -12,13 +12,13 @@ from typing import Final
 import pytest
 
 from aqua_batch.service.keys import read_key_folder
-from aqua_batch.service.settings import load_batch_settings
+from aqua_batch.service.settings import SHORTEST_TOKEN, load_batch_settings
 from harness.chart import BATCHES, CHART, Manifest, helm, merged, named, render, the_one
 
 SECRETS: Final = {
     "uri": "postgresql+psycopg://u:p@db/batch",
     "url": "postgresql+psycopg://u:p@db/batch",
-    "token": "engine-key",
+    "token": "engine-key-and-token-of-an-operator",
 }
 
 
@@ -109,6 +109,47 @@ def test_the_network_is_open_to_engines_by_their_urls_and_to_nothing_else() -> N
     egress = named(manifests, "NetworkPolicy", "aqua-batch")["spec"]["egress"]
     ports = {port["port"] for rule in egress for port in rule["ports"]}
     assert ports == {53, 5432, 443, 80, 8000, 9000}
+
+
+def test_the_coordinator_asks_it_as_operator_and_their_network_lets_it() -> None:
+    for batch, secret in (
+        ({}, {"name": "aqua-batch-operator", "key": "token"}),
+        ({"operatorSecret": {"name": "given", "key": "k"}}, {"name": "given", "key": "k"}),
+    ):
+        manifests = render(_with(**batch))
+        found = []
+        for name in ("aqua-batch", "aqua-coordinator"):
+            (container,) = named(manifests, "Deployment", name)["spec"]["template"]["spec"][
+                "containers"
+            ]
+            found.append({one["name"]: one for one in container["env"]})
+            assert found[-1]["AQUA_BATCH_OPERATOR_TOKEN"]["valueFrom"]["secretKeyRef"] == secret
+        assert found[1]["AQUA_BATCH_URL"]["value"] == "http://aqua-batch.gpu.svc:7720"
+        made = [one for one in manifests if one["metadata"]["name"] == "aqua-batch-operator"]
+        assert len(made) == ("operatorSecret" not in batch)
+        for one in made:
+            assert len(base64.b64decode(one["data"]["token"])) >= SHORTEST_TOKEN
+        egress = named(manifests, "NetworkPolicy", "aqua-coordinator")["spec"]["egress"]
+        (rule,) = [rule for rule in egress if {"protocol": "TCP", "port": 7720} in rule["ports"]]
+        (peer,) = rule["to"]
+        labels = named(manifests, "Deployment", "aqua-batch")["spec"]["template"]["metadata"][
+            "labels"
+        ]
+        assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_without_a_batch_service_or_its_token_the_coordinator_knows_of_none() -> None:
+    given = merged(
+        _with(keys={"existingSecret": "keys"}),
+        {"auth": {"existingSecret": "t", "existingCredentials": "c", "existingKeys": "k"}},
+        {"auth": {"generate": False}, "redis": {"bundled": {"existingSecret": "v"}}},
+    )
+    for values in ({}, given):
+        manifests = render(values)
+        assert "AQUA_BATCH_URL" not in str(named(manifests, "Deployment", "aqua-coordinator"))
+        assert "OPERATOR_TOKEN" not in str(manifests)
+        egress = named(manifests, "NetworkPolicy", "aqua-coordinator")["spec"]["egress"]
+        assert "7720" not in str(egress)
 
 
 def test_helm_test_shows_the_tenants_key_and_without_a_service_asks_none(tmp_path: Path) -> None:

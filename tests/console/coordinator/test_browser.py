@@ -7,10 +7,13 @@ browser's eyes) is looked for after every test.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -20,6 +23,7 @@ import pytest
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.leases import Pairing, PlacementPlan
 from harness.asgi import as_json
+from harness.batch_service import BatchServiceProcess
 from harness.browser import Browser, missing_programs
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.paper_cluster import PaperCluster
@@ -27,6 +31,8 @@ from harness.source_tree import ROOT
 from harness.store_servers import running_store
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from aqua_demo.processes import ProcessGroup
 
 AXE: Final = ROOT / ".console-tools" / "axe.min.js"
@@ -35,6 +41,7 @@ LATE_MS: Final = 1000
 """A reclaim is on the screen this long after the books heard of its end, at most; and so long may
 a thousand GPUs take to draw."""
 LONG_S: Final = "3600"
+OPERATOR: Final = "o" * 32
 
 missing = missing_programs()
 pytestmark = [
@@ -266,6 +273,96 @@ def test_axe_finds_nothing_and_both_schemes_differ(page: Browser, scheme: str) -
     page.press("Escape")
     assert violations(page) == []
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def add_batches(folder: Path) -> None:
+    """Batches under way of several tenants, in a database that a service is then started on."""
+    from sqlalchemy import insert
+
+    from aqua_batch.service.database import Database
+    from aqua_batch.service.request_rows import add_worker
+    from aqua_batch.service.schema import BATCHES
+
+    now_s = int(time.time())
+    fields = ("status", "tenant", "model", "total", "completed", "failed", "begun_h", "window_h")
+    rows = [
+        ("in_progress", "search", "Qwen3-8B", 50_000, 41_210, 3, 9, 24),
+        ("in_progress", "evals", "Llama-3.1-8B", 20_000, 2_480, 0, 6, 12),
+        ("in_progress", "docs", "Llama-3.1-8B", 8_000, 1_900, 212, 1, 24),
+        ("validating", "search", None, 0, 0, 0, 0, 24),
+        ("completed", "research", "Qwen3-8B", 12_000, 11_998, 2, 20, 24),
+    ]
+    made: list[dict[str, Any]] = []
+    for number, values in enumerate(rows):
+        row: dict[str, Any] = dict(zip(fields, values, strict=True))
+        begun_s = now_s - 3600 * row.pop("begun_h")
+        row["expires_s"] = begun_s + 3600 * row.pop("window_h")
+        row |= dict.fromkeys(("endpoint", "completion_window", "input_file_id", "input_key"), "x")
+        row |= {"batch_id": f"batch_{number}f6a91c04", "labels": {}, "errors": [], "ending": ""}
+        # The one to be read is another worker's, who lives: this service leaves it alone.
+        row |= {"created_s": begun_s, "in_progress_s": begun_s, "worker": "other"}
+        made.append({**row, "generation": 1})
+    database = Database(f"sqlite:///{folder}/batch.db")
+
+    def add(connection: Connection) -> None:
+        connection.execute(insert(BATCHES), made)
+        add_worker(connection, "other", now_s + float(LONG_S))
+
+    asyncio.run(database.write(add))
+    database.close()
+
+
+def test_batches_are_shown_beside_the_cluster_and_the_page_outlives_their_service(
+    browser: Browser, tmp_path: Path
+) -> None:
+    add_batches(tmp_path)
+    rows = "document.querySelectorAll('#batch-table tbody tr').length"
+    with (
+        BatchServiceProcess(tmp_path, ["http://127.0.0.1:9"], operator_token=OPERATOR) as batches,
+        data_dir() as path,
+        CoordinatorProcess(
+            path,
+            AQUA_SILENT_MEMBER_S=LONG_S,
+            AQUA_BATCH_URL=batches.url,
+            AQUA_BATCH_OPERATOR_TOKEN=OPERATOR,
+        ) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
+    ):
+        PaperCluster(client, 16)
+        browser.open(f"{running.url}/")
+        browser.wait_for(f"{rows} === 5")
+        with closing(sqlite3.connect(tmp_path / "batch.db", timeout=60)) as database, database:
+            database.execute(
+                "UPDATE batches SET completed = completed + 60 WHERE status = 'in_progress'"
+            )
+        browser.wait_for(
+            "document.getElementById('batch-table').textContent.includes('41,273 of 50,000')"
+        )
+        said = browser.run("return document.getElementById('batch-section').innerText")
+        for words in ("evals", "docs", "2,540 of 20,000", "goes first", "reading its input"):
+            assert words in said
+        assert browser.run("return document.querySelectorAll('td.risk').length") >= 1
+        browser.press("b")
+        assert browser.run("return document.activeElement.id") == "batch-table"
+        browser.run("document.activeElement.blur()")
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        for scheme in ("light", "dark"):
+            browser.prefer(scheme)
+            browser.screenshot(SHOTS / f"batches-{scheme}.png")
+            assert violations(browser) == []
+        browser.press("Tab", "b")
+        browser.resize(420, 800)
+        assert violations(browser) == []
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        # Drawn anew under a reader, it keeps the focus.
+        assert browser.run("return document.activeElement.id") == "batch-table"
+        batches.kill()
+        browser.wait_for(
+            "document.getElementById('batches').textContent.includes('service does not answer')"
+        )
+        assert violations(browser) == []
+        assert browser.run("return document.querySelectorAll('button.gpu').length") == 16
+        browser.open("about:blank")  # What follows is not the page's affair.
 
 
 def test_axe_finds_nothing_where_a_token_is_asked_for(

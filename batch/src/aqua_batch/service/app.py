@@ -31,6 +31,7 @@ from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import ObjectStore
 from aqua_batch.service.online import online
 from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.progress import BatchRates
 from aqua_batch.service.quotas import RequestRates
 from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.refusals import BatchApiError, error_body
@@ -96,11 +97,13 @@ class BatchService:
             model=settings.model,
         )
         together = settings.engine_concurrency * len(settings.engines)
+        batch_rates = BatchRates()
         upkeep = Upkeep(
             database,
             objects,
             dispatcher,
             RankWriter(database, task, together),
+            batch_rates,
             max_requests=settings.max_batch_requests,
             output_ttl_s=settings.file_ttl_s,
         )
@@ -113,6 +116,7 @@ class BatchService:
             upkeep,
             metrics,
             RequestRates(),
+            batch_rates,
             asyncio.Event(),
         )
         self.asgi: ASGIApp = _api(self.services)
@@ -156,7 +160,14 @@ def _api(services: BatchServices) -> FastAPI:
         redirect_slashes=False,
     )
     api.state.services = services
-    for router in (routes.health, routes.files, routes.batches, online, routes.rest):
+    for router in (
+        routes.health,
+        routes.files,
+        routes.batches,
+        routes.operators,
+        online,
+        routes.rest,
+    ):
         api.include_router(router)
     for kind in (AquaError, RequestValidationError, HTTPException, Exception):
         api.add_exception_handler(kind, _answer_error)

@@ -324,7 +324,9 @@ def _drop_requests(connection: Connection, seq: int) -> None:
     connection.execute(delete(REQUESTS).where(REQUESTS.c.batch == seq))
 
 
-def count_batches(connection: Connection) -> dict[str, int]:
-    """How many batches there are by status, for metrics."""
+def count_batches(connection: Connection, tenant: str | None = None) -> dict[str, int]:
+    """How many batches there are by status: of a tenant, or of all for None."""
     query = select(BATCHES.c.status, func.count()).group_by(BATCHES.c.status)
+    if tenant is not None:
+        query = query.where(BATCHES.c.tenant == tenant)
     return {str(status): int(count) for status, count in connection.execute(query)}

@@ -312,10 +312,16 @@ def lease_requests(
     return leased
 
 
-def open_work(connection: Connection, now_s: float) -> tuple[int, int]:
-    """Requests of running batches that have not ended, and how many of these batches are late."""
+def open_work(connection: Connection, now_s: float, tenant: str | None = None) -> tuple[int, int]:
+    """Requests of running batches that have not ended, and how many of these batches are late.
+
+    Of one tenant's batches, or of all for None.
+    """
     open_requests = late_batches = 0
-    for row in connection.execute(_running_batches()):
+    query = _running_batches()
+    if tenant is not None:
+        query = query.where(BATCHES.c.tenant == tenant)
+    for row in connection.execute(query):
         *_, began_s, expires_s, ended, total = row
         open_requests += total - ended
         late_batches += is_late(began_s, expires_s, ended, total, now_s)

@@ -1,11 +1,13 @@
 """The operations of `/v1/files` and `/v1/batches`, and what is not served, by name.
 
 Each sees the files and batches of its caller's tenant alone: another tenant's do not exist for it.
+`/aqua/batches` tells how batches are going, and to an operator's token of all tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 from collections.abc import AsyncIterator
@@ -29,6 +31,7 @@ from aqua_batch.service.engines import EnginePool
 from aqua_batch.service.keys import ANONYMOUS_TENANT, has_keys, tenant_of
 from aqua_batch.service.metrics import BatchMetrics
 from aqua_batch.service.objects import PIECE_BYTES, ObjectStore
+from aqua_batch.service.progress import BatchRates, overview
 from aqua_batch.service.quotas import RequestRates, require_open_room, require_room
 from aqua_batch.service.refusals import BatchApiError, NotServedError, UploadTooLargeError
 from aqua_batch.service.settings import BatchSettings
@@ -44,6 +47,7 @@ from aqua_batch.service.wire import (
     ObjectPage,
     window_s,
 )
+from aqua_protocol.batches import BatchSummary
 from aqua_protocol.errors import UnavailableError
 from aqua_protocol.supervision import failing_loops
 
@@ -74,6 +78,7 @@ class BatchServices:
     upkeep: Upkeep
     metrics: BatchMetrics
     rates: RequestRates
+    batch_rates: BatchRates
     stopping: asyncio.Event
 
 
@@ -107,11 +112,29 @@ async def _tenant(
 
 
 Tenant = Annotated[str, Depends(_tenant)]
+
+
+async def _scope(
+    request: Request,
+    services: ServicesDep,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> str | None:
+    """The tenant whose batches the caller may be told of; None for all, to an operator."""
+    token = services.settings.operator_token
+    if token is not None and bearer is not None:
+        expected = token.get_secret_value().encode()
+        if hmac.compare_digest(bearer.credentials.encode(), expected):
+            return None
+    return await _tenant(request, services, bearer)
+
+
+Scope = Annotated[str | None, Depends(_scope)]
 After = Annotated[str | None, Query(max_length=64, description="Id of the last one seen.")]
 
 health = APIRouter(tags=["health"])
 files = APIRouter(prefix="/v1/files", tags=["files"])
 batches = APIRouter(prefix="/v1/batches", tags=["batches"])
+operators = APIRouter(prefix="/aqua", tags=["operators"])
 rest = APIRouter(include_in_schema=False)
 
 
@@ -347,6 +370,25 @@ async def cancel_batch(batch_id: str, services: ServicesDep, tenant: Tenant) -> 
     services.dispatcher.look()
     services.upkeep.look()
     return batch.view()
+
+
+@operators.get("/batches")
+async def progress(services: ServicesDep, scope: Scope) -> BatchSummary:
+    """Tell how batches are going: progress, rates, deadlines, errors.
+
+    The operator's token (`AQUA_BATCH_OPERATOR_TOKEN`) shows those of all tenants, an API key those
+    of its own. Of requests and answers it tells nothing.
+    """
+    engines = services.engines.engines
+    absent = sum(engine.absences > 0 for engine in engines)
+    tell = partial(
+        overview,
+        tenant=scope,
+        batch_rates=services.batch_rates,
+        now_s=time.time(),
+        engines=(len(engines), absent),
+    )
+    return await services.database.read(tell)
 
 
 @rest.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])

@@ -19,6 +19,8 @@ from aqua_protocol.errors import ConfigError
 
 DEFAULT_PORT: Final = 7720
 """Unassigned at IANA, and of no other service of Aqua's. Fixed: clients expect it."""
+SHORTEST_TOKEN: Final = 32
+"""Characters, 128 bits in hexadecimal; doubled, no attack gets harder."""
 MOST_ENGINES: Final = 1000
 """Engines by name; a larger fleet stands behind a router. Doubled, choosing an engine takes twice
 as long, some 0.1 ms."""
@@ -117,6 +119,12 @@ class BatchSettings(BaseSettings):
     allowed_hosts: Annotated[frozenset[HostName], NoDecode, BeforeValidator(_by_commas)] = Field(
         frozenset(),
         description="Further names that requests may call it by while there is no API key.",
+    )
+    operator_token: SecretStr | None = Field(
+        None,
+        min_length=SHORTEST_TOKEN,
+        description="Token that shows how the batches of all tenants are going (/aqua/batches), as "
+        "a coordinator's console asks for them. Unset: a tenant sees its own.",
     )
     data_dir: Path = Field(
         default_factory=default_batch_dir,

@@ -31,6 +31,7 @@ from aqua_batch.service.dispatch import Dispatcher
 from aqua_batch.service.file_rows import doomed_files, drop_files
 from aqua_batch.service.lines import InputReader
 from aqua_batch.service.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.progress import BatchRates, ended_by_batch
 from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.request_rows import free_dead_workers
 from aqua_batch.service.results import ResultWriter
@@ -47,6 +48,7 @@ class Upkeep:
     """The loops of one service beside its dispatcher.
 
     Args:
+        batch_rates: Told how far running batches are.
         max_requests: Lines that an input may have.
         output_ttl_s: How long outputs are kept where their batch does not say.
     """
@@ -57,6 +59,7 @@ class Upkeep:
         objects: ObjectStore,
         dispatcher: Dispatcher,
         ranks: RankWriter,
+        batch_rates: BatchRates,
         *,
         max_requests: int,
         output_ttl_s: int,
@@ -66,6 +69,7 @@ class Upkeep:
         self._objects = objects
         self._dispatcher = dispatcher
         self._ranks = ranks
+        self._batch_rates = batch_rates
         self._max_requests = max_requests
         self._output_ttl_s = output_ttl_s
         self._now_s = now_s
@@ -138,5 +142,7 @@ class Upkeep:
                 await asyncio.to_thread(self._objects.delete, file.object_key)
             if doomed:
                 await self._database.write(partial(drop_files, files=doomed))
+            if self._batch_rates.is_due(now_s):
+                self._batch_rates.note(now_s, await self._database.read(ended_by_batch))
             with resting():
                 await asyncio.sleep(SWEEP_S)

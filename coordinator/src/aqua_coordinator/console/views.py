@@ -17,11 +17,12 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, Field
 
-from aqua_coordinator.console import markup, reasons
+from aqua_coordinator.console import batch_markup, markup, reasons
+from aqua_coordinator.console.batch_watch import BatchWatch
 from aqua_coordinator.console.snapshot import Snapshot, read_snapshot
 from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.history import History, Sample
-from aqua_protocol import UnknownResourceError
+from aqua_protocol import UnavailableError, UnknownResourceError
 from aqua_protocol.leases import EndedReclaim
 
 AnswerT = TypeVar("AnswerT")
@@ -77,9 +78,14 @@ class ConsoleViews:
     """Makes what the page asks for."""
 
     def __init__(
-        self, ledger: Ledger, history: History, clock: Callable[[], float] = time.monotonic
+        self,
+        ledger: Ledger,
+        history: History,
+        clock: Callable[[], float] = time.monotonic,
+        batch_watch: BatchWatch | None = None,
     ) -> None:
         self._clock = clock
+        self._batch_watch = batch_watch
         self._ledger = ledger
         self._history = history
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
@@ -116,6 +122,18 @@ class ConsoleViews:
             return markup.happened_markup(events[:EVENTS_SHOWN])
 
         return await self._once("happened", tenant, make)
+
+    async def batches(self) -> str:
+        """How batches of all tenants are going, as HTML; nothing where there is no batch service.
+
+        It has a sentence where the service does not answer: that is no fault of the page's.
+        """
+        if self._batch_watch is None:
+            return ""
+        try:
+            return batch_markup.batches_markup(await self._batch_watch.overview())
+        except UnavailableError as error:
+            return batch_markup.no_batches_markup(error.message)
 
     async def member(self, tenant: str, role: str, name: str) -> str:
         """Everything there is to say of a member, as HTML.

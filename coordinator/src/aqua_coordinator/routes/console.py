@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from aqua_coordinator.console.views import ConsoleTimeline
 from aqua_coordinator.services import CallerDep, ServicesDep
+from aqua_coordinator.tokens import Role
 from aqua_protocol import UnknownResourceError
 from aqua_protocol.ids import Name
 
@@ -95,6 +96,17 @@ async def cluster(caller: CallerDep, services: ServicesDep) -> HTMLResponse:
 async def happened(caller: CallerDep, services: ServicesDep) -> HTMLResponse:
     """Tell what happened of late, for the console: HTML."""
     return HTMLResponse(await services.console.happened(caller.tenant), headers=FRAGMENT_HEADERS)
+
+
+@router.get("/batches", response_class=HTMLResponse, include_in_schema=False)
+async def batches(caller: CallerDep, services: ServicesDep) -> Response:
+    """Tell how batches are going, for the console: HTML, or nothing where there is none to tell."""
+    caller.require(Role.READER)
+    # Tenants of the two services need not be the same, whatever they are called.
+    text = "" if caller.tenant else await services.console.batches()
+    if not text:
+        return Response(status_code=204, headers=FRAGMENT_HEADERS)
+    return HTMLResponse(text, headers=FRAGMENT_HEADERS)
 
 
 @router.get("/{role}/{member_id}", response_class=HTMLResponse, include_in_schema=False)

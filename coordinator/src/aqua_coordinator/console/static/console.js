@@ -108,11 +108,16 @@ const lookAtHappened = paced(async () => {
   for (const time of document.querySelectorAll("#happened-list time")) time.textContent = clock(Date.parse(time.dateTime) / 1e3);
 }, 400);
 const lookAtTimeline = paced(readTimeline, 400);
+const lookAtBatches = paced(async () => {
+  await refreshed(at("batches"));
+  at("batch-key").hidden = !at("batch-table");
+}, 2000);
 
 function refreshAll() {
   lookAtTimeline();
   lookAtHappened();
   lookAtCluster();
+  lookAtBatches();
 }
 
 // --- The event stream ---------------------------------------------------------------------
@@ -394,6 +399,8 @@ document.addEventListener("keydown", (event) => {
     at("find").focus();
   } else if (event.key === "g") {
     goTo((current && document.getElementById(current)) || gpus()[0]);
+  } else if (event.key === "b" && at("batch-table")) {
+    at("batch-table").focus();
   }
 });
 at("find").addEventListener("input", tidyCluster);
@@ -418,5 +425,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (answered || at("connection").dataset.state === "connecting") return;
     lookAtCluster();
     lookAtTimeline();
+    // Where there is no batch service, or none for this token, the first answer was empty.
+    if (at("batches").firstElementChild) lookAtBatches();
   }, 2000);
 });
