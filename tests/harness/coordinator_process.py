@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
+from unittest import mock
 
 import httpx
 
@@ -31,10 +32,13 @@ class CoordinatorProcess:
     Args:
         data_dir: Of the embedded store; a path short enough for its Unix socket.
         port: To listen on; 0 takes a free one.
+        library: File with steps over the books as another version has them; its own without.
         environment: Further `AQUA_*` variables.
     """
 
-    def __init__(self, data_dir: Path, *, port: int = 0, **environment: str) -> None:
+    def __init__(
+        self, data_dir: Path, *, port: int = 0, library: str = "", **environment: str
+    ) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
         inherited |= environment
         log, theirs = os.pipe()
@@ -44,6 +48,7 @@ class CoordinatorProcess:
             _serve,
             str(port),
             str(data_dir),
+            library,
             streams={2: theirs},
             environment=inherited,
         )
@@ -108,9 +113,17 @@ class CoordinatorProcess:
         raise TimeoutError("the coordinator did not start:\n" + b"".join(seen).decode())
 
 
-def _serve(port: str, data_dir: str) -> None:
+def _serve(port: str, data_dir: str, library: str) -> None:
     from aqua_coordinator.cli import main
+    from aqua_coordinator.store.scripts import Library
 
+    if library:
+        source = Path(library).read_text()
+        name = source.partition("\n")[0].removeprefix("#!lua name=")
+        released = mock.patch(
+            "aqua_coordinator.store.pipeline.load_library", return_value=Library(name, source)
+        )
+        released.start()
     sys.argv = ["aqua-coordinator", "serve", "--port", port, "--data-dir", data_dir]
     main()
 

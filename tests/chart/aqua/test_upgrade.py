@@ -14,18 +14,10 @@ import pytest
 import yaml
 
 from harness.chart import CHART, EXAMPLES, Manifest, helm, merged, render
+from harness.kubernetes_api import IMMUTABLE, at
 
 NEXT: Final = "0.2.0"
 
-# Fixed once an object is made: the API refuses another value.
-IMMUTABLE: Final[dict[str, tuple[str, ...]]] = {
-    "Deployment": ("spec.selector",),
-    "StatefulSet": ("spec.selector", "spec.serviceName", "spec.volumeClaimTemplates"),
-    "ResourceClaim": ("spec",),
-    "Job": ("spec.template", "spec.selector"),
-    "RoleBinding": ("roleRef",),
-    "PersistentVolumeClaim": ("spec",),
-}
 # What one tries again by hand or by a new plan, under a new name.
 RENAMED_WITH_CONTENT: Final = {"Job"}
 
@@ -46,13 +38,6 @@ def rendered(chart: Path, values: Manifest, *options: str) -> dict[tuple[str, st
     assert done.returncode == 0, done.stderr
     manifests = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
     return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
-
-
-def at(manifest: Manifest, path: str) -> Any:  # noqa: ANN401 - whatever is there
-    node: Any = manifest
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
 
 
 def refused(before: dict[tuple[str, str], Manifest], after: dict[tuple[str, str], Manifest]) -> Any:  # noqa: ANN401
