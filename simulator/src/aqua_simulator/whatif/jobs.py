@@ -238,10 +238,11 @@ def keeps_targets(background: SimulationInput, model: str, day: OnlineResult) ->
     """Whether 99 of 100 requests were within both."""
     ttft_s, tpot_s = targets(background, model)
     seen = day.by_model[model]
+    # A drawn day may have no request of a model; nobody waits then.
     return (
         not day.unserved.get(model)
-        and seen["ttft_p99_s"] <= ttft_s
-        and (seen["tpot_p99_s"] or 0.0) <= tpot_s
+        and (seen.get("ttft_p99_s") or 0.0) <= ttft_s
+        and (seen.get("tpot_p99_s") or 0.0) <= tpot_s
     )
 
 

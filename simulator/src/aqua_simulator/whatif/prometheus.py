@@ -21,7 +21,7 @@ from math import inf, isfinite, nan
 from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, EngineShape, InputFinding
@@ -142,14 +142,15 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
         ConfigError: No model of the cluster reports there.
     """
     findings: list[InputFinding] = []
-    loads, is_seen = {}, np.zeros(source.window_count, dtype=bool)
+    loads, is_seen = dict[str, ModelLoad](), np.zeros(source.window_count, dtype=bool)
+    samples: dict[str, Bool[np.ndarray, " windows"]] = {}
     for name, shape in cluster.engines.items():
         selector = f'model_name="{shape.deployed.metrics_name or name}"'
         requests = source.total(f"{_FIRST}_count", selector)
         if requests is None:
             requests = source.total(f"{_PROMPT}_count", selector)
         if requests is None:
-            message = f"no engine reports {selector}: taken as idle all day"
+            message = f"no engine reports {selector}: left out with its GPUs"
             findings.append(InputFinding("missing metric", name, message))
             continue
         is_seen |= ~np.isnan(requests)
@@ -161,12 +162,21 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
                 f"{count:.0f} times an engine began anew: counts since the last sample are lost"
             )
             findings.append(InputFinding("counter reset", name, message))
-        loads[name] = _load(source, shape, selector, np.nan_to_num(requests), findings, seed)
+        load = _load(source, shape, selector, np.nan_to_num(requests), findings, seed)
+        if load is not None:
+            loads[name], samples[name] = load, ~np.isnan(requests)
     if not loads:
+        told = "; ".join(each.message for each in findings)
         raise ConfigError(
-            f"{source.url} knows no model of the cluster in that time",
+            f"{source.url} knows no model of the cluster in that time: {told}",
             remedy="Name them as the label model_name does, or set metrics_name of each.",
         )
+    findings += _unlisted(source, cluster)
+    for name, own in samples.items():
+        if lacking := int((is_seen & ~own).sum()):
+            hours = lacking * source.window_s / 3600.0
+            message = f"no samples for {hours:.2f} h in which others have some: idle meanwhile"
+            findings.append(InputFinding("gap", name, message))
     missing = np.flatnonzero(~is_seen)
     if len(missing):
         hours = len(missing) * source.window_s / 3600.0
@@ -174,7 +184,25 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
         findings.append(InputFinding("gap", source.url, message))
         loads = {name: _without(load, missing, source.window_s) for name, load in loads.items()}
     _tell_others(source, findings)
-    return RecordedLoad(int(is_seen.sum()) * source.window_s, loads, findings)
+    unknown = tuple(name for name in cluster.engines if name not in loads)
+    return RecordedLoad(int(is_seen.sum()) * source.window_s, loads, findings, unknown)
+
+
+def _unlisted(source: PrometheusSource, cluster: Cluster) -> list[InputFinding]:
+    """Models that report there and that the cluster does not list."""
+    listed = {shape.deployed.metrics_name or name for name, shape in cluster.engines.items()}
+    window = f"{source.window_s:g}s"
+    counted = source.query(f"sum by (model_name) (increase({_FIRST}_count[{window}]))")
+    return [
+        InputFinding(
+            "unknown model",
+            source.url,
+            f"{np.nansum(values):.0f} requests of {labels['model_name']!r}, which is not in the "
+            "deployment list: left out",
+        )
+        for labels, values in counted
+        if labels.get("model_name") and labels["model_name"] not in listed
+    ]
 
 
 def _load(
@@ -184,7 +212,8 @@ def _load(
     requests: Windows,
     findings: list[InputFinding],
     seed: int,
-) -> ModelLoad:
+) -> ModelLoad | None:
+    """A model's requests and what was seen of them; None, and why, if nothing says how long."""
     name = shape.deployed.name
 
     def means(metric: str) -> tuple[Windows, float] | None:
@@ -205,7 +234,8 @@ def _load(
     for metric in (_PROMPT, _OUTPUT):
         known = means(metric)
         if known is None:
-            raise ConfigError(f"{source.url} has no {metric} of {name}", remedy=_LENGTHS)
+            findings.append(InputFinding("missing metric", name, _LENGTHS))
+            return None
         drawn = _drawn(source.increase(f"{metric}_bucket", selector, "le"), len(owner), generator)
         by_window, mean = known
         wanted = np.where(np.isnan(by_window), mean, by_window)[owner]
@@ -242,7 +272,9 @@ def _load(
     return ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown, observed, rows, seconds)
 
 
-_LENGTHS: Final = "Engines must report lengths; vLLM does, unless --disable-log-stats is set."
+_LENGTHS: Final = (
+    "no lengths: left out with its GPUs; vLLM reports lengths, unless --disable-log-stats is set"
+)
 
 
 def _step_rows(
