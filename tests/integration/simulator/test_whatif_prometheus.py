@@ -16,7 +16,8 @@ import pytest
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, read_cluster
 from aqua_simulator.whatif.jobs import CapacityJob, OnlineJob, SimulationInput
-from aqua_simulator.whatif.online import CALM_S, RESERVE_SHARE
+from aqua_simulator.whatif.members import RESERVE_SHARE
+from aqua_simulator.whatif.online import CALM_S
 from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
 from aqua_simulator.whatif.step_times import fitted
 from harness.bounds import HANG_S

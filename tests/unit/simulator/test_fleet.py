@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -23,14 +23,20 @@ TIMES = StepCoefficients(0.012, 1e-4, 3.1e-7, 1e-9, 0.01, is_fitted=True)
 SPAN_S = 24.0
 
 
-def cluster(chat_tokens: int, docs_tokens: int) -> Cluster:
+def cluster(chat_tokens: int, docs_tokens: int, *, sharing: int = 1) -> Cluster:
+    """Three chats and two documents; of `sharing` 2 and more, all borrow of the same chat."""
     common = {"model": "Llama-3.1-8B", "gpu": "A100-80GB", "server": "a"}
+    chats = {"name": "chat", "replicas": 3, "kv_tokens": chat_tokens, **common}
+    if sharing > 1:
+        # One engine of two GPUs, whose collectives meet the copies.
+        chats |= {"replicas": 1, "tp": 2}
     listed = DeploymentList.model_validate(
         {
             "models": [
-                {"name": "chat", "replicas": 3, "kv_tokens": chat_tokens, **common},
+                chats,
                 {"name": "docs", "replicas": 2, "kv_tokens": docs_tokens, **common},
             ],
+            "consumers_per_producer": sharing,
             "links": {"peer_gb_per_s": 250, "host_gb_per_s": 25},
             "host_gb": 2,
         }
@@ -63,10 +69,10 @@ LOADS = {
 
 
 def both(
-    kv_tokens: tuple[int, int], times: StepCoefficients, *, has_aqua: bool
+    where: Cluster, times: StepCoefficients, *, has_aqua: bool
 ) -> tuple[OnlineResult, OnlineResult]:
     """A day step by step, and by events."""
-    known, where = dict.fromkeys(LOADS, times), cluster(*kv_tokens)
+    known = dict.fromkeys(LOADS, times)
     requests = {name: each.arrivals() for name, each in LOADS.items()}
     exact = serve_day(
         where, known, requests, SPAN_S, is_harvesting=has_aqua, is_fair=has_aqua, short=("docs",)
@@ -78,16 +84,19 @@ def both(
 
 
 @pytest.mark.parametrize(
-    ("kv_tokens", "is_fitted", "has_aqua"),
+    ("where", "is_fitted", "has_aqua"),
     [
-        pytest.param((2_400, 4_000), False, False, id="memory short, data sheet"),
-        pytest.param((40_000, 8_000), True, True, id="lent and sliced"),
+        pytest.param(cluster(2_400, 4_000), False, False, id="memory short, data sheet"),
+        pytest.param(
+            replace(cluster(40_000, 8_000), interference=None), True, True, id="lent and sliced"
+        ),
+        pytest.param(
+            cluster(40_000, 4_000, sharing=2), True, True, id="lent to two, in contention"
+        ),
     ],
 )
-def test_events_give_what_steps_give(
-    kv_tokens: tuple[int, int], *, is_fitted: bool, has_aqua: bool
-) -> None:
-    exact, ours = both(kv_tokens, replace(TIMES, is_fitted=is_fitted), has_aqua=has_aqua)
+def test_events_give_what_steps_give(where: Cluster, *, is_fitted: bool, has_aqua: bool) -> None:
+    exact, ours = both(where, replace(TIMES, is_fitted=is_fitted), has_aqua=has_aqua)
     assert sum(each["preemption_count"] for each in exact.by_model.values()) > 0
     for name, seen in exact.by_model.items():
         found = ours.by_model[name]
@@ -110,6 +119,9 @@ def test_events_give_what_steps_give(
         seen, found = getattr(exact.lending, of), getattr(ours.lending, of)
         assert found == pytest.approx(seen, rel=0.01), of
     assert (exact.lending.offered_gb_s > 0) == has_aqua
+    assert ours.links.keys() == exact.links.keys()
+    for name, use in exact.links.items():
+        assert asdict(ours.links[name]) == pytest.approx(asdict(use), rel=0.01), name
 
 
 def test_a_fleet_repeats_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,8 @@ from aqua_simulator.whatif.answer import SENSITIVITIES, ask
 from aqua_simulator.whatif.cluster import Cluster, read_cluster, read_plan
 from aqua_simulator.whatif.html_report import write_report
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
-from aqua_simulator.whatif.online import CALM_S, RESERVE_SHARE
+from aqua_simulator.whatif.members import RESERVE_SHARE
+from aqua_simulator.whatif.online import CALM_S
 from aqua_simulator.whatif.recorded_day import RecordedLoad, read_day
 from aqua_simulator.whatif.report import SavingsReport
 from aqua_simulator.whatif.step_times import StepCoefficients, fitted
@@ -82,6 +84,15 @@ def test_the_day_without_aqua_is_the_recorded_one(answer: SavingsReport) -> None
     assert {row.model for row in answer.checks} == {"chat", "docs"}
     for row in answer.checks:
         assert abs(row.error_percent) < (10.0 if "p99" in row.name else 5.0), row
+
+
+def test_contention_is_told_with_the_curve_that_was_assumed(answer: SavingsReport) -> None:
+    assert "not measured" in (answer.interference or "")
+    rows = {(each.scenario, each.name): each for each in answer.contention}
+    assert {name for _, name in rows} == {"chat", "docs"}
+    assert rows["harvesting", "docs"].copying_percent > 0.0
+    assert rows["harvesting", "chat"].kernels_percent > 0.0
+    assert rows["fair slices", "chat"].kernels_percent == 0.0
 
 
 def test_planted_idle_time_is_recovered_within_five_percent(
@@ -211,6 +222,72 @@ def test_rows_that_cannot_be_are_left_out_and_named(tmp_path: Path) -> None:
 def test_a_recording_without_times_or_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no time"):
         read(tmp_path, "prompt_tokens,output_tokens\n1,2\n", "a")
+
+
+def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
+    lines = "".join(f"{time},a,10,5,0.1,0.2\n" for time in range(70_000))
+    whole = gzip.compress((HEAD + lines).encode())
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    recorded = read_day([path], ["a"])
+    assert kinds(recorded) == {"broken file"}
+    assert 30_000 < len(recorded.loads["a"]) < 70_000
+    path.write_bytes(b"\x1f\x8bno gzip")
+    with pytest.raises(ConfigError, match="no usable request"):
+        read_day([path], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("head", "missing"),
+    [
+        ("t_s;prompt_tokens;output_tokens", "no time"),
+        ("t_s,output_tokens", "no prompt length"),
+        ("t_s,prompt_tokens,answer", "no output length"),
+        ("", "no time"),
+    ],
+)
+def test_a_column_that_is_missing_is_named(tmp_path: Path, head: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        read(tmp_path, f"{head}\n0,1,2\n", "a")
+
+
+def test_what_a_spreadsheet_saves_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("\ufefft_s, prompt_tokens , output_tokens\r\n0,10,5\r\n\r\n9,10,5,\r\n")
+    assert len(read_day([path], ["a"]).loads["a"]) == 2
+
+
+def test_lines_are_told_by_their_numbers_wherever_they_are(tmp_path: Path) -> None:
+    # Beyond the first of the pieces in which a file is read, and with a blank line before.
+    lines = [f"{time},a,10,5,0.1,0.2\n" for time in range(40_000)]
+    lines[20_000] = "\n"
+    lines[39_000], lines[39_500] = "39000,a,10,five,,\n", "38000,a,10,5,0.1,0.2\n"
+    lines[39_600] = "39600,a,200000000,5,,\n"
+    recorded = read(tmp_path, HEAD + "".join(lines), "a")
+    told = {each.kind: each.message for each in recorded.findings}
+    assert told["broken line"].startswith("line 39002: no output length") or told[
+        "broken line"
+    ].startswith("line 39002: could not convert")
+    assert "line 39602: " in told["broken line"]
+    assert told["clock step"].startswith("line 39502: 1499.0 s back")
+    assert len(recorded.loads["a"]) == 39_997
+
+
+def test_a_silence_that_counts_as_idle_is_told(tmp_path: Path) -> None:
+    busy = [*range(600), *range(900, 4000)]
+    lines = "".join(f"{time},a,10,5,0.1,0.2\n" for time in busy)
+    recorded = read(tmp_path, HEAD + lines, "a")
+    assert [each.kind for each in recorded.findings] == ["silence"]
+    assert recorded.span_s == pytest.approx(3999.2)
+    # One model falls silent while another goes on.
+    other = "".join(f"{time},b,10,5,0.1,0.2\n" for time in (*range(99), 3000))
+    recorded = read(tmp_path, HEAD + lines.replace("900,", "899,") + other, "a", "b")
+    assert ("silence", "b") in {(each.kind, each.where) for each in recorded.findings}
+
+
+def test_a_recording_that_covers_no_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cover no time"):
+        read(tmp_path, "t_s,prompt_tokens,output_tokens\n5,10,5\n", "a")
 
 
 def test_without_latencies_the_data_sheet_counts(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from math import inf
 from typing import Final
 
 from aqua_schedulers.compiled import compiled, compiled_part
+from aqua_simulator.fleet.links import LoanRecord, contend
 from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, EngineRecord, FleetState
-from aqua_simulator.fleet.steps import deliver, free_blocks, plan_ahead, settle
+from aqua_simulator.fleet.steps import deliver, extra_planned, free_blocks, plan_ahead, settle
 from aqua_simulator.fleet.waiting_list import blocks_for, enqueue
 from aqua_simulator.whatif.online import (
     CALM_S,
@@ -85,15 +86,22 @@ def _block_bytes(engine: EngineRecord) -> int:
 
 
 @compiled_part
+def _lent_bytes(fleet: FleetState, loan: LoanRecord) -> float:
+    """What a producer's engine lends to one consumer now."""
+    producer = fleet.engines[loan.producer]
+    return float(producer.lent_blocks * _block_bytes(producer) * loan.share)
+
+
+@compiled_part
 def _peer_bytes(fleet: FleetState, number: int) -> float:
     """What a consumer may have of its producers now."""
-    consumer = fleet.engines[number]
-    found = consumer.static_bytes
-    producer = consumer.first_producer
-    while producer != NONE:
-        each = fleet.engines[producer]
-        found += each.lent_blocks * _block_bytes(each)
-        producer = each.next_producer
+    found = fleet.engines[number].static_bytes
+    index = fleet.ports[number].first_borrowed
+    while index != NONE:
+        loan = fleet.loans[index]
+        if loan.producer < len(fleet.engines):
+            found += _lent_bytes(fleet, loan)
+        index = loan.next_borrowed
     return float(found)
 
 
@@ -116,20 +124,28 @@ def follow_producers(fleet: FleetState, number: int) -> None:
     share = 1.0 if peer > 0 else 0.0
     if used:
         share = min(used, peer) / used
+    engine.peer_share = share
     engine.store_bytes_per_s = 1.0 / (share / engine.rate_peer + (1.0 - share) / engine.rate_host)
+    engine.store_lost_s = share * engine.lost_peer_s + (1.0 - share) * engine.lost_host_s
 
 
 @compiled_part
 def reclaim(fleet: FleetState, number: int, blocks: int, now_s: float) -> None:
-    """Take memory back, after the consumer has moved to the host what it holds in it."""
+    """Take memory back, after the consumers have moved to the host what they hold in it."""
     if blocks == 0:
         return
     each, clock = fleet.engines[number], fleet.clock[0]
-    consumer = fleet.engines[each.consumer]
-    lent = each.lent_blocks * _block_bytes(each)
-    moving = _held_bytes(fleet, each.consumer) * (blocks / each.lent_blocks) * lent
-    moving /= max(1.0, _peer_bytes(fleet, each.consumer))
-    away_s = LOOK_S * RECLAIM_LOOKS + moving / consumer.rate_host
+    share = blocks / each.lent_blocks
+    moving, host_rate = 0.0, inf
+    index = fleet.ports[number].first_lent
+    while index != NONE:
+        loan = fleet.loans[index]
+        held = _held_bytes(fleet, loan.consumer) * share * _lent_bytes(fleet, loan)
+        moving += held / max(1.0, _peer_bytes(fleet, loan.consumer))
+        host_rate = min(host_rate, fleet.engines[loan.consumer].rate_host)
+        index = loan.next_lent
+    fleet.ports[number].pending_bytes += moving
+    away_s = LOOK_S * RECLAIM_LOOKS + moving / host_rate
     each.lent_blocks -= blocks
     each.calm_since_s = now_s
     last = min(each.returning_count, fleet.returning_s.shape[1] - 1)
@@ -210,6 +226,45 @@ def _integrate(fleet: FleetState, passed_s: float) -> None:
 
 
 @compiled_part
+def _note_use(fleet: FleetState, number: int, now_s: float) -> None:
+    """Tell the links what an engine has copied and computed since the last look."""
+    engine, port = fleet.engines[number], fleet.ports[number]
+    if port.collective_s > 0.0:
+        count = engine.token_count
+        if engine.extra_steps:
+            count += extra_planned(engine, now_s) * engine.extra_count
+        port.pending_tokens += count - engine.noted_tokens
+        engine.noted_tokens = count
+    copied = engine.copied_tokens * engine.kv_bytes * engine.peer_share
+    engine.copied_tokens = 0
+    if copied <= 0.0 or port.first_borrowed == NONE:
+        return
+    port.pending_bytes += copied
+    index = port.first_borrowed
+    while index != NONE:
+        loan = fleet.loans[index]
+        fleet.ports[loan.producer].pending_bytes += copied / port.loan_count
+        index = loan.next_borrowed
+
+
+@compiled_part
+def _contend(fleet: FleetState, now_s: float) -> None:
+    """Give copies, collectives and kernels the rates of the next second."""
+    for number in range(len(fleet.engines)):
+        _note_use(fleet, number, now_s)
+    contend(fleet.ports, fleet.loans, LOOK_S)
+    for number in range(len(fleet.engines)):
+        engine, port = fleet.engines[number], fleet.ports[number]
+        if port.first_borrowed != NONE:
+            engine.rate_peer = port.copy_bytes_per_s
+        if port.slowdown != engine.slowdown or port.shared_token_s != engine.shared_token_s:
+            # What was planned before keeps its times.
+            settle(engine, fleet.running[number], fleet.slots, now_s)
+            engine.slowdown, engine.shared_token_s = port.slowdown, port.shared_token_s
+            _advance(fleet, number, now_s)
+
+
+@compiled_part
 def _look(fleet: FleetState) -> bool:
     """A look at everything; whether some lender's requests wait for its memory alone."""
     _integrate(fleet, LOOK_S)
@@ -223,6 +278,8 @@ def _look(fleet: FleetState) -> bool:
             if is_changed or is_idle:
                 _advance(fleet, number, now_s)
             is_stuck = is_stuck or (is_idle and fleet.event_s[number] == inf)
+    if fleet.clock[0].has_contention:
+        _contend(fleet, now_s)
     for number in range(len(fleet.engines)):
         if fleet.engines[number].has_peers:
             follow_producers(fleet, number)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
+
+if TYPE_CHECKING:
+    from aqua_simulator.fleet.links import LoanRecord, PortRecord
 
 NONE: Final = -1
 """Fixed: no slot, no engine."""
@@ -50,9 +53,14 @@ class EngineRecord:
             order of leaving memory. First come, first served has all of them among the prompts.
         listed_count: Waiting slots that the policy's last decision admits.
         has_changed .. recompute_tokens: State of the fair policy (`aqua_schedulers.cfs.policy`).
-        consumer: Index of the engine that it lends to; `first_producer` begins the list of those
-            that lend to it, `next_producer` goes on in its consumer's.
+        slowdown, shared_token_s: What copies cost its steps and, for each token, its collectives,
+            at the moment (`fleet.links`).
+        copied_tokens: Since the last look at loans.
+        token_count, noted_tokens: Computed so far, and by the last look.
+        peer_share: Of what its store holds, what is at peers.
         rate_peer, rate_host: Bytes per second of its links.
+        lost_peer_s, lost_host_s: By how much a step is longer for each byte that the engine copies
+            beside it, to peers and to the host; `store_lost_s` is the mean of the moment.
     """
 
     model: int
@@ -105,9 +113,12 @@ class EngineRecord:
     step_count: int
     preemption_count: int
     is_producer: int
-    consumer: int
-    first_producer: int
-    next_producer: int
+    slowdown: float
+    shared_token_s: float
+    copied_tokens: int
+    token_count: int
+    noted_tokens: int
+    peer_share: float
     lent_blocks: int
     returning_count: int
     calm_since_s: float
@@ -116,6 +127,9 @@ class EngineRecord:
     static_bytes: float
     rate_peer: float
     rate_host: float
+    lost_peer_s: float
+    lost_host_s: float
+    store_lost_s: float
     host_tokens: int
 
 
@@ -166,10 +180,12 @@ class ClockRecord:
         next_request: Index of the next arrival.
         first_vacant: Head of the list of vacant slots.
         mark: Of the last decision.
+        has_contention: Whether copies, collectives and kernels cost each other anything.
     """
 
     span_s: float
     reserve_share: float
+    has_contention: int
     looked_s: float
     next_request: int
     first_vacant: int
@@ -185,6 +201,7 @@ class FleetState(NamedTuple):
     """Everything that the kernels see.
 
     Attributes:
+        ports, loans: Links to peers (`fleet.links`); the first ports are the engines'.
         running: Slots in order of admission, by engine.
         listed: Slots that may be admitted, in order, by engine.
         returning_s, returning_blocks: Reclaimed memory that is on its way back, by engine.
@@ -199,6 +216,8 @@ class FleetState(NamedTuple):
     clock: Sequence[ClockRecord]
     engines: Sequence[EngineRecord]
     slots: Sequence[SlotRecord]
+    ports: Sequence[PortRecord]
+    loans: Sequence[LoanRecord]
     running: Int32[np.ndarray, "engines places"]
     listed: Int32[np.ndarray, "engines places"]
     returning_s: Float64[np.ndarray, "engines places"]

@@ -41,7 +41,7 @@ Places = Int32[np.ndarray, " places"]
 
 @compiled_part
 def linear_s(engine: EngineRecord, tokens: int) -> float:
-    """Seconds of a step of so many tokens, without attention and head."""
+    """Seconds of a step of so many tokens, without attention and head, beside no copies."""
     if engine.power == 1.0:
         return float(engine.floor_s + engine.token_s * tokens)
     power = engine.power
@@ -49,10 +49,16 @@ def linear_s(engine: EngineRecord, tokens: int) -> float:
 
 
 @compiled_part
+def slowed_s(engine: EngineRecord, spent_s: float, tokens: int) -> float:
+    """Seconds of a step that takes so many beside no copies, beside those of the moment."""
+    return float(spent_s * engine.slowdown + engine.shared_token_s * tokens)
+
+
+@compiled_part
 def extra_s(engine: EngineRecord, steps: int) -> float:
     """Seconds of the first so many steps of a run."""
     pairs = steps * engine.extra_context_tokens + engine.extra_count * (steps * (steps - 1) // 2)
-    return float(steps * engine.extra_base_s + engine.context_s * pairs)
+    return float(steps * engine.extra_base_s + engine.context_s * engine.slowdown * pairs)
 
 
 @compiled_part
@@ -64,8 +70,9 @@ def extra_planned(engine: EngineRecord, now_s: float) -> int:
     if passed_s <= 0.0:
         return 1
     # Of a s + b s^2 = passed, the root.
-    curve = 0.5 * engine.context_s * engine.extra_count
-    slope = engine.extra_base_s + engine.context_s * engine.extra_context_tokens - curve
+    context_s = engine.context_s * engine.slowdown
+    curve = 0.5 * context_s * engine.extra_count
+    slope = engine.extra_base_s + context_s * engine.extra_context_tokens - curve
     if curve * passed_s > 1e-12 * slope * slope:
         steps = int((sqrt(slope * slope + 4.0 * curve * passed_s) - slope) / (2.0 * curve))
     else:
@@ -95,6 +102,7 @@ def settle(engine: EngineRecord, running: Places, slots: Slots, now_s: float) ->
         return
     engine.busy_s += extra_s(engine, steps)
     engine.step_count += steps
+    engine.token_count += steps * engine.extra_count
     engine.elapsed_steps += steps
     engine.backlog_tokens = max(0, engine.backlog_tokens - steps * engine.token_budget)
     for place in range(engine.running_count):
@@ -275,10 +283,15 @@ def _launch(  # noqa: C901 - one walk over the batch
     spent_s += engine.chunk_context_s * reads + engine.pair_s * pairs
     if sampled:
         spent_s += engine.head_s
+    spent_s = slowed_s(engine, spent_s, tokens)
     had_copies = engine.copy_tokens > 0
     if had_copies and engine.has_store:
-        spent_s = max(spent_s, engine.copy_tokens * engine.kv_bytes / engine.store_bytes_per_s)
+        copied = engine.copy_tokens * engine.kv_bytes
+        spent_s += copied * engine.store_lost_s
+        spent_s = max(spent_s, copied / engine.store_bytes_per_s)
+        engine.copied_tokens += engine.copy_tokens
         engine.copy_tokens = 0
+    engine.token_count += tokens
     start_s = max(now_s, engine.end_s)
     engine.previous_end_s = start_s
     engine.end_s = start_s + spent_s
@@ -326,7 +339,8 @@ def _run_on(engine: EngineRecord, running: Places, slots: Slots, now_s: float) -
     engine.extra_steps = low
     engine.extra_count = engine.running_count
     engine.extra_context_tokens = context
-    engine.extra_base_s = linear_s(engine, engine.running_count) + engine.head_s
+    base_s = linear_s(engine, engine.running_count) + engine.head_s
+    engine.extra_base_s = slowed_s(engine, base_s, engine.running_count)
     engine.extra_plan_s = max(now_s, engine.previous_end_s)
     engine.extra_start_s = engine.end_s
     engine.previous_end_s = engine.extra_start_s + extra_s(engine, low - 1)

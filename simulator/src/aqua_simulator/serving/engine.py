@@ -79,6 +79,9 @@ class Engine:
         finished: Served requests, in order of their last token.
         busy_s: Time in which a step was running.
         copy_s: Time that steps took longer because of copies.
+        slowdown, shared_token_s: Factor on the time of a step, and seconds longer for each of its
+            tokens, because of what others copy beside it.
+        copied_tokens, token_count: Copied to and from the store, and computed.
     """
 
     name: str
@@ -93,6 +96,10 @@ class Engine:
     step_count: int = 0
     preemption_count: int = 0
     copy_s: float = 0.0
+    slowdown: float = 1.0
+    shared_token_s: float = 0.0
+    copied_tokens: int = 0
+    token_count: int = 0
     _names: set[str] = field(default_factory=set, repr=False)
     _incoming: deque[Job] = field(default_factory=deque, repr=False)
     _waiting: dict[str, Job] = field(default_factory=dict, repr=False)
@@ -306,13 +313,16 @@ class Engine:
                 sampled.append((job, job.emitted_tokens))
             self.memory.publish_prefix(job)
         batch = ScheduledBatch(tuple(chunks), decoding, context, len(sampled))
-        spent = self.time_of(batch)
+        spent = self.time_of(batch) * self.slowdown + self.shared_token_s * batch.tokens
+        self.token_count += batch.tokens
         if self._copy_tokens and self.store is not None:
             copied = self._copy_tokens * self.settings.kv_bytes_per_token
             copy_s = copied / self.store.link_bytes_per_s
-            with_copy = max(spent, copy_s) if self.store.is_overlapped else spent + copy_s
+            beside_copy = spent + copied * self.store.lost_s_per_byte
+            with_copy = max(beside_copy, copy_s) if self.store.is_overlapped else spent + copy_s
             self.copy_s += with_copy - spent
             spent = with_copy
+            self.copied_tokens += self._copy_tokens
             self._copy_tokens = 0
         start = max(self.now_s, self._in_flight[-1].end_s if self._in_flight else self.now_s)
         self.busy_s += spent

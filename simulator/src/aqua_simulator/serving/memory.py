@@ -202,6 +202,7 @@ class PageStore:
         location: As the policy is told.
         is_overlapped: Whether a step lasts as long as the longer of copies and computation; else
             the copies come on top.
+        lost_s_per_byte: By how much a step is longer for each byte copied beside it.
         peak_tokens: The most it has held.
     """
 
@@ -214,6 +215,7 @@ class PageStore:
     paged_out_tokens: int = 0
     paged_in_tokens: int = 0
     peak_tokens: int = 0
+    lost_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.link_bytes_per_s <= 0:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isnan
 from typing import Any, Final
 
 import numpy as np
 
-from aqua_simulator.serving.request import Served, summary
+from aqua_simulator.serving.request import summary_of
 from aqua_simulator.whatif.cluster import Cluster, InputFinding
 from aqua_simulator.whatif.jobs import (
     CapacityJob,
@@ -29,18 +28,21 @@ from aqua_simulator.whatif.jobs import (
     run_all,
     targets,
 )
-from aqua_simulator.whatif.online import Assumptions, OnlineResult
+from aqua_simulator.whatif.links import LinkUse
+from aqua_simulator.whatif.members import Assumptions
+from aqua_simulator.whatif.online import OnlineResult
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.report import (
     LATENCIES,
     NUMBERS,
     CheckRow,
+    ContentionRow,
     Interval,
     SavingsReport,
     ScenarioResult,
     SensitivityRow,
 )
-from aqua_simulator.whatif.step_times import fitted, is_fitted_to
+from aqua_simulator.whatif.step_times import FITTED_EVERY, fitted
 
 SHORT_SHARE: Final = 0.95
 """Of an engine's KV memory in use, from which it counts as short. It cannot be doubled."""
@@ -71,8 +73,9 @@ class Scenario:
         return OnlineJob(seed, self.is_harvesting, self.is_fair, self.is_replaced, assumed)
 
     def gaps(self, seed: int, model: str, assumed: Assumptions) -> GapJob:
-        """Its samples with offline work, on which lenders' reserves have no bearing."""
-        assumed = replace(assumed, reserve_share=Assumptions().reserve_share)
+        """Its samples with offline work, on which lenders' reserves and links have no bearing."""
+        plain = Assumptions()
+        assumed = replace(assumed, reserve_share=plain.reserve_share, contention=plain.contention)
         return GapJob(seed, model, self.is_harvesting, self.is_fair, self.is_blended, assumed)
 
 
@@ -87,6 +90,10 @@ SCENARIOS: Final = (
     TOGETHER,
     replace(TOGETHER, name="together, placed anew", is_replaced=True),
 )
+PAGING: Final = tuple(each for each in SCENARIOS if each.is_harvesting or each.is_fair)
+"""Those in which copies meet."""
+
+NO_CONTENTION: Final = Assumptions(contention=0.0)
 
 Sensitivity = tuple[str, Assumptions, Assumptions]
 
@@ -101,6 +108,7 @@ SENSITIVITIES: Final[tuple[Sensitivity, ...]] = (
         Assumptions(reserve_share=0.05),
         Assumptions(reserve_share=0.2),
     ),
+    ("what copies cost kernels, none and twice", NO_CONTENTION, Assumptions(contention=2.0)),
 )
 
 
@@ -126,7 +134,10 @@ def ask(  # noqa: PLR0913 - a question is that wide
         is_exact: Plan every step by itself, as `jobs.SimulationInput` says.
         on_progress: Told the share that is done, and what is being done.
     """
+    cluster = cluster.without(day.unknown)
     on_progress(0.0, "fitting step times")
+    if cluster.interference is None:
+        sensitivities = [each for each in sensitivities if each[1] != NO_CONTENTION]
     times = fitted(day.loads, cluster.engines)
     background = SimulationInput(
         cluster, day, times, sample_count=sample_count, sample_s=sample_s, is_exact=is_exact
@@ -159,6 +170,8 @@ def _jobs(
     """Everything to simulate, each once."""
     wanted: dict[Job, None] = {}
     plain, models = Assumptions(), list(background.cluster.engines)
+    if background.cluster.interference is not None:
+        wanted.update((each.online(0, NO_CONTENTION), None) for each in PAGING)
     for seed in range(seeds + 1):
         for scenario in SCENARIOS:
             wanted[scenario.online(seed, plain)] = None
@@ -194,7 +207,7 @@ def _answer(
 
     remarks = [
         f"Latencies and savings are of {hours:.2f} recorded hours; money is scaled to 24.",
-        "Copies take no bandwidth from producers here; `aqua sim paper aqua-figure10` has it.",
+        _contention_remark(cluster),
         "Fewer GPUs and offline work are alternatives: money counts the larger one.",
     ]
     if not cluster.listed.gpu_hour:
@@ -245,7 +258,47 @@ def _answer(
         _swings(background, results, sensitivities),
         remarks,
         {name: _rates(load, day.span_s) for name, load in day.loads.items()},
+        None if cluster.interference is None else cluster.interference.source,
+        _contention(background, results),
     )
+
+
+def _contention_remark(cluster: Cluster) -> str:
+    if cluster.interference is None:
+        return "Contention is left out: copies take nothing from kernels, collectives and others."
+    return f"Copies beside kernels: {cluster.interference.source}."
+
+
+def _contention(background: SimulationInput, results: dict[Job, Any]) -> list[ContentionRow]:
+    """What sharing links and memory costs, on the recorded day."""
+    rows = []
+    if background.cluster.interference is None:
+        return []
+    for scenario in PAGING:
+        day: OnlineResult = results[scenario.online(0, Assumptions())]
+        free: OnlineResult = results[scenario.online(0, NO_CONTENTION)]
+        for name in dict.fromkeys([*day.by_model, *day.links]):
+            use = day.links.get(name, LinkUse(0.0, 1.0, 1.0))
+            longer = [
+                _longer(free.by_model.get(name, {}).get(key), day.by_model.get(name, {}).get(key))
+                for key in ("ttft_p99_s", "tpot_mean_s")
+            ]
+            rows.append(
+                ContentionRow(
+                    scenario.name,
+                    name,
+                    use.copying_share * 100.0,
+                    (use.slowdown - 1.0) * 100.0,
+                    (use.worst_slowdown - 1.0) * 100.0,
+                    *longer,
+                )
+            )
+    return rows
+
+
+def _longer(before: float | None, after: float | None) -> float | None:
+    """By how many percent; None where there is nothing to compare."""
+    return (after / before - 1.0) * 100.0 if before and after else None
 
 
 def _rates(load: ModelLoad, span_s: float) -> list[float]:
@@ -356,21 +409,22 @@ def _checks(background: SimulationInput) -> list[CheckRow]:
 
 def _observed(load: ModelLoad) -> dict[str, Any]:
     """Latencies of the recorded requests that nothing was fitted to."""
-    served = [
-        Served(str(index), arrival, first, first, last, prompt, output, 0)
-        for index, (arrival, first, last, prompt, output) in enumerate(
-            zip(
-                load.arrival_s.tolist(),
-                load.first_s.tolist(),
-                load.last_s.tolist(),
-                load.prompt_tokens.tolist(),
-                load.output_tokens.tolist(),
-                strict=True,
-            )
-        )
-        if not isnan(last) and not is_fitted_to(index)
-    ]
-    return summary(served) if served else {}
+    chosen = np.flatnonzero(~np.isnan(load.last_s))
+    chosen = chosen[chosen % FITTED_EVERY != 0]
+    if not len(chosen):
+        return {}
+    seen = load.known(chosen)
+    steps = seen.output_tokens - 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot_s = np.where(steps > 0, (seen.last_s - seen.first_s) / steps, np.nan)
+    return summary_of(
+        seen.arrival_s,
+        seen.last_s,
+        seen.first_s - seen.arrival_s,
+        tpot_s,
+        prompt_tokens=int(seen.prompt_tokens.sum()),
+        output_tokens=int(seen.output_tokens.sum()),
+    )
 
 
 def _swings(

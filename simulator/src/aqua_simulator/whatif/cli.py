@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from aqua_cli import Json, print_json, print_table, progress, say
 from aqua_protocol.errors import ConfigError
 
 if TYPE_CHECKING:
+    from aqua_simulator.whatif.cluster import Cluster, InputFinding
     from aqua_simulator.whatif.report import SavingsReport
 
 
@@ -69,6 +71,17 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     sensitivity: Annotated[
         bool, typer.Option(help="Find out which assumption matters most; half of the time.")
     ] = True,
+    contention: Annotated[
+        bool,
+        typer.Option(help="Copies, collectives and kernels share links and memory bandwidth."),
+    ] = True,
+    interference: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured curve, CSV: copy_share (of memory bandwidth), slowdown of kernels; "
+            "default: what copies leave of the bandwidth."
+        ),
+    ] = None,
     exact: Annotated[
         bool, typer.Option(help="Plan every step by itself: hours for what takes minutes.")
     ] = False,
@@ -86,21 +99,23 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
     harvesting, fair slices, co-serving and blended batches, each alone and together. Input that is
     not as it should be is named, and left out.
     """
+    from aqua_simulator.timing.contention import read_interference
     from aqua_simulator.whatif.answer import SENSITIVITIES, ask
-    from aqua_simulator.whatif.cluster import read_cluster, read_plan
     from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
     from aqua_simulator.whatif.recorded_day import read_day
 
     if silence not in {"unknown", "idle"}:
         raise ConfigError(f"a silence cannot be {silence!r}", remedy="unknown or idle.")
-    if cluster_path is not None:
-        cluster, findings = read_cluster(cluster_path)
-        if plan is not None:
-            cluster, findings = read_plan(plan, gpu=gpu, listed=cluster.listed)
-    elif plan is not None:
-        cluster, findings = read_plan(plan, gpu=gpu)
-    else:
-        raise ConfigError("no cluster is given", remedy="Give --cluster FILE or --plan FILE.")
+    if interference is not None and not contention:
+        raise ConfigError(
+            "a curve without contention is of no use",
+            remedy="Leave out --interference or --no-contention.",
+        )
+    cluster, findings = _cluster(cluster_path, plan, gpu)
+    if interference is not None:
+        cluster = replace(cluster, interference=read_interference(interference))
+    elif not contention:
+        cluster = replace(cluster, interference=None)
     if bool(traces) == bool(prometheus):
         raise ConfigError(
             "give one recording", remedy="Give traces as CSV files, or --prometheus URL."
@@ -139,9 +154,33 @@ def whatif(  # noqa: PLR0917 - Typer hands options over by name
         print_answer(answer)
 
 
+def _cluster(
+    listed: Path | None, plan: Path | None, gpu: str | None
+) -> tuple[Cluster, list[InputFinding]]:
+    """The cluster of a list, of a plan, or of both."""
+    from aqua_simulator.whatif.cluster import read_cluster, read_plan
+
+    if listed is not None:
+        cluster, findings = read_cluster(listed)
+        if plan is None:
+            return cluster, findings
+        # What the list has wrong was told when it was read.
+        planned, _ = read_plan(plan, gpu=gpu, listed=cluster.listed)
+        return planned, findings
+    if plan is None:
+        raise ConfigError("no cluster is given", remedy="Give --cluster FILE or --plan FILE.")
+    return read_plan(plan, gpu=gpu)
+
+
 def print_answer(answer: SavingsReport) -> None:
     """The answer as tables, the twin's errors first."""
-    from aqua_simulator.whatif.report import LATENCIES, NUMBERS, interval_text
+    from aqua_simulator.whatif.report import (
+        CONTENTION_COLUMNS,
+        LATENCIES,
+        NUMBERS,
+        contention_rows,
+        interval_text,
+    )
 
     if answer.checks:
         print_table(
@@ -188,6 +227,12 @@ def print_answer(answer: SavingsReport) -> None:
             for found in [each.latencies[model]]
         ],
     )
+    if answer.contention:
+        print_table(
+            "What sharing links and memory costs, on the recorded day",
+            CONTENTION_COLUMNS,
+            contention_rows(answer),
+        )
     if answer.swings:
         _print_swings(answer)
     for remark in answer.remarks:

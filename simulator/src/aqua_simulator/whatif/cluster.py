@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -25,6 +26,7 @@ from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_protocol.plan import Plan
 from aqua_simulator.serving.recordings import catalogued, decoder_called
 from aqua_simulator.serving.setup import WORKSPACE_BYTES
+from aqua_simulator.timing.contention import FAIR_SHARE, Interference
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a KV block, vLLM's default. Doubled, memory is reckoned in coarser pieces."""
@@ -62,6 +64,9 @@ class DeployedModel(_Document):
     )
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    copy_weight: Positive = Field(
+        default=1.0, description="Guarantees its share of a producer that several borrow from."
+    )
     slo: LatencyTarget = Field(
         default_factory=LatencyTarget, description="Default: what users get without Aqua."
     )
@@ -97,6 +102,9 @@ class DeploymentList(_Document):
     version: Literal[1] = 1
     models: list[DeployedModel] = Field(min_length=1, max_length=1024)
     lenders: list[SpareGpu] = Field(default_factory=list, max_length=1024)
+    consumers_per_producer: Count = Field(
+        default=1, description="Of one lending GPU or engine, at most; each of its GPUs counts."
+    )
     links: LinkRates = Field(default_factory=LinkRates)
     host_gb: float = Field(default=64.0, ge=0.0, description="Host memory of an engine for KV.")
     offline: OfflineWork = Field(default_factory=OfflineWork)
@@ -136,15 +144,23 @@ class Cluster:
     Attributes:
         engines: The shape of each model's engines, by the model's name.
         pairs: Matches of a plan, consumer and producer by name; None matches by server.
+        interference: What copies cost kernels, where they share links and memory; None: they do
+            not, each copy has its link and no kernel is slower.
     """
 
     listed: DeploymentList
     engines: dict[str, EngineShape]
     pairs: tuple[tuple[str, str], ...] | None = None
+    interference: Interference | None = FAIR_SHARE
 
     def gpu_count(self, name: str) -> int:
         """GPUs of a model."""
         return self.engines[name].deployed.replicas * self.engines[name].deployed.tp
+
+    def without(self, names: Collection[str]) -> Cluster:
+        """The cluster without some of its models."""
+        engines = {name: shape for name, shape in self.engines.items() if name not in names}
+        return replace(self, engines=engines)
 
     def price(self, name: str) -> float:
         """What an hour of that model's kind of GPU costs; 0 where no price is given."""
@@ -152,12 +168,14 @@ class Cluster:
 
     def link_bytes_per_s(self, name: str, *, is_peer: bool) -> float:
         """Rate of one GPU's link to its peers or to the host."""
-        shape, links = self.engines[name], self.listed.links
+        return self.gpu_bytes_per_s(self.engines[name].gpu, is_peer=is_peer)
+
+    def gpu_bytes_per_s(self, gpu: GpuModel, *, is_peer: bool) -> float:
+        """The same of any GPU."""
+        links = self.listed.links
         if is_peer:
-            return (
-                links.peer_gb_per_s * 1e9 if links.peer_gb_per_s else shape.gpu.nvlink_bytes_per_s
-            )
-        return links.host_gb_per_s * 1e9 if links.host_gb_per_s else shape.gpu.pcie_bytes_per_s
+            return links.peer_gb_per_s * 1e9 if links.peer_gb_per_s else gpu.nvlink_bytes_per_s
+        return links.host_gb_per_s * 1e9 if links.host_gb_per_s else gpu.pcie_bytes_per_s
 
 
 def read_cluster(path: Path) -> tuple[Cluster, list[InputFinding]]:
@@ -206,12 +224,30 @@ def cluster_of(
             findings.append(InputFinding("unknown model", f"{where}: {deployed.name}", message))
     if not engines:
         raise ConfigError(f"{where}: {findings[0].message}", remedy=_FORM)
+    lenders = []
+    for lender in listed.lenders:
+        try:
+            gpu_called(lender.gpu)
+            lenders.append(lender)
+        except ConfigError as error:
+            message = f"left out: {error.message}. {error.remedy or ''}".strip()
+            findings.append(InputFinding("unknown GPU", f"{where}: {lender.name}", message))
+    listed = listed.model_copy(update={"lenders": lenders})
     return Cluster(listed, engines, pairs), findings
+
+
+def gpu_called(name: str) -> GpuModel:
+    """A GPU by a name of the catalogue, or one like it.
+
+    Raises:
+        ConfigError: No such GPU.
+    """
+    return catalogued(name) or gpu_named(name)
 
 
 def _shape(deployed: DeployedModel) -> EngineShape:
     model = decoder_called(deployed.model) or decoder_named(deployed.model)
-    gpu = catalogued(deployed.gpu) or gpu_named(deployed.gpu)
+    gpu = gpu_called(deployed.gpu)
     if deployed.kv_tokens is not None:
         blocks = deployed.kv_tokens // BLOCK_TOKENS
     else:

@@ -22,15 +22,15 @@ from aqua_simulator.fleet.state import NONE, ClockRecord, EngineRecord, FleetSta
 from aqua_simulator.serving.request import summary_of
 from aqua_simulator.timing.iteration import Chunk, ScheduledBatch
 from aqua_simulator.whatif.cluster import Cluster
-from aqua_simulator.whatif.online import (
+from aqua_simulator.whatif.links import SharedLinks
+from aqua_simulator.whatif.members import (
     Assumptions,
-    LendingTotals,
     Member,
-    OnlineResult,
-    beside_steps,
     lenders_of,
+    links_of,
     members_of,
 )
+from aqua_simulator.whatif.online import LendingTotals, OnlineResult, beside_steps
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import FITTED_EVERY, StepCoefficients
 
@@ -102,14 +102,9 @@ def serve_fleet(  # noqa: PLR0913 - as `serve_day`
     members = members_of(cluster, times, is_harvesting, is_fair, short, assumed)
     models = list(members)
     requests = merged(models, loads, assumed)
-    fleet = _fleet(members, times, requests, span_s, assumed, is_fair=is_fair)
-    until_s = STRETCH_S
-    while (state := drive(fleet, until_s)) != DONE:
-        if state == NO_SLOTS:
-            fleet = _with_more_slots(fleet)
-            continue
-        on_progress(min(1.0, until_s / span_s))
-        until_s = until_s + STRETCH_S if until_s < 2.0 * span_s else inf
+    links = links_of(cluster, members, assumed)
+    fleet = _fleet(members, times, requests, span_s, assumed, links, is_fair=is_fair)
+    fleet = _driven(fleet, span_s, on_progress)
     by_model: dict[str, dict[str, Any]] = {}
     for index, name in enumerate(models):
         mine = fleet.is_served & (fleet.model == index)
@@ -125,6 +120,7 @@ def serve_fleet(  # noqa: PLR0913 - as `serve_day`
             found, _summary(fleet, others) if others.any() else {}, times[name].front_s
         ) | {"busy_s": sum(each["busy_s"] for each in engines), "peak_kv_share": 1.0 - least}
     clock = fleet.clock[0]
+    used = links.use(float(clock.looked_s))
     lending = LendingTotals(
         float(clock.offered_gb_s),
         float(clock.used_gb_s),
@@ -134,7 +130,19 @@ def serve_fleet(  # noqa: PLR0913 - as `serve_day`
     unserved = {
         name: int(count) for name, count in zip(models, fleet.unserved_count, strict=True) if count
     }
-    return OnlineResult(by_model, lending, unserved, lenders_of(members))
+    return OnlineResult(by_model, lending, unserved, lenders_of(members), used)
+
+
+def _driven(fleet: FleetState, span_s: float, on_progress: Callable[[float], None]) -> FleetState:
+    """The fleet after the day and all of its requests."""
+    until_s = STRETCH_S
+    while (state := drive(fleet, until_s)) != DONE:
+        if state == NO_SLOTS:
+            fleet = _with_more_slots(fleet)
+            continue
+        on_progress(min(1.0, until_s / span_s))
+        until_s = until_s + STRETCH_S if until_s < 2.0 * span_s else inf
+    return fleet
 
 
 def _summary(fleet: FleetState, chosen: np.ndarray) -> dict[str, Any]:
@@ -178,12 +186,12 @@ def _fleet(
     requests: Requests,
     span_s: float,
     assumed: Assumptions,
+    links: SharedLinks,
     *,
     is_fair: bool,
 ) -> FleetState:
     """All engines before their first request, with who lends to whom."""
     everyone = [each for mine in members.values() for each in mine]
-    place = {id(each): index for index, each in enumerate(everyone)}
     engines = cast("Any", records(EngineRecord, len(everyone)))
     for index, member in enumerate(everyone):
         model = list(members).index(member.model)
@@ -192,27 +200,26 @@ def _fleet(
         fields = {**_engine_fields(member), **asdict(law), "model": model, "is_fair": is_fair}
         for name, value in fields.items():
             engines[index][name] = value
-        engines[index]["consumer"] = place[id(member.consumers[0])] if member.consumers else NONE
-    for member in everyone:
-        before = NONE
-        for producer in reversed(member.producers):
-            engines[place[id(producer)]]["next_producer"] = before
-            before = place[id(producer)]
-        engines[place[id(member)]]["first_producer"] = before
     widest = int(engines["max_running"].max())
     router = [
-        place[id(each)]
+        each.place
         for mine in members.values()
         for each in sorted(mine, key=lambda one: one.engine.name)
     ]
     slots = cast("Any", records(SlotRecord, FIRST_SLOTS))
     _chain(slots, 0, NONE)
     count, asked = len(everyone), len(requests.arrival_s)
-    clock = record(ClockRecord(span_s, assumed.reserve_share, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0))
+    clock = record(
+        ClockRecord(
+            span_s, assumed.reserve_share, int(links.is_on), 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0
+        )
+    )
     return FleetState(
         clock=clock,
         engines=engines,
         slots=slots,
+        ports=links.ports,
+        loans=links.loans,
         running=np.zeros((count, widest + 1), np.int32),
         listed=np.zeros((count, widest + 1), np.int32),
         returning_s=np.zeros((count, RETURNS)),
@@ -243,7 +250,7 @@ def _engine_fields(member: Member) -> dict[str, float]:
     none = ("first_prompt", "last_prompt", "first_decode", "last_decode", "first_left")
     store = engine.store
     return {
-        **dict.fromkeys((*none, "last_left", "first_producer", "next_producer"), NONE),
+        **dict.fromkeys((*none, "last_left"), NONE),
         "max_tokens": tokens,
         "max_running": settings.max_num_seqs,
         "block_count": blocks,
@@ -255,7 +262,12 @@ def _engine_fields(member: Member) -> dict[str, float]:
         "store_tokens": 0 if store is None else store.capacity_tokens,
         "store_bytes_per_s": 1.0 if store is None else store.link_bytes_per_s,
         "is_producer": member.is_producer,
-        "has_peers": bool(member.producers or member.static_bytes),
+        "slowdown": 1.0,
+        "peer_share": member.peer_share,
+        "lost_peer_s": member.lost_s_per_byte[0],
+        "lost_host_s": member.lost_s_per_byte[1],
+        "store_lost_s": 0.0 if store is None else store.lost_s_per_byte,
+        "has_peers": member.is_consumer,
         "static_bytes": member.static_bytes,
         "rate_peer": member.rates[0],
         "rate_host": member.rates[1],

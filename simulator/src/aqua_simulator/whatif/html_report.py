@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Final
 from aqua_cli.figures import AMBER, BLUE, figure
 from aqua_cli.files import write_text
 from aqua_simulator.whatif.report import (
+    CONTENTION_COLUMNS,
     LATENCIES,
     NUMBERS,
     Interval,
     SavingsReport,
+    contention_rows,
     interval_text,
 )
 
@@ -99,6 +101,12 @@ def write_report(path: Path, report: SavingsReport) -> None:
             ],
         ),
     ]
+    if report.contention:
+        sections += [
+            "<h2>What sharing links and memory costs</h2>",
+            f"<p>On the recorded day. Beside kernels: {escape(report.interference or '')}.</p>",
+            _table(CONTENTION_COLUMNS, contention_rows(report)),
+        ]
     if report.swings:
         sections += [
             "<h2>Which assumption matters most</h2>",

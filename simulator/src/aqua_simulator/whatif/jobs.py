@@ -14,13 +14,14 @@ from typing import Any, Final
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import Cluster
 from aqua_simulator.whatif.fleet_day import serve_fleet
+from aqua_simulator.whatif.members import Assumptions
 from aqua_simulator.whatif.offline import (
     CoServingSample,
     blended_gain,
     dedicated_tokens_per_s,
     fill_gaps,
 )
-from aqua_simulator.whatif.online import Assumptions, OnlineResult, serve_day
+from aqua_simulator.whatif.online import OnlineResult, serve_day
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
 
@@ -238,7 +239,7 @@ def keeps_targets(background: SimulationInput, model: str, day: OnlineResult) ->
     """Whether 99 of 100 requests were within both."""
     ttft_s, tpot_s = targets(background, model)
     seen = day.by_model[model]
-    # A drawn day may have no request of a model; nobody waits then.
+    # A drawn day may lack requests of a model: there is no latency then, and no target is missed.
     return (
         not day.unserved.get(model)
         and (seen.get("ttft_p99_s") or 0.0) <= ttft_s

@@ -4,29 +4,32 @@ The engines are those of `serving.engine` behind their routers, under a fair pol
 Harvesting gives each consumer a store in the memory that its producers lend at the moment, and in
 host memory beyond; fair slices without harvesting page to host memory.
 
-Who lends: engines whose memory was never short without Aqua, and GPUs of the deployment list that
-have memory to spare. Who borrows: the others. Pairs are a plan's matches, or by server, the largest
-spare to the largest need. A producer lends what is free above a reserve once nothing has waited for
-a while, and takes memory back when requests wait or the reserve is used up, after the consumer has
-moved what it holds (Aqua sections 4.1 and 6; the rule of `aqualib` in short, looked at once a
-second).
+A producer lends what is free above a reserve once nothing has waited for a while, and takes memory
+back when requests wait or the reserve is used up, after the consumer has moved what it holds (Aqua
+sections 4.1 and 6; the rule of `aqualib` in short, looked at once a second).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
 import numpy as np
 
-from aqua_schedulers.cfs import PagingTier, PolicyName, policy_named
-from aqua_simulator.serving.engine import Engine, EngineSettings
-from aqua_simulator.serving.memory import PagedMemory, PageStore
+from aqua_simulator.fleet.links import contend
 from aqua_simulator.serving.request import Arrival, summary
-from aqua_simulator.whatif.cluster import BLOCK_TOKENS, Cluster, EngineShape
+from aqua_simulator.whatif.cluster import Cluster
+from aqua_simulator.whatif.links import LinkUse, SharedLinks
+from aqua_simulator.whatif.members import (
+    Assumptions,
+    Member,
+    lenders_of,
+    links_of,
+    members_of,
+)
 from aqua_simulator.whatif.step_times import StepCoefficients, is_fitted_to
 
 LOOK_S: Final = 1.0
@@ -35,10 +38,6 @@ LOOK_S: Final = 1.0
 CALM_S: Final = 10.0
 """Seconds without a waiting request before memory is lent: aqualib's default. Doubled, memory is
 lent that much later after each burst."""
-
-RESERVE_SHARE: Final = 0.1
-"""Of a producer's KV memory, kept free beside loans; by judgement, and among the sensitivities.
-Doubled, less is lent and less is taken back."""
 
 WAITING_MARGIN: Final = 2
 """Requests that wait for more than which memory is taken back. Doubled, it is taken back later."""
@@ -49,26 +48,6 @@ SLAB_BYTES: Final = 64 * 2**20
 RECLAIM_LOOKS: Final = 1.0
 """Looks until a reclaim without copies is over: the consumer acknowledges within one. Doubled,
 memory is back a second later."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assumptions:
-    """What is assumed beside the recording; a sensitivity changes one at a time.
-
-    Attributes:
-        load, outputs: Factors on the rate and the output lengths.
-        link: Factor on the rates of links.
-        memory: Factor on the KV memory of engines.
-        speed: Factor on the speed of steps.
-        reserve_share: As `RESERVE_SHARE`.
-    """
-
-    load: float = 1.0
-    outputs: float = 1.0
-    link: float = 1.0
-    memory: float = 1.0
-    speed: float = 1.0
-    reserve_share: float = RESERVE_SHARE
 
 
 @dataclass(slots=True)
@@ -96,56 +75,14 @@ class OnlineResult:
             `peak_kv_share` of the fullest one.
         unserved: Requests that can never fit, by model.
         producers: Models that lent.
+        links: What links saw, by model and lender; nothing without contention.
     """
 
     by_model: dict[str, dict[str, Any]]
     lending: LendingTotals
     unserved: dict[str, int] = field(default_factory=dict)
     producers: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """An engine with what it lends and from whom it borrows."""
-
-    model: str
-    shape: EngineShape
-    engine: Engine
-    is_producer: bool = False
-    lent_blocks: int = 0
-    returning: list[tuple[float, int]] = field(default_factory=list)
-    calm_since_s: float = 0.0
-    consumers: list[Member] = field(default_factory=list)
-    producers: list[Member] = field(default_factory=list)
-    static_bytes: float = 0.0
-    rates: tuple[float, float] = (0.0, 0.0)
-    host_tokens: int = 0
-    least_free: int = 0
-
-    @property
-    def block_bytes(self) -> int:
-        """A block's keys and values."""
-        return BLOCK_TOKENS * self.shape.model.kv_bytes_per_token
-
-    @property
-    def peer_bytes(self) -> float:
-        """What it may have of its producers now."""
-        lent = (
-            each.lent_blocks * each.block_bytes / len(each.consumers) for each in self.producers
-        )
-        return self.static_bytes + sum(lent)
-
-    def follow_producers(self) -> None:
-        """Give its store the size and the rate of the moment."""
-        store = self.engine.store
-        if store is None:
-            return
-        peer = int(self.peer_bytes // self.shape.model.kv_bytes_per_token)
-        at_peer = min(store.used_tokens, peer)
-        store.capacity_tokens = max(store.used_tokens, peer + self.host_tokens)
-        share = at_peer / store.used_tokens if store.used_tokens else float(peer > 0)
-        store.link_bytes_per_s = 1.0 / (share / self.rates[0] + (1.0 - share) / self.rates[1])
-        store.location = PagingTier.PEER if peer else PagingTier.HOST
+    links: dict[str, LinkUse] = field(default_factory=dict)
 
 
 def serve_day(
@@ -157,7 +94,7 @@ def serve_day(
     is_harvesting: bool = False,
     is_fair: bool = False,
     short: Sequence[str] = (),
-    assumed: Assumptions = Assumptions(),
+    assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
 ) -> OnlineResult:
     """Serve the requests of all models.
 
@@ -169,7 +106,7 @@ def serve_day(
     """
     span_s /= assumed.load
     members = members_of(cluster, times, is_harvesting, is_fair, short, assumed)
-    clock = _Clock(members, span_s, assumed)
+    clock = _Clock(members, span_s, assumed, links_of(cluster, members, assumed))
     clock.drive(requests)
     by_model: dict[str, dict[str, Any]] = {}
     for name, mine in members.items():
@@ -182,7 +119,8 @@ def serve_day(
         by_model[name] = beside_steps(
             summary(served), summary(others) if others else {}, times[name].front_s
         ) | {"busy_s": sum(each.engine.busy_s for each in mine), "peak_kv_share": 1.0 - least}
-    return OnlineResult(by_model, clock.lending, clock.unserved, lenders_of(members))
+    used = clock.links.use(clock.looked_s)
+    return OnlineResult(by_model, clock.lending, clock.unserved, lenders_of(members), used)
 
 
 def beside_steps(found: dict[str, Any], unfitted: dict[str, Any], front_s: float) -> dict[str, Any]:
@@ -197,105 +135,6 @@ def beside_steps(found: dict[str, Any], unfitted: dict[str, Any], front_s: float
     return found | {"unfitted": unfitted}
 
 
-def lenders_of(members: Mapping[str, Sequence[Member]]) -> tuple[str, ...]:
-    """Models whose engines lend."""
-    return tuple(name for name, mine in members.items() if any(one.is_producer for one in mine))
-
-
-def members_of(
-    cluster: Cluster,
-    times: Mapping[str, StepCoefficients],
-    is_harvesting: bool,  # noqa: FBT001 - both are the caller's words
-    is_fair: bool,  # noqa: FBT001
-    short: Sequence[str],
-    assumed: Assumptions,
-) -> dict[str, list[Member]]:
-    """All engines by model, before the first request, with who lends to whom."""
-    members: dict[str, list[Member]] = {}
-    for name, shape in cluster.engines.items():
-        coefficients = times[name]
-        members[name] = [
-            _member(cluster, name, index, shape, coefficients, is_harvesting, is_fair, assumed)
-            for index in range(shape.deployed.replicas)
-        ]
-    if is_harvesting:
-        _match(cluster, members, short)
-    return members
-
-
-def _member(
-    cluster: Cluster,
-    name: str,
-    index: int,
-    shape: EngineShape,
-    coefficients: StepCoefficients,
-    is_harvesting: bool,  # noqa: FBT001 - private
-    is_fair: bool,  # noqa: FBT001
-    assumed: Assumptions,
-) -> Member:
-    deployed, kv = shape.deployed, shape.model.kv_bytes_per_token
-    rates = tuple(
-        assumed.link * deployed.tp * cluster.link_bytes_per_s(name, is_peer=is_peer)
-        for is_peer in (True, False)
-    )
-    host_tokens = int(cluster.listed.host_gb * 1e9 // kv)
-    store = None
-    if is_harvesting or is_fair:
-        store = PageStore(name, host_tokens, rates[1], location=PagingTier.HOST)
-    times = replace(coefficients, speed=coefficients.speed * assumed.speed)
-    engine = Engine(
-        f"{name}-{index}",
-        EngineSettings(
-            deployed.max_num_batched_tokens, deployed.max_num_seqs, kv_bytes_per_token=kv
-        ),
-        times.iteration_time(shape),
-        PagedMemory(max(1, int(shape.block_count * assumed.memory)), BLOCK_TOKENS),
-        store,
-        policy_named(PolicyName.best() if is_fair else PolicyName.FCFS),
-    )
-    peer, host = rates
-    return Member(
-        name,
-        shape,
-        engine,
-        rates=(peer or host, host),
-        host_tokens=host_tokens,
-        least_free=engine.memory.free_count,
-    )
-
-
-def _match(cluster: Cluster, members: Mapping[str, Sequence[Member]], short: Sequence[str]) -> None:
-    """Give each consumer its producers: a plan's, or those of its server."""
-    lenders = [each for each in cluster.listed.lenders for _ in range(each.count)]
-    free = [each for name in members if name not in short for each in members[name]]
-    free.sort(key=lambda each: (-each.shape.kv_bytes, each.engine.name))
-    spare = sorted(lenders, key=lambda each: (-each.spare_gb, each.name))
-
-    def may(consumer: Member, producer: str, server: str) -> bool:
-        if cluster.pairs is not None:
-            return (consumer.model, producer) in cluster.pairs
-        return consumer.shape.deployed.server == server
-
-    for consumer in [each for name in members if name in short for each in members[name]]:
-        # A shard lends to one consumer, and each shard of a consumer wants one of its own.
-        for _shard in range(consumer.shape.deployed.tp):
-            lender = next((one for one in spare if may(consumer, one.name, one.server)), None)
-            producer = next(
-                (one for one in free if may(consumer, one.model, one.shape.deployed.server)), None
-            )
-            if lender is not None and (
-                producer is None or lender.spare_gb * 1e9 >= producer.shape.kv_bytes
-            ):
-                spare.remove(lender)
-                consumer.static_bytes += lender.spare_gb * 1e9
-            elif producer is not None:
-                free.remove(producer)
-                producer.is_producer = True
-                producer.consumers.append(consumer)
-                consumer.producers.append(producer)
-        consumer.follow_producers()
-
-
 @dataclass(slots=True)
 class _Clock:
     """Moves all engines along one clock, and looks at their loans once a second."""
@@ -303,6 +142,7 @@ class _Clock:
     members: Mapping[str, Sequence[Member]]
     span_s: float
     assumed: Assumptions
+    links: SharedLinks
     lending: LendingTotals = field(default_factory=LendingTotals)
     unserved: dict[str, int] = field(default_factory=dict)
     looked_s: float = 0.0
@@ -379,10 +219,29 @@ class _Clock:
             for each in everyone:
                 if each.is_producer:
                     self._look(each)
+            if self.links.is_on:
+                self._contend(everyone)
             for each in everyone:
                 each.follow_producers()
         rest_s = float(np.floor((now_s - self.looked_s) / LOOK_S)) * LOOK_S
         self._integrate(everyone, rest_s)
+
+    def _contend(self, everyone: Sequence[Member]) -> None:
+        """Give copies, collectives and kernels the rates of the next second."""
+        for index, each in enumerate(everyone):
+            engine = each.engine
+            self.links.ports[index].pending_tokens += engine.token_count - each.noted_tokens
+            copied = engine.copied_tokens - each.noted_copies
+            each.noted_tokens, each.noted_copies = engine.token_count, engine.copied_tokens
+            if copied and each.is_consumer:
+                kv_bytes = each.shape.model.kv_bytes_per_token
+                self.links.note_copies(index, copied * kv_bytes * each.peer_share)
+        contend(self.links.ports, self.links.loans, LOOK_S)
+        for each, port in zip(everyone, self.links.ports, strict=False):
+            each.engine.slowdown = float(port.slowdown)
+            each.engine.shared_token_s = float(port.shared_token_s)
+            if each.is_consumer:
+                each.rates = (float(port.copy_bytes_per_s), each.rates[1])
 
     def _look(self, each: Member) -> None:
         """Lend what is free once it has been calm, take back what is missing."""
@@ -412,10 +271,10 @@ class _Clock:
         share = blocks / each.lent_blocks
         moving, host_rate = 0.0, inf
         for consumer in each.consumers:
-            held = _held_bytes(consumer)
-            lent = each.lent_blocks * each.block_bytes / len(each.consumers)
-            moving += held * share * lent / max(1.0, consumer.peer_bytes)
+            held = _held_bytes(consumer) * share * each.lent_to(consumer)
+            moving += held / max(1.0, consumer.peer_bytes)
             host_rate = min(host_rate, consumer.rates[1])
+        self.links.note_reclaim(each.place, moving)
         away_s = LOOK_S * RECLAIM_LOOKS + moving / host_rate
         each.lent_blocks -= blocks
         each.calm_since_s = now_s
@@ -433,7 +292,7 @@ class _Clock:
             inside_s = max(0.0, min(passed_s, self.span_s - self.looked_s + passed_s))
             if each.consumers:
                 self.lending.offered_gb_s += each.lent_blocks * each.block_bytes * inside_s / 1e9
-            if each.producers or each.static_bytes:
+            if each.is_consumer:
                 self.lending.offered_gb_s += each.static_bytes * inside_s / 1e9
                 self.lending.used_gb_s += _held_bytes(each) * inside_s / 1e9
 

@@ -48,6 +48,27 @@ class ScenarioResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentionRow:
+    """What sharing links and memory costs a model or a lending GPU in a scenario, in percent.
+
+    Attributes:
+        copying_percent: Of the day, when copies ran on its links.
+        kernels_percent, worst_percent: By how much its kernels took longer for what others copied,
+            a mean over the day, and in the worst second.
+        ttft_p99_percent, tpot_mean_percent: Latencies against the same day without contention; None
+            where there are none.
+    """
+
+    scenario: str
+    name: str
+    copying_percent: float
+    kernels_percent: float
+    worst_percent: float
+    ttft_p99_percent: float | None
+    tpot_mean_percent: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SensitivityRow:
     """How far one assumption moves what all parts together bring."""
 
@@ -67,6 +88,8 @@ class SavingsReport:
         swings: The assumption that matters most first.
         remarks: What the numbers cannot say.
         rates: Requests per second over the recorded day, by model.
+        interference: Where the curve is from that says what copies cost kernels; None: contention
+            was left out.
     """
 
     hours: float
@@ -80,6 +103,8 @@ class SavingsReport:
     swings: list[SensitivityRow]
     remarks: list[str] = field(default_factory=list)
     rates: dict[str, list[float]] = field(default_factory=dict)
+    interference: str | None = None
+    contention: list[ContentionRow] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
         """The answer as JSON has it."""
@@ -104,6 +129,30 @@ NUMBERS: Final[dict[str, tuple[str, str]]] = {
     "money_per_day": ("money a day", ""),
 }
 """Names of an outlook's numbers: for people, and their unit."""
+
+
+CONTENTION_COLUMNS: Final = (
+    *("", "with", "copies run, % of time", "kernels longer, %", "worst second"),
+    *("p99 TTFT, %", "mean TPOT, %"),
+)
+
+
+def contention_rows(report: SavingsReport) -> list[tuple[str, ...]]:
+    """The costs of contention as text, in `CONTENTION_COLUMNS`."""
+    return [
+        (
+            each.name,
+            each.scenario,
+            f"{each.copying_percent:.2g}",
+            f"{each.kernels_percent:.2g}",
+            f"{each.worst_percent:.2g}",
+            *(
+                "-" if value is None else f"{value:+.2f}"
+                for value in (each.ttft_p99_percent, each.tpot_mean_percent)
+            ),
+        )
+        for each in report.contention
+    ]
 
 
 def interval_text(found: Interval | None, factor: float = 1.0) -> str:
