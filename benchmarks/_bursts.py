@@ -21,18 +21,12 @@ from __future__ import annotations
 
 import csv
 import gzip
-import math
 import random
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-Arrival = tuple[float, int, int]
-"""Second, prompt tokens, output tokens."""
-
-Lengths = list[tuple[int, int]]
-"""Prompt and output tokens of requests."""
+from aqua_demo.online_load import Arrival, Lengths, busy_s, draw_lengths
 
 CALM_COUNT: Final = 25
 """Requests at the stable rate before the burst (section 9.3), and after it."""
@@ -46,16 +40,6 @@ STABLE_SHARE: Final = 2 / 3
 
 NOTICE: Final = 1.0 / 12
 """Of the burst: rates are looked at every 5 s of a minute."""
-
-
-def draw_lengths(count: int, seed: int) -> Lengths:
-    """Prompt and output tokens: log-normal with long tails, cut to what the engine holds."""
-    rng = random.Random(seed)
-
-    def draw(median: float, spread: float, low: int, high: int) -> int:
-        return round(min(high, max(low, median * math.exp(rng.gauss(0, spread)))))
-
-    return [(draw(110, 0.6, 16, 480), draw(90, 0.8, 8, 480)) for _ in range(count)]
 
 
 def steady(lengths: Lengths, rate_per_s: float, seed: int) -> list[Arrival]:
@@ -128,21 +112,7 @@ def read_trace(path: Path, most_tokens: int) -> list[Arrival]:
     return sorted((at_s - first_s, prompt, output) for at_s, prompt, output in arrivals)
 
 
-def busy_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of these was under way."""
-    total_s, until_s = 0.0, -math.inf
-    for start_s, end_s in sorted(spans):
-        total_s += max(0.0, end_s - max(start_s, until_s))
-        until_s = max(until_s, end_s)
-    return total_s
-
-
 def throughput(rows: list[dict[str, float]]) -> float:
     """Output tokens per second in which any of them was unfinished."""
     spans = [(row["arrival_s"], row["end_s"]) for row in rows]
     return sum(row["output_tokens"] for row in rows) / busy_s(spans)
-
-
-def p99(values: list[float]) -> float:
-    """The 99th percentile, interpolated."""
-    return statistics.quantiles(values, n=100, method="inclusive")[98]

@@ -21,7 +21,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any, Final
 
-from _bursts import STABLE_SHARE, Lengths, busy_s, draw_lengths, paper_burst, steady
+from _bursts import STABLE_SHARE, paper_burst, steady
+from aqua_demo.online_load import Lengths, busy_s, draw_lengths
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory, PageStore

@@ -46,17 +46,8 @@ from typing import Annotated, Any, Final, Self
 
 import typer
 
-from _bursts import (
-    CALM_COUNT,
-    STABLE_SHARE,
-    Arrival,
-    draw_lengths,
-    p99,
-    paper_burst,
-    read_trace,
-    steady,
-    throughput,
-)
+from _bursts import CALM_COUNT, STABLE_SHARE, paper_burst, read_trace, steady, throughput
+from aqua_demo.online_load import Arrival, draw_lengths, p99
 
 ENGINE: Final = Path(__file__).with_name("_burst_engine.py")
 ENGINE_PYTHON: Final = Path(__file__).resolve().parents[1] / ".venv-engine/bin/python"

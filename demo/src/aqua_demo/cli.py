@@ -1,4 +1,4 @@
-"""`aqua-demo`: the command.
+"""`aqua-demo`: the commands; by itself, the demo of lent memory.
 
 Exit status 0 means that every claim of the report holds, 1 that one does not or that the run broke
 off; the rest is as for all commands (`aqua_cli.ExitCode`). What was learned goes to
@@ -8,27 +8,37 @@ off; the rest is as for all commands (`aqua_cli.ExitCode`). What was learned goe
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from aqua_cli import ExitCode, Json, print_json, say, write_json
 from aqua_cli import main as run_app
-from aqua_protocol import TransportKind
+from aqua_protocol import ConfigError, TransportKind
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from aqua_demo.co_serving_report import CoServingReport
+    from aqua_demo.report import DemoReport
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+OutputDirectory = Annotated[
+    Path, typer.Option("--output-dir", help="Where the report, the plot and the logs go.")
+]
 
-@app.command()
+
+@app.callback(invoke_without_command=True)
 def demo(  # noqa: PLR0917 - a command has as many arguments as options
+    context: typer.Context,
     transport: Annotated[
         TransportKind | None,
         typer.Option(help="How memory is shared; the best that works here if left out."),
     ] = None,
-    output_directory: Annotated[
-        Path, typer.Option("--output-dir", help="Where the report, the plot and the logs go.")
-    ] = Path(),
+    output_directory: OutputDirectory = Path(),
     quick: Annotated[bool, typer.Option("--quick", help="Small models; half a minute.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, sampling and arrivals.")] = 0,
     checksum: Annotated[
@@ -51,11 +61,9 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     ] = False,
 ) -> None:
     """Show one process's idle memory harvested by another, taken back and lent again."""
-    # A terminal that hangs up, or a supervisor that stops us, ends the children as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    logs = output_directory / "demo-logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    if context.invoked_subcommand is not None:
+        return
+    logs = _prepare(output_directory)
     from rich.console import Console
 
     from aqua_demo.orchestration import DemoRun, Options
@@ -84,14 +92,83 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     except KeyboardInterrupt:
         say("everything is stopped")
         raise
-    report_path = output_directory / "demo-report.json"
     plot_path = output_directory / "demo-plot.png"
-    write_json(report_path, report)
     draw(story.record, plot_path, subtitle=report.caption)
+    shown = report.model_dump(mode="json", exclude={"timeline"})
+    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+
+
+@app.command("co-serving")
+def co_serving(
+    output_directory: OutputDirectory = Path(),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smaller model, fewer requests.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, arrivals and prompts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show a real vLLM that serves people in bursts, and an offline file in the gaps.
+
+    Four vLLM engines run by turns, so that all meet the same machine: two with the online requests
+    alone (how far these are apart is the noise), one with the offline file alone, and the one that
+    co-serves. It shows that every answer equals stock vLLM's while offline requests give their
+    memory up for online ones, and tells TTFT, TPOT and the share of the gaps that was filled. It
+    needs vLLM beside Aqua (in a checkout: `make demo-coserve`) and takes about ten minutes on two
+    idle cores, a third of it with --quick; what is seen on a GPU, a CPU cannot say.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "this demo runs vLLM, which is not installed here",
+            remedy="In a checkout, `make demo-coserve` makes an environment with one for CPUs;"
+            " elsewhere install Aqua's demo beside your vLLM.",
+        )
+    logs = _prepare(output_directory)
+    from rich.console import Console
+
+    from aqua_demo.co_serving import CoServingRun
+    from aqua_demo.co_serving_plot import draw
+    from aqua_demo.co_serving_view import CoServingView, summary
+
+    console = Console(stderr=True, quiet=as_json)
+    try:
+        with CoServingView(console) as view:
+            story = CoServingRun("quick" if quick else "full", seed, logs, view)
+            report = story.run()
+    except KeyboardInterrupt:
+        say("everything is stopped")
+        raise
+    plot_path = output_directory / "demo-plot.png"
+    draw(story.runs, plot_path, subtitle=report.caption)
+    shown = report.model_dump(mode="json")
+    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+
+
+def _prepare(output_directory: Path) -> Path:
+    """Have an end from outside end the children, too; returns the folder for logs."""
+    # A terminal that hangs up, or a supervisor that stops us, ends the children as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    logs = output_directory / "demo-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
+
+
+def _conclude(
+    console: Console,
+    report: DemoReport | CoServingReport,
+    seen: RenderableType,
+    shown: dict[str, Any],
+    plot_path: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Write the report beside the plot, show it, and end with what the claims say."""
+    report_path = plot_path.with_name("demo-report.json")
+    write_json(report_path, report)
     if as_json:
-        print_json(report.model_dump(mode="json", exclude={"timeline"}))
+        print_json(shown)
     else:
-        console.print(summary(report))
+        console.print(seen)
         say(f"report  {report_path}\nplot    {plot_path}")
     for claim in report.claims:
         if not claim.holds:

@@ -15,12 +15,19 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 SECONDS: Final = struct.Struct("=d")
 LOOK_S: Final = 0.0005
 """Between looks whether a group has stopped. Doubled, turns are that much further apart."""
+END_S: Final = 60.0
+"""For a group to end by itself, an engine with what it waits for. Doubled, one that hangs ends a
+minute later."""
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Of a group's environment: left to itself each vLLM binds its thread to a core of its choice, and
+the engine that shares it with whatever else the machine does is the slower one."""
 
 
 def install(path: Path) -> None:
@@ -55,9 +62,9 @@ class ProcessGroup:
     def __init__(self, command: list[str], clock: Path, log: Path) -> None:
         clock.write_bytes(SECONDS.pack(0.0))
         with log.open("w") as errors:
-            self.leader = subprocess.Popen(
+            self.leader = subprocess.Popen(  # noqa: S603 - our own programs, without a shell
                 command,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | ONE_THREAD,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -84,6 +91,17 @@ class ProcessGroup:
         self._stopped_at_s = None
         SECONDS.pack_into(self._view, 0, self._stopped_s)
         os.killpg(self.leader.pid, signal.SIGCONT)
+
+    def end(self, patience_s: float = END_S) -> None:
+        """Let it come to its end, then kill what is left of it; harmless when repeated."""
+        assert self.leader.stdin is not None
+        self.leader.stdin.close()
+        self.resume()
+        with suppress(subprocess.TimeoutExpired):
+            self.leader.wait(patience_s)
+        with suppress(ProcessLookupError):  # The usual case: nothing is left.
+            os.killpg(self.leader.pid, signal.SIGKILL)
+        self.leader.wait()
 
     def _is_still(self) -> bool:
         for folder in Path("/proc").glob("[0-9]*"):

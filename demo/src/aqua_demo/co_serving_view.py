@@ -1,0 +1,113 @@
+"""What is seen while the co-serving demo runs: a line for each thing that happens, and a picture.
+
+The picture has a line for each engine, below the other lines, and on a terminal only. It ends with
+the claims and the figures. Everything goes to standard error: standard output is for the result.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from aqua_demo.co_serving_race import Engines
+from aqua_demo.co_serving_report import CoServingReport
+from aqua_demo.view import BAR_WIDTH, REDRAW_S
+
+WHAT: Final = {
+    "online": "online alone",
+    "control": "the same again",
+    "ours": "co-serving",
+    "offline": "offline alone",
+}
+
+
+class CoServingView:
+    """Shows a run on a console; a quiet one shows nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._begun_s = time.monotonic()
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def tell(self, source: str, text: str) -> None:
+        """Print a line on something that happens now."""
+        line = f"[{time.monotonic() - self._begun_s:6.1f} s] {source}: {text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, engines: Engines, online_count: int) -> None:
+        """Redraw the picture, if the last one is old enough to have been seen."""
+        now_s = time.monotonic()
+        if self._console.is_terminal and now_s - self._drawn_s >= REDRAW_S:
+            self._drawn_s = now_s
+            self._live.update(picture(engines, online_count), refresh=True)
+
+
+def picture(engines: Engines, online_count: int) -> RenderableType:
+    """Draw how each engine stands, by what it said last."""
+    table = Table(show_edge=False, box=None)
+    for name in ("engine", "online answered", "", "offline answered", "tokens", "gave way"):
+        table.add_column(name, justify="left" if name in {"engine", ""} else "right")
+    for name, engine in engines.items():
+        if not engine.samples:
+            continue
+        sample = engine.samples[-1]
+        has_online = name != "offline"
+        bar = ProgressBar(online_count, sample["online_answered"], BAR_WIDTH // 2)
+        table.add_row(
+            WHAT[name],
+            f"{sample['online_answered']:.0f} of {sample['online_come']:.0f}" if has_online else "",
+            bar if has_online else "",
+            f"{sample['offline_answered']:.0f} of {sample['offline_begun']:.0f}",
+            f"{sample['offline_tokens']:.0f}",
+            f"{sample['preemptions']:.0f}",
+        )
+    return Panel(table, title="[bold]Co-serving[/]", title_align="left", border_style="blue")
+
+
+def summary(report: CoServingReport) -> RenderableType:
+    """Draw the claims and the figures at the end."""
+    claims = [
+        Text(f"  ✓ {claim.text}", "green")
+        if claim.holds
+        else Text(f"  ✗ {claim.text}: {claim.reason}", "bold red")
+        for claim in report.claims
+    ]
+    found = report.figures
+    table = Table(show_header=False)
+    table.add_row(
+        "TTFT p99",
+        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms without offline"
+        f" work; between equal engines {found.control_ttft_p99_ratio:.2f} x",
+    )
+    table.add_row(
+        "TPOT p99",
+        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; between equal"
+        f" engines {found.control_tpot_p99_ratio:.2f} x",
+    )
+    table.add_row(
+        "Offline",
+        f"{found.offline_tokens} tokens, {found.offline_share_of_ideal:.0%} of what an ideal filler"
+        f" computes in the {1 - found.online_busy_share:.0%} of the time without an online request",
+    )
+    table.add_row("Gave way", f"{found.offline_preemptions} times")
+    table.add_row(
+        "Answers",
+        f"{report.compared_answers} compared with stock vLLM's, {report.online_requests} online",
+    )
+    remark = "Figures are of this machine and its neighbours; claims hold on any."
+    return Group(Text("What the run showed", "bold"), *claims, table, Text(remark))
