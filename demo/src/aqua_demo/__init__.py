@@ -10,4 +10,8 @@ Modules, from the ground up: `models`, `scale` (what runs, how large);
 `producer_program`, `consumer_program` (what they do); `phases`,
 `orchestration` (who starts, waits and stops); `record`, `report`, `plot`, `view` (what is seen);
 `planned`, `profiled` (what profiles and plans say); `cli`.
+
+`aqua-demo co-serving` is another story, on a real vLLM: `online_load` (what is asked),
+`paused_clock`, `served_engine`, `co_serving_race` (engines by turns), `co_serving` (who does what),
+`co_serving_report`, `co_serving_plot`, `co_serving_view` (what is seen).
 """
