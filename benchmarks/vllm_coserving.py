@@ -46,14 +46,12 @@ from aqua_demo.co_serving_race import (
     Engines,
     Order,
     ServedEngine,
-    busy_share,
     differing,
     measure_alone,
     offline_rate,
-    p99_tpot,
-    p99_ttft,
     race,
 )
+from aqua_demo.co_serving_report import VICTIMS, figures_of
 from aqua_demo.online_load import (
     Lengths,
     OnlineLoad,
@@ -205,42 +203,36 @@ def orders(engines: Engines, load: OnlineLoad, offline: Path, seed: int) -> dict
 # --- Figures --------------------------------------------------------------------------------
 
 
-def compare(runs: dict[str, Run]) -> dict[str, float]:
-    """The keys of one load."""
-    alone = [runs["online"], runs["control"]]
-    ttft_s = statistics.fmean(map(p99_ttft, alone))
-    tpot_s = statistics.fmean(map(p99_tpot, alone))
-    busy = statistics.fmean(map(busy_share, alone))
-    ideal = (1 - busy) * offline_rate(runs["offline"])
+def compare(runs: dict[str, Run]) -> dict[str, float | None]:
+    """The keys of one load; None for a share of gaps that are not there."""
     ours = runs["ours"]
-    found = {"offline_share_of_ideal": offline_rate(ours) / ideal}
-    for name, prefix in (("ours", ""), ("priority", "vllm_priority_"), ("control", "control_")):
-        found[f"{prefix}ttft_p99_ratio"] = p99_ttft(runs[name]) / ttft_s
-        found[f"{prefix}tpot_p99_ratio"] = p99_tpot(runs[name]) / tpot_s
+    found = figures_of(runs).model_dump()
+    priority = figures_of(runs | {"ours": runs["priority"]}).model_dump()
+    for key in BARS:
+        found[f"vllm_priority_{key}"] = priority[key]
     return found | {
-        "vllm_priority_offline_share_of_ideal": offline_rate(runs["priority"]) / ideal,
-        "online_ttft_p99_s": ttft_s,
-        "online_tpot_p99_s": tpot_s,
-        "online_busy_share": busy,
         "offline_only_tokens_per_s": offline_rate(runs["offline"]),
         "checkpoint_stall_share": ours["counted"]["aqua:kv_step_wait_seconds_total"]
         / ours["seconds"],
-        "online_victims": ours["counted"].get("aqua:online_preempted_before_offline_total", 0),
+        "online_victims": ours["counted"].get(VICTIMS, 0),
         "differing_answers": differing_answers(runs),
         "aborts_per_online_request_max": 0,
     }
 
 
-def summarize(found: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Medians over the loads, and the worst of what has a bar."""
-    loads = list(found.values())
-    summary: dict[str, Any] = {
-        key: statistics.median(each[key] for each in loads) for key in loads[0]
+def summarize(found: dict[str, dict[str, float | None]]) -> dict[str, Any]:
+    """Medians over the loads that have a key, and the worst of what has a bar."""
+    columns = {
+        key: [value for each in found.values() if (value := each[key]) is not None]
+        for key in next(iter(found.values()))
     }
-    for key in ("differing_answers", "online_victims"):
-        summary[key] = sum(each[key] for each in loads)
+    summary: dict[str, Any] = {
+        key: statistics.median(values) if values else None for key, values in columns.items()
+    }
+    for key in ("differing_answers", "online_victims", "offline_preemptions"):
+        summary[key] = sum(columns[key])
     summary["worst"] = {
-        key: (max if relation == "<=" else min)(each[key] for each in loads)
+        key: (max if relation == "<=" else min)(columns[key], default=None)
         for key, (relation, _) in BARS.items()
     }
     return summary
@@ -255,11 +247,14 @@ def show(summary: dict[str, Any]) -> None:
     """The figures beside their bars."""
     print(f"{'':40}{'median':>8}{'worst':>8}{'bar':>8}")
     for name, (relation, bar) in BARS.items():
-        worst = summary["worst"][name]
-        print(f"{name:40}{summary[name]:8.3f}{worst:8.3f}{relation + f'{bar:g}':>8}")
+        shown = "".join(
+            "       -" if v is None else f"{v:8.3f}"
+            for v in (summary[name], summary["worst"][name])
+        )
+        print(f"{name:40}{shown}{relation + f'{bar:g}':>8}")
     for name, value in summary.items():
         if name not in BARS and name != "worst":
-            print(f"{name:40}{value:8.3f}")
+            print(f"{name:40}{'-' if value is None else f'{value:.3f}':>8}")
 
 
 if __name__ == "__main__":

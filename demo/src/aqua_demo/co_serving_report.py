@@ -45,7 +45,7 @@ class CoServingFigures(Wire):
     online_busy_share: float = Field(description="Of the time, with an online request under way.")
     offline_tokens: int = Field(description="Prompts and answers, beside the online requests.")
     offline_ideal_tokens: float = Field(description="What an ideal filler of the gaps computes.")
-    offline_share_of_ideal: float
+    offline_share_of_ideal: float | None = Field(description="None where there are no gaps.")
     offline_preemptions: int = Field(description="Offline requests that gave their memory up.")
 
 
@@ -112,7 +112,7 @@ def make_report(
 
 
 def figures_of(runs: Mapping[str, Run]) -> CoServingFigures:
-    """The figures of the four engines' runs."""
+    """The figures of the runs of `online`, `control`, `ours` and `offline`."""
     alone = [runs["online"], runs["control"]]
     ours, control = runs["ours"], runs["control"]
     ttft_s = statistics.fmean(map(p99_ttft, alone))
@@ -131,7 +131,7 @@ def figures_of(runs: Mapping[str, Run]) -> CoServingFigures:
         online_busy_share=busy,
         offline_tokens=tokens,
         offline_ideal_tokens=ideal,
-        offline_share_of_ideal=tokens / ideal,
+        offline_share_of_ideal=tokens / ideal if ideal else None,
         offline_preemptions=int(ours["counted"].get(PREEMPTIONS, 0)),
     )
 

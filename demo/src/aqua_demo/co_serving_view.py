@@ -99,10 +99,13 @@ def summary(report: CoServingReport) -> RenderableType:
         f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; between equal"
         f" engines {found.control_tpot_p99_ratio:.2f} x",
     )
+    share = found.offline_share_of_ideal
     table.add_row(
         "Offline",
-        f"{found.offline_tokens} tokens, {found.offline_share_of_ideal:.0%} of what an ideal filler"
-        f" computes in the {1 - found.online_busy_share:.0%} of the time without an online request",
+        f"{found.offline_tokens} tokens; no time was left without an online request"
+        if share is None
+        else f"{found.offline_tokens} tokens, {share:.0%} of what an ideal filler computes in the"
+        f" {1 - found.online_busy_share:.0%} of the time without an online request",
     )
     table.add_row("Gave way", f"{found.offline_preemptions} times")
     table.add_row(

@@ -118,6 +118,14 @@ def test_figures_are_ratios_to_engines_with_online_requests_alone(runs: dict[str
     assert found.offline_preemptions == 3
 
 
+def test_where_online_requests_leave_no_time_there_is_no_share_of_it(runs: dict[str, Run]) -> None:
+    for name in ("online", "control"):
+        runs[name]["online"].append(row("", 0.0, 10.0))
+    found = figures_of(runs)
+    assert found.offline_ideal_tokens == 0.0
+    assert found.offline_share_of_ideal is None
+
+
 def test_the_same_seed_gives_the_same_load_and_file(tmp_path: Path) -> None:
     lengths = draw_lengths(50, seed=3)
     loads = [OnlineLoad.on_off(lengths, 2.0, seed=3, on_requests=5) for _ in range(2)]
