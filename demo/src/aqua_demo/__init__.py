@@ -11,7 +11,9 @@ Modules, from the ground up: `models`, `scale` (what runs, how large);
 `orchestration` (who starts, waits and stops); `record`, `report`, `plot`, `view` (what is seen);
 `planned`, `profiled` (what profiles and plans say); `cli`.
 
-`aqua-demo co-serving` is another story, on a real vLLM: `online_load` (what is asked),
-`paused_clock`, `served_engine`, `co_serving_race` (engines by turns), `co_serving` (who does what),
-`co_serving_report`, `co_serving_plot`, `co_serving_view` (what is seen).
+Two others have a real vLLM: `online_load` (what is asked), `engine_report` (what their reports
+share). `aqua-demo co-serving`: `paused_clock`, `served_engine`, `co_serving_race` (engines by
+turns), `co_serving` (who does what), `co_serving_report`, `co_serving_plot`, `co_serving_view`
+(what is seen). `aqua-demo batch`: `api_server`, `batch_client` (engines and services over HTTP),
+`batch` (who does what, and who dies), `batch_report`, `batch_plot`, `batch_view`.
 """

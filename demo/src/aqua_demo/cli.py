@@ -21,7 +21,7 @@ from aqua_protocol import ConfigError, TransportKind
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from aqua_demo.co_serving_report import CoServingReport
+    from aqua_demo.engine_report import EngineDemoReport
     from aqua_demo.report import DemoReport
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -70,7 +70,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_demo.planned import read_arrangement
     from aqua_demo.plot import draw
     from aqua_demo.scale import SCALES
-    from aqua_demo.view import RunView, summary
+    from aqua_demo.view import ConsoleView, summary
 
     size = "quick" if quick else "full"
     scale, pairings = read_arrangement(SCALES[size], profile or [], plan)
@@ -86,7 +86,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     )
     console = Console(stderr=True, quiet=as_json)
     try:
-        with RunView(console) as view:
+        with ConsoleView(console) as view:
             story = DemoRun(options, view)
             report = story.run()
     except KeyboardInterrupt:
@@ -116,23 +116,19 @@ def co_serving(
     needs vLLM beside Aqua (in a checkout: `make demo-coserve`) and takes about ten minutes on two
     idle cores, a third of it with --quick; what is seen on a GPU, a CPU cannot say.
     """
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "this demo runs vLLM, which is not installed here",
-            remedy="In a checkout, `make demo-coserve` makes an environment with one for CPUs;"
-            " elsewhere install Aqua's demo beside your vLLM.",
-        )
+    _require("vllm", "co-serving")
     logs = _prepare(output_directory)
     from rich.console import Console
 
-    from aqua_demo.co_serving import CoServingRun
+    from aqua_demo.co_serving import CoServingDemoRun
     from aqua_demo.co_serving_plot import draw
-    from aqua_demo.co_serving_view import CoServingView, summary
+    from aqua_demo.co_serving_view import summary
+    from aqua_demo.view import ConsoleView
 
     console = Console(stderr=True, quiet=as_json)
     try:
-        with CoServingView(console) as view:
-            story = CoServingRun("quick" if quick else "full", seed, logs, view)
+        with ConsoleView(console) as view:
+            story = CoServingDemoRun("quick" if quick else "full", seed, logs, view)
             report = story.run()
     except KeyboardInterrupt:
         say("everything is stopped")
@@ -141,6 +137,58 @@ def co_serving(
     draw(story.runs, plot_path, subtitle=report.caption)
     shown = report.model_dump(mode="json")
     _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+
+
+@app.command("batch")
+def batch(
+    output_directory: OutputDirectory = Path(),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smaller model, fewer requests.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, arrivals and prompts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show a batch of OpenAI's API on harvested memory and time, while parts of it are killed.
+
+    A producer lends memory; a real vLLM serves people and, in their gaps, the batch, with
+    checkpoints in that memory; a second vLLM is for the batch alone. Amid the batch the producer
+    takes its memory back, and a dispatcher and the second vLLM are killed. It shows that each
+    request is answered once and as stock vLLM does, and tells what people lost, and what order and
+    gaps brought. It needs vLLM beside Aqua (in a checkout: `make demo-batch`) and takes about ten
+    minutes on two idle cores, half of it with --quick; what is seen on a GPU, a CPU cannot say.
+    """
+    for module in ("vllm", "openai", "sqlalchemy"):
+        _require(module, "batch")
+    logs = _prepare(output_directory)
+    from rich.console import Console
+
+    from aqua_demo.batch import BatchDemoRun
+    from aqua_demo.batch_plot import draw
+    from aqua_demo.batch_view import summary
+    from aqua_demo.view import ConsoleView
+
+    console = Console(stderr=True, quiet=as_json)
+    try:
+        with ConsoleView(console) as view:
+            story = BatchDemoRun("quick" if quick else "full", seed, logs, view)
+            report = story.run()
+    except KeyboardInterrupt:
+        say("everything is stopped")
+        raise
+    plot_path = output_directory / "demo-plot.png"
+    draw(story.runs, story.done, story.moments, plot_path, subtitle=report.caption)
+    shown = report.model_dump(mode="json")
+    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+
+
+def _require(module: str, command: str) -> None:
+    if find_spec(module) is None:
+        target = "demo-coserve" if command == "co-serving" else "demo-batch"
+        raise ConfigError(
+            f"`aqua-demo {command}` needs {module}, which is not installed here",
+            remedy=f"In a checkout, `make {target}` makes an environment with a vLLM for CPUs;"
+            f" elsewhere install `aqua-demo[batch]` beside your vLLM.",
+        )
 
 
 def _prepare(output_directory: Path) -> Path:
@@ -155,7 +203,7 @@ def _prepare(output_directory: Path) -> Path:
 
 def _conclude(
     console: Console,
-    report: DemoReport | CoServingReport,
+    report: DemoReport | EngineDemoReport,
     seen: RenderableType,
     shown: dict[str, Any],
     plot_path: Path,

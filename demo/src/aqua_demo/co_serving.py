@@ -30,7 +30,7 @@ from typing import Any, Final
 from aqua_cli import write_text
 from aqua_demo.co_serving_race import Order, Run, ServedEngine, measure_alone, race
 from aqua_demo.co_serving_report import CoServingReport, make_report
-from aqua_demo.co_serving_view import CoServingView
+from aqua_demo.co_serving_view import picture
 from aqua_demo.online_load import (
     OnlineLoad,
     draw_lengths,
@@ -38,6 +38,7 @@ from aqua_demo.online_load import (
     write_offline_file,
 )
 from aqua_demo.scale import LlamaSize
+from aqua_demo.view import ConsoleView
 from aqua_protocol import MIB
 
 OBJECTIVE_FACTOR: Final = 2.0
@@ -62,7 +63,7 @@ class CoServingScale:
     max_tokens: int = 1024
 
     def engine_options(self) -> dict[str, Any]:
-        """Of each engine, as vLLM calls them."""
+        """Options of each engine, as vLLM calls them."""
         return {
             "max_model_len": self.max_tokens,
             "block_size": self.block_tokens,
@@ -94,7 +95,7 @@ SCALES: Final = {
 }
 
 
-class CoServingRun:
+class CoServingDemoRun:
     """One run of the demo, shown by a view.
 
     Args:
@@ -104,7 +105,7 @@ class CoServingRun:
         view: Shows how it goes.
     """
 
-    def __init__(self, size: str, seed: int, folder: Path, view: CoServingView) -> None:
+    def __init__(self, size: str, seed: int, folder: Path, view: ConsoleView) -> None:
         self._size, self._scale = size, SCALES[size]
         self._seed = seed
         self._folder = folder
@@ -154,7 +155,7 @@ class CoServingRun:
             view.tell(
                 "race",
                 f"{scale.online_count} online requests in bursts, in {load.length_s:.0f} s of each"
-                " engine; whoever has no turn stands still, its clock too",
+                " engine; one that has no turn stands still, its clock too",
             )
             self.runs = race(
                 engines,
@@ -166,7 +167,7 @@ class CoServingRun:
                         OnlineLoad([]), offline, AT_ONCE, seconds=load.length_s, drains=True
                     ),
                 },
-                lambda: view.show(engines, scale.online_count),
+                lambda: view.show(lambda: picture(engines, scale.online_count)),
             )
             stock = self._answer_rest(engines["offline"], offline, scratch)
         return make_report(
@@ -197,14 +198,14 @@ class CoServingRun:
 
     def _write_model(self, folder: Path) -> None:
         # Here, because it imports transformers, which takes seconds.
-        from aqua_demo.llama import build_llama
+        from aqua_demo.llama import write_llama
 
-        model = build_llama(self._scale.llama, max_tokens=self._scale.max_tokens, seed=self._seed)
-        model.save_pretrained(folder)
+        scale = self._scale
+        write_llama(folder, scale.llama, max_tokens=scale.max_tokens, seed=self._seed)
 
 
 def co_serving_options(objectives: dict[str, float]) -> dict[str, Any]:
-    """Of the adapter: `ttft_s` and `tpot_s` are what online requests are promised, seconds."""
+    """Options of the adapter that keep to `ttft_s` and `tpot_s`, seconds, for online requests."""
     return {
         "mode": "checkpoint",
         "is_offline": True,

@@ -20,19 +20,20 @@ import json
 import random
 import statistics
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from aqua_demo.online_load import Lengths, OnlineLoad, busy_s, p99
-from aqua_demo.paused_clock import ProcessGroup
+from aqua_demo.paused_clock import TurnGroup
 from aqua_demo.processes import LOG_TAIL_LINES, DemoError
+from aqua_protocol.supervision import SupervisedThread, resting
 
 TURN_S: Final = 0.25
-"""Of an engine: short beside the minutes in which a machine changes, long beside a step."""
+"""Of an engine: short beside the minutes in which a machine changes, long beside a step. Doubled, a
+machine that changes meets engines less alike."""
 
 Run = dict[str, Any]
 """What became of an order: `online` and `offline` requests, `seconds` until the last online one
@@ -60,7 +61,7 @@ class Order:
     seed: int = 0
 
     def to_json(self) -> str:
-        """As an engine reads it."""
+        """Write it as an engine reads it."""
         return json.dumps(
             {
                 "online": self.online.arrivals,
@@ -94,10 +95,10 @@ class ServedEngine:
         clock, self._log = place.with_suffix(".clock"), place.with_suffix(".log")
         told = json.dumps(job | {"clock": str(clock), "fault": str(self.fault)})
         command = [python, "-m", "aqua_demo.served_engine", told]
-        self._group = ProcessGroup(command, clock, self._log)
+        self._group = TurnGroup(command, clock, self._log)
         self._process = self._group.leader
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = SupervisedThread(self._read, "demo-engine", place.name)
         self._reader.start()
 
     def await_ready(self) -> None:
@@ -136,12 +137,16 @@ class ServedEngine:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        with resting():  # It only listens.
+            self._listen(self._process.stdout)
+        self._answers.put(None)
+
+    def _listen(self, lines: IO[str]) -> None:
+        for line in lines:
             if line.startswith("answer "):
                 self._answers.put(json.loads(line.removeprefix("answer ")))
             elif line.startswith("sample "):
                 self.samples.append(json.loads(line.removeprefix("sample ")))
-        self._answers.put(None)
 
     def _checked(self, answer: Any) -> Any:  # noqa: ANN401 - a run, or that it is ready
         if answer is None:
@@ -176,7 +181,7 @@ def race(
     while len(ended) < len(orders):
         shuffler.shuffle(drawn)
         for name in drawn:
-            # The last one has nobody to wait for, but is looked at.
+            # The last one waits for no other, but is looked at.
             if name not in ended and (run := engines[name].turn(TURN_S)) is not None:
                 ended[name] = run
             on_turn()
@@ -198,6 +203,11 @@ def measure_alone(engine: ServedEngine, lengths: Lengths, factor: float) -> dict
     for pair in lengths:
         order = Order(OnlineLoad.at_once([pair]))
         rows += race({engine.name: engine}, {engine.name: order})[engine.name]["online"]
+    return objectives_of(rows, factor)
+
+
+def objectives_of(rows: list[Run], factor: float) -> dict[str, float]:
+    """The same of requests that came one by one, each with its own begin at second 0."""
     return {
         "service_s": statistics.fmean(row["end_s"] for row in rows),
         "ttft_s": factor * p99(list(map(ttft, rows))),
@@ -215,7 +225,7 @@ def ttft(row: Run) -> float:
 
 def tpot(row: Run) -> float:
     """Seconds between two tokens of a request, on average."""
-    return float(row["end_s"] - row["token_s"][0]) / max(1, row["output_tokens"] - 1)
+    return float(row["end_s"] - row["token_s"][0]) / max(1, int(row["output_tokens"]) - 1)
 
 
 def p99_ttft(run: Run) -> float:
@@ -237,12 +247,12 @@ def offline_tokens(run: Run) -> int:
 
 
 def offline_rate(run: Run) -> float:
-    """Of these, a second."""
+    """Tokens of `offline_tokens` a second."""
     return float(offline_tokens(run) / run["seconds"])
 
 
 def busy_share(run: Run) -> float:
-    """Of the time, in which any online request was unfinished."""
+    """Share of the time in which any online request was unfinished."""
     spans = [(row["arrival_s"], row["end_s"]) for row in run["online"]]
     return busy_s(spans) / float(run["seconds"])
 

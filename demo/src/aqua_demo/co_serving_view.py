@@ -1,24 +1,17 @@
-"""What is seen while the co-serving demo runs: a line for each thing that happens, and a picture.
-
-The picture has a line for each engine, below the other lines, and on a terminal only. It ends with
-the claims and the figures. Everything goes to standard error: standard output is for the result.
-"""
+"""What is seen while the co-serving demo runs, a line for each engine, and at its end."""
 
 from __future__ import annotations
 
-import time
-from typing import Final, Self
+from typing import Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from aqua_demo.co_serving_race import Engines
 from aqua_demo.co_serving_report import CoServingReport
-from aqua_demo.view import BAR_WIDTH, REDRAW_S
+from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, verdict
 
 WHAT: Final = {
     "online": "online alone",
@@ -26,35 +19,6 @@ WHAT: Final = {
     "ours": "co-serving",
     "offline": "offline alone",
 }
-
-
-class CoServingView:
-    """Shows a run on a console; a quiet one shows nothing."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._begun_s = time.monotonic()
-        self._drawn_s = 0.0
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def tell(self, source: str, text: str) -> None:
-        """Print a line on something that happens now."""
-        line = f"[{time.monotonic() - self._begun_s:6.1f} s] {source}: {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, engines: Engines, online_count: int) -> None:
-        """Redraw the picture, if the last one is old enough to have been seen."""
-        now_s = time.monotonic()
-        if self._console.is_terminal and now_s - self._drawn_s >= REDRAW_S:
-            self._drawn_s = now_s
-            self._live.update(picture(engines, online_count), refresh=True)
 
 
 def picture(engines: Engines, online_count: int) -> RenderableType:
@@ -81,12 +45,6 @@ def picture(engines: Engines, online_count: int) -> RenderableType:
 
 def summary(report: CoServingReport) -> RenderableType:
     """Draw the claims and the figures at the end."""
-    claims = [
-        Text(f"  ✓ {claim.text}", "green")
-        if claim.holds
-        else Text(f"  ✗ {claim.text}: {claim.reason}", "bold red")
-        for claim in report.claims
-    ]
     found = report.figures
     table = Table(show_header=False)
     table.add_row(
@@ -112,5 +70,4 @@ def summary(report: CoServingReport) -> RenderableType:
         "Answers",
         f"{report.compared_answers} compared with stock vLLM's, {report.online_requests} online",
     )
-    remark = "Figures are of this machine and its neighbours; claims hold on any."
-    return Group(Text("What the run showed", "bold"), *claims, table, Text(remark))
+    return verdict(report.claims, table, FIGURES_REMARK)

@@ -13,16 +13,22 @@ Only the programs that run the model import this: it takes three seconds of a pr
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 from typing import Final, cast
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from aqua_demo.scale import LlamaSize
 
 WEIGHT_DEVIATION: Final = 0.1
 """Of the weights of the Llama, five times the customary 0.02. Doubled, its logits spread further,
 and sampling depends on fewer of them."""
+
+
+SPECIAL_WORDS: Final = ("<pad>", "<s>", "</s>")
 
 
 class ByteVocabulary:
@@ -35,12 +41,30 @@ class ByteVocabulary:
     size: Final = 3 + 256
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of so many tokens, for servers that want one: each byte is a token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL_WORDS, *letters])}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL_WORDS, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
 def load_prompt(token_count: int) -> list[int]:
     """Read the first `token_count` tokens of the text, the one that begins a sequence included."""
     text = files("aqua_demo").joinpath("texts/declaration.txt").read_bytes()
     tokens = [ByteVocabulary.bos_token_id, *(3 + byte for byte in text)][:token_count]
     assert len(tokens) == token_count, f"the text has only {len(tokens)} tokens"
     return tokens
+
+
+def write_llama(folder: Path, size: LlamaSize, *, max_tokens: int, seed: int) -> None:
+    """Write such a Llama and its tokenizer, for engines that read a model from disk."""
+    transformers_logging.disable_progress_bar()  # It writes a file of some megabytes.
+    build_llama(size, max_tokens=max_tokens, seed=seed).save_pretrained(folder)
+    write_tokenizer(folder)
 
 
 def build_llama(size: LlamaSize, *, max_tokens: int, seed: int) -> LlamaForCausalLM:

@@ -14,9 +14,10 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from aqua_cli import write_text
@@ -37,7 +38,8 @@ more of the offline work is prompts."""
 WORDS: Final = (3, 256)
 """Ids that prompts are made of; any model has them."""
 FILES_APART: Final = 1 << 40
-"""Seeds of prompts between two offline files; people's prompts are below them all."""
+"""Seeds of prompts between two offline files; people's prompts are below them all. Doubled, files
+may have twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,15 @@ def draw_prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(*WORDS) for _ in range(tokens)]
 
 
-def write_offline_file(path: Path, count: int, seed: int, longest_prompt: int) -> None:
+def write_offline_file(
+    path: Path,
+    count: int,
+    seed: int,
+    longest_prompt: int,
+    *,
+    topics: int = 0,
+    body: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write offline requests as OpenAI's Batch API takes them: longer prompts than people's.
 
     Args:
@@ -109,18 +119,24 @@ def write_offline_file(path: Path, count: int, seed: int, longest_prompt: int) -
         count: Requests.
         seed: Of lengths and prompts.
         longest_prompt: What prompts are cut to, tokens.
+        topics: Beginnings, half of the longest prompt each, that prompts have by turns; 0 for none.
+        body: Further fields of each request.
     """
+    first = (seed + 1) * FILES_APART
+    shared = [draw_prompt(longest_prompt // 2, first - 1 - topic) for topic in range(topics)]
     lines = []
     for number, (prompt, output) in enumerate(draw_lengths(count, seed)):
-        tokens = min(longest_prompt, OFFLINE_PROMPT * prompt)
-        body = {
-            "prompt": draw_prompt(tokens, (seed + 1) * FILES_APART + number),
+        beginning = shared[number % topics] if topics else []
+        tokens = min(longest_prompt - len(beginning), OFFLINE_PROMPT * prompt)
+        asked = {
+            "prompt": beginning + draw_prompt(tokens, first + number),
             "max_tokens": output,
             "temperature": 0,
             "ignore_eos": True,
+            **body,
         }
         line = {"custom_id": f"offline-{number}", "method": "POST", "url": "/v1/completions"}
-        lines.append(json.dumps(line | {"body": body}))
+        lines.append(json.dumps(line | {"body": asked}))
     write_text(path, "\n".join(lines) + "\n")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.console import RenderableType
 
 from aqua_client import CoordinatorClient
 from aqua_demo.messages import (
@@ -36,7 +37,7 @@ from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import DemoScale, compute_threads
-from aqua_demo.view import RunView
+from aqua_demo.view import ConsoleView, picture
 from aqua_protocol import TransportKind, format_bytes
 from aqua_protocol.errors import error_from_body
 from aqua_protocol.leases import PlacementPlan
@@ -80,7 +81,7 @@ class Options:
 class DemoRun:
     """One run of the demo, shown by a view."""
 
-    def __init__(self, options: Options, view: RunView) -> None:
+    def __init__(self, options: Options, view: ConsoleView) -> None:
         self._options = options
         self._scale = options.scale
         self._view = view
@@ -189,7 +190,7 @@ class DemoRun:
             phase = next_phase(self._phase, self._seen, self._scale)
             if phase is not self._phase:
                 self._enter(phase)
-            self._view.show(self.record, goals(self._phase, self._seen, self._scale))
+            self._view.show(self._picture)
             group.require_services()
             self._require_progress()
 
@@ -251,7 +252,10 @@ class DemoRun:
         self._producer.send(Command(load_factor=factor))
 
     def _note(self, source: str, text: str) -> None:
-        self._view.tell(time.monotonic() - self.record.started_s, source, text)
+        self._view.tell(source, text, time.monotonic() - self.record.started_s)
+
+    def _picture(self) -> RenderableType:
+        return picture(self.record, goals(self._phase, self._seen, self._scale))
 
 
 def choose_devices(kind: TransportKind | None) -> tuple[str | None, str | None]:

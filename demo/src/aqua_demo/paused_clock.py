@@ -1,7 +1,7 @@
 """A clock that stands still while its process is stopped; for engines that take turns.
 
 An engine that runs as a server has threads and processes of its own, so taking turns means stopping
-all of them (`ProcessGroup`). Real clocks go on meanwhile. How long a group has been stopped is in a
+all of them (`TurnGroup`). Real clocks go on meanwhile. How long a group has been stopped is in a
 small file that its processes map, and `install` has `time` say so much less: a step that was
 interrupted took no longer, and no request waited for it.
 """
@@ -50,7 +50,7 @@ def install(path: Path) -> None:
         setattr(time, name, corrected(getattr(time, name)))
 
 
-class ProcessGroup:
+class TurnGroup:
     """A process and all that it starts, stopped and continued together.
 
     Args:
@@ -69,7 +69,8 @@ class ProcessGroup:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                process_group=0,
+                # Linux shares processors among sessions first: so it is no other's, and each alike.
+                start_new_session=True,
             )
         with clock.open("r+b") as file:
             self._view = mmap.mmap(file.fileno(), SECONDS.size)

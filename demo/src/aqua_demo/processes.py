@@ -89,6 +89,7 @@ class Child:
         self.name = name
         self.log = log
         self.is_service = heard is None
+        self.is_killed = False  # By us: its end is part of the story.
         self._heard = heard
         # Without the user's settings of Aqua a demo is the same everywhere.
         ours = {key: value for key, value in os.environ.items() if not key.startswith("AQUA_")}
@@ -128,6 +129,12 @@ class Child:
             self._process.stdin.flush()
         except BrokenPipeError:
             return
+
+    def kill(self) -> None:
+        """SIGKILL it and whatever it has started, as a machine that loses power would."""
+        self.is_killed = True
+        os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
     def log_tail(self) -> str:
         """The last lines that it logged."""
@@ -192,7 +199,7 @@ class ProcessGroup:
             DemoError: One has; the end of its log is in the message.
         """
         for child in self._children:
-            if child.is_service and child.exit_status is not None:
+            if child.is_service and child.exit_status is not None and not child.is_killed:
                 raise self.died(child.name)
 
     def died(self, name: str) -> DemoError:
@@ -254,13 +261,22 @@ class DemoCoordinator:
                 "AQUA_TOKENS_FILE": str(tokens_file),
             },
         )
-        until_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < until_s:
-            for line in child.log.read_text(encoding="utf-8").splitlines():
-                if '"listening"' in line:
-                    return cls(json.loads(line)["url"], *tokens)
-            if child.wait(SAMPLE_INTERVAL_S) is not None:
-                raise group.died(child.name)
-        raise DemoError(
-            f"the coordinator does not listen after {START_LIMIT_S:.0f} s:\n{child.log_tail()}"
-        )
+        return cls(await_listening(group, child), *tokens)
+
+
+def await_listening(group: ProcessGroup, child: Child) -> str:
+    """Wait until the log of one of our services says where it listens; its URL.
+
+    Raises:
+        DemoError: It did not start; its log is in the message.
+    """
+    until_s = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < until_s:
+        for line in child.log.read_text(encoding="utf-8").splitlines():
+            if '"listening"' in line:
+                return str(json.loads(line)["url"])
+        if child.wait(SAMPLE_INTERVAL_S) is not None:
+            raise group.died(child.name)
+    raise DemoError(
+        f"the {child.name} does not listen after {START_LIMIT_S:.0f} s:\n{child.log_tail()}"
+    )

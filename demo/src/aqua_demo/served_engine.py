@@ -24,21 +24,23 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from aqua_demo import paused_clock
 from aqua_demo.online_load import draw_prompt, read_offline_file
+from aqua_protocol.supervision import SupervisedTask, resting, start_job
 
 SAMPLE_S: Final = 0.5
 """Seconds between samples, by the engine's clock. Doubled, the live view shows half as many."""
 ONLINE_NUMBERS: Final = 1 << 20
-"""Prompts of one seed; a load has fewer requests."""
+"""Prompts of one seed; a load has fewer requests. Doubled, a load may have twice as many."""
 
 Row = dict[str, Any]
 
 
-class Server:
+class EngineServer:
     """vLLM's asynchronous engine, and its clients.
 
     Args:
@@ -78,25 +80,24 @@ class Server:
         ]
         offline: list[Row] = []
         beside = [
-            asyncio.create_task(self._fill(offline, waiting, begun_s))
+            start_job(self._fill(offline, waiting, begun_s), lambda _: None)  # It is awaited.
             for _ in range(order["at_once"])
         ]
-        teller = asyncio.create_task(tell(online, offline, begun_s, before))
         first = order["seed"] * ONLINE_NUMBERS
-        await asyncio.gather(
-            until(begun_s + order["seconds"]),
-            *(self._ask_online(row, begun_s, first + at) for at, row in enumerate(online)),
-        )
-        took_s, after = time.monotonic() - begun_s, counters()
-        for _ in waiting:
-            pass  # None begins any more.
-        if not order["drains"]:
+        async with SupervisedTask(partial(tell, online, offline, begun_s, before), "demo-samples"):
+            await asyncio.gather(
+                until(begun_s + order["seconds"]),
+                *(self._ask_online(row, begun_s, first + at) for at, row in enumerate(online)),
+            )
+            took_s, after = time.monotonic() - begun_s, counters()
+            for _ in waiting:
+                pass  # None begins any more.
+            if not order["drains"]:
+                for task in beside:
+                    task.cancel()
             for task in beside:
-                task.cancel()
-        for task in beside:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        teller.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
         return {"online": online, "offline": offline, "seconds": took_s, "counted": counted}
 
@@ -175,7 +176,8 @@ async def tell(
             "preemptions": counters().get(name, 0.0) - before.get(name, 0.0),
         }
         say("sample", sample)
-        await asyncio.sleep(SAMPLE_S)
+        with resting():
+            await asyncio.sleep(SAMPLE_S)
 
 
 async def until(due_s: float) -> None:
@@ -198,7 +200,7 @@ def counters() -> dict[str, float]:
 
 async def follow(job: dict[str, Any]) -> None:
     """Follow orders until they end."""
-    server = Server(job)
+    server = EngineServer(job)
     warm = {"online": [[0.0, 64, 16]] * 8, "offline": None, "at_once": 0, "seconds": 0}
     await server.serve(warm | {"drains": True, "seed": -1})
     say("answer", "ready")

@@ -7,6 +7,7 @@ Everything goes to standard error: standard output is for the result.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from aqua_demo.phases import TITLES, DemoPhase, Goal
 from aqua_demo.record import RunRecord
-from aqua_demo.report import DemoReport
+from aqua_demo.report import Claim, DemoReport
 from aqua_protocol import format_bytes
 
 REDRAW_S: Final = 0.125
@@ -27,13 +28,16 @@ REDRAW_S: Final = 0.125
 BAR_WIDTH: Final = 40
 """Characters; with names and sizes it fits a terminal of 80, and doubled no longer would."""
 
+FIGURES_REMARK: Final = "Figures are of this machine and its neighbours; claims hold on any."
 
-class RunView:
+
+class ConsoleView:
     """Shows a run on a console; a quiet one shows nothing."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._begun_s = time.monotonic()
         self._drawn_s = 0.0
 
     def __enter__(self) -> Self:
@@ -43,15 +47,16 @@ class RunView:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, record: RunRecord, goals: list[Goal]) -> None:
+    def show(self, draw: Callable[[], RenderableType]) -> None:
         """Redraw the picture, if the last one is old enough to have been seen."""
         now_s = time.monotonic()
         if self._console.is_terminal and now_s - self._drawn_s >= REDRAW_S:
             self._drawn_s = now_s
-            self._live.update(picture(record, goals), refresh=True)
+            self._live.update(draw(), refresh=True)
 
-    def tell(self, at_s: float, source: str, text: str) -> None:
-        """Print a line on something that happened `at_s` seconds after the start."""
+    def tell(self, source: str, text: str, at_s: float | None = None) -> None:
+        """Print a line on something that happened `at_s` seconds after the start, or now."""
+        at_s = time.monotonic() - self._begun_s if at_s is None else at_s
         line = f"[{at_s:6.1f} s] {source}: {text}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -137,10 +142,15 @@ def summary(report: DemoReport) -> RenderableType:
     table.add_row("Images", str(report.images))
     table.add_row("Tokens/s", ", ".join(rates))
     table.add_row("Uninterrupted", f"{report.reference_tokens_per_s:.1f}, on the own device alone")
-    claims = [
-        Text.assemble(("✓ ", "green"), claim.text)
+    return verdict(report.claims, table, report.remark)
+
+
+def verdict(claims: Iterable[Claim], table: Table, remark: str) -> RenderableType:
+    """Draw claims, figures and a remark on these."""
+    lines = [
+        Text.assemble(("  ✓ ", "green"), claim.text)
         if claim.holds
-        else Text.assemble(("✗ ", "red"), f"{claim.text}: {claim.reason}")
-        for claim in report.claims
+        else Text.assemble(("  ✗ ", "red"), f"{claim.text}: {claim.reason}")
+        for claim in claims
     ]
-    return Group(Text("What the run showed", "bold"), *claims, table, Text(report.remark))
+    return Group(Text("What the run showed", "bold"), *lines, table, Text(remark))

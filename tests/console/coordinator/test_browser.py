@@ -439,7 +439,7 @@ def test_the_demo_is_watched(
     from aqua_demo import orchestration
     from aqua_demo.processes import DemoCoordinator
     from aqua_demo.scale import SCALES
-    from aqua_demo.view import RunView
+    from aqua_demo.view import ConsoleView
 
     started: list[DemoCoordinator] = []
     up = threading.Event()
@@ -466,7 +466,7 @@ def test_the_demo_is_watched(
 
     def tell() -> None:
         try:
-            ended.append(orchestration.DemoRun(options, RunView(Console(quiet=True))).run())
+            ended.append(orchestration.DemoRun(options, ConsoleView(Console(quiet=True))).run())
         except BaseException as error:  # noqa: BLE001 - told by the test
             ended.append(error)
 

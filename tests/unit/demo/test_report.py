@@ -16,7 +16,7 @@ from aqua_demo.plot import draw
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import QUICK
-from aqua_demo.view import RunView, picture, summary
+from aqua_demo.view import ConsoleView, picture, summary
 
 STARTED_S = 1000.0
 PHASES = {
@@ -186,7 +186,7 @@ def test_the_live_view_and_the_summary_fit_a_terminal() -> None:
         seen = Observation(timeline.producer[-1], timeline.consumer[-1])
         console.print(picture(timeline, goals(phase, seen, QUICK)))
     console.print(picture(RunRecord(STARTED_S), []))
-    RunView(console).tell(1.0, "producer", "offers 400 B")
+    ConsoleView(console).tell("producer", "offers 400 B", 1.0)
     console.print(summary(_report()))
     text = console.export_text()
     for expected in ("own device", "borrowed", "host memory", "tokens/s", "2.5 ms", "offers 400 B"):

@@ -1,0 +1,220 @@
+"""vLLM's API server as a serving engineer starts it, people who ask it, and what its counters say.
+
+The command is vLLM's own, with the two flags of the tutorial where it co-serves. People's requests
+go to it by OpenAI's client, as streams; each is sent when it is due, whatever became of the others,
+and the moments at which its tokens come are noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+
+from aqua_demo.co_serving_race import Run
+from aqua_demo.messages import SAMPLE_INTERVAL_S
+from aqua_demo.online_load import OnlineLoad, draw_prompt
+from aqua_demo.paused_clock import ONE_THREAD
+from aqua_demo.processes import DemoError, ProcessGroup
+from aqua_protocol.supervision import SerialExecutor
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+MODEL_NAME: Final = "tiny"
+READY_WITHIN_S: Final = 900.0
+"""Seconds for an engine to start: importing vLLM takes minutes beside busy neighbours. Doubled, a
+demo whose engine hangs says so a quarter of an hour later."""
+ANSWER_WITHIN_S: Final = 60.0
+"""Seconds for metrics on a busy machine. Doubled, one that hangs is told of a minute later."""
+EXACT: Final = {"ignore_eos": True, "return_token_ids": True}
+"""Fields of vLLM's, for answers of known lengths that are compared token by token."""
+
+
+class ApiServer:
+    """One engine behind HTTP.
+
+    Args:
+        group: Whose child it becomes.
+        name: What it is called.
+        model: Its folder, with a tokenizer.
+        engine: Options as vLLM calls them.
+        aqua: Options of the adapter; None for a vLLM as it is.
+        environment: Further variables.
+        port: Where it listens; a free one if None.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        model: Path,
+        engine: Mapping[str, Any],
+        aqua: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port: Final = port or _free_port()
+        self.name: Final = name
+        self.url: Final = f"http://127.0.0.1:{self.port}"
+        options = dict(engine)
+        if aqua is not None:
+            options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
+            options["middleware"] = "aqualib.engines.vllm.AquaMiddleware"
+            options["kv_transfer_config"] = json.dumps(
+                {
+                    "kv_connector": "AquaConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": dict(aqua),
+                }
+            )
+        options |= {"model": model, "served_model_name": MODEL_NAME, "host": "127.0.0.1"}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        self._group = group
+        self._child = group.start_service(
+            name,
+            [*command, *flags_of(options | {"port": self.port})],
+            {**ONE_THREAD, **quiet, **(environment or {})},
+        )
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_WITHIN_S, trust_env=False)
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether `kill` was called."""
+        return self._child.is_killed
+
+    def await_ready(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Wait until it answers.
+
+        Raises:
+            DemoError: It did not start; its log is in the message.
+        """
+        until_s = time.monotonic() + READY_WITHIN_S
+        while time.monotonic() < until_s:
+            try:
+                if self._http.get("/health").is_success:
+                    return
+            except httpx.TransportError:
+                on_wait()
+            if self._child.wait(SAMPLE_INTERVAL_S) is not None:
+                raise self._group.died(self.name)
+        raise DemoError(
+            f"{self.name} does not answer after {READY_WITHIN_S:.0f} s:\n{self._child.log_tail()}"
+        )
+
+    def counters(self) -> dict[str, float]:
+        """What `/metrics` says, by name; sums over labels. Nothing of one that was killed."""
+        return {} if self.is_killed else metric_sums(self._http.get("/metrics").text)
+
+    def kill(self) -> None:
+        """SIGKILL the server and its engine."""
+        self._child.kill()
+
+
+class OnlineClient:
+    """People who ask an engine, on a thread of their own.
+
+    Args:
+        server: Whom they ask.
+        load: When, and how much.
+        seed: Of the prompts.
+
+    Attributes:
+        rows: Of each request, as far as it has come: `arrival_s`, `tokens`, `token_s`, `end_s`.
+    """
+
+    def __init__(self, server: ApiServer, load: OnlineLoad, seed: int) -> None:
+        self.rows: list[Run] = [
+            {"arrival_s": at_s, "prompt_tokens": prompt, "output_tokens": output}
+            | {"tokens": [], "token_s": []}
+            for at_s, prompt, output in load.arrivals
+        ]
+        self._seed = seed
+        self._url = server.url
+        self._clients = SerialExecutor("demo-clients")
+        self._ended: Future[float] = self._clients.submit(lambda: asyncio.run(self._ask_all()))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all have their answers, or one failed."""
+        return self._ended.done()
+
+    @property
+    def answered(self) -> int:
+        """Requests that have their whole answer."""
+        return sum("end_s" in row for row in self.rows)
+
+    def run(self) -> Run:
+        """Wait until they have; the requests, and seconds until the last one ended.
+
+        Raises:
+            openai.APIError: The engine failed.
+        """
+        return {"online": self.rows, "seconds": self._ended.result()}
+
+    async def _ask_all(self) -> float:
+        # Here, because importing it takes a second.
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none") as client:
+            begun_s = time.monotonic()
+            await asyncio.gather(
+                *(self._ask(client, row, begun_s, at) for at, row in enumerate(self.rows))
+            )
+            return time.monotonic() - begun_s
+
+    async def _ask(self, client: AsyncOpenAI, row: Run, begun_s: float, number: int) -> None:
+        await asyncio.sleep(begun_s + row["arrival_s"] - time.monotonic())
+        stream = await client.completions.create(
+            model=MODEL_NAME,
+            prompt=draw_prompt(row["prompt_tokens"], self._seed + number),
+            max_tokens=row["output_tokens"],
+            temperature=0,
+            stream=True,
+            extra_body=EXACT,
+        )
+        async for part in stream:
+            for choice in part.choices:
+                tokens = (choice.model_extra or {}).get("token_ids") or []
+                row["tokens"] += tokens
+                row["token_s"] += [time.monotonic() - begun_s] * len(tokens)
+        row["end_s"] = time.monotonic() - begun_s
+
+
+def metric_sums(text: str) -> dict[str, float]:
+    """Metrics by name, from Prometheus' text; sums over labels."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        name, _, value = line.partition("{")[0].partition(" ")
+        if name and not name.startswith("#"):
+            found[name] += float(value or line.rpartition(" ")[2])
+    return found
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as flags of vLLM's command line."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

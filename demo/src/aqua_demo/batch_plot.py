@@ -1,0 +1,74 @@
+"""The picture of the batch demo: people's first tokens, the batch's answers, the memory lent.
+
+Source: ConServe Figure 6 and Aqua Figure 12, over one time, with the deaths marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, figure
+from aqua_demo.batch_report import BatchEvents
+from aqua_demo.co_serving_race import Run, ttft
+from aqua_protocol import MIB
+
+if TYPE_CHECKING:
+    from aqua_demo.batch import BatchSample
+
+
+def draw(
+    runs: Mapping[str, Run],
+    done: BatchEvents,
+    moments: Sequence[BatchSample],
+    path: Path,
+    *,
+    subtitle: str,
+) -> None:
+    """Write the plot of the three runs, a .png or .svg file."""
+    end_s = max(max(run["progress"][-1][0], run["seconds"]) for run in runs.values())
+    with figure(path, width=11, height=7.6) as drawing:
+        drawing.set_layout_engine("constrained", rect=(0, 0.035, 1, 0.955))
+        above, middle, below = drawing.subplots(3, 1, sharex=True)
+        for name, label, colour in (
+            ("ordered", "online requests alone", FAINT),
+            ("ours", "beside the batch", BLUE),
+        ):
+            rows = runs[name]["online"]
+            at_s = [row["arrival_s"] for row in rows]
+            above.plot(at_s, [1000 * ttft(row) for row in rows], ".", color=colour, label=label)
+        above.set_ylabel("time to first token (ms)")
+        above.set_ylim(bottom=0)
+        for name, label, colour in (
+            ("stock", "its own engine, file order", FAINT),
+            ("ordered", "its own engine, BlendServe's order", AMBER),
+            ("ours", "and the gaps of the online engine", TEAL),
+        ):
+            moments_s, counts = zip(*runs[name]["progress"], strict=True)
+            middle.step(moments_s, counts, color=colour, label=label, where="post")
+        middle.set_ylabel("offline requests answered")
+        times_s = [each.at_s for each in moments]
+        offered = [each.offered_bytes / MIB for each in moments]
+        leased = [each.leased_bytes / MIB for each in moments]
+        below.step(times_s, offered, color=FAINT, label="on offer", where="post")
+        below.fill_between(times_s, leased, color=TEAL, alpha=0.6, label="lent", step="post")
+        below.set_ylabel("memory (MiB)")
+        below.set_ylim(bottom=0)
+        for axis in (above, middle, below):
+            for at, colour, text in (
+                (done.burst_s, INK, "memory wanted back"),
+                (done.dispatcher_s, RED, "dispatcher killed"),
+                (done.engine_s, RED, "engine killed"),
+            ):
+                if at is not None:
+                    axis.axvline(at, color=colour, linewidth=0.8, linestyle=":")
+                if at is not None and axis is middle:
+                    place = (at, axis.get_ylim()[1])
+                    axis.annotate(text, place, fontsize=8, color=colour, rotation=90, va="top")
+            axis.legend(loc="upper right" if axis is not middle else "lower right", ncols=3)
+        below.set_xlabel("seconds since the batch was submitted")
+        below.set_xlim(0, end_s)
+        title = "A batch on harvested memory and time: whatever goes away, each answer comes once"
+        drawing.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
