@@ -32,7 +32,14 @@ from rich.console import RenderableType
 
 from aqua_demo.api_server import EXACT, MODEL_NAME, ApiServer, OnlineClient
 from aqua_demo.batch_client import AT_ONCE, BatchDispatcher, OfflineBatch
-from aqua_demo.batch_report import DRAINED, BatchEvents, BatchReport, make_report
+from aqua_demo.batch_report import (
+    DRAINED,
+    OUTSIDE,
+    PAGED_OUT,
+    BatchEvents,
+    BatchReport,
+    make_report,
+)
 from aqua_demo.batch_view import picture
 from aqua_demo.co_serving import OBJECTIVE_FACTOR, co_serving_options
 from aqua_demo.co_serving_race import Run, objectives_of
@@ -357,7 +364,9 @@ class BatchDemoRun:
         self.moments.append(
             BatchSample(now_s, batch.answered, sample.offered_bytes, sample.leased_bytes)
         )
-        if done.burst_s is None and share >= BURST_AT:
+        # Each when it has something to lose: here, what offline requests outside have left.
+        has_left = counted.get(PAGED_OUT, 0) > 0 and counted.get(OUTSIDE, 0) > 0
+        if done.burst_s is None and share >= BURST_AT and has_left:
             done.burst_s, self._reclaims_before = now_s, len(sample.reclaims)
             self._producer.send(Command(load_factor=BURST_FACTOR))
             self._view.tell("burst", "more images are asked for: the memory is taken back")
@@ -368,7 +377,6 @@ class BatchDemoRun:
                 moved = format_bytes(int(counted.get(DRAINED, 0)))
                 self._view.tell("producer", f"took back {done.reclaims[0]}; {moved} moved")
                 self._producer.send(Command())
-        # Each when it has something to lose.
         if done.dispatcher_s is None and share >= DISPATCHER_AT:
             victim = self._living[0]
             if held := victim.running():

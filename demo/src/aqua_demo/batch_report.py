@@ -24,6 +24,7 @@ from aqua_protocol.wire import Wire
 
 DRAINED: Final = "aqua:kv_drained_bytes_total"
 PAGED_OUT: Final = "aqua:kv_paged_out_bytes_total"
+OUTSIDE: Final = "aqua:offline_requests_waiting"
 
 
 @dataclass(slots=True)
