@@ -158,15 +158,23 @@ class OnlineClient:
         """Wait until they have; the requests, and seconds until the last one ended.
 
         Raises:
-            openai.APIError: The engine failed.
+            DemoError: One got none.
         """
-        return {"online": self.rows, "seconds": self._ended.result()}
+        from openai import OpenAIError
+
+        try:
+            return {"online": self.rows, "seconds": self._ended.result()}
+        except OpenAIError as error:
+            raise DemoError(f"an online request failed: {error}") from error
 
     async def _ask_all(self) -> float:
         # Here, because importing it takes a second.
         from openai import AsyncOpenAI
 
-        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none") as client:
+        # One number is for connections, too: of these, its own would be five seconds.
+        async with AsyncOpenAI(
+            base_url=f"{self._url}/v1", api_key="none", timeout=READY_WITHIN_S
+        ) as client:
             begun_s = time.monotonic()
             await asyncio.gather(
                 *(self._ask(client, row, begun_s, at) for at, row in enumerate(self.rows))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from aqua_demo.api_server import ANSWER_WITHIN_S, metric_sums
+from aqua_demo.api_server import ANSWER_WITHIN_S, READY_WITHIN_S, metric_sums
 from aqua_demo.co_serving_race import Run
 from aqua_demo.processes import ProcessGroup, await_listening
 
@@ -165,6 +165,7 @@ class OfflineBatch:
         from openai import OpenAI
 
         if dispatcher.url not in self._clients:
-            client = OpenAI(base_url=f"{dispatcher.url}/v1", api_key="none")
+            url = f"{dispatcher.url}/v1"
+            client = OpenAI(base_url=url, api_key="none", timeout=READY_WITHIN_S)
             self._clients[dispatcher.url] = client
         return self._clients[dispatcher.url]
