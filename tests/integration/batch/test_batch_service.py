@@ -30,7 +30,9 @@ def engine() -> Iterator[CountingServer]:
 def service(
     engine: CountingServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BatchServiceProcess]:
-    with BatchServiceProcess(tmp_path_factory.mktemp("batch"), [engine.url]) as service:
+    # A name of two addresses, of which the one for IPv6 has no engine.
+    by_name = engine.url.replace("http://127.0.0.1", "dns+http://localhost")
+    with BatchServiceProcess(tmp_path_factory.mktemp("batch"), [by_name]) as service:
         yield service
 
 

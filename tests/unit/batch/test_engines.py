@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from aqua_batch.service.engine_names import LOOKUP_S
 from aqua_batch.service.engines import EngineEndpoint, EnginePool
 
 
@@ -59,3 +62,50 @@ def test_online_requests_go_to_an_engine_of_their_model_and_never_wait(pool: Eng
     tell(third, "a")
     assert pool.choose_online("b", [second]) is None
     assert pool.choose_online("unknown", []) in {first, third}
+
+
+class Names:
+    """Who answers for names."""
+
+    def __init__(self, **addresses: list[str]) -> None:
+        self.addresses = addresses
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        del port
+        if host not in self.addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.addresses[host]
+
+
+async def test_a_name_stands_for_all_of_its_addresses_as_they_come_and_go() -> None:
+    names, now_s = Names(llm=["127.0.0.1", "::1"]), 0.0
+    urls = ["http://127.0.0.9:1", "dns+http://llm:1/v1", "dns+https://away"]
+    pool = EnginePool(
+        urls, places=1, api_key=None, timeout_s=1.0, clock_s=lambda: now_s, resolve=names
+    )
+    async with pool:
+        assert sorted(urls_of(pool)) == sorted(
+            ["http://127.0.0.9:1", "http://127.0.0.1:1", "http://[::1]:1"]
+        )
+        gone = next(each for each in pool.engines if each.url == "http://127.0.0.1:1")
+        tell(gone, "a")
+        assert pool.take("a") is gone
+        names.addresses = {"llm": ["::1"], "away": ["10.0.0.1"]}
+        await pool.look()
+        assert len(pool.engines) == 3, "names are looked up every ten seconds"
+        now_s = LOOKUP_S
+        await pool.look()
+        assert gone.is_leaving
+        assert gone in pool.engines, "it has a request still"
+        assert gone.room(now_s) == 0
+        assert pool.choose_online("a", []) is not gone
+        gone.running -= 1
+        names.addresses = {}
+        now_s = 2 * LOOKUP_S
+        await pool.look()
+        assert urls_of(pool) == ["http://127.0.0.9:1", "http://[::1]:1", "https://10.0.0.1:443"]
+        assert pool.engines[2].server_name == "away", "its certificate is the name's"
+
+
+def urls_of(pool: EnginePool) -> list[str]:
+    return [each.url for each in pool.engines]

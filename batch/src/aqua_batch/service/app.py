@@ -96,13 +96,12 @@ class BatchService:
             gpu=settings.gpu,
             model=settings.model,
         )
-        together = settings.engine_concurrency * len(settings.engines)
         batch_rates = BatchRates()
         upkeep = Upkeep(
             database,
             objects,
             dispatcher,
-            RankWriter(database, task, together),
+            RankWriter(database, task, engines.most_places),
             batch_rates,
             max_requests=settings.max_batch_requests,
             output_ttl_s=settings.file_ttl_s,

@@ -1,6 +1,7 @@
 """The engines: who takes the next request, and what an answer of theirs means.
 
-An engine is any server that speaks OpenAI's HTTP: vLLM, with or without Aqua's schedulers. It gets
+An engine is any server that speaks OpenAI's HTTP: vLLM, with or without Aqua's schedulers. They are
+listed, or found by DNS (`engine_names`); one that DNS has no more ends what it has. An engine gets
 requests of the models that it lists in `/v1/models`, and of any model where it lists none. Requests
 of a model that no engine lists wait while an engine has never been there; then one of them gets
 them, since its refusal is the answer that OpenAI's clients know.
@@ -28,6 +29,14 @@ from typing import Any, Final, Self
 import aiohttp
 
 from aqua_batch.service.concurrency import AdmissionLimit, LoadSample
+from aqua_batch.service.engine_names import (
+    LOOKUP_S,
+    PREFIX,
+    EngineAddress,
+    EngineName,
+    Resolve,
+    resolve,
+)
 from aqua_protocol.errors import AquaError
 
 FIRST_REST_S: Final = 0.5
@@ -102,6 +111,7 @@ class EngineEndpoint:
 
     Attributes:
         url: Without the path.
+        server_name: Whose certificate it shows, if not that of the URL's host.
         places: Requests that it gets at once.
         running: Requests that it has.
         rests_until_s: Monotonic time before which it gets nothing.
@@ -111,10 +121,12 @@ class EngineEndpoint:
         online: Online requests that it has from here.
         limit: How many of the places are used.
         load: What its metrics said last; None where it has none.
+        is_leaving: It gets nothing more, since DNS has it no more.
     """
 
     url: str
     places: int
+    server_name: str | None = None
     running: int = 0
     online: int = 0
     limit: AdmissionLimit = field(init=False)
@@ -123,6 +135,7 @@ class EngineEndpoint:
     absences: int = 0
     models: frozenset[str] | None = None
     models_until_s: float | None = None
+    is_leaving: bool = False
 
     def __post_init__(self) -> None:
         self.limit = AdmissionLimit(self.places)
@@ -138,7 +151,7 @@ class EngineEndpoint:
 
     def room(self, now_s: float) -> int:
         """Requests that it would take now; one that was away gets a single one first."""
-        if now_s < self.rests_until_s:
+        if self.is_leaving or now_s < self.rests_until_s:
             return 0
         return max(0, (1 if self.absences else int(self.limit.value)) - self.running)
 
@@ -155,12 +168,14 @@ class EnginePool:
     """Engines, with the connections to them; a context manager.
 
     Args:
-        urls: Base URLs, with or without `/v1`.
+        urls: Base URLs, with or without `/v1`; one that begins with `dns+` stands for all addresses
+            of its name.
         places: Requests that each gets at once.
         api_key: For the engines, if they want one.
         timeout_s: How long an answer may take.
         ttft_s: Mean time to the first token above which an engine has too much to do.
         clock_s: Monotonic.
+        resolve: Looks names up.
     """
 
     def __init__(
@@ -172,8 +187,15 @@ class EnginePool:
         timeout_s: float,
         ttft_s: float | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        resolve: Resolve = resolve,
     ) -> None:
-        self.engines = [EngineEndpoint(url.rstrip("/").removesuffix("/v1"), places) for url in urls]
+        bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._listed = [EngineAddress(url) for url in bases if not url.startswith(PREFIX)]
+        self._names = [EngineName(url, resolve) for url in bases if url.startswith(PREFIX)]
+        self._names_until_s = float("-inf")
+        self._places = places
+        self.engines: list[EngineEndpoint] = []
+        self._settle()
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -188,6 +210,7 @@ class EnginePool:
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
         )
+        await self._look_up()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -202,6 +225,10 @@ class EnginePool:
             return None
         engine.running += 1
         return engine
+
+    def most_places(self) -> int:
+        """Requests that all engines take at once, at most."""
+        return self._places * max(1, len(self.engines))
 
     def places_for(self, model: str | None) -> int:
         """Places of the engines for a model, free or not."""
@@ -223,7 +250,9 @@ class EnginePool:
         """The engine with the fewest online requests, but those passed over and those at rest."""
         now_s = self._clock_s()
         serving = [e for e in self.engines if e.serves(model)] or self.engines
-        free = [e for e in serving if e not in passed and now_s >= e.rests_until_s]
+        free = [
+            e for e in serving if e not in passed and now_s >= e.rests_until_s and not e.is_leaving
+        ]
         return min(free, key=lambda each: (not each.has_told, each.online), default=None)
 
     def next_return_s(self) -> float | None:
@@ -234,7 +263,28 @@ class EnginePool:
 
     async def look(self) -> None:
         """Ask all engines what they have and how they are, and adjust what each gets."""
+        await self._look_up()
         await asyncio.gather(*(self._look_at(each) for each in self.engines))
+
+    async def _look_up(self) -> None:
+        if self._names_until_s <= self._clock_s():
+            self._names_until_s = self._clock_s() + LOOKUP_S
+            await asyncio.gather(*(name.look_up() for name in self._names))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Have the engines that there are, and those that have still to end something."""
+        wanted = [*self._listed, *(each for name in self._names for each in name.addresses)]
+        known = {EngineAddress(each.url, each.server_name): each for each in self.engines}
+        for address, engine in known.items():
+            engine.is_leaving = address not in wanted
+        new = [
+            EngineEndpoint(url, self._places, server_name)
+            for url, server_name in dict.fromkeys(wanted)
+            if (url, server_name) not in known
+        ]
+        busy = (each for each in self.engines if not each.is_leaving or each.running or each.online)
+        self.engines = [*busy, *new]
 
     async def models_of(self, engine: EngineEndpoint) -> list[dict[str, Any]]:
         """What an engine tells of its models; nothing where it tells nothing.
@@ -284,7 +334,8 @@ class EnginePool:
             EngineFailedError: It said more than that.
         """
         assert self._session is not None
-        async with self._session.get(engine.url + path) as response:
+        url = engine.url + path
+        async with self._session.get(url, server_hostname=engine.server_name) as response:
             return response.status, await _read(response, most_bytes)
 
     async def open(
@@ -298,7 +349,9 @@ class EnginePool:
         """
         assert self._session is not None
         try:
-            return await self._session.post(engine.url + path, data=body, headers=headers)
+            return await self._session.post(
+                engine.url + path, data=body, headers=headers, server_hostname=engine.server_name
+            )
         except aiohttp.ClientConnectorError as error:
             engine.rest(self._clock_s(), 0.0)
             raise EngineAbsentError(

@@ -84,6 +84,8 @@ class BatchMetrics:
         self._batches.clear()
         for status, count in batches.items():
             self._batches.labels(status).set(count)
+        for gauge in (self._running, self._limit, self._absent):
+            gauge.clear()  # Of engines that have gone.
         for engine in engines:
             self._running.labels(engine.url).set(engine.running)
             self._limit.labels(engine.url).set(int(engine.limit.value))

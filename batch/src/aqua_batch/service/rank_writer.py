@@ -13,6 +13,7 @@ import asyncio
 import sys
 from array import array
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -43,10 +44,10 @@ class RankWriter:
 
     Args:
         task: All but the input and endpoint.
-        together: Requests that all engines take at once.
+        together: Tells how many requests all engines take at once.
     """
 
-    def __init__(self, database: Database, task: OrderTask, together: int) -> None:
+    def __init__(self, database: Database, task: OrderTask, together: Callable[[], int]) -> None:
         self._database = database
         self._task = task
         self._together = together
@@ -56,7 +57,7 @@ class RankWriter:
     def put(self, batch: BatchJob, count: int) -> None:
         """Have a batch of so many requests ordered, if that is of use."""
         is_wanted = self._task.policy is not Policy.FCFS and batch.endpoint in ORDERED
-        if is_wanted and count > self._together:
+        if is_wanted and count > self._together():
             self._waiting.append(batch)
             self._came.set()
 

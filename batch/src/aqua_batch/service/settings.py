@@ -36,7 +36,7 @@ def _by_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-EngineUrl = Annotated[str, Field(pattern=r"^https?://[^\s,@]+$", max_length=2048)]
+EngineUrl = Annotated[str, Field(pattern=r"^(dns\+)?https?://[^\s,@]+$", max_length=2048)]
 HostName = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,253}$")]
 
 
@@ -57,7 +57,8 @@ class BatchSettings(BaseSettings):
         max_length=MOST_ENGINES,
         validate_default=True,
         description="Base URLs of the engines, servers that speak OpenAI's HTTP: "
-        "http://node-1:8000,http://node-2:8000. Each gets requests of the models that it lists.",
+        "http://node-1:8000,http://node-2:8000. Each gets requests of the models that it lists. "
+        "dns+http://llm.gpu.svc:8000 is every address of that name, looked up again and again.",
     )
     engine_api_key: SecretStr | None = Field(
         None, description="API key for the engines, if they want one."
