@@ -104,6 +104,15 @@ def test_a_prediction_saves_requests_and_does_not_move_the_rate() -> None:
     assert max(sent[0.5], sent[2.0]) < 1.1 * sent[None]
 
 
+def test_a_trial_that_a_prediction_chose_stands_for_no_steady_state() -> None:
+    # Sixteen at once: 15% beyond the capacity its first 150 requests hardly wait.
+    server, truth = CASES["steps, 16 at once"].server, 31.65
+    verdict, trials, _ = _search(server, 0, LatencyObjective(), predicted_per_s=truth)
+    assert trials[0].meets(LatencyObjective())
+    assert verdict.complete
+    assert verdict.estimate.rate_per_s == pytest.approx(truth, rel=0.03)
+
+
 def test_nothing_is_concluded_from_a_ramp_alone() -> None:
     server, objective = CASES["sixteen slots"].server, LatencyObjective()
     unloaded = unloaded_of(server, CHAT.drawn(0), 0)

@@ -172,9 +172,17 @@ def next_trial(
 
     Args:
         predicted_per_s: Where to begin, in place of a ramp, if somebody has an idea. Nothing else
-            comes of it: the estimate rests on trials alone.
+            comes of it: the estimate rests on trials alone, and where requests queue that first one
+            counts as a ramp.
     """
     known = estimate_rate(objective, unloaded, trials)
+    if predicted_per_s is not None and trials:
+        # Begun empty and a little beyond the capacity, it may end before its queue is seen to grow,
+        # and would then stand for a rate that meets the objective in the steady state.
+        without = [replace(trials[0], ramp=True), *trials[1:]]
+        again = estimate_rate(objective, unloaded, without)
+        if known.queueing or again.queueing:
+            trials, known = without, again
     trial_seed = seed * 1_000 + len(trials)
     search = _Search(objective, unloaded, trials, known, left_s, budget_s, trial_seed)
     if not trials:
@@ -228,7 +236,7 @@ class _Search:
     def beyond(self, predicted_per_s: float) -> Trial:
         """Where a right prediction is seen exceeded; a wrong one costs no more than a ramp.
 
-        Of a queue it is the first backlog, of token times the look above the estimate.
+        Of a queue it is a first look at the capacity, of token times one above the estimate.
         """
         rate = EXCEEDED_AT * predicted_per_s
         return self._trial(
