@@ -12,12 +12,20 @@ import pytest
 
 from aqua_protocol.errors import ConfigError
 from aqua_simulator.whatif.answer import SENSITIVITIES, ask
-from aqua_simulator.whatif.cluster import Cluster, read_cluster, read_plan
+from aqua_simulator.whatif.calibration import calibrated
+from aqua_simulator.whatif.cluster import (
+    Cluster,
+    DeploymentList,
+    cluster_of,
+    read_cluster,
+    read_plan,
+)
+from aqua_simulator.whatif.fleet_day import recording_of
 from aqua_simulator.whatif.html_report import write_report
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
 from aqua_simulator.whatif.members import RESERVE_SHARE
 from aqua_simulator.whatif.online import CALM_S
-from aqua_simulator.whatif.recorded_day import RecordedLoad, read_day
+from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad, read_day
 from aqua_simulator.whatif.report import SavingsReport
 from aqua_simulator.whatif.step_times import StepCoefficients, fitted
 from harness.planted_day import (
@@ -78,6 +86,27 @@ def test_step_times_that_a_recording_hides_are_found_again(
     assert found.step_s == pytest.approx(STEP_S, rel=0.05)
     assert found.token_s == pytest.approx(TOKEN_S, rel=0.1)
     assert found.front_s == pytest.approx(FRONT_S, rel=0.5)
+
+
+def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
+    listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 2}
+    cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
+    planted = StepCoefficients(0.02, 2e-4, 1e-7, 1e-9, 0.01, is_fitted=True)
+    generator, count, span_s = np.random.default_rng(5), 4000, 800.0
+    lengths = [
+        np.clip(generator.lognormal(np.log(median), 0.7, count), 1, 20_000).astype(int)
+        for median in (1000, 100)
+    ]
+    unknown = np.full(count, np.nan)
+    arrival_s = np.sort(generator.random(count)) * span_s
+    load = ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown)
+    shown = recording_of(cluster, {"a": planted}, {"a": load}, span_s)
+    by_fit = fitted(shown, cluster.engines)["a"]
+    assert by_fit.token_s < 0.95 * planted.token_s
+    assert by_fit.context_s > 1.5 * planted.context_s
+    found = calibrated(cluster, RecordedLoad(span_s, shown, []))["a"]
+    assert found.token_s == pytest.approx(planted.token_s, rel=0.03)
+    assert found.context_s == pytest.approx(planted.context_s, rel=0.3)
 
 
 def test_the_day_without_aqua_is_the_recorded_one(answer: SavingsReport) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from aqua_simulator.serving.request import summary_of
+from aqua_simulator.whatif.calibration import calibrated
 from aqua_simulator.whatif.cluster import Cluster, InputFinding
 from aqua_simulator.whatif.jobs import (
     CapacityJob,
@@ -42,7 +43,7 @@ from aqua_simulator.whatif.report import (
     ScenarioResult,
     SensitivityRow,
 )
-from aqua_simulator.whatif.step_times import FITTED_EVERY, fitted
+from aqua_simulator.whatif.step_times import FITTED_EVERY
 
 SHORT_SHARE: Final = 0.95
 """Of an engine's KV memory in use, from which it counts as short. It cannot be doubled."""
@@ -135,10 +136,10 @@ def ask(  # noqa: PLR0913 - a question is that wide
         on_progress: Told the share that is done, and what is being done.
     """
     cluster = cluster.without(day.unknown)
-    on_progress(0.0, "fitting step times")
+    on_progress(0.0, "calibrating step times")
     if cluster.interference is None:
         sensitivities = [each for each in sensitivities if each[1] != NO_CONTENTION]
-    times = fitted(day.loads, cluster.engines)
+    times = calibrated(cluster, day)
     background = SimulationInput(
         cluster, day, times, sample_count=sample_count, sample_s=sample_s, is_exact=is_exact
     )

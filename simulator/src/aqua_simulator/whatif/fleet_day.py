@@ -133,6 +133,35 @@ def serve_fleet(  # noqa: PLR0913 - as `serve_day`
     return OnlineResult(by_model, lending, unserved, lenders_of(members), used)
 
 
+def recording_of(
+    cluster: Cluster,
+    times: Mapping[str, StepCoefficients],
+    loads: Mapping[str, ModelLoad],
+    span_s: float,
+) -> dict[str, ModelLoad]:
+    """The same requests with the latencies that simulated engines without Aqua would have shown."""
+    assumed = Assumptions()
+    members = members_of(
+        cluster, times, is_harvesting=False, is_fair=False, short=(), assumed=assumed
+    )
+    models = list(members)
+    requests = merged(models, loads, assumed)
+    links = links_of(cluster, members, assumed)
+    fleet = _fleet(members, times, requests, span_s, assumed, links, is_fair=False)
+    fleet = _driven(fleet, span_s, lambda _: None)
+    made = {}
+    for name, load in loads.items():
+        mine = np.flatnonzero((fleet.model == models.index(name)) & fleet.is_served)
+        number = requests.number[mine]
+        first_s, last_s = np.full((2, len(load)), np.nan)
+        first_s[number] = load.arrival_s[number] + fleet.ttft_s[mine]
+        answering_s = np.nan_to_num(fleet.tpot_s[mine]) * (load.output_tokens[number] - 1)
+        last_s[number] = first_s[number] + answering_s
+        front_s = times[name].front_s
+        made[name] = replace(load, first_s=first_s + front_s, last_s=last_s + front_s)
+    return made
+
+
 def _driven(fleet: FleetState, span_s: float, on_progress: Callable[[float], None]) -> FleetState:
     """The fleet after the day and all of its requests."""
     until_s = STRETCH_S

@@ -151,10 +151,7 @@ def fitted(
     Models of one shape on the same GPUs have the same kernels and are fitted together.
     """
     found: dict[str, StepCoefficients] = {}
-    kinds: dict[tuple[str, str, int], list[str]] = {}
-    for name, shape in shapes.items():
-        kinds.setdefault((shape.model.name, shape.gpu.name, shape.deployed.tp), []).append(name)
-    for names in kinds.values():
+    for names in kinds_of(shapes).values():
         seen = [_rows_of(loads[name], shapes[name]) for name in names if name in loads]
         coefficients = sheet_coefficients(shapes[names[0]])
         if sum(len(rows) for rows, _ in seen) >= LEAST_ROWS:
@@ -164,6 +161,14 @@ def fitted(
             )
         found |= dict.fromkeys(names, coefficients)
     return found
+
+
+def kinds_of(shapes: Mapping[str, EngineShape]) -> dict[tuple[str, str, int], list[str]]:
+    """Models that have the same kernels, by shape and GPUs."""
+    kinds: dict[tuple[str, str, int], list[str]] = {}
+    for name, shape in shapes.items():
+        kinds.setdefault((shape.model.name, shape.gpu.name, shape.deployed.tp), []).append(name)
+    return kinds
 
 
 def _rows_of(
