@@ -76,9 +76,13 @@ class TurnGroup:
             self._view = mmap.mmap(file.fileno(), SECONDS.size)
         self._stopped_s = 0.0
         self._stopped_at_s: float | None = None
+        self._members: list[Path] = []
 
     def pause(self) -> None:
-        """Stop it; returns once all its processes stand still."""
+        """Stop it; returns once all its processes stand still.
+
+        What it starts after the first pause is stopped, too, but not waited for.
+        """
         self._stopped_at_s = time.monotonic()
         os.killpg(self.leader.pid, signal.SIGSTOP)
         while not self._is_still():
@@ -105,11 +109,23 @@ class TurnGroup:
         self.leader.wait()
 
     def _is_still(self) -> bool:
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(group) == self.leader.pid and state not in "TZ":
-                return False
-        return True
+        """Whether none of its processes runs; a whole look at a machine takes as long as a step.
+
+        So it is taken once, when all have been started, and again when one of them has ended.
+        """
+        group = self.leader.pid
+        states = [_state(each, group) for each in self._members]
+        if not states or None in states:
+            everyone = Path("/proc").glob("[0-9]*")
+            self._members = [each for each in everyone if _state(each, group) is not None]
+            states = [_state(each, group) for each in self._members]
+        return all(state in {None, "T", "Z"} for state in states)
+
+
+def _state(process: Path, group: int) -> str | None:
+    """State of a process of this group, by its folder; None if it has ended or is another's."""
+    try:
+        state, _, found = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return state if int(found) == group else None
