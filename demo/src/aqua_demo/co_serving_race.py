@@ -143,6 +143,8 @@ class ServedEngine:
 
     def _listen(self, lines: IO[str]) -> None:
         for line in lines:
+            if not line.endswith("\n"):
+                return  # It was killed amid this one.
             if line.startswith("answer "):
                 self._answers.put(json.loads(line.removeprefix("answer ")))
             elif line.startswith("sample "):
