@@ -287,7 +287,7 @@ MENDS: Final = (
     Mend(
         "slabs of a lease whose path cannot be measured stay where they are",
         failures.a_path_cannot_be_measured,
-        (changed(LeaseClient, "take_up", "if attachment.is_ending:", "if False:"),),
+        (changed(LeaseClient, "take_up", "if attachment.is_ending or", "if"),),
         defect=3,
     ),
     Mend(

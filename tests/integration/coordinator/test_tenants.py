@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -92,6 +92,10 @@ async def clients(store: EmbeddedValkey, tmp_path: Path) -> AsyncIterator[Client
         yield clients
 
 
+FOR_OPERATORS: Final = ("/v1/profiles", "/v1/quarantine", "/v1/console/batches")
+"""Refused to tenants."""
+
+
 async def test_no_reading_shows_a_tenant_the_members_of_another(clients: Clients) -> None:
     """Every route that reads is found in the application, so that a new one is asked as well."""
     reclaims = (await clients.of["operator"].get("/v1/reclaims")).json()["reclaims"]
@@ -114,7 +118,7 @@ async def test_no_reading_shows_a_tenant_the_members_of_another(clients: Clients
         answers = [await clients.of[who].get(path) for who in ("red", "operator")]
         if "{" in route.path:
             assert [answer.status_code for answer in answers] == [404, 200], route.path
-        elif route.path not in {"/v1/profiles", "/v1/quarantine", "/v1/console/timeline"}:
+        elif route.path not in {*FOR_OPERATORS, "/v1/console/timeline"}:
             assert "red" in answers[0].text, route.path
             assert "blue" in answers[1].text, route.path
             offers = {"/v1/offers", "/v1/console/happened"}
@@ -124,7 +128,7 @@ async def test_no_reading_shows_a_tenant_the_members_of_another(clients: Clients
     assert asked > 10
     offers = (await clients.of["red"].get("/v1/offers")).json()["offers"]
     assert [offer["producer_id"] for offer in offers] == ["blue-lender", "red-lender"]
-    for path in ("/v1/profiles", "/metrics", "/v1/quarantine"):
+    for path in (*FOR_OPERATORS, "/metrics"):
         answer = await clients.of["red"].get(path)
         assert path == "/metrics" or error_of(answer).code == "forbidden"
     assert (await clients.of["red"].get("/v1/profiles?model=m")).status_code == 200
