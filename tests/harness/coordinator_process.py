@@ -124,6 +124,8 @@ def _serve(port: str, data_dir: str, library: str) -> None:
             "aqua_coordinator.store.pipeline.load_library", return_value=Library(name, source)
         )
         released.start()
+        # That version kept no history and has no step for it: every sweep that tried would crash.
+        mock.patch("aqua_coordinator.store.history.History.keep", mock.AsyncMock()).start()
     sys.argv = ["aqua-coordinator", "serve", "--port", port, "--data-dir", data_dir]
     main()
 
