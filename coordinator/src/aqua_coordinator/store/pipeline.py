@@ -106,6 +106,7 @@ class Pipeline:
         timeout_s: How long Redis may take over one batch, connecting included.
         observe: Told of every answer, for metrics.
         min_replicas: How many have a write before it is answered.
+        replicas_share: Of `timeout_s`, how long they may take over that.
         library: Scripts of another version than this one; for tests.
     """
 
@@ -116,6 +117,7 @@ class Pipeline:
         timeout_s: float = 5.0,
         observe: Observer | None = None,
         min_replicas: int = 0,
+        replicas_share: float = REPLICAS_SHARE,
         library: Library | None = None,
     ) -> None:
         self._pool = pool
@@ -125,7 +127,7 @@ class Pipeline:
         # Replicas take as long for a large batch as for a small one.
         self._free_batch = MAX_BATCH if min_replicas else FREE_BATCH
         write = ("SET", KEYS["probe"], "1", "PX", PROBE_TTL_MS)
-        wait = ("WAIT", min_replicas, round(1000 * timeout_s * REPLICAS_SHARE))
+        wait = ("WAIT", min_replicas, round(1000 * timeout_s * replicas_share))
         self._wait = _packed(write) + _packed(wait)
         self._library = library or load_library()
         self._calls = {
