@@ -357,7 +357,7 @@ def test_a_connection_does_not_outlive_its_certificate(
 
 def test_handshakes_that_stall_are_ended_and_do_not_keep_members_out(tmp_path: Path) -> None:
     with (
-        secured(tmp_path, tmp_path / "server", timeout_s=1) as coordinator,
+        secured(tmp_path, tmp_path / "server", timeout_s=4) as coordinator,
         contextlib.ExitStack() as stack,
     ):
         member = coordinator.authority.issue(tmp_path / "member")
