@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.plan import Plan
 from aqua_simulator.whatif.answer import SENSITIVITIES, ask
 from aqua_simulator.whatif.calibration import calibrated
 from aqua_simulator.whatif.cluster import (
@@ -337,3 +338,26 @@ def test_an_unknown_model_is_left_out_and_a_broken_list_refused(tmp_path: Path) 
         read_cluster(path)
     with pytest.raises(ConfigError, match="no plan"):
         read_plan(path, gpu="H100-80GB")
+
+
+def test_a_plan_says_who_lends_and_names_that_are_unknown_are_told(tmp_path: Path) -> None:
+    listed, path = tmp_path / "cluster.json", tmp_path / "plan.json"
+    models = {"a": "Llama-3.1-8B", "b": "Llama-3.1-8B", "c": "Foo-1B"}
+    entries = [{"name": name, "model": each, "gpu": "H100-80GB"} for name, each in models.items()]
+    listed.write_text(json.dumps({"models": entries}))
+    fields = Plan.model_fields.items()
+    numbers = [name for name, field in fields if field.annotation in {int, float}]
+    fixed = {"problem_hash": "", "solver": "", "proven": True, "assignments": [], "unmatched": []}
+    matches = [
+        {"consumer": "a/1", "producer": producer, "server": "s", "reason": ""}
+        | dict.fromkeys(("consumer_shard", "producer_shard", "covered_gb"), 0)
+        for producer in ("b/0", "images/0")
+    ]
+    modes = {"objective": "coverage", "matching": "exact"}
+    path.write_text(json.dumps({**dict.fromkeys(numbers, 1), **fixed, **modes, "matches": matches}))
+    cluster, findings = read_cluster(listed)
+    assert [each.kind for each in findings] == ["unknown model"]
+    planned, of_plan = read_plan(path, gpu=None, cluster=cluster)
+    assert planned.pairs == (("a", "b"), ("a", "images"))
+    assert planned.engines == cluster.engines
+    assert [(each.kind, each.where) for each in of_plan] == [("unknown name", f"{path}: images")]

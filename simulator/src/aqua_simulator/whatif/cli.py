@@ -164,9 +164,8 @@ def _cluster(
         cluster, findings = read_cluster(listed)
         if plan is None:
             return cluster, findings
-        # What the list has wrong was told when it was read.
-        planned, _ = read_plan(plan, gpu=gpu, listed=cluster.listed)
-        return planned, findings
+        cluster, of_plan = read_plan(plan, gpu=gpu, cluster=cluster)
+        return cluster, [*findings, *of_plan]
     if plan is None:
         raise ConfigError("no cluster is given", remedy="Give --cluster FILE or --plan FILE.")
     return read_plan(plan, gpu=gpu)

@@ -262,15 +262,19 @@ def _shape(deployed: DeployedModel) -> EngineShape:
 
 
 def read_plan(
-    path: Path, *, gpu: str | None, listed: DeploymentList | None = None
+    path: Path, *, gpu: str | None, cluster: Cluster | None = None
 ) -> tuple[Cluster, list[InputFinding]]:
-    """A plan of `aqua place`: who lends to whom, and without a list also what runs where.
+    """A plan of `aqua place`: who lends to whom, and without a cluster also what runs where.
 
     Args:
-        gpu: What the plan's GPUs are; needed without a list, since a plan does not say.
+        gpu: What the plan's GPUs are; needed without a cluster, since a plan does not say.
+        cluster: What runs, from a deployment list.
+
+    Returns:
+        The cluster that follows the plan, and what the plan has wrong.
 
     Raises:
-        ConfigError: Not such a plan, or there is neither a list nor a GPU.
+        ConfigError: Not such a plan, or there is neither a cluster nor a GPU.
     """
     try:
         plan = Plan.model_validate_json(path.read_bytes())
@@ -280,8 +284,12 @@ def read_plan(
             remedy="Make one with `aqua place solve FILE --output PLAN`.",
         ) from error
     pairs = tuple((_stem(match.consumer), _stem(match.producer)) for match in plan.matches)
-    if listed is not None:
-        return cluster_of(listed, str(path), pairs)
+    if cluster is not None:
+        names = {*cluster.engines, *(each.name for each in cluster.listed.lenders)}
+        unknown = sorted({name for pair in pairs for name in pair} - names)
+        message = "nothing of that name is in the cluster: its matches are left out"
+        findings = [InputFinding("unknown name", f"{path}: {name}", message) for name in unknown]
+        return replace(cluster, pairs=pairs), findings
     if gpu is None:
         raise ConfigError(f"{path} does not say which GPUs it is for", remedy="Give --gpu.")
     groups: dict[tuple[str, str], list[int]] = {}
