@@ -22,10 +22,6 @@ from aqua_demo.scale import DemoScale
 from aqua_demo.unet import NoiseSchedule, UNet
 from aqualib.engines.torch_loop import CountedMemoryLimit
 
-MAX_WAITING: Final = 10_000
-"""Requests beyond are turned away: minutes of them. Doubled, a hopeless queue is kept for twice as
-long."""
-
 MAX_BATCH: Final = 8
 """Images at once, at most: a wider batch gains nothing on a CPU core. Doubled, a burst is given the
 same rate in larger steps."""
@@ -80,6 +76,7 @@ class ImageService:
         self._latents = torch.empty((0, *self._shape), device=device)
         self._at = torch.empty(0, dtype=torch.long, device=device)
         self.queue_length = 0
+        self.most_waiting = 10_000  # Requests beyond are turned away; by default, minutes of them.
         self.images = 0
         self.weight_bytes: Final = sum(p.nbytes for p in self._model.parameters())
         assert memory.try_take(self.weight_bytes), f"{self.weight_bytes} bytes of weights"
@@ -96,7 +93,7 @@ class ImageService:
 
     def request(self, count: int) -> None:
         """Take in new requests, as many as may wait."""
-        self.queue_length = min(MAX_WAITING, self.queue_length + count)
+        self.queue_length = min(self.most_waiting, self.queue_length + count)
 
     def step(self) -> None:
         """Take up what fits, and denoise all images in flight by one step."""

@@ -53,8 +53,9 @@ RELIEF_AFTER_S: Final = 30.0
 its queue never empties and memory is never offered again; so after that long fewer images are asked
 for. Doubled, such a machine waits half a minute longer for each halving."""
 
-LEAST_LOAD_FACTOR: Final = 0.125
-"""Share of the usual images at which relief ends. Doubled, it ends at a quarter."""
+LEAST_LOAD_FACTOR: Final = 1 / 32
+"""Share of the usual images at which relief ends: of a machine forty times slower than it was
+measured the service then needs half. Doubled, it may need all of it."""
 
 QUIET: Final = (DemoPhase.HARVEST, DemoPhase.CALM, DemoPhase.AGAIN)
 """Phases that need memory to be on offer."""
@@ -210,6 +211,8 @@ class DemoRun:
             case ConsumerSample():
                 self._seen = replace(self._seen, compared=report.tokens)
             case LogLine(text=text):
+                # Each program has a handful of these, and on a busy machine they are far apart.
+                self._patience = StallTimer(time.monotonic())
                 self._note(name, text)
             case ConsumerResult():
                 self._results[name] = report

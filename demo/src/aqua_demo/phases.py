@@ -6,9 +6,10 @@
     AGAIN ── all pages with the peer, enough tokens ──> VERIFY
 
 No phase ends because time has passed. One that makes no progress for too long is a failure with a
-reason; progress is a goal met, or a count that a goal shows, seen for the first time in the phase.
-So a busy machine takes longer and no more than that. What goes with entering a phase (double the
-arrivals, halve them, let the generation end) is the orchestration's business.
+reason; progress is a goal met, or a count that a goal shows, seen for the first time in the phase,
+or what a program tells of itself. So a busy machine takes longer and no more than that. What goes
+with entering a phase (double the arrivals, halve them, let the generation end) is the
+orchestration's business.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ QUEUE_MARGIN_S: Final = 2.0
 """Waiting requests beyond the steady ones before memory is taken back, as time: a machine that is
 busy for a moment is not a burst. Doubled, the reclaim comes two seconds later."""
 
+LONGEST_QUEUE_S: Final = 6.0
+"""Waiting requests beyond which more are turned away, as time: twice of what takes memory back. A
+machine that others have made slower works off no more than that when the burst is over. Doubled,
+memory is offered again that much later there."""
+
 CALM_S: Final = 2.0
 """Seconds without pressure before memory is offered again. Doubled, the story is as much longer."""
 
@@ -84,6 +89,7 @@ def run(settings: ProducerSettings, parent: Parent) -> None:
     service = ImageService(scale, allowance, transport.device, seed=settings.seed)
     capacity_per_s = service.images_per_s(scale.spare_images)
     base_per_s = scale.quiet_load * capacity_per_s
+    service.most_waiting = round(LONGEST_QUEUE_S * base_per_s)
     parent.news(
         f"a U-Net serves {capacity_per_s:.0f} images/s, {scale.spare_images} at a time, and"
         f" {service.images_per_s(8):.0f} images/s, 8 at a time; {base_per_s:.0f}/s are asked"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aqua_demo.images import MAX_WAITING, Arrivals, ImageService
+from aqua_demo.images import Arrivals, ImageService
 from aqua_demo.scale import QUICK, SCALES
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
@@ -84,8 +84,10 @@ def test_finished_images_give_their_memory_back(
 
 
 def test_requests_beyond_the_bound_are_turned_away(service: ImageService) -> None:
-    service.request(MAX_WAITING + 7)
-    assert service.queue_length == MAX_WAITING
+    service.most_waiting = 20
+    service.request(13)
+    service.request(13)
+    assert service.queue_length == 20
 
 
 def test_capacity_grows_with_the_batch_and_measuring_it_leaves_no_trace(
