@@ -17,8 +17,10 @@ from aqualib.memory.copy_pace import MAX_DEBT_S, CopyPace
 from aqualib.producer.copy_limit import (
     FIRST_RATE,
     HARM_SHARE,
+    MAX_QUIET_S,
     MAX_RATE,
     MIN_RATE,
+    MIN_STEPS,
     PAUSE_FACTOR,
     CopyLimit,
     CopyRate,
@@ -174,6 +176,44 @@ def test_pauses_between_requests_are_no_harm() -> None:
     for number in range(400):
         limit.stepped(STEP_S if number % 20 else 2 * PAUSE_FACTOR * STEP_S, 0.0)
     assert limit.bytes_per_s > FIRST_RATE
+
+
+@pytest.mark.parametrize("quiet_first", [True, False])
+def test_an_engine_that_became_much_slower_is_measured_anew(*, quiet_first: bool) -> None:
+    limit = CopyLimit()
+    after(100, STEP_S, limit)
+    while limit.is_quiet is not quiet_first:
+        after(1, STEP_S, limit)
+    slower_s = 2 * PAUSE_FACTOR * STEP_S
+    states = []
+    for _ in range(6 * MIN_STEPS):
+        after(1, slower_s, limit)
+        states.append(limit.is_quiet)
+    assert True in states
+    assert not states[-1]
+    # Harm is seen against the steps of now, until it remains in quiet, too.
+    before, found = limit.bytes_per_s, []
+    for _ in range(2 * MIN_STEPS):
+        after(1, slower_s * 1.5, limit)
+        found.append(limit.bytes_per_s)
+    assert min(found) < before
+
+
+def test_background_copies_wait_for_a_measurement_no_longer_than_its_bound() -> None:
+    limit, luck = CopyLimit(), random.Random(0)
+    now_s = began_s = 1.0
+    while limit.is_quiet:
+        seconds = STEP_S * 10 ** luck.uniform(0.0, 1.5)
+        now_s += seconds
+        limit.stepped(seconds, now_s)
+        assert now_s - began_s < MAX_QUIET_S + 2.0
+
+
+def test_a_measurement_that_a_pause_cut_short_begins_again() -> None:
+    limit = CopyLimit()
+    limit.stepped(STEP_S, 1.0)
+    limit.stepped(STEP_S, 1.0 + 3 * MAX_QUIET_S)
+    assert limit.is_quiet
 
 
 def test_steps_of_one_kind_are_compared_with_each_other_alone() -> None:

@@ -11,7 +11,9 @@ A slowdown is believed only if it remains when the quiet state is measured anew:
 work has changed gets its rate back. It is acted on at once all the same: the lender comes first.
 
 A window ends as soon as its median is known well enough to decide; so noisy steps are watched for
-longer, up to `MAX_STEPS`. Durations far above the usual are pauses between requests, and left out.
+longer, up to `MAX_STEPS`, and a quiet one, which keeps consumers waiting, for `MAX_QUIET_S`: then
+what is known by then has to do. Durations far above the usual are pauses between requests, and left
+out; where one follows the other, the engine has become slower, and is measured anew.
 
 What no rate can hold back is what requests wait for: loads and page-outs count against the rate,
 so that background copies make room for them, and go on. A lender that they harm has its memory
@@ -40,6 +42,10 @@ steps later."""
 MAX_STEPS: Final = 256
 """Steps of a window at most, however noisy: seconds of an engine. Doubled, the rate follows an
 engine's changes half as fast."""
+
+MAX_QUIET_S: Final = 10.0
+"""Seconds of a quiet window at most: of an engine with few steps, or whose steps vary beyond
+measure on a busy machine. Doubled, promotions to such a lender wait for up to 20 s at a time."""
 
 LOOK_STEPS: Final = 4
 """Steps between looks at a window, each some 0.1 ms of medians. Doubled, a window ends up to four
@@ -132,6 +138,8 @@ class CopyLimit:
         self.is_quiet = True
         self._window = _Window()
         self._base: dict[str, float] = {}
+        self._quiet_since_s = 0.0
+        self._pauses = 0  # One after the other.
         self._paced_windows = 0
         self._increase = inf  # Doubling, until harm was seen.
         self._falls = 0
@@ -148,12 +156,17 @@ class CopyLimit:
             now_s: Any monotonic clock.
             kind: Steps of one kind take about as long: a class of token counts.
         """
+        if not self.is_quiet or now_s > self._told_until_s:
+            self._quiet_since_s = now_s
         if seconds > PAUSE_FACTOR * self._usual(kind, seconds):
-            self._window = _Window()  # Copies were unlimited meanwhile.
+            self._pause(kind)
         else:
+            self._pauses = 0
             self._window.add(kind, seconds)
             if not self._window.count() % LOOK_STEPS:
                 self._look()
+        if self.is_quiet and now_s - self._quiet_since_s > MAX_QUIET_S:
+            self._end_quiet()
         rate = 0.0 if self.is_quiet else self.bytes_per_s
         lasts_s = max(MIN_LASTING_S, LASTING_STEPS * self._usual(kind, seconds))
         if rate == self._told and now_s + lasts_s / 2 < self._told_until_s:
@@ -163,11 +176,21 @@ class CopyLimit:
 
     # --- Inside ---------------------------------------------------------------------------
 
+    def _pause(self, kind: str) -> None:
+        """Leave a duration out; a window holds none from before, when copies were unlimited."""
+        self._pauses += 1
+        if self._pauses < MIN_STEPS:
+            self._window = _Window()
+            return
+        self._pauses = 0
+        self._base.pop(kind, None)
+        self._begin(is_quiet=True)
+
     def _look(self) -> None:
-        if self.is_quiet:
-            self._end_quiet()
-        else:
+        if not self.is_quiet:
             self._end_paced()
+        elif self._is_known(self._window.relative_to(self._window.medians())):
+            self._end_quiet()
 
     def _usual(self, kind: str, seconds: float) -> float:
         """The duration of such a step; `seconds` while none is known."""
@@ -177,10 +200,7 @@ class CopyLimit:
         return median(seen) if seen else seconds
 
     def _end_quiet(self) -> None:
-        base = self._window.medians()
-        if not self._is_known(self._window.relative_to(base)):
-            return
-        self._base = {**self._base, **base}
+        self._base = {**self._base, **self._window.medians()}
         if self._suspect is not None:
             before, increase, window = self._suspect
             self._suspect = None
