@@ -32,7 +32,15 @@ from aqua_demo.messages import (
     ProducerSettings,
     Report,
 )
-from aqua_demo.phases import TITLES, DemoPhase, Observation, StallTimer, goals, next_phase
+from aqua_demo.phases import (
+    TITLES,
+    DemoPhase,
+    Observation,
+    StallTimer,
+    goals,
+    next_phase,
+    served_share,
+)
 from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
 from aqua_demo.record import RunRecord
 from aqua_demo.report import DemoReport, make_report
@@ -50,8 +58,8 @@ Doubled, a demo that hangs says so three minutes later."""
 
 RELIEF_AFTER_S: Final = 30.0
 """Seconds. The service was measured at the start. When others have made the machine slower since,
-its queue never empties and memory is never offered again; so after that long fewer images are asked
-for. Doubled, such a machine waits half a minute longer for each halving."""
+its queue never empties and memory is never offered again; so after that long no more images are
+asked for than half of what it has served. Doubled, such a machine waits half a minute longer."""
 
 LEAST_LOAD_FACTOR: Final = 1 / 32
 """Share of the usual images at which relief ends: of a machine forty times slower than it was
@@ -91,6 +99,7 @@ class DemoRun:
         self._seen = Observation()
         self._patience = StallTimer(time.monotonic())
         self._relief_due_s = RELIEF_AFTER_S
+        self._relief_from = self._seen.producer
         self._quiet_factor = 1.0
         self._producer: Child | None = None
         self._results: dict[str, ConsumerResult] = {}
@@ -224,6 +233,7 @@ class DemoRun:
         now_s = time.monotonic()
         self._patience = StallTimer(now_s)
         self._relief_due_s = RELIEF_AFTER_S
+        self._relief_from = self._seen.producer
         self._seen = replace(
             self._seen,
             before=self._seen.consumer,
@@ -238,7 +248,9 @@ class DemoRun:
         if self._phase in QUIET and stalled_s > self._relief_due_s:
             self._relief_due_s += RELIEF_AFTER_S
             if self._quiet_factor > LEAST_LOAD_FACTOR:
-                self._quiet_factor /= 2
+                share = served_share(self._relief_from, self._seen.producer)
+                self._quiet_factor = max(LEAST_LOAD_FACTOR, self._quiet_factor * min(1, share) / 2)
+                self._relief_from = self._seen.producer
                 self._set_load(self._quiet_factor)
                 self._note("busy", f"{self._quiet_factor:.0%} of the usual images are asked for")
         if stalled_s > STALL_LIMIT_S:

@@ -122,6 +122,12 @@ def next_phase(phase: DemoPhase, seen: Observation, scale: DemoScale) -> DemoPha
     return order[order.index(phase) + 1]
 
 
+def served_share(before: ProducerSample, now: ProducerSample) -> float:
+    """Images served between two samples, of those that are asked for now."""
+    asked = now.arrivals_per_s * (now.at_s - before.at_s)
+    return (now.images - before.images) / asked if asked > 0.0 else 1.0
+
+
 class StallTimer:
     """A watch on how long a phase has made no progress."""
 

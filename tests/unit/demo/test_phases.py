@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aqua_demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
 from aqua_demo.phases import DemoPhase as Phase
-from aqua_demo.phases import Goal, Observation, StallTimer, goals, next_phase
+from aqua_demo.phases import Goal, Observation, StallTimer, goals, next_phase, served_share
 from aqua_demo.scale import QUICK
 
 NOT_YET = Observation()
@@ -107,6 +107,13 @@ def test_a_reclaim_from_before_the_burst_does_not_end_it() -> None:
 def test_every_phase_says_what_it_waits_for() -> None:
     for phase in Phase:
         assert all(goal.text for goal in goals(phase, NOT_YET, QUICK))
+
+
+def test_a_service_that_others_slow_down_serves_a_share_of_what_is_asked_for() -> None:
+    before = ProducerSample(at_s=10.0, images=100, arrivals_per_s=8.0)
+    now = ProducerSample(at_s=20.0, images=110, arrivals_per_s=4.0)
+    assert served_share(before, now) == 0.25
+    assert served_share(now, now) == 1.0
 
 
 def test_patience_starts_again_with_every_count_that_is_new() -> None:
