@@ -36,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -43,44 +44,30 @@ import typer
 
 from _bursts import read_trace
 from aqua_demo.co_serving_race import (
+    AT_ONCE,
     Engines,
     Order,
+    Run,
     ServedEngine,
     differing,
     measure_alone,
     offline_rate,
     race,
+    serve,
 )
-from aqua_demo.co_serving_report import VICTIMS, figures_of
-from aqua_demo.online_load import (
-    Lengths,
-    OnlineLoad,
-    draw_lengths,
-    write_offline_file,
-)
-from vllm_burst import BLOCK_TOKENS, ENGINE_PYTHON, SHAPE, note
+from aqua_demo.co_serving_report import figures_of
+from aqua_demo.engine_report import VICTIMS
+from aqua_demo.engine_scale import FULL, EngineScale, co_serving_options
+from aqua_demo.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
+from vllm_burst import ENGINE_PYTHON, SHAPE, note
 from vllm_profiler import PROFILER, api_server, write_model
 
-STORE_BYTES: Final = 256 << 20
-ENGINE_OPTIONS: Final[dict[str, Any]] = {
-    "max_model_len": 1024,
-    "block_size": BLOCK_TOKENS,
-    "max_num_batched_tokens": 512,
-    "dtype": "float32",
-    "enforce_eager": True,
-    "gpu_memory_utilization": 0.1,
-    "enable_prefix_caching": False,
-}
 VARIATIONS: Final = (0.5, 1.0, 2.0, 4.0)
 ALONE_COUNT: Final = 40
 """Requests one by one, for how long one takes and for the objectives. Doubled, these scatter less
 and begin later."""
-OBJECTIVE_FACTOR: Final = 2.0
-"""Objectives over what requests take alone: tight. Doubled, steps in gaps may be twice as long."""
 OFFLINE_COUNT: Final = 20_000
 """Of the offline file, many times what is answered. Doubled, it takes seconds longer to write."""
-AT_ONCE: Final = 24
-"""Offline requests that are there at any time: more than fit into memory. Doubled, more wait."""
 OFFLINE_ALONE_S: Final = 60.0
 """Of a load, in which offline work alone is measured beside. Doubled, a load takes that longer."""
 FAULTY_COUNT: Final = 40
@@ -91,8 +78,6 @@ BARS: Final = {
     "offline_share_of_ideal": (">=", 0.9),
 }
 
-Run = dict[str, Any]
-
 
 def main(
     *,
@@ -102,45 +87,39 @@ def main(
     requests: Annotated[int, typer.Option(help="Online requests of a load.", min=20)] = 500,
     loads: Annotated[int, typer.Option(help="Loads, from the calmest on.", min=1, max=5)] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
-    blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=32)] = 96,
+    blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=32)] = FULL.blocks,
     step_profile: Annotated[Path | None, typer.Option(help="Else it is measured.")] = None,
 ) -> None:
     """Measure co-serving against engines without offline work."""
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
+        scale = replace(FULL, blocks=blocks)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-coserving-")))
         model = folder / "model"
         write_model(model, SHAPE)
 
         def start(name: str, aqua: dict[str, Any] | None = None, **engine: Any) -> ServedEngine:  # noqa: ANN401 - vLLM's options
             note(f"starting {name}")
-            engine |= {**ENGINE_OPTIONS, "num_gpu_blocks_override": blocks}
-            job = {"model": str(model), "aqua": aqua, "engine": engine}
-            served = ServedEngine(folder / name, job, str(ENGINE_PYTHON))
+            options = scale.engine_options() | engine
+            served = ServedEngine(folder / name, model, options, aqua, str(ENGINE_PYTHON))
             stack.callback(served.close)
             return served
 
         offline = folder / "offline.jsonl"
-        write_offline_file(offline, OFFLINE_COUNT, seed, ENGINE_OPTIONS["max_model_len"] // 2)
+        write_offline_file(offline, OFFLINE_COUNT, seed, scale.longest_prompt)
         engines = {name: start(name) for name in ("online", "control", "offline")}
         engines["priority"] = start("priority", scheduling_policy="priority")
         for each in engines.values():
             each.await_ready()
-        given = None if trace is None else read_trace(trace, blocks * BLOCK_TOKENS // 4)
+        given = None if trace is None else read_trace(trace, blocks * scale.block_tokens // 4)
         lengths = [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed)
-        inputs = measure_alone(engines["online"], lengths[:ALONE_COUNT], OBJECTIVE_FACTOR)
+        inputs = measure_alone(
+            lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
+        )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
-        aqua = {
-            "mode": "checkpoint",
-            "is_offline": True,
-            "store_bytes": STORE_BYTES,
-            "co_serving": {
-                "ttft_s": inputs["ttft_s"],
-                "tpot_s": inputs["tpot_s"],
-                "step_profile": str(step_profile or measure_steps(model, folder)),
-            },
-        }
+        profile = str(step_profile or measure_steps(model, folder, scale))
+        aqua = co_serving_options(inputs, step_profile=profile)
         ours = engines["ours"] = start("ours", aqua)
         ours.await_ready()
         made = make_loads(lengths, 1 / inputs["service_s"], seed)
@@ -164,13 +143,14 @@ def main(
         show(summary)
 
 
-def measure_steps(model: Path, folder: Path) -> Path:
+def measure_steps(model: Path, folder: Path, scale: EngineScale) -> Path:
     """A folder with the step-time profile of this engine, measured as its operator would."""
     note("measuring step times")
     flags = ["--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"]
     flags += ["--middleware", "aqualib.engines.vllm.AquaMiddleware"]
+    options = scale.engine_options()
     for name in ("max_model_len", "max_num_batched_tokens"):
-        flags += ["--" + name.replace("_", "-"), str(ENGINE_OPTIONS[name])]
+        flags += ["--" + name.replace("_", "-"), str(options[name])]
     token = {"AQUA_ADMIN_TOKEN": "of-this-benchmark"}
     profiles = folder / "profiles"
     with api_server(model, folder / "steps.log", *flags, **token) as url:

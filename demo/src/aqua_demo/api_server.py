@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from aqua_demo.co_serving_race import Run
+from aqua_demo.engine_scale import with_aqua
 from aqua_demo.messages import SAMPLE_INTERVAL_S
-from aqua_demo.online_load import OnlineLoad, draw_prompt
+from aqua_demo.online_load import OnlineLoad, Row, draw_prompt, unanswered
 from aqua_demo.paused_clock import ONE_THREAD
 from aqua_demo.processes import DemoError, ProcessGroup
 from aqua_protocol.supervision import SerialExecutor
@@ -66,17 +68,9 @@ class ApiServer:
         self.port: Final = port or _free_port()
         self.name: Final = name
         self.url: Final = f"http://127.0.0.1:{self.port}"
-        options = dict(engine)
+        options = with_aqua(engine, aqua)
         if aqua is not None:
-            options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
             options["middleware"] = "aqualib.engines.vllm.AquaMiddleware"
-            options["kv_transfer_config"] = json.dumps(
-                {
-                    "kv_connector": "AquaConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": dict(aqua),
-                }
-            )
         options |= {"model": model, "served_model_name": MODEL_NAME, "host": "127.0.0.1"}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
@@ -134,11 +128,7 @@ class OnlineClient:
     """
 
     def __init__(self, server: ApiServer, load: OnlineLoad, seed: int) -> None:
-        self.rows: list[Run] = [
-            {"arrival_s": at_s, "prompt_tokens": prompt, "output_tokens": output}
-            | {"tokens": [], "token_s": []}
-            for at_s, prompt, output in load.arrivals
-        ]
+        self.rows: Final = [unanswered(*arrival) for arrival in load.arrivals]
         self._seed = seed
         self._url = server.url
         self._clients = SerialExecutor("demo-clients")
@@ -181,7 +171,7 @@ class OnlineClient:
             )
             return time.monotonic() - begun_s
 
-    async def _ask(self, client: AsyncOpenAI, row: Run, begun_s: float, number: int) -> None:
+    async def _ask(self, client: AsyncOpenAI, row: Row, begun_s: float, number: int) -> None:
         await asyncio.sleep(begun_s + row["arrival_s"] - time.monotonic())
         stream = await client.completions.create(
             model=MODEL_NAME,
@@ -202,10 +192,9 @@ class OnlineClient:
 def metric_sums(text: str) -> dict[str, float]:
     """Metrics by name, from Prometheus' text; sums over labels."""
     found: defaultdict[str, float] = defaultdict(float)
-    for line in text.splitlines():
-        name, _, value = line.partition("{")[0].partition(" ")
-        if name and not name.startswith("#"):
-            found[name] += float(value or line.rpartition(" ")[2])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
     return found
 
 
@@ -216,6 +205,8 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            flags += [f"--{flag}", json.dumps(value)]
         else:
             flags += [f"--{flag}", str(value)]
     return flags

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +41,9 @@ from aqua_demo.batch_report import (
     make_report,
 )
 from aqua_demo.batch_view import picture
-from aqua_demo.co_serving import OBJECTIVE_FACTOR, co_serving_options
-from aqua_demo.co_serving_race import Run, objectives_of
+from aqua_demo.co_serving_race import Run
+from aqua_demo.engine_demo import EngineDemo
+from aqua_demo.engine_scale import FULL, QUICK, co_serving_options
 from aqua_demo.messages import (
     CONSUMER_ID,
     Command,
@@ -52,15 +53,9 @@ from aqua_demo.messages import (
     ProducerSettings,
     Report,
 )
-from aqua_demo.online_load import (
-    OnlineLoad,
-    draw_lengths,
-    read_offline_file,
-    write_offline_file,
-)
+from aqua_demo.online_load import OnlineLoad, read_offline_file
 from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
-from aqua_demo.scale import QUICK, DemoScale, LlamaSize
-from aqua_demo.view import ConsoleView
+from aqua_demo.scale import QUICK as QUICK_IMAGES
 from aqua_protocol import MIB, format_bytes
 from aqua_protocol.errors import error_from_body
 
@@ -84,57 +79,13 @@ STALL_LIMIT_S: Final = 600.0
 minutes later."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchScale:
-    """Sizes of one run."""
-
-    llama: LlamaSize
-    online_count: int
-    on_requests: int  # Of a burst, on average.
-    alone_count: int  # One by one, for the objectives: fewer scatter more.
-    offline_count: int
-    topics: int  # Beginnings that offline prompts share.
-    images: DemoScale  # Of the producer.
-    blocks: int = 96  # Of keys and values: fewer than all requests want.
-    block_tokens: int = 32
-    max_tokens: int = 1024
-    longest_prompt: int = 256
-
-    def engine_options(self, *, prefix_caching: bool) -> dict[str, Any]:
-        """Options of an engine, as vLLM calls them."""
-        return {
-            "max_model_len": self.max_tokens,
-            "block_size": self.block_tokens,
-            "max_num_batched_tokens": self.max_tokens // 2,
-            "num_gpu_blocks_override": self.blocks,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "gpu_memory_utilization": 0.1,
-            "enable_prefix_caching": prefix_caching,
-        }
-
-
-IMAGES: Final = replace(QUICK, memory_bytes=41 * MIB, image_bytes=8 * MIB, quiet_load=0.1)
+IMAGES: Final = replace(QUICK_IMAGES, memory_bytes=41 * MIB, image_bytes=8 * MIB, quiet_load=0.1)
 """A service that lends some 30 MiB and leaves the engines most of the processor."""
 
 SCALES: Final = {
-    "full": BatchScale(
-        llama=LlamaSize(layers=8, heads=4, head_dim=64, feed_forward=512),
-        online_count=100,
-        on_requests=20,
-        alone_count=20,
-        offline_count=400,
-        topics=16,
-        images=IMAGES,
-    ),
-    "quick": BatchScale(
-        llama=LlamaSize(layers=4, heads=2, head_dim=64, feed_forward=256),
-        online_count=30,
-        on_requests=10,
-        alone_count=6,
-        offline_count=200,
-        topics=8,
-        images=IMAGES,
+    "full": replace(FULL, online_count=100, offline_count=400, longest_prompt=256, topics=16),
+    "quick": replace(
+        QUICK, online_count=30, offline_count=200, longest_prompt=256, topics=8, blocks=FULL.blocks
     ),
 }
 
@@ -149,35 +100,26 @@ class BatchSample:
     leased_bytes: int
 
 
-class BatchDemoRun:
-    """One run of the demo, shown by a view.
-
-    Args:
-        size: One of `SCALES`.
-        seed: Of weights, arrivals, lengths and prompts.
-        folder: Gets the offline file and the logs.
-        view: Shows how it goes.
+@dataclass
+class BatchDemoRun(EngineDemo):
+    """One run of the demo.
 
     Attributes:
-        runs: What became of each.
-        done: What happened to the last.
+        done: What happened to the last pass.
         moments: How that stood, again and again.
     """
 
-    def __init__(self, size: str, seed: int, folder: Path, view: ConsoleView) -> None:
-        self._size, self._scale = size, SCALES[size]
-        self._seed = seed
-        self._folder = folder
-        self._view = view
+    done: BatchEvents = field(default_factory=BatchEvents, init=False)
+    moments: list[BatchSample] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._group: ProcessGroup
         self._producer: Child
         self._engines: dict[str, ApiServer] = {}
         self._dispatchers: list[BatchDispatcher] = []
         self._sample = ProducerSample(at_s=0.0)
         self._reclaims_before = 0
-        self.runs: dict[str, Run] = {}
-        self.done: Final = BatchEvents()
-        self.moments: list[BatchSample] = []
 
     def run(self) -> BatchReport:
         """Tell the story from beginning to end, and judge it.
@@ -185,22 +127,19 @@ class BatchDemoRun:
         Raises:
             AquaError: A process failed, or a batch did not come to its end.
         """
-        scale, view = self._scale, self._view
-        begun_s = time.monotonic()
         with (
             # Sockets are in a short path: a Unix address holds 107 bytes.
             tempfile.TemporaryDirectory(prefix="aqua-demo-") as folder,
-            ProcessGroup(self._folder) as self._group,
+            ProcessGroup(self.folder) as self._group,
         ):
             scratch = Path(folder)
-            self._write_inputs(scratch / "model")
-            coordinator = DemoCoordinator.start(self._group, scratch)
-            view.tell("coordinator", f"listens on {coordinator.url}")
-            self._start_producer(coordinator, scratch)
             model = scratch / "model"
+            self.write_inputs(model, {"model": MODEL_NAME, **EXACT})
+            coordinator = DemoCoordinator.start(self._group, scratch)
+            self.view.tell("coordinator", f"listens on {coordinator.url}")
+            self._start_producer(coordinator, scratch)
             offline = self._start_engine("offline", model)
-            lengths = draw_lengths(scale.online_count, self._seed)
-            alone = self._measure_alone(offline, lengths[: scale.alone_count])
+            alone = self.measure_alone(lambda load: OnlineClient(offline, load, ONLINE_SEEDS).run())
             online = self._start_engine(
                 "online",
                 model,
@@ -209,12 +148,16 @@ class BatchDemoRun:
                     "AQUA_COORDINATOR_URL": coordinator.url,
                     "AQUA_TOKEN": coordinator.consumer_token,
                     "AQUA_MEMBER": CONSUMER_ID,
-                    "AQUA_SLAB_BYTES": str(scale.images.slab_bytes),
-                    "AQUA_WANTED_BYTES": str(scale.images.offer_bytes),
+                    "AQUA_SLAB_BYTES": str(IMAGES.slab_bytes),
+                    "AQUA_WANTED_BYTES": str(IMAGES.offer_bytes),
                 },
             )
-            rate_per_s = ONLINE_SHARE / alone["service_s"]
-            load = OnlineLoad.on_off(lengths, rate_per_s, self._seed, on_requests=scale.on_requests)
+            load = OnlineLoad.on_off(
+                self.lengths,
+                ONLINE_SHARE / alone["service_s"],
+                self.seed,
+                on_requests=self.scale.on_requests,
+            )
             for name, engines, order, count in (
                 ("stock", [offline], "fcfs", 1),
                 ("ordered", [offline], "foresight", 1),
@@ -222,15 +165,8 @@ class BatchDemoRun:
             ):
                 with self._dispatching(scratch / name, engines, order, count):
                     self.runs[name] = self._serve(name, online, load)
-        return make_report(
-            self.runs,
-            self.done,
-            [line["custom_id"] for line in read_offline_file(self._file)],
-            objectives=alone,
-            scale=self._size,
-            seed=self._seed,
-            took_s=time.monotonic() - begun_s,
-        )
+        names = [line["custom_id"] for line in read_offline_file(self.file)]
+        return make_report(self.runs, self.done, names, **self.settings())
 
     # --- Processes ------------------------------------------------------------------------
 
@@ -239,8 +175,8 @@ class BatchDemoRun:
             "producer",
             "producer_program",
             ProducerSettings(
-                scale=self._scale.images,
-                seed=self._seed,
+                scale=IMAGES,
+                seed=self.seed,
                 transport=None,
                 device=None,
                 threads=1,
@@ -250,12 +186,12 @@ class BatchDemoRun:
             ),
         )
         until_s = time.monotonic() + START_LIMIT_S
-        wanted_bytes = self._scale.images.offer_bytes
+        wanted_bytes = IMAGES.offer_bytes
         while self._sample.offered_bytes < wanted_bytes and time.monotonic() < until_s:
             self._hear(wait_s=LOOK_S)
         if not self._sample.offered_bytes:
             raise DemoError(f"no memory is on offer after {START_LIMIT_S:.0f} s")
-        self._view.tell("producer", f"offers {format_bytes(self._sample.offered_bytes)}")
+        self.view.tell("producer", f"offers {format_bytes(self._sample.offered_bytes)}")
 
     def _start_engine(
         self,
@@ -264,8 +200,8 @@ class BatchDemoRun:
         aqua: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> ApiServer:
-        self._view.tell(name, "starts; a vLLM takes its time")
-        options = self._scale.engine_options(prefix_caching=aqua is None)
+        self.view.tell(name, "starts; a vLLM takes its time")
+        options = self.scale.engine_options(prefix_caching=aqua is None)
         server = ApiServer(self._group, f"{name}-engine", model, options, aqua, environment)
         server.await_ready(self._hear)
         self._engines[name] = server
@@ -299,25 +235,11 @@ class BatchDemoRun:
 
     # --- A run ----------------------------------------------------------------------------
 
-    def _measure_alone(self, server: ApiServer, lengths: list[tuple[int, int]]) -> dict[str, float]:
-        rows: list[Run] = []
-        for pair in lengths:
-            clients = OnlineClient(server, OnlineLoad.at_once([pair]), ONLINE_SEEDS)
-            rows += clients.run()["online"]
-        alone = objectives_of(rows, OBJECTIVE_FACTOR)
-        self._view.tell(
-            "people",
-            f"a request takes {alone['service_s']:.2f} s by itself; objectives:"
-            f" {1000 * alone['ttft_s']:.0f} ms to the first token,"
-            f" {1000 * alone['tpot_s']:.0f} ms between two",
-        )
-        return alone
-
     def _serve(self, name: str, online: ApiServer, load: OnlineLoad) -> Run:
         """One run: people and the batch, until both have their answers."""
-        self._view.tell(name, TITLES[name])
+        self.view.tell(name, TITLES[name])
         before = online.counters()
-        batch = OfflineBatch(self._living[0], self._file)
+        batch = OfflineBatch(self._living[0], self.file)
         clients = OnlineClient(online, load, ONLINE_SEEDS)
         heard_s, answered = time.monotonic(), 0
 
@@ -325,7 +247,7 @@ class BatchDemoRun:
             return picture(
                 TITLES[name],
                 online=(clients.answered, len(clients.rows)),
-                offline=(batch.answered, self._scale.offline_count),
+                offline=(batch.answered, self.scale.offline_count),
                 memory=(self._sample.leased_bytes, self._sample.offered_bytes),
                 dead={each.name for each in self._dispatchers if each.is_killed}
                 | {each.name for each in self._engines.values() if each.is_killed},
@@ -341,15 +263,15 @@ class BatchDemoRun:
             if time.monotonic() - heard_s > STALL_LIMIT_S:
                 raise DemoError(
                     f"no offline request was answered for {STALL_LIMIT_S:.0f} s; {answered} were",
-                    remedy=f"The logs in {self._folder} say what each process did.",
+                    remedy=f"The logs in {self.folder} say what each process did.",
                 )
             if name == "ours":
                 self._disturb(batch, added(online.counters(), before))
-            self._view.show(draw)
+            self.view.show(draw)
         if name == "ours":
             self.done.counted = added(online.counters(), before)
         found = batch.run(self._living[0]) | clients.run()
-        self._view.tell(
+        self.view.tell(
             name,
             f"{len(found['offline'])} offline requests in {found['progress'][-1][0]:.0f} s,"
             f" {len(found['online'])} online ones in {found['seconds']:.0f} s",
@@ -358,7 +280,7 @@ class BatchDemoRun:
 
     def _disturb(self, batch: OfflineBatch, counted: Mapping[str, float]) -> None:
         """Do what is due: the producer's burst, and the two kills; take note of it all."""
-        done, share = self.done, batch.answered / self._scale.offline_count
+        done, share = self.done, batch.answered / self.scale.offline_count
         now_s = batch.age_s
         sample = self._sample
         self.moments.append(
@@ -369,47 +291,28 @@ class BatchDemoRun:
         if done.burst_s is None and share >= BURST_AT and has_left:
             done.burst_s, self._reclaims_before = now_s, len(sample.reclaims)
             self._producer.send(Command(load_factor=BURST_FACTOR))
-            self._view.tell("burst", "more images are asked for: the memory is taken back")
+            self.view.tell("burst", "more images are asked for: the memory is taken back")
         if done.burst_s is not None and not batch.has_ended:
             done.reclaims = sample.reclaims[self._reclaims_before :]
             if done.reclaims and done.reclaimed_s is None:
                 done.reclaimed_s = now_s
                 moved = format_bytes(int(counted.get(DRAINED, 0)))
-                self._view.tell("producer", f"took back {done.reclaims[0]}; {moved} moved")
+                self.view.tell("producer", f"took back {done.reclaims[0]}; {moved} moved")
                 self._producer.send(Command())
         if done.dispatcher_s is None and share >= DISPATCHER_AT:
             victim = self._living[0]
             if held := victim.running():
                 victim.kill()
                 done.dispatcher_s, done.dispatcher_held = now_s, held
-                self._view.tell(victim.name, f"killed over {held} requests")
+                self.view.tell(victim.name, f"killed over {held} requests")
         if done.engine_s is None and share >= ENGINE_AT:
             engine = self._engines["offline"]
             if held := int(engine.counters()["vllm:num_requests_running"]):
                 engine.kill()
                 done.engine_s, done.engine_held = now_s, held
-                self._view.tell(engine.name, f"killed over {held} requests")
+                self.view.tell(engine.name, f"killed over {held} requests")
 
-    # --- Inputs and messages --------------------------------------------------------------
-
-    @property
-    def _file(self) -> Path:
-        return self._folder / "offline.jsonl"
-
-    def _write_inputs(self, model: Path) -> None:
-        # Here, because it imports transformers, which takes seconds.
-        from aqua_demo.llama import write_llama
-
-        scale = self._scale
-        write_llama(model, scale.llama, max_tokens=scale.max_tokens, seed=self._seed)
-        write_offline_file(
-            self._file,
-            scale.offline_count,
-            self._seed,
-            scale.longest_prompt,
-            topics=scale.topics,
-            body={"model": MODEL_NAME, **EXACT},
-        )
+    # --- Messages --------------------------------------------------------------------------
 
     def _hear(self, wait_s: float = 0.0) -> None:
         """Take what the producer says, for so long."""
@@ -428,7 +331,7 @@ class BatchDemoRun:
             case ProducerSample():
                 self._sample = report
             case LogLine(text=text):
-                self._view.tell("producer", text)
+                self.view.tell("producer", text)
             case Failure(error=error):
                 raise error_from_body(error)
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, figure
+from aqua_cli.figures import AMBER, FAINT, INK, RED, TEAL
 from aqua_demo.batch_report import BatchEvents
-from aqua_demo.co_serving_race import Run, ttft
+from aqua_demo.co_serving_race import Run
+from aqua_demo.panels import draw_first_tokens, panels
 from aqua_protocol import MIB
 
 if TYPE_CHECKING:
@@ -28,18 +29,9 @@ def draw(
 ) -> None:
     """Write the plot of the three runs, a .png or .svg file."""
     end_s = max(max(run["progress"][-1][0], run["seconds"]) for run in runs.values())
-    with figure(path, width=11, height=7.6) as drawing:
-        drawing.set_layout_engine("constrained", rect=(0, 0.035, 1, 0.955))
-        above, middle, below = drawing.subplots(3, 1, sharex=True)
-        for name, label, colour in (
-            ("ordered", "online requests alone", FAINT),
-            ("ours", "beside the batch", BLUE),
-        ):
-            rows = runs[name]["online"]
-            at_s = [row["arrival_s"] for row in rows]
-            above.plot(at_s, [1000 * ttft(row) for row in rows], ".", color=colour, label=label)
-        above.set_ylabel("time to first token (ms)")
-        above.set_ylim(bottom=0)
+    title = "A batch on harvested memory and time: whatever goes away, each answer comes once"
+    with panels(path, title, subtitle) as (above, middle, below):
+        draw_first_tokens(above, runs["ordered"], runs["ours"])
         for name, label, colour in (
             ("stock", "its own engine, file order", FAINT),
             ("ordered", "its own engine, BlendServe's order", AMBER),
@@ -69,6 +61,3 @@ def draw(
             axis.legend(loc="upper right" if axis is not middle else "lower right", ncols=3)
         below.set_xlabel("seconds since the batch was submitted")
         below.set_xlim(0, end_s)
-        title = "A batch on harvested memory and time: whatever goes away, each answer comes once"
-        drawing.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")

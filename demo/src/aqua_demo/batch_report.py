@@ -6,21 +6,18 @@ one file, of which each differs from the one before in one thing (`batch`), and 
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
-from aqua_demo.co_serving_race import Run, differing, p99_tpot, p99_ttft
-from aqua_demo.co_serving_report import PREEMPTIONS, VICTIMS
-from aqua_demo.engine_report import EngineDemoReport, judged, surroundings
+from aqua_demo.co_serving_race import Run, differing
+from aqua_demo.engine_report import EngineDemoReport, OnlineFigures, gave_way, online_figures
 from aqua_demo.messages import ReclaimMeasure
-from aqua_demo.report import Claim
+from aqua_demo.report import Claim, judged
 from aqua_protocol import format_bytes
-from aqua_protocol.wire import Wire
 
 DRAINED: Final = "aqua:kv_drained_bytes_total"
 PAGED_OUT: Final = "aqua:kv_paged_out_bytes_total"
@@ -62,15 +59,9 @@ class BatchEvents:
         return min((at_s for at_s in died_s if at_s is not None), default=float("inf"))
 
 
-class BatchFigures(Wire):
-    """How fast it was; `alone` is the mean of both runs without offline work beside."""
+class BatchFigures(OnlineFigures):
+    """How fast it was."""
 
-    online_ttft_p99_s: float = Field(description="Alone, seconds.")
-    online_tpot_p99_s: float
-    ttft_p99_ratio: float = Field(description="Beside offline work, over that.")
-    tpot_p99_ratio: float
-    control_ttft_p99_ratio: float = Field(description="Of the second run alone: the noise.")
-    control_tpot_p99_ratio: float
     file_order_s: float = Field(description="The batch on the engine for it, in file order.")
     ordered_s: float = Field(description="The same in BlendServe's order.")
     order_gain: float | None = Field(description="The one over the other.")
@@ -82,7 +73,6 @@ class BatchFigures(Wire):
     reclaims: list[ReclaimMeasure]
     drained_bytes: int = Field(description="Keys and values moved away for these.")
     paged_out_bytes: int
-    offline_preemptions: int
     dispatcher_held: int = Field(description="Requests under way that a dispatcher died over.")
     engine_held: int = Field(description="Requests that an engine died over.")
 
@@ -91,19 +81,13 @@ class BatchReport(EngineDemoReport):
     """The content of `demo-report.json`."""
 
     figures: BatchFigures
-    online_requests: int
-    offline_requests: int
 
 
 def make_report(
     runs: Mapping[str, Run],
     done: BatchEvents,
     names: list[str],
-    *,
-    objectives: dict[str, float],
-    scale: str,
-    seed: int,
-    took_s: float,
+    **settings: Any,  # noqa: ANN401 - of the report, which checks them
 ) -> BatchReport:
     """Judge a run that came to its end.
 
@@ -111,38 +95,24 @@ def make_report(
         runs: `stock`, `ordered` and `ours`.
         done: What happened to the last.
         names: Of all offline requests.
-        objectives: As they were measured, seconds.
-        scale: Its name.
-        seed: Of all that is random.
-        took_s: The whole demo, seconds.
+        settings: Copied into the report.
     """
     return BatchReport(
         claims=judge(runs, done, names),
         figures=figures_of(runs, done),
         online_requests=len(runs["ours"]["online"]),
         offline_requests=len(names),
-        objectives=objectives,
-        scale=scale,
-        seed=seed,
-        took_s=took_s,
-        **surroundings(),
+        **settings,
     )
 
 
 def figures_of(runs: Mapping[str, Run], done: BatchEvents) -> BatchFigures:
     """The figures of the three runs."""
     stock, ordered, ours = (runs[name] for name in ("stock", "ordered", "ours"))
-    ttft_s = statistics.fmean((p99_ttft(stock), p99_ttft(ordered)))
-    tpot_s = statistics.fmean((p99_tpot(stock), p99_tpot(ordered)))
     undisturbed = max(count for at_s, count in ours["progress"] if at_s <= done.first_kill_s)
     took_s = {name: seconds_to(run, run["progress"][-1][1]) for name, run in runs.items()}
     return BatchFigures(
-        online_ttft_p99_s=ttft_s,
-        online_tpot_p99_s=tpot_s,
-        ttft_p99_ratio=p99_ttft(ours) / ttft_s,
-        tpot_p99_ratio=p99_tpot(ours) / tpot_s,
-        control_ttft_p99_ratio=p99_ttft(ordered) / ttft_s,
-        control_tpot_p99_ratio=p99_tpot(ordered) / tpot_s,
+        **online_figures([stock, ordered], ours, done.counted),
         file_order_s=took_s["stock"],
         ordered_s=took_s["ordered"],
         order_gain=_ratio(took_s["stock"], took_s["ordered"]),
@@ -152,7 +122,6 @@ def figures_of(runs: Mapping[str, Run], done: BatchEvents) -> BatchFigures:
         reclaims=done.reclaims,
         drained_bytes=done.count(DRAINED),
         paged_out_bytes=done.count(PAGED_OUT),
-        offline_preemptions=done.count(PREEMPTIONS),
         dispatcher_held=done.dispatcher_held,
         engine_held=done.engine_held,
     )
@@ -179,7 +148,6 @@ def judge(runs: Mapping[str, Run], done: BatchEvents, names: list[str]) -> list[
     online = differing(ours["online"], stock["online"])
     short = sum(len(row["tokens"]) != row["output_tokens"] for row in ours["online"])
     taken = sum(measure.bytes for measure in done.reclaims)
-    victims, preemptions = (done.count(name) for name in (VICTIMS, PREEMPTIONS))
     return judged(
         (
             "each offline request was answered once, whatever died",
@@ -211,14 +179,5 @@ def judge(runs: Mapping[str, Run], done: BatchEvents, names: list[str]) -> list[
             done.engine_held > 0 and ours["status"] == "completed",
             f"it had {done.engine_held} requests; the batch is {ours['status']}",
         ),
-        (
-            "offline requests gave their memory up for online ones, and went on",
-            preemptions > 0,
-            "none did: memory was never wanted",
-        ),
-        (
-            "no online request lost memory while an offline one held some",
-            victims == 0,
-            f"{victims} did",
-        ),
+        *gave_way(done.counted),
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aqua_demo.batch_report import BatchReport
-from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, verdict
+from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, online_rows, verdict
 from aqua_protocol import format_bytes
 
 
@@ -42,17 +42,7 @@ def picture(
 def summary(report: BatchReport) -> RenderableType:
     """Draw the claims and the figures at the end."""
     found = report.figures
-    table = Table(show_header=False)
-    table.add_row(
-        "TTFT p99",
-        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms alone; a second"
-        f" time alone {found.control_ttft_p99_ratio:.2f} x",
-    )
-    table.add_row(
-        "TPOT p99",
-        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; a second time"
-        f" alone {found.control_tpot_p99_ratio:.2f} x",
-    )
+    table = online_rows(found)
     table.add_row(
         "Order",
         f"{found.ordered_s:.0f} s in BlendServe's, {found.file_order_s:.0f} s in that of the file:"
@@ -69,7 +59,6 @@ def summary(report: BatchReport) -> RenderableType:
         "Killed",
         f"a dispatcher over {found.dispatcher_held} requests, an engine over {found.engine_held}",
     )
-    table.add_row("Gave way", f"{found.offline_preemptions} times")
     table.add_row("Answers", f"{report.offline_requests} offline, {report.online_requests} online")
     return verdict(report.claims, table, FIGURES_REMARK)
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Self, TextIO, TypeVar
 
 from aqua_demo.messages import Command, Failure, LogLine
 from aqua_demo.parent_death import end_with
@@ -31,8 +31,7 @@ class Parent:
         self.wants = Command()  # The latest.
         self.finished = threading.Event()  # Set when the parent wants an end, or is gone.
         self._lock = threading.Lock()
-        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._out = own_output()
         self._reader = SupervisedThread(self._read, "demo-commands")
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -66,6 +65,16 @@ class Parent:
                 if self.wants.finish:
                     self.finished.set()
         self.finished.set()
+
+
+def own_output() -> TextIO:
+    """Standard output for this program alone: what libraries and children print is logged.
+
+    A line of theirs amid one of ours, longer than a pipe takes at once, would spoil both.
+    """
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return out
 
 
 def run_program(run: Callable[[SettingsT, Parent], None], settings: type[SettingsT]) -> None:

@@ -8,9 +8,11 @@ off; the rest is as for all commands (`aqua_cli.ExitCode`). What was learned goe
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,16 +21,22 @@ from aqua_cli import main as run_app
 from aqua_protocol import ConfigError, TransportKind
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
-    from aqua_demo.engine_report import EngineDemoReport
-    from aqua_demo.report import DemoReport
+    from aqua_demo.report import ClaimsReport
+    from aqua_demo.view import ConsoleView
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+PLOT: Final = "demo-plot.png"
 
 OutputDirectory = Annotated[
     Path, typer.Option("--output-dir", help="Where the report, the plot and the logs go.")
 ]
+
+
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller models, less to do.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of all that is random.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -39,8 +47,8 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         typer.Option(help="How memory is shared; the best that works here if left out."),
     ] = None,
     output_directory: OutputDirectory = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Small models; half a minute.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, sampling and arrivals.")] = 0,
+    quick: Quick = False,
+    seed: Seed = 0,
     checksum: Annotated[
         bool, typer.Option("--checksum", help="Check every block that comes back.")
     ] = False,
@@ -63,16 +71,13 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     """Show one process's idle memory harvested by another, taken back and lent again."""
     if context.invoked_subcommand is not None:
         return
-    logs = _prepare(output_directory)
-    from rich.console import Console
-
     from aqua_demo.orchestration import DemoRun, Options
     from aqua_demo.planned import read_arrangement
     from aqua_demo.plot import draw
     from aqua_demo.scale import SCALES
-    from aqua_demo.view import ConsoleView, summary
+    from aqua_demo.view import summary
 
-    size = "quick" if quick else "full"
+    size = _size(quick=quick)
     scale, pairings = read_arrangement(SCALES[size], profile or [], plan)
     options = Options(
         size=size,
@@ -81,30 +86,21 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         seed=seed,
         checksum=checksum,
         corrupt_one_byte=corrupt_one_byte,
-        logs=logs,
+        logs=_prepare(output_directory),
         pairings=pairings,
     )
-    console = Console(stderr=True, quiet=as_json)
-    try:
-        with ConsoleView(console) as view:
-            story = DemoRun(options, view)
-            report = story.run()
-    except KeyboardInterrupt:
-        say("everything is stopped")
-        raise
-    plot_path = output_directory / "demo-plot.png"
-    draw(story.record, plot_path, subtitle=report.caption)
-    shown = report.model_dump(mode="json", exclude={"timeline"})
-    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+    with _watching(as_json=as_json) as view:
+        story = DemoRun(options, view)
+        report = story.run()
+    draw(story.record, output_directory / PLOT, subtitle=report.caption)
+    _conclude(report, summary(report), output_directory, as_json=as_json)
 
 
 @app.command("co-serving")
 def co_serving(
     output_directory: OutputDirectory = Path(),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller model, fewer requests.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, arrivals and prompts.")] = 0,
+    quick: Quick = False,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Show a real vLLM that serves people in bursts, and an offline file in the gaps.
@@ -116,36 +112,24 @@ def co_serving(
     needs vLLM beside Aqua (in a checkout: `make demo-coserve`) and takes about ten minutes on two
     idle cores, a third of it with --quick; what is seen on a GPU, a CPU cannot say.
     """
-    _require("vllm", "co-serving")
-    logs = _prepare(output_directory)
-    from rich.console import Console
-
-    from aqua_demo.co_serving import CoServingDemoRun
+    _require("co-serving", "make demo-coserve", "vllm")
+    from aqua_demo.co_serving import SCALES, CoServingDemoRun
     from aqua_demo.co_serving_plot import draw
     from aqua_demo.co_serving_view import summary
-    from aqua_demo.view import ConsoleView
 
-    console = Console(stderr=True, quiet=as_json)
-    try:
-        with ConsoleView(console) as view:
-            story = CoServingDemoRun("quick" if quick else "full", seed, logs, view)
-            report = story.run()
-    except KeyboardInterrupt:
-        say("everything is stopped")
-        raise
-    plot_path = output_directory / "demo-plot.png"
-    draw(story.runs, plot_path, subtitle=report.caption)
-    shown = report.model_dump(mode="json")
-    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+    size, logs = _size(quick=quick), _prepare(output_directory)
+    with _watching(as_json=as_json) as view:
+        story = CoServingDemoRun(size, SCALES[size], seed, logs, view)
+        report = story.run()
+    draw(story.runs, output_directory / PLOT, subtitle=report.caption)
+    _conclude(report, summary(report), output_directory, as_json=as_json)
 
 
 @app.command("batch")
 def batch(
     output_directory: OutputDirectory = Path(),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller model, fewer requests.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, arrivals and prompts.")] = 0,
+    quick: Quick = False,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Show a batch of OpenAI's API on harvested memory and time, while parts of it are killed.
@@ -157,38 +141,32 @@ def batch(
     gaps brought. It needs vLLM beside Aqua (in a checkout: `make demo-batch`) and takes about ten
     minutes on two idle cores, half of it with --quick; what is seen on a GPU, a CPU cannot say.
     """
-    for module in ("vllm", "openai", "sqlalchemy"):
-        _require(module, "batch")
-    logs = _prepare(output_directory)
-    from rich.console import Console
-
-    from aqua_demo.batch import BatchDemoRun
+    _require("batch", "make demo-batch", "vllm", "openai", "sqlalchemy")
+    from aqua_demo.batch import SCALES, BatchDemoRun
     from aqua_demo.batch_plot import draw
     from aqua_demo.batch_view import summary
-    from aqua_demo.view import ConsoleView
 
-    console = Console(stderr=True, quiet=as_json)
-    try:
-        with ConsoleView(console) as view:
-            story = BatchDemoRun("quick" if quick else "full", seed, logs, view)
-            report = story.run()
-    except KeyboardInterrupt:
-        say("everything is stopped")
-        raise
-    plot_path = output_directory / "demo-plot.png"
-    draw(story.runs, story.done, story.moments, plot_path, subtitle=report.caption)
-    shown = report.model_dump(mode="json")
-    _conclude(console, report, summary(report), shown, plot_path, as_json=as_json)
+    size, logs = _size(quick=quick), _prepare(output_directory)
+    with _watching(as_json=as_json) as view:
+        story = BatchDemoRun(size, SCALES[size], seed, logs, view)
+        report = story.run()
+    draw(story.runs, story.done, story.moments, output_directory / PLOT, subtitle=report.caption)
+    _conclude(report, summary(report), output_directory, as_json=as_json)
 
 
-def _require(module: str, command: str) -> None:
-    if find_spec(module) is None:
-        target = "demo-coserve" if command == "co-serving" else "demo-batch"
-        raise ConfigError(
-            f"`aqua-demo {command}` needs {module}, which is not installed here",
-            remedy=f"In a checkout, `make {target}` makes an environment with a vLLM for CPUs;"
-            f" elsewhere install `aqua-demo[batch]` beside your vLLM.",
-        )
+def _size(*, quick: bool) -> str:
+    return "quick" if quick else "full"
+
+
+def _require(command: str, target: str, *modules: str) -> None:
+    """Refuse to begin without what only some installations have."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"`aqua-demo {command}` needs {module}, which is not installed here",
+                remedy=f"In a checkout, `{target}` makes an environment with a vLLM for CPUs;"
+                " elsewhere install `aqua-demo[batch]` beside your vLLM.",
+            )
 
 
 def _prepare(output_directory: Path) -> Path:
@@ -201,23 +179,34 @@ def _prepare(output_directory: Path) -> Path:
     return logs
 
 
+@contextmanager
+def _watching(*, as_json: bool) -> Iterator[ConsoleView]:
+    """Show a run while it goes on, unless only its result is wanted."""
+    from rich.console import Console
+
+    from aqua_demo.view import ConsoleView
+
+    try:
+        with ConsoleView(Console(stderr=True, quiet=as_json)) as view:
+            yield view
+    except KeyboardInterrupt:
+        say("everything is stopped")
+        raise
+
+
 def _conclude(
-    console: Console,
-    report: DemoReport | EngineDemoReport,
-    seen: RenderableType,
-    shown: dict[str, Any],
-    plot_path: Path,
-    *,
-    as_json: bool,
+    report: ClaimsReport, seen: RenderableType, output_directory: Path, *, as_json: bool
 ) -> None:
     """Write the report beside the plot, show it, and end with what the claims say."""
-    report_path = plot_path.with_name("demo-report.json")
+    from rich.console import Console
+
+    report_path = output_directory / "demo-report.json"
     write_json(report_path, report)
     if as_json:
-        print_json(shown)
+        print_json(report.model_dump(mode="json", exclude={"timeline"}))
     else:
-        console.print(seen)
-        say(f"report  {report_path}\nplot    {plot_path}")
+        Console(stderr=True).print(seen)
+        say(f"report  {report_path}\nplot    {output_directory / PLOT}")
     for claim in report.claims:
         if not claim.holds:
             say(f"aqua-demo: not so: {claim.text}: {claim.reason}")

@@ -21,11 +21,12 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
 
+from aqua_demo.engine_scale import with_aqua
 from aqua_demo.online_load import Lengths, OnlineLoad, busy_s, p99
 from aqua_demo.paused_clock import TurnGroup
 from aqua_demo.processes import LOG_TAIL_LINES, DemoError
@@ -34,6 +35,13 @@ from aqua_protocol.supervision import SupervisedThread, resting
 TURN_S: Final = 0.25
 """Of an engine: short beside the minutes in which a machine changes, long beside a step. Doubled, a
 machine that changes meets engines less alike."""
+
+OBJECTIVE_FACTOR: Final = 2.0
+"""Objectives over the 99th percentile of what requests take alone: tight. Doubled, steps in gaps
+may be twice as long."""
+AT_ONCE: Final = 24
+"""Offline requests that an engine has at any time: more than fit into memory. Doubled, more
+wait."""
 
 Run = dict[str, Any]
 """What became of an order: `online` and `offline` requests, `seconds` until the last online one
@@ -62,16 +70,7 @@ class Order:
 
     def to_json(self) -> str:
         """Write it as an engine reads it."""
-        return json.dumps(
-            {
-                "online": self.online.arrivals,
-                "offline": None if self.offline is None else str(self.offline),
-                "at_once": self.at_once,
-                "seconds": self.seconds,
-                "drains": self.drains,
-                "seed": self.seed,
-            }
-        )
+        return json.dumps(asdict(self) | {"online": self.online.arrivals}, default=str)
 
 
 class ServedEngine:
@@ -79,7 +78,9 @@ class ServedEngine:
 
     Args:
         place: Beginning of its files' names; the last part is what it is called.
-        job: `model`, options of the `engine`, and options of the adapter or None (`aqua`).
+        model: Its folder.
+        engine: Options as vLLM calls them.
+        aqua: Options of the adapter; None for a vLLM as it is.
         python: Of an environment with vLLM.
 
     Attributes:
@@ -87,14 +88,27 @@ class ServedEngine:
         samples: How it stood, as it said again and again since its order.
     """
 
-    def __init__(self, place: Path, job: dict[str, Any], python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        place: Path,
+        model: Path,
+        engine: Mapping[str, Any],
+        aqua: Mapping[str, Any] | None = None,
+        python: str = sys.executable,
+    ) -> None:
         self.name: Final = place.name
         self.fault: Final = place.with_suffix(".fault")
         self.samples: list[dict[str, float]] = []
         self._is_busy = True  # It starts.
         clock, self._log = place.with_suffix(".clock"), place.with_suffix(".log")
-        told = json.dumps(job | {"clock": str(clock), "fault": str(self.fault)})
-        command = [python, "-m", "aqua_demo.served_engine", told]
+        job = {
+            "model": str(model),
+            "engine": with_aqua(engine, aqua),
+            "clock": str(clock),
+            "fault": str(self.fault),
+            "co_serves": aqua is not None,
+        }
+        command = [python, "-m", "aqua_demo.served_engine", json.dumps(job)]
         self._group = TurnGroup(command, clock, self._log)
         self._process = self._group.leader
         self._answers: SimpleQueue[Any] = SimpleQueue()
@@ -113,6 +127,8 @@ class ServedEngine:
         else:
             self._group.end()
         self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def order(self, order: Order) -> None:
         """Have it serve this from its next turn on."""
@@ -137,9 +153,11 @@ class ServedEngine:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with resting():  # It only listens.
-            self._listen(self._process.stdout)
-        self._answers.put(None)
+        try:
+            with resting():  # It only listens.
+                self._listen(self._process.stdout)
+        finally:  # Who waits for an answer learns that none comes.
+            self._answers.put(None)
 
     def _listen(self, lines: IO[str]) -> None:
         for line in lines:
@@ -190,30 +208,26 @@ def race(
     return ended
 
 
-def measure_alone(engine: ServedEngine, lengths: Lengths, factor: float) -> dict[str, float]:
+def serve(engine: ServedEngine, order: Order) -> Run:
+    """An engine serves an order while all others stand still."""
+    return race({engine.name: engine}, {engine.name: order})[engine.name]
+
+
+def measure_alone(ask: Callable[[OnlineLoad], Run], lengths: Lengths) -> dict[str, float]:
     """What a request takes by itself, and by it the objectives.
 
     Args:
-        engine: One without offline work.
+        ask: Has an engine without offline work serve a load.
         lengths: Of the requests, which come one by one.
-        factor: Objectives over the 99th percentile of what requests take.
 
     Returns:
-        `service_s` on average, `ttft_s` and `tpot_s`.
+        Seconds: `service_s` on average, `ttft_s` and `tpot_s`.
     """
-    rows: list[Run] = []
-    for pair in lengths:
-        order = Order(OnlineLoad.at_once([pair]))
-        rows += race({engine.name: engine}, {engine.name: order})[engine.name]["online"]
-    return objectives_of(rows, factor)
-
-
-def objectives_of(rows: list[Run], factor: float) -> dict[str, float]:
-    """The same of requests that came one by one, each with its own begin at second 0."""
+    rows = [row for pair in lengths for row in ask(OnlineLoad.at_once([pair]))["online"]]
     return {
         "service_s": statistics.fmean(row["end_s"] for row in rows),
-        "ttft_s": factor * p99(list(map(ttft, rows))),
-        "tpot_s": factor * p99(list(map(tpot, rows))),
+        "ttft_s": OBJECTIVE_FACTOR * p99(list(map(ttft, rows))),
+        "tpot_s": OBJECTIVE_FACTOR * p99(list(map(tpot, rows))),
     }
 
 

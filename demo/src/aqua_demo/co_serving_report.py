@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Final
+from typing import Any
 
 from pydantic import Field
 
@@ -17,60 +17,38 @@ from aqua_demo.co_serving_race import (
     differing,
     offline_rate,
     offline_tokens,
-    p99_tpot,
-    p99_ttft,
 )
-from aqua_demo.engine_report import EngineDemoReport, judged, surroundings
-from aqua_demo.report import Claim
-from aqua_protocol.wire import Wire
-
-PREEMPTIONS: Final = "aqua:offline_preemptions_total"
-VICTIMS: Final = "aqua:online_preempted_before_offline_total"
+from aqua_demo.engine_report import EngineDemoReport, OnlineFigures, gave_way, online_figures
+from aqua_demo.report import Claim, judged
 
 
-class CoServingFigures(Wire):
-    """How fast it was; ratios are to the mean of both engines with online requests alone."""
+class CoServingFigures(OnlineFigures):
+    """How fast it was."""
 
-    ttft_p99_ratio: float
-    tpot_p99_ratio: float
-    control_ttft_p99_ratio: float = Field(description="Of an equal engine: the noise.")
-    control_tpot_p99_ratio: float
-    online_ttft_p99_s: float = Field(description="Without offline work, seconds.")
-    online_tpot_p99_s: float
     online_busy_share: float = Field(description="Of the time, with an online request under way.")
     offline_tokens: int = Field(description="Prompts and answers, beside the online requests.")
     offline_ideal_tokens: float = Field(description="What an ideal filler of the gaps computes.")
     offline_share_of_ideal: float | None = Field(description="None where there are no gaps.")
-    offline_preemptions: int = Field(description="Offline requests that gave their memory up.")
 
 
 class CoServingReport(EngineDemoReport):
     """The content of `demo-report.json`."""
 
     figures: CoServingFigures
-    online_requests: int
-    offline_requests: int = Field(description="Begun, and answered.")
     compared_answers: int = Field(description="Answers with one of stock vLLM beside them.")
 
 
 def make_report(
     runs: Mapping[str, Run],
     stock: Mapping[str, Run],
-    *,
-    objectives: dict[str, float],
-    scale: str,
-    seed: int,
-    took_s: float,
+    **settings: Any,  # noqa: ANN401 - of the report, which checks them
 ) -> CoServingReport:
     """Judge a run that came to its end.
 
     Args:
         runs: Of the four engines.
         stock: Stock vLLM's answers to offline requests, by name.
-        objectives: As they were measured, seconds.
-        scale: Its name.
-        seed: Of all that is random.
-        took_s: The whole demo, seconds.
+        settings: Copied into the report.
     """
     ours = runs["ours"]
     return CoServingReport(
@@ -79,36 +57,24 @@ def make_report(
         online_requests=len(ours["online"]),
         offline_requests=len(ours["offline"]),
         compared_answers=len(ours["online"]) + sum(r["name"] in stock for r in ours["offline"]),
-        objectives=objectives,
-        scale=scale,
-        seed=seed,
-        took_s=took_s,
-        **surroundings(),
+        **settings,
     )
 
 
 def figures_of(runs: Mapping[str, Run]) -> CoServingFigures:
     """The figures of the runs of `online`, `control`, `ours` and `offline`."""
     alone = [runs["online"], runs["control"]]
-    ours, control = runs["ours"], runs["control"]
-    ttft_s = statistics.fmean(map(p99_ttft, alone))
-    tpot_s = statistics.fmean(map(p99_tpot, alone))
+    ours = runs["ours"]
     busy = statistics.fmean(map(busy_share, alone))
     # Of the same length as the run that it is compared with.
     ideal = (1 - busy) * offline_rate(runs["offline"]) * ours["seconds"]
     tokens = offline_tokens(ours)
     return CoServingFigures(
-        ttft_p99_ratio=p99_ttft(ours) / ttft_s,
-        tpot_p99_ratio=p99_tpot(ours) / tpot_s,
-        control_ttft_p99_ratio=p99_ttft(control) / ttft_s,
-        control_tpot_p99_ratio=p99_tpot(control) / tpot_s,
-        online_ttft_p99_s=ttft_s,
-        online_tpot_p99_s=tpot_s,
+        **online_figures(alone, ours, ours["counted"]),
         online_busy_share=busy,
         offline_tokens=tokens,
         offline_ideal_tokens=ideal,
         offline_share_of_ideal=tokens / ideal if ideal else None,
-        offline_preemptions=int(ours["counted"].get(PREEMPTIONS, 0)),
     )
 
 
@@ -124,8 +90,6 @@ def judge(runs: Mapping[str, Run], stock: Mapping[str, Run]) -> list[Claim]:
     )
     short = [row for row in (*ours["online"], *ours["offline"]) if not _is_whole(row)]
     again = len(names) - len(set(names))
-    victims = int(ours["counted"].get(VICTIMS, 0))
-    preemptions = int(ours["counted"].get(PREEMPTIONS, 0))
     return judged(
         (
             "every request was answered once and in full",
@@ -142,16 +106,7 @@ def judge(runs: Mapping[str, Run], stock: Mapping[str, Run]) -> list[Claim]:
             offline_tokens(ours) > 0,
             f"none of {len(names)} offline requests had a token before the last online one ended",
         ),
-        (
-            "offline requests gave their memory up for online ones, and went on",
-            preemptions > 0,
-            "none did: memory was never wanted",
-        ),
-        (
-            "no online request lost memory while an offline one held some",
-            victims == 0,
-            f"{victims} did",
-        ),
+        *gave_way(ours["counted"]),
     )
 
 

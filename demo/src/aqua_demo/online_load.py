@@ -28,6 +28,9 @@ Arrival = tuple[float, int, int]
 Lengths = list[tuple[int, int]]
 """Prompt and output tokens of requests."""
 
+Row = dict[str, Any]
+"""A request and what became of it."""
+
 ON_SHARE: Final = 0.3
 """Of the time, in which the on/off load has all its requests. Doubled, there is less of a burst."""
 ON_REQUESTS: Final = 20
@@ -85,6 +88,17 @@ class OnlineLoad:
             left -= 1
             arrivals.append((now_s, *pair))
         return cls(arrivals)
+
+
+def unanswered(arrival_s: float, prompt_tokens: int, output_tokens: int) -> Row:
+    """A request of which nothing has come yet."""
+    return {
+        "arrival_s": arrival_s,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "tokens": [],
+        "token_s": [],
+    }
 
 
 def draw_lengths(count: int, seed: int) -> Lengths:

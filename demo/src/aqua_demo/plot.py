@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET, figure
+from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET
+from aqua_demo.panels import panels
 from aqua_demo.phases import DemoPhase
 from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
@@ -36,10 +37,8 @@ def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
     """Write the plot of a finished run, a .png or .svg file; `subtitle` says what ran, on what."""
     begin_s = max(0.0, record.consumer[0].at_s - record.started_s - LEAD_S)
     end_s = record.consumer[-1].at_s - record.started_s
-    with figure(path, width=11, height=8.2) as drawing:
-        # Room for the last line.
-        drawing.set_layout_engine("constrained", rect=(0, 0.035, 1, 0.965))
-        above, middle, below = drawing.subplots(3, 1, sharex=True, height_ratios=(3.2, 2, 2))
+    title = "Borrowed, taken back and borrowed again: where the LLM's keys and values live"
+    with panels(path, title, subtitle, height=8.2, ratios=(3.2, 2, 2)) as (above, middle, below):
         _draw_bytes(above, record)
         _draw_tokens(middle, record)
         _draw_producer(below, record)
@@ -47,9 +46,6 @@ def draw(record: RunRecord, path: Path, *, subtitle: str) -> None:
             _shade(axis, record, begin_s, end_s, named=axis is above)
         below.set_xlabel("seconds since the start")
         below.set_xlim(begin_s, end_s)
-        title = "Borrowed, taken back and borrowed again: where the LLM's keys and values live"
-        drawing.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
 
 
 def _draw_bytes(axis: Axes, record: RunRecord) -> None:

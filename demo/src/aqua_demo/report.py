@@ -47,7 +47,22 @@ class Claim(Wire):
     reason: str = Field(default="", description="Why not, with figures.")
 
 
-class DemoReport(Wire):
+class ClaimsReport(Wire):
+    """The part of `demo-report.json` that all demos have."""
+
+    claims: list[Claim]
+    scale: str
+    seed: int
+    machine: str
+    versions: dict[str, str]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every claim holds."""
+        return all(claim.holds for claim in self.claims)
+
+
+class DemoReport(ClaimsReport):
     """The content of `demo-report.json`."""
 
     tokens_identical: bool
@@ -68,15 +83,10 @@ class DemoReport(Wire):
     peak_resident_bytes: int
     kv_bytes: int = Field(description="Keys and values at the end of an answer.")
     images: int
-    claims: list[Claim]
     phases: list[PhaseReport]
     reference_tokens_per_s: float = Field(description="Uninterrupted, all on the own device.")
-    seed: int
     checksum: bool
-    scale: str
-    machine: str
     remark: str = Field(description="How to read the token rates on this machine.")
-    versions: dict[str, str]
     timeline: dict[str, list[int | float]] = Field(
         description="The series behind the plot, lists of equal length for each program."
     )
@@ -86,11 +96,6 @@ class DemoReport(Wire):
         """What ran, on what: the line under the plot."""
         build = f"torch {self.versions['torch']}"
         return f"{self.scale} size, {self.transport}, {build}; {self.machine}. {self.remark}"
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether every claim holds."""
-        return all(claim.holds for claim in self.claims)
 
 
 def make_report(
@@ -132,7 +137,7 @@ def make_report(
             for span in record.spans
         ],
         reference_tokens_per_s=reference.tokens_per_s,
-        machine=_machine(),
+        machine=this_machine(),
         remark=HOST_REMARK if harvested.transport == TransportKind.MEMFD else GPU_REMARK,
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         timeline=_series(record),
@@ -147,7 +152,7 @@ def judge(
     last, reclaims = record.consumer[-1], record.producer[-1].reclaims
     returned = returned_bytes(record)
     peak, budget = harvested.peak_resident_bytes, harvested.budget_bytes
-    found = [
+    return judged(
         (
             "tokens equal those of an uninterrupted run",
             harvested.answers == reference.answers and harvested.tokens > 0,
@@ -183,7 +188,11 @@ def judge(
             record.producer[-1].images > 0,
             "no image finished",
         ),
-    ]
+    )
+
+
+def judged(*found: tuple[str, bool, str]) -> list[Claim]:
+    """Claims from what they say, whether they hold, and why not if they do not."""
     return [
         Claim(text=text, holds=holds, reason="" if holds else reason)
         for text, holds, reason in found
@@ -232,7 +241,8 @@ def _series(record: RunRecord) -> dict[str, list[int | float]]:
     return series
 
 
-def _machine() -> str:
+def this_machine() -> str:
+    """What it runs on, in a few words."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     cores = len(os.sched_getaffinity(0))
     return f"{platform.system()} {platform.release()}, {device}, {cores} cores"

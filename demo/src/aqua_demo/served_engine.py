@@ -26,10 +26,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from aqua_demo import paused_clock
-from aqua_demo.online_load import draw_prompt, read_offline_file
+from aqua_demo.child import own_output
+from aqua_demo.online_load import Row, draw_prompt, read_offline_file, unanswered
 from aqua_protocol.supervision import SupervisedTask, resting, start_job
 
 SAMPLE_S: Final = 0.5
@@ -37,54 +38,45 @@ SAMPLE_S: Final = 0.5
 ONLINE_NUMBERS: Final = 1 << 20
 """Prompts of one seed; a load has fewer requests. Doubled, a load may have twice as many."""
 
-Row = dict[str, Any]
-
 
 class EngineServer:
     """vLLM's asynchronous engine, and its clients.
 
     Args:
-        job: `model`, options of the `engine`, and options of the adapter or None (`aqua`).
+        job: `model`, options of the `engine`, and whether it `co_serves`.
+        out: Gets what it says.
     """
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], out: TextIO) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        options = dict(job["engine"])
-        self._co_serves = job["aqua"] is not None
+        options: dict[str, Any] = job["engine"]
+        self._co_serves: bool = job["co_serves"]
         self._has_priorities = "scheduling_policy" in options
-        if self._co_serves:
-            options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
-            options["kv_transfer_config"] = {
-                "kv_connector": "AquaConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": job["aqua"],
-            }
         arguments = AsyncEngineArgs(model=job["model"], skip_tokenizer_init=True, **options)
         config = arguments.create_engine_config()
         # On a CPU vLLM would spawn the core: another minute of imports on a busy machine.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
         self._count = 0
+        self._out = out
 
     async def serve(self, order: dict[str, Any]) -> dict[str, Any]:
         """Serve the online requests of an order, with offline ones beside them."""
         begun_s, before = time.monotonic(), counters()
         file = order["offline"]
         waiting = iter([] if file is None else read_offline_file(Path(file)))
-        online = [
-            {"arrival_s": at_s, "prompt_tokens": prompt, "output_tokens": output}
-            | {"tokens": [], "token_s": []}
-            for at_s, prompt, output in order["online"]
-        ]
+        online = [unanswered(*arrival) for arrival in order["online"]]
         offline: list[Row] = []
         beside = [
             start_job(self._fill(offline, waiting, begun_s), lambda _: None)  # It is awaited.
             for _ in range(order["at_once"])
         ]
         first = order["seed"] * ONLINE_NUMBERS
-        async with SupervisedTask(partial(tell, online, offline, begun_s, before), "demo-samples"):
+        async with SupervisedTask(
+            partial(self._tell, online, offline, begun_s, before), "demo-samples"
+        ):
             await asyncio.gather(
                 until(begun_s + order["seconds"]),
                 *(self._ask_online(row, begun_s, first + at) for at, row in enumerate(online)),
@@ -101,9 +93,34 @@ class EngineServer:
         counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
         return {"online": online, "offline": offline, "seconds": took_s, "counted": counted}
 
+    def say(self, kind: str, content: object) -> None:
+        """Say one line."""
+        self._out.write(f"{kind} {json.dumps(content)}\n")
+        self._out.flush()
+
     def close(self) -> None:
         """End the engine."""
         self._engine.shutdown()
+
+    async def _tell(
+        self, online: list[Row], offline: list[Row], begun_s: float, before: dict[str, float]
+    ) -> None:
+        """Say again and again how an order stands."""
+        name = "aqua:offline_preemptions_total"
+        while True:
+            now_s = time.monotonic() - begun_s
+            sample = {
+                "at_s": now_s,
+                "online_come": sum(row["arrival_s"] <= now_s for row in online),
+                "online_answered": sum("end_s" in row for row in online),
+                "offline_begun": len(offline),
+                "offline_answered": sum("end_s" in row for row in offline),
+                "offline_tokens": sum(len(row["tokens"]) for row in offline),
+                "preemptions": counters().get(name, 0.0) - before.get(name, 0.0),
+            }
+            self.say("sample", sample)
+            with resting():
+                await asyncio.sleep(SAMPLE_S)
 
     async def _ask_online(self, row: Row, begun_s: float, number: int) -> None:
         """Send a request when it is due."""
@@ -115,14 +132,9 @@ class EngineServer:
         """Send one offline request after the other; all fillers share the file and the rows."""
         for line in waiting:
             body = line["body"]
-            row: Row = {
-                "name": line["custom_id"],
-                "arrival_s": time.monotonic() - begun_s,
-                "prompt_tokens": len(body["prompt"]),
-                "output_tokens": body["max_tokens"],
-                "tokens": [],
-                "token_s": [],
-            }
+            come_s = time.monotonic() - begun_s
+            row = unanswered(come_s, len(body["prompt"]), body["max_tokens"])
+            row["name"] = line["custom_id"]
             rows.append(row)
             await self._ask(row, body["prompt"], begun_s, is_offline=True)
 
@@ -159,27 +171,6 @@ class EngineServer:
                 yield token
 
 
-async def tell(
-    online: list[Row], offline: list[Row], begun_s: float, before: dict[str, float]
-) -> None:
-    """Say again and again how an order stands."""
-    name = "aqua:offline_preemptions_total"
-    while True:
-        now_s = time.monotonic() - begun_s
-        sample = {
-            "at_s": now_s,
-            "online_come": sum(row["arrival_s"] <= now_s for row in online),
-            "online_answered": sum("end_s" in row for row in online),
-            "offline_begun": len(offline),
-            "offline_answered": sum("end_s" in row for row in offline),
-            "offline_tokens": sum(len(row["tokens"]) for row in offline),
-            "preemptions": counters().get(name, 0.0) - before.get(name, 0.0),
-        }
-        say("sample", sample)
-        with resting():
-            await asyncio.sleep(SAMPLE_S)
-
-
 async def until(due_s: float) -> None:
     """Wait for a moment; timers know nothing of pauses."""
     while (left_s := due_s - time.monotonic()) > 0:  # noqa: ASYNC110 - it is time that is waited for
@@ -198,21 +189,15 @@ def counters() -> dict[str, float]:
     }
 
 
-async def follow(job: dict[str, Any]) -> None:
+async def follow(job: dict[str, Any], out: TextIO) -> None:
     """Follow orders until they end."""
-    server = EngineServer(job)
+    server = EngineServer(job, out)
     warm = {"online": [[0.0, 64, 16]] * 8, "offline": None, "at_once": 0, "seconds": 0}
     await server.serve(warm | {"drains": True, "seed": -1})
-    say("answer", "ready")
+    server.say("answer", "ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
-        say("answer", await server.serve(json.loads(line)))
+        server.say("answer", await server.serve(json.loads(line)))
     server.close()
-
-
-def say(kind: str, content: object) -> None:
-    """Say one line; vLLM may print others."""
-    sys.stdout.write(f"{kind} {json.dumps(content)}\n")
-    sys.stdout.flush()
 
 
 def zero_loads_from(fault: Path) -> None:
@@ -236,7 +221,7 @@ def prepare(job: dict[str, Any]) -> None:
     paused_clock.install(Path(job["clock"]))
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    if job["aqua"] is not None:
+    if job["co_serves"]:
         zero_loads_from(Path(job["fault"]))
 
 
@@ -245,4 +230,4 @@ if __name__ in {"__main__", "__mp_main__"}:
     prepare(json.loads(sys.argv[1]))
 
 if __name__ == "__main__":
-    asyncio.run(follow(json.loads(sys.argv[1])))
+    asyncio.run(follow(json.loads(sys.argv[1]), own_output()))

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from aqua_demo.engine_report import OnlineFigures
 from aqua_demo.phases import TITLES, DemoPhase, Goal
 from aqua_demo.record import RunRecord
 from aqua_demo.report import Claim, DemoReport
@@ -143,6 +144,23 @@ def summary(report: DemoReport) -> RenderableType:
     table.add_row("Tokens/s", ", ".join(rates))
     table.add_row("Uninterrupted", f"{report.reference_tokens_per_s:.1f}, on the own device alone")
     return verdict(report.claims, table, report.remark)
+
+
+def online_rows(found: OnlineFigures) -> Table:
+    """Begin the table of a demo with a real vLLM: what offline work cost online requests."""
+    table = Table(show_header=False)
+    table.add_row(
+        "TTFT p99",
+        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms without offline"
+        f" work; the same again without it {found.control_ttft_p99_ratio:.2f} x",
+    )
+    table.add_row(
+        "TPOT p99",
+        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; the same again"
+        f" {found.control_tpot_p99_ratio:.2f} x",
+    )
+    table.add_row("Gave way", f"{found.offline_preemptions} times")
+    return table
 
 
 def verdict(claims: Iterable[Claim], table: Table, remark: str) -> RenderableType:

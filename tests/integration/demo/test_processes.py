@@ -211,3 +211,22 @@ class _Stopped:
 def test_messages_refuse_what_they_do_not_know() -> None:
     with pytest.raises(ValueError, match="extra"):
         ConsumerSample.model_validate({"typo": 1})
+
+
+def test_what_others_print_does_not_get_between_the_lines_of_a_program() -> None:
+    code = textwrap.dedent(
+        """
+        import os
+        from aqua_demo.child import own_output
+
+        out = own_output()
+        out.write("one ")
+        print("printed", flush=True)
+        os.system("echo printed")
+        out.write("line")
+        out.flush()
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "one line"
+    assert done.stderr == "printed\nprinted\n"

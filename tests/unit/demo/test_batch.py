@@ -22,7 +22,7 @@ from aqua_demo.batch_report import (
 )
 from aqua_demo.batch_view import picture, summary
 from aqua_demo.co_serving_race import Run
-from aqua_demo.co_serving_report import PREEMPTIONS, VICTIMS
+from aqua_demo.engine_report import PREEMPTIONS, VICTIMS
 from aqua_demo.messages import ReclaimMeasure
 from aqua_demo.online_load import read_offline_file, write_offline_file
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from aqua_demo.co_serving_race import Run
-from aqua_demo.co_serving_report import PREEMPTIONS, VICTIMS, figures_of, judge
+from aqua_demo.co_serving_race import Order, Run, ServedEngine, serve
+from aqua_demo.co_serving_report import figures_of, judge
+from aqua_demo.engine_report import PREEMPTIONS, VICTIMS
 from aqua_demo.online_load import (
     OnlineLoad,
     busy_s,
@@ -17,6 +19,7 @@ from aqua_demo.online_load import (
     read_offline_file,
     write_offline_file,
 )
+from aqua_demo.processes import DemoError
 
 Spoil = Callable[[dict[str, Run], dict[str, Run]], object]
 
@@ -153,3 +156,16 @@ def test_an_on_off_load_has_the_rate_it_was_asked_for_and_its_requests_in_bursts
 
 def test_overlapping_spans_are_busy_once() -> None:
     assert busy_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
+
+
+def test_an_answer_that_comes_spoilt_ends_the_race_instead_of_being_waited_for(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "engine"
+    answers = "echo 'answer \"ready\"'; read order; echo 'answer {\"online\": [1,'; read end"
+    program.write_text(f"#!/bin/sh\n{answers}\n")
+    program.chmod(0o755)
+    with closing(ServedEngine(tmp_path / "ours", tmp_path, {}, python=str(program))) as engine:
+        engine.await_ready()
+        with pytest.raises(DemoError, match="ours ended early"):
+            serve(engine, Order(OnlineLoad([])))
