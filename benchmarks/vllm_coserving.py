@@ -59,8 +59,14 @@ from aqua_demo.co_serving_report import figures_of
 from aqua_demo.engine_report import VICTIMS
 from aqua_demo.engine_scale import FULL, EngineScale, co_serving_options
 from aqua_demo.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
-from vllm_burst import ENGINE_PYTHON, SHAPE, note
-from vllm_profiler import PROFILER, api_server, write_model
+from vllm_burst import SHAPE, note
+from vllm_profiler import (
+    ENGINE_PYTHON,
+    PROFILER,
+    api_server,
+    require_environments,
+    write_model,
+)
 
 VARIATIONS: Final = (0.5, 1.0, 2.0, 4.0)
 ALONE_COUNT: Final = 40
@@ -91,6 +97,7 @@ def main(
     step_profile: Annotated[Path | None, typer.Option(help="Else it is measured.")] = None,
 ) -> None:
     """Measure co-serving against engines without offline work."""
+    require_environments()
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:

@@ -49,8 +49,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Profile, compare, overload."""
-    if not (ENGINE_PYTHON.exists() and (PROFILER / "aqua-profile").exists()):
-        raise typer.BadParameter(HINT)
+    require_environments()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lengths = _lengths(folder / "lengths.csv")
@@ -91,6 +90,12 @@ def _lengths(path: Path) -> Path:
     ]
     path.write_text("prompt_tokens,output_tokens\n" + "".join(rows))
     return path
+
+
+def require_environments() -> None:
+    """Refuse to begin without both."""
+    if not (ENGINE_PYTHON.exists() and (PROFILER / "aqua-profile").exists()):
+        raise typer.BadParameter(HINT)
 
 
 def write_model(model: Path, shape: dict[str, int]) -> None:

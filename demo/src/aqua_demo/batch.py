@@ -90,27 +90,17 @@ SCALES: Final = {
 }
 
 
-@dataclass(slots=True)
-class BatchSample:
-    """How a run stood at one look: seconds since the batch began, and memory."""
-
-    at_s: float
-    answered: int
-    offered_bytes: int
-    leased_bytes: int
-
-
 @dataclass
 class BatchDemoRun(EngineDemo):
     """One run of the demo.
 
     Attributes:
         done: What happened to the last pass.
-        moments: How that stood, again and again.
+        moments: How the producer stood, again and again, by seconds since the batch began.
     """
 
     done: BatchEvents = field(default_factory=BatchEvents, init=False)
-    moments: list[BatchSample] = field(default_factory=list, init=False)
+    moments: list[ProducerSample] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,9 +273,7 @@ class BatchDemoRun(EngineDemo):
         done, share = self.done, batch.answered / self.scale.offline_count
         now_s = batch.age_s
         sample = self._sample
-        self.moments.append(
-            BatchSample(now_s, batch.answered, sample.offered_bytes, sample.leased_bytes)
-        )
+        self.moments.append(sample.model_copy(update={"at_s": now_s}))
         # Each when it has something to lose: here, what offline requests outside have left.
         has_left = counted.get(PAGED_OUT, 0) > 0 and counted.get(OUTSIDE, 0) > 0
         if done.burst_s is None and share >= BURST_AT and has_left:

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aqua_cli.figures import AMBER, FAINT, INK, RED, TEAL
 from aqua_demo.batch_report import BatchEvents
 from aqua_demo.co_serving_race import Run
+from aqua_demo.messages import ProducerSample
 from aqua_demo.panels import draw_first_tokens, panels
 from aqua_protocol import MIB
-
-if TYPE_CHECKING:
-    from aqua_demo.batch import BatchSample
 
 
 def draw(
     runs: Mapping[str, Run],
     done: BatchEvents,
-    moments: Sequence[BatchSample],
+    moments: Sequence[ProducerSample],
     path: Path,
     *,
     subtitle: str,

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from aqua_demo.api_server import flags_of, metric_sums
-from aqua_demo.batch import BatchSample
 from aqua_demo.batch_plot import draw
 from aqua_demo.batch_report import (
     DRAINED,
@@ -23,7 +22,7 @@ from aqua_demo.batch_report import (
 from aqua_demo.batch_view import picture, summary
 from aqua_demo.co_serving_race import Run
 from aqua_demo.engine_report import PREEMPTIONS, VICTIMS
-from aqua_demo.messages import ReclaimMeasure
+from aqua_demo.messages import ProducerSample, ReclaimMeasure
 from aqua_demo.online_load import read_offline_file, write_offline_file
 
 Spoil = Callable[[dict[str, Run], BatchEvents], object]
@@ -155,7 +154,10 @@ def test_a_report_survives_its_file_and_fits_a_terminal_and_a_plot(
     text = console.export_text()
     for expected in ("3 of 4", "engine was killed", "1.25 x", "the first 2 answers 2.00 x"):
         assert expected in text
-    moments = [BatchSample(at_s, 0, 1 << 20, 1 << 19) for at_s in (0.0, 9.0)]
+    moments = [
+        ProducerSample(at_s=at_s, offered_bytes=1 << 20, leased_bytes=1 << 19)
+        for at_s in (0.0, 9.0)
+    ]
     draw(runs, done, moments, tmp_path / "plot.png", subtitle="a test")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
