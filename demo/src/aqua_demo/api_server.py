@@ -113,6 +113,7 @@ class ApiServer:
     def kill(self) -> None:
         """SIGKILL the server and its engine."""
         self._child.kill()
+        self._http.close()
 
 
 class OnlineClient:

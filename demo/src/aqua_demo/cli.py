@@ -109,8 +109,8 @@ def co_serving(
     alone (how far these are apart is the noise), one with the offline file alone, and the one that
     co-serves. It shows that every answer equals stock vLLM's while offline requests give their
     memory up for online ones, and tells TTFT, TPOT and the share of the gaps that was filled. It
-    needs vLLM beside Aqua (in a checkout: `make demo-coserve`) and takes about ten minutes on two
-    idle cores, a third of it with --quick; what is seen on a GPU, a CPU cannot say.
+    needs vLLM beside Aqua (in a checkout: `make demo-coserve`). With --quick it took four minutes on
+    two cores, without it 21 beside other work; what is seen on a GPU, a CPU cannot say.
     """
     _require("co-serving", "make demo-coserve", "vllm")
     from aqua_demo.co_serving import SCALES, CoServingDemoRun
@@ -138,8 +138,8 @@ def batch(
     checkpoints in that memory; a second vLLM is for the batch alone. Amid the batch the producer
     takes its memory back, and a dispatcher and the second vLLM are killed. It shows that each
     request is answered once and as stock vLLM does, and tells what people lost, and what order and
-    gaps brought. It needs vLLM beside Aqua (in a checkout: `make demo-batch`) and takes about ten
-    minutes on two idle cores, half of it with --quick; what is seen on a GPU, a CPU cannot say.
+    gaps brought. It needs vLLM beside Aqua (in a checkout: `make demo-batch`). With --quick it took
+    nine minutes on two cores beside other work; what is seen on a GPU, a CPU cannot say.
     """
     _require("batch", "make demo-batch", "vllm", "openai", "sqlalchemy")
     from aqua_demo.batch import SCALES, BatchDemoRun
