@@ -109,8 +109,8 @@ def co_serving(
     alone (how far these are apart is the noise), one with the offline file alone, and the one that
     co-serves. It shows that every answer equals stock vLLM's while offline requests give their
     memory up for online ones, and tells TTFT, TPOT and the share of the gaps that was filled. It
-    needs vLLM beside Aqua (in a checkout: `make demo-coserve`). With --quick it took four minutes on
-    two cores, without it 21 beside other work; what is seen on a GPU, a CPU cannot say.
+    needs vLLM beside Aqua (in a checkout: `make demo-coserve`). With --quick it took four minutes
+    on two cores, without it 21 beside other work; what is seen on a GPU, a CPU cannot say.
     """
     _require("co-serving", "make demo-coserve", "vllm")
     from aqua_demo.co_serving import SCALES, CoServingDemoRun
