@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +103,7 @@ def engine(
     offline: Iterator[Arrival] | None = None,
     fair: PolicyName = PolicyName.FCFS,
     link_bytes_per_s: float = 2e4,
+    profile: StepTimeProfile | None = PROFILE,
     **changes: object,
 ) -> Checked:
     spec = CoServingEngineSpec(
@@ -119,7 +122,7 @@ def engine(
     )
     values = {"offline_step_tokens": 64, "least_step_tokens": 8, **changes}
     policy = co_serving_policy(
-        name, OBJECTIVES, PROFILE, ConserveSettings.model_validate(values), block_tokens=4
+        name, OBJECTIVES, profile, ConserveSettings.model_validate(values), block_tokens=4
     )
     time_of = IterationTime("exact", lambda _t: 0.0, exact_time, lambda _c: 0.0)
     return Checked(
@@ -169,6 +172,32 @@ def test_offline_work_keeps_steps_within_their_limit_when_the_profile_is_right(
     for plan in mixed:
         assert PROFILE.seconds(plan.load) <= plan.limit_s * (1 + 1e-9)
         assert plan.limit_s <= OBJECTIVES.ttft_s
+
+
+@pytest.mark.parametrize("off", [None, 0.1, 30.0])
+def test_an_engine_that_nobody_has_timed_serves_online_requests_as_if_alone(
+    off: float | None,
+) -> None:
+    """Its step times are affine in tokens and contexts; it has no profile, or one that is wrong."""
+    rng = random.Random(7)
+    arrivals, now_s = [], 0.0
+    for index in range(80):
+        now_s += rng.expovariate(1.5)
+        prompt, output = rng.randint(4, 60), rng.randint(2, 30)
+        arrivals.append(Arrival(f"on-{index}", now_s, prompt, output))
+    wrong = None
+    if off is not None:
+        changes = {name: off * getattr(PROFILE, name) for name in ("token_s", "context_token_s")}
+        wrong = PROFILE.model_copy(update=changes)
+    guarded = CoServingPolicyName.GUARDED
+    alone = engine(guarded, blocks=400, offline=iter(())).engine.run(arrivals, now_s)
+    filler = engine(guarded, blocks=400, aborts=False).engine.run([], 30.0)
+    ours = engine(guarded, blocks=400, profile=wrong, aborts=False).engine.run(arrivals, now_s)
+    ideal = filler.tokens_per_s(0.0, 30.0) * (1 - alone.busy_share(0.0, now_s))
+    assert ours.tpot_p99_s <= 1.05 * alone.tpot_p99_s
+    # An arrival waits for the step that runs, which is kept to a tenth of the objective.
+    assert ours.ttft_p99_s <= alone.ttft_p99_s + 0.15 * OBJECTIVES.ttft_s
+    assert ours.tokens_per_s(0.0, now_s, ServiceClass.OFFLINE) > 0.7 * ideal
 
 
 def test_priorities_alone_exceed_the_objective() -> None:

@@ -87,8 +87,33 @@ def test_without_a_profile_offline_work_keeps_to_a_fixed_budget_that_overruns_ha
     for _ in range(6):
         times.measured(load, 0.06, limit_s=0.05, offline_tokens=1)
     assert not times.allows(load, 0.05, 1)
+    times.measured(load, 0.06, limit_s=0.05, offline_tokens=0)
+    assert not times.allows(load, 0.05, 1)
     times.measured(load, 0.04, limit_s=0.05, offline_tokens=0)
     assert times.allows(load, 0.05, 1)
+
+
+def test_what_steps_without_online_requests_prove_is_not_taken_for_those_with_them() -> None:
+    times = StepTimes(None)
+    calm = StepLoad(64, 0, 0.0, 1)
+    for _ in range(10):
+        times.measured(calm, 0.01, limit_s=0.05, offline_tokens=64)
+    assert times.fixed_tokens == 74
+    busy = StepLoad(75, 0, 0.0, 2)
+    assert times.allows(calm._replace(new_tokens=74), 0.05, 74)
+    assert not times.allows(busy, 0.05, 74)
+    times.measured(busy, 0.06, limit_s=0.05, offline_tokens=64)
+    assert not times.allows(busy, 0.05, 33)
+    assert times.fixed_tokens == 74
+
+
+def test_a_fixed_budget_grows_by_steps_that_use_it_and_learns_of_those_with_a_limit() -> None:
+    times = StepTimes(None)
+    for tokens in (1, 31, 32):
+        times.measured(StepLoad(tokens), 0.01, limit_s=0.05, offline_tokens=tokens)
+    assert times.fixed_tokens == 65
+    times.measured(StepLoad(65), 0.01, limit_s=0.0, offline_tokens=65)
+    assert times.fixed_tokens == 65
 
 
 def test_a_profile_that_is_off_is_corrected_and_a_wrong_one_is_left_for_the_fixed_budget() -> None:
@@ -102,6 +127,7 @@ def test_a_profile_that_is_off_is_corrected_and_a_wrong_one_is_left_for_the_fixe
         share = (0.2, 5.0)[index % 2]
         times.measured(load, share * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
     assert times.basis.value == "fixed"
+    assert times.seconds(load) == float("inf")
 
 
 def test_steps_that_the_machine_holds_up_now_and_then_do_not_make_a_good_profile_wrong() -> None:
@@ -230,6 +256,24 @@ def saturated(decode_count: int, blocks: int, free_blocks: int) -> CoServingView
     ]
     beside = offline("off", known_tokens=100, computed_tokens=99, output_tokens=1, held_blocks=7)
     return CoServingView(1.0, free_blocks, blocks, 2048, 64, [*online, beside])
+
+
+def test_without_a_profile_ours_has_no_offline_work_beside_answers_but_what_is_due() -> None:
+    """What these take alone is unknown, so is a small share of it; the paper has an objective."""
+    for name, finish_by_s, limit_s, found in (
+        ("guarded", float("inf"), 0.0, {}),
+        ("guarded", 1.0, 0.09, {"off": 1}),
+        ("conserve", float("inf"), 0.1, {"off": 1}),
+    ):
+        policy = co_serving_policy(name, Objectives(1.5, 0.1), None)
+        view = saturated(4, 20_000, 100)
+        *online, beside = view.running
+        beside = beside._replace(finish_by_s=finish_by_s)
+        plan = policy.plan(view._replace(running=[*online, beside]))
+        assert plan.offline_tokens == found, name
+        assert plan.limit_s == pytest.approx(limit_s), name
+        alone = policy.plan(view._replace(running=[beside]))
+        assert alone.offline_tokens == {"off": 1}
 
 
 @pytest.mark.parametrize("name", ["conserve", "guarded"])

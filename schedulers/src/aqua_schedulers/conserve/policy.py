@@ -20,8 +20,9 @@ Algorithm 1 as it runs here, once per step:
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
 if they do so alone; memory is never taken twice; the starved offline request computes
 `starved_tokens` in every step that has online prompts and memory for it, out of their share, and
-under `guarded` what its stretch allows beside online decodes. It promises offline work nothing when
-online requests fill the memory: none of them leaves it for an offline one, however long that waits.
+under `guarded` what its stretch allows beside online decodes, which is nothing without a profile.
+It promises offline work nothing when online requests fill the memory: none of them leaves it for an
+offline one, however long that waits.
 
 Costs: O(n) in the requests that hold blocks, O(v log v) when victims are sought, O(k) in those
 admitted.
@@ -66,7 +67,7 @@ class _StepInMaking:
     Attributes:
         load: Of online and offline requests together.
         limit_s: For the ordinary offline work of the step; `hard_limit_s` for that which is due,
-            `starved_limit_s` for the starved request.
+            `starved_limit_s` for the starved request. `kept_s` is the widest that has let any in.
         token_room: Tokens that the step still takes.
         free_blocks: Blocks that nothing holds or is about to take.
         slots: Requests that may still come in.
@@ -78,6 +79,7 @@ class _StepInMaking:
     limit_s: float
     hard_limit_s: float
     starved_limit_s: float
+    kept_s: float
     token_room: int
     free_blocks: int
     slots: int
@@ -215,7 +217,7 @@ class ConservePolicy:
             copy_in=self._loaded(view, loading, start_loading, paced_s),
             load=step.load,
             expected_s=expected_s,
-            limit_s=step.limit_s,
+            limit_s=step.kept_s,
         )
 
     @property
@@ -287,7 +289,7 @@ class ConservePolicy:
         is_calm = not prompts and not decodes
         if is_calm:
             room = min(view.max_tokens, self._offline_step_tokens)
-        limits = limit_s, hard_s, starved_s
+        limits = limit_s, hard_s, starved_s, limit_s
         step = _StepInMaking(load, *limits, room, free_blocks, slots, bool(prompts), is_calm)
         return step, count + prompt_tokens
 
@@ -394,6 +396,8 @@ class ConservePolicy:
             tokens = self.times.chunk_within(
                 step.load, limit_s, step.offline_sum, wanted, request.computed_tokens
             )
+        if tokens:
+            step.kept_s = max(step.kept_s, limit_s)
         if name == starved and step.has_prompts:
             # Out of the prompts' share: it was kept back from them.
             tokens = max(tokens, min(wanted, self._settings.starved_tokens))

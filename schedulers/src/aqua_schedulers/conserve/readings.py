@@ -8,13 +8,15 @@ The paper fills every step up to the objective, so online requests get what the 
 Ours fills up to what an arrival can wait without its user seeing it, a small share of the
 objective, so that they get nearly what an engine of their own would give them; and it aborts
 offline steps for each arrival, because aborted work is cheap where a step is cut down after an
-abort and grows again in calm (`policy`).
+abort and grows again in calm (`policy`). Where nothing says what online requests take alone, on the
+fixed budget (`step_time`), a small share of it is nothing: offline work has the other steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from aqua_schedulers.conserve.views import CoServedRequest
@@ -47,7 +49,11 @@ class Reading(Protocol):
         ...
 
     def limit_s(self, alone_s: float) -> float:
-        """Longest step with online decodes; `alone_s` is what they take by themselves."""
+        """Longest step with online decodes, 0 for no offline work.
+
+        Args:
+            alone_s: What they take by themselves; infinity where that is not known.
+        """
         ...
 
     def hard_limit_s(self) -> float:
@@ -132,7 +138,7 @@ class GuardedReading:
     joins_prompts: bool = False
 
     def limit_s(self, alone_s: float) -> float:
-        """A little longer than the online requests alone, within the objective."""
+        """A little longer than the online requests alone, within the objective; 0 if unknown."""
         return min(self.hard_limit_s(), self.starved_limit_s(alone_s))
 
     def hard_limit_s(self) -> float:
@@ -142,8 +148,14 @@ class GuardedReading:
     def starved_limit_s(self, alone_s: float) -> float:
         """The same little, but where online requests exceed the objective by themselves as well.
 
-        Never the whole objective: with a long queue some request is always starved.
+        Never the whole objective: with a long queue some request is always starved. Where the time
+        alone is not known it waits for a step with online prompts: answers end, so there are some.
+
+        Source: ours. Up to the objective, which is what is left without a prediction, all answers
+        would take as long as the slowest may.
         """
+        if alone_s == inf:
+            return 0.0
         return alone_s + min(self.wait_share * self.objectives.ttft_s, self.stretch * alone_s)
 
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:

@@ -8,13 +8,20 @@ step took. It stands on one of two legs:
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
   behind: it starts small, is halved whenever a step with offline work overran its limit, and grows
-  back slowly. A step that is to have no offline work, a limit of 0, has none.
+  back slowly while it is used. Steps with and without online requests have a budget each: they have
+  other limits, and what fits into an empty engine says nothing of what fits beside answers. A step
+  that is to have no offline work, a limit of 0, has none, and neither budget learns of it.
 
 Promises: no profile and a wrong one both end in the fixed budget, and `basis` says so, for a
-warning and a metric; a budget that has been overrun is smaller in the next step. It does not
-promise that no step overruns: the step that shows the error is over by then.
+warning and a metric; a budget that has been overrun is smaller in the next step of its kind. What a
+step takes is unknown then, infinity, also where there is a profile that steps contradict. It does
+not promise that no step overruns: the step that shows the error is over by then. So a fixed budget
+is for limits that may be overrun now and then, and a reading that wants online requests as if alone
+allows no offline work beside them (`readings`).
 
 Source: ConServe section 4.5 trusts its profile for ever; the correction and the fallback are ours.
+That a budget grows only while half of it is used is TCP's rule for its window (RFC 7661): steps of
+few tokens prove nothing about many.
 """
 
 from __future__ import annotations
@@ -58,6 +65,21 @@ class PredictionBasis(StrEnum):
     FIXED = "fixed"
 
 
+class _FixedBudget:
+    """Offline tokens that a step of one kind may have, found by trying."""
+
+    def __init__(self) -> None:
+        self.tokens = FIRST_FIXED_TOKENS
+
+    def measured(self, seconds: float, *, limit_s: float, offline_tokens: int) -> None:
+        """Learn that a step with so many offline tokens took so long."""
+        if seconds > limit_s:
+            # One without offline tokens would have taken as long whatever the budget.
+            self.tokens //= 2 if offline_tokens else 1
+        elif 2 * offline_tokens >= self.tokens:
+            self.tokens = min(MAX_FIXED_TOKENS, self.tokens + FIXED_STEP_TOKENS)
+
+
 class StepTimes:
     """Predicts step times of one engine; made once, told every step.
 
@@ -69,7 +91,7 @@ class StepTimes:
         self._profile = profile
         self._correction = 1.0
         self._scatter = 0.0 if profile is None else profile.relative_error / SCATTER_MARGIN
-        self._fixed_tokens = FIRST_FIXED_TOKENS
+        self._calm_budget, self._busy_budget = _FixedBudget(), _FixedBudget()
         self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
 
     @property
@@ -79,19 +101,19 @@ class StepTimes:
 
     @property
     def fixed_tokens(self) -> int:
-        """Offline tokens of a step on the fixed budget, whether or not it stands on it."""
-        return self._fixed_tokens
+        """The fixed budget of a step without online requests, whether or not it stands on it."""
+        return self._calm_budget.tokens
 
     def seconds(self, load: StepLoad) -> float:
         """Expected time of a step; infinity where nothing can be said, 0 for an empty one."""
-        if self._profile is None:
+        if self._profile is None or self.basis is PredictionBasis.FIXED:
             return float("inf") if load.new_tokens else 0.0
         return self._profile.seconds(load) * self._correction
 
     def allows(self, load: StepLoad, limit_s: float, offline_tokens: int) -> bool:
         """Whether a step of `load`, of which so many tokens are offline's, keeps to the limit."""
         if self.basis is PredictionBasis.FIXED or self._profile is None:
-            return limit_s > 0.0 and offline_tokens <= self._fixed_tokens
+            return limit_s > 0.0 and offline_tokens <= self._budget(load, offline_tokens).tokens
         if load.new_tokens > self._profile.max_tokens:
             return False
         expected_s = self._profile.seconds(load) * self._correction
@@ -114,10 +136,10 @@ class StepTimes:
         self, load: StepLoad, seconds: float, *, limit_s: float, offline_tokens: int
     ) -> None:
         """Learn what a step took; `limit_s` is what it was planned for, infinity for none."""
-        if offline_tokens and seconds > limit_s:
-            self._fixed_tokens //= 2
-        elif offline_tokens or not self._fixed_tokens:
-            self._fixed_tokens = min(MAX_FIXED_TOKENS, self._fixed_tokens + FIXED_STEP_TOKENS)
+        if limit_s > 0.0:
+            self._budget(load, offline_tokens).measured(
+                seconds, limit_s=limit_s, offline_tokens=offline_tokens
+            )
         if self._profile is None or not load.new_tokens:
             return
         share = min(seconds / self._profile.seconds(load), MOST_SURPRISE * self._correction)
@@ -126,3 +148,8 @@ class StepTimes:
         self._correction += LEARNING_SHARE * (share - self._correction)
         is_wrong = self._scatter > TOLERATED_SCATTER
         self.basis = PredictionBasis.FIXED if is_wrong else PredictionBasis.PROFILE
+
+    def _budget(self, load: StepLoad, offline_tokens: int) -> _FixedBudget:
+        """That of steps like this one, of which so many tokens are offline's."""
+        is_calm = load.new_tokens == offline_tokens
+        return self._calm_budget if is_calm else self._busy_budget

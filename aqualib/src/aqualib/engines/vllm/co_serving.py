@@ -149,7 +149,7 @@ class CoServing:
         if self.policy.times.basis is PredictionBasis.FIXED:
             logger.warning(
                 "co-serving without a step-time profile: offline work keeps to a fixed budget, at "
-                "first %d tokens of a step",
+                "first %d tokens of a step; under `guarded` it has none beside answers",
                 self.policy.times.fixed_tokens,
             )
 

@@ -48,7 +48,7 @@ GAUGES: Final = {
     "pinned_blocks": "Blocks that these take in the tier, or will once they come.",
     "co_serving_without_aborts": "Engines whose steps of offline work cannot be aborted.",
     "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",
-    "offline_budget_tokens": "Offline tokens of a step on the fixed budget.",
+    "offline_budget_tokens": "Offline tokens of a step without online ones, on the fixed budget.",
     "offline_requests_waiting": "Offline requests that hold no memory.",
     "workers_without_coordinator": "Workers that no coordinator answers; they use host memory.",
 }
