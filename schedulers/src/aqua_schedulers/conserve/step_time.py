@@ -7,10 +7,11 @@ step took. It stands on one of two legs:
   margin for how much they scatter around it.
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
-  behind: it starts small, is halved whenever a step with offline work overran its limit, and grows
-  back slowly while it is used. Steps with and without online requests have a budget each: they have
-  other limits, and what fits into an empty engine says nothing of what fits beside answers. A step
-  that is to have no offline work, a limit of 0, has none, and neither budget learns of it.
+  behind: it starts small, is cut whenever a step with offline work overran its limit, by as much as
+  it did and to a half at most, and grows back slowly while it is used.
+  Steps with and without online requests have a budget each: they have other limits, and what fits
+  into an empty engine says nothing of what fits beside answers. A step that is to have no offline
+  work, a limit of 0, has none, and neither budget learns of it.
 
 Promises: no profile and a wrong one both end in the fixed budget, and `basis` says so, for a
 warning and a metric; a budget that has been overrun is smaller in the next step of its kind. What a
@@ -21,7 +22,9 @@ allows no offline work beside them (`readings`).
 
 Source: ConServe section 4.5 trusts its profile for ever; the correction and the fallback are ours.
 That a budget grows only while half of it is used is TCP's rule for its window (RFC 7661): steps of
-few tokens prove nothing about many.
+few tokens prove nothing about many. TCP halves it at any loss; a step says by how much it was too
+long. Where one in fourteen is late whatever its size, a budget that each halves stays below half of
+what fits.
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ MAX_FIXED_TOKENS: Final = 512
 FIXED_STEP_TOKENS: Final = 1
 """Tokens that the fixed budget grows in a step within its limit. Doubled, it recovers faster."""
 
+LEAST_SHARE_LEFT: Final = 0.5
+"""Part of the fixed budget that a step leaves however long it took: one that the machine held up
+says little of the budget. It cannot be doubled; halved, a single such step costs offline work twice
+as much."""
+
 
 class PredictionBasis(StrEnum):
     """What the answers stand on."""
@@ -74,8 +82,9 @@ class _FixedBudget:
     def measured(self, seconds: float, *, limit_s: float, offline_tokens: int) -> None:
         """Learn that a step with so many offline tokens took so long."""
         if seconds > limit_s:
-            # One without offline tokens would have taken as long whatever the budget.
-            self.tokens //= 2 if offline_tokens else 1
+            if offline_tokens:  # Else it would have taken as long whatever the budget.
+                share = max(limit_s / seconds, LEAST_SHARE_LEFT)
+                self.tokens = int(share * self.tokens)
         elif 2 * offline_tokens >= self.tokens:
             self.tokens = min(MAX_FIXED_TOKENS, self.tokens + FIXED_STEP_TOKENS)
 
