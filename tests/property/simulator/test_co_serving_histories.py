@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -194,7 +195,9 @@ def test_an_engine_that_nobody_has_timed_serves_online_requests_as_if_alone(
     filler = engine(guarded, blocks=400, aborts=False).engine.run([], 30.0)
     ours = engine(guarded, blocks=400, profile=wrong, aborts=False).engine.run(arrivals, now_s)
     ideal = filler.tokens_per_s(0.0, 30.0) * (1 - alone.busy_share(0.0, now_s))
-    assert ours.tpot_p99_s <= 1.05 * alone.tpot_p99_s
+    assert median(ours.token_gaps_s) <= 1.02 * median(alone.token_gaps_s)
+    # Which answers meet a prompt differs from run to run: by seed up to a tenth either way.
+    assert ours.tpot_p99_s <= 1.15 * alone.tpot_p99_s
     # An arrival waits for the step that runs, which is kept to a tenth of the objective.
     assert ours.ttft_p99_s <= alone.ttft_p99_s + 0.15 * OBJECTIVES.ttft_s
     assert ours.tokens_per_s(0.0, now_s, ServiceClass.OFFLINE) > 0.7 * ideal

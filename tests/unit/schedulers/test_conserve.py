@@ -341,6 +341,27 @@ def test_aborts_halve_offline_steps_and_calm_restores_them() -> None:
     assert tokens() == 32
 
 
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_a_calm_step_of_an_engine_whose_shortest_is_too_long_has_a_few_tokens_of_all(
+    profile: StepTimeProfile | None,
+) -> None:
+    """No step is within a tenth of 50 ms; one token of one request would take nearly as long."""
+    settings = ConserveSettings(aborts=False, starved_tokens=12)
+    policy = co_serving_policy("guarded", Objectives(0.05, 0.1), profile, settings)
+    decodes = [
+        offline(f"{i}", known_tokens=100, computed_tokens=99, output_tokens=1, held_blocks=7)
+        for i in range(10)
+    ]
+    view = CoServingView(0.0, 100, 200, 2048, 64, decodes)
+    for at in range(10):
+        plan = policy.plan(view)
+        policy.stepped(plan, plan.load, 0.02, 0.02 * at)
+    policy.added(offline("waits", known_tokens=60), 0.0)
+    assert plan.limit_s == pytest.approx(0.005)
+    assert plan.offline_tokens == dict.fromkeys(map(str, range(10)), 1)
+    assert policy.plan(view).offline_tokens == {**plan.offline_tokens, "waits": 2}
+
+
 def test_names_and_objectives_are_checked() -> None:
     assert CoServingPolicyName.named("best") is CoServingPolicyName.GUARDED
     with pytest.raises(ConfigError, match="no policy named 'swift'"):

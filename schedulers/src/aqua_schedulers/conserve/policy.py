@@ -14,7 +14,7 @@ Algorithm 1 as it runs here, once per step:
 5. Without an online request there is no limit and the step may be aborted (`on_arrival`, Algorithm
    2). An abort halves the next such step, one that ends doubles it: what is thrown away adapts to
    the gaps between arrivals, and some step always ends. On an engine that cannot abort, such a step
-   keeps to a part of the objective for the first token, and always computes something.
+   keeps to a part of the objective for the first token, and has `starved_tokens` in any case.
 6. Full blocks of offline requests are copied out, next victims first.
 
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
@@ -401,9 +401,9 @@ class ConservePolicy:
         if name == starved and step.has_prompts:
             # Out of the prompts' share: it was kept back from them.
             tokens = max(tokens, min(wanted, self._settings.starved_tokens))
-        elif not tokens and step.is_calm and not step.offline_sum:
-            # However short the limit: without this an engine would stand still.
-            tokens = min(wanted, self._settings.starved_tokens)
+        elif step.is_calm:
+            # However short the limit: an arrival waits for a step of one token nearly as long.
+            tokens = max(tokens, min(wanted, self._settings.starved_tokens - step.offline_sum))
         return tokens
 
     def _admit(

@@ -38,8 +38,10 @@ class ConserveSettings(BaseModel):
             those inside, vLLM's watermark. Doubled, fewer come in and fewer are put out again.
         starvation_s: Seconds without a token after which the eldest offline request is starved.
             Doubled, it waits up to twice as long.
-        starved_tokens: Tokens of a step with online prompts that go to the starved request.
-            Doubled, prompts give way twice as much and it ends in half the time.
+        starved_tokens: Tokens of a step with online prompts that go to the starved request, and
+            that a step without online requests has whatever its limit. Doubled, prompts give way
+            twice as much and it ends in half the time; where not even a short step is within the
+            limit, an arrival waits for twice as many.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
