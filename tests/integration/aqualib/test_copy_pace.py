@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,11 +11,20 @@ import torch
 from aqua_protocol import MIB, PROTOCOL_VERSION
 from aqua_protocol.channel import PACED, Hello, Pace, Pong
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
+from aqualib.engines.vllm.lending.engine_ranks import EngineRanks
+from aqualib.engines.vllm.lending.kv_lending import EngineLoad
+from aqualib.engines.vllm.lending.lending_service import LendingService
+from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
+from aqualib.engines.vllm.lending.rank_memory import LocalMemory
+from aqualib.engines.vllm.lending.step_meter import LentState
+from aqualib.engines.vllm.options import LendingOptions
 from aqualib.producer.copy_limit import FIRST_RATE
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer
 from aqualib.producer.profile import Profile
 from aqualib.producer.server import MAX_UNANSWERED
+from aqualib.transports.host_pages import PAGE_BYTES
+from harness.block_pool import PaperPool
 from harness.consumers import consuming
 from harness.loans import lend
 from harness.producers import SLAB, lending, until
@@ -62,6 +73,31 @@ def test_a_loop_tells_its_steps_by_its_informer(
         loop.step_ended()
         until(lambda: told(aqua) == 0.0, "asked to hold back")
     assert loop.on_step is None
+
+
+def test_an_engine_of_vllm_that_lends_tells_its_steps(aqua: Aqua, issuer: TokenIssuer) -> None:
+    blocks = 64
+    memory = HostKvMemory(PAGE_BYTES)
+    cache = lendable_cache(memory, [memory.allocate(blocks * PAGE_BYTES).view(blocks, -1)], blocks)
+    with contextlib.ExitStack() as opened:
+        opened.callback(memory.close)
+        producer = opened.enter_context(lending(issuer, 0, device=memory.account))
+        service = LendingService(
+            LendingOptions(bytes=SLAB, reserve_bytes=0, calm_s=0.0),
+            contextlib.nullcontext(EngineRanks([LocalMemory(cache)], producer)),
+            pool=PaperPool(blocks),
+            keep_blocks=2,
+            lock=threading.RLock(),
+            read_load=lambda: EngineLoad(waiting_count=0, requests_per_s=0.0),
+            still_read=tuple,
+        )
+        opened.callback(service.close)
+        until(lambda: producer.offered_bytes == SLAB, "the engine offers")
+        lend(aqua, issuer, producer, 1)
+
+        service.metrics.steps.begun(1, LentState.HELD, 0.0)
+        service.step_ended(1, LONG_STEP_S)
+        until(lambda: told(aqua) == 0.0, "asked to hold back")
 
 
 def test_a_consumer_of_before_hears_nothing_that_it_does_not_know(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from aqualib.engines.vllm.lending.step_meter import LARGEST_CLASS, LentState, StepMeter
+from aqualib.engines.vllm.lending.step_meter import LARGEST_CLASS, LentState, StepMeter, step_kind
 
 NAME = "aqua_lender_step_duration_seconds"
 
@@ -24,7 +24,7 @@ def seconds(steps: StepMeter, loans: LentState, tokens: str) -> tuple[float, flo
 def test_a_step_counts_by_what_was_lent_when_it_began() -> None:
     steps = StepMeter()
     steps.begun(4, LentState.NONE, 10.0)
-    steps.ended(4, 10.25)
+    assert steps.ended(4, 10.25) == 0.25
     steps.begun(4, LentState.HELD, 11.0)
     steps.ended(4, 11.5)
     assert seconds(steps, LentState.NONE, "1-16") == (1, 0.25)
@@ -46,7 +46,7 @@ def test_a_step_without_tokens_is_none() -> None:
     steps = StepMeter()
     steps.begun(0, LentState.NONE, 1.0)
     steps.begun(8, LentState.HELD, 2.0)
-    steps.ended(0, 3.0)
+    assert steps.ended(0, 3.0) is None
     steps.ended(8, 4.0)
     assert seconds(steps, LentState.HELD, "1-16") == (1, 2.0)
 
@@ -60,3 +60,8 @@ def test_steps_are_compared_with_steps_of_as_many_tokens(token_count: int, token
     steps.begun(token_count, LentState.NONE, 0.0)
     steps.ended(token_count, 1.0)
     assert seconds(steps, LentState.NONE, tokens) == (1, 1.0)
+
+
+def test_steps_are_of_one_kind_within_a_power_of_two() -> None:
+    kinds = [step_kind(token_count) for token_count in (1, 2, 3, 4, 255, 256, 8192)]
+    assert kinds == [f"under {bound} tokens" for bound in (2, 4, 4, 8, 256, 512, 16384)]

@@ -60,8 +60,8 @@ class TorchLoop:
         arrived_count: Requests that have ever arrived, which says more than a rate; likewise.
 
     Attributes:
-        on_step: Called with the duration of each step, in seconds, on the loop's thread; the
-            informer's.
+        on_step: Called with the duration of each step, in seconds, and its kind, of which there is
+            one, on the loop's thread; the informer's.
         shrink, grow: The limit's, on the informer's thread.
     """
 
@@ -74,7 +74,7 @@ class TorchLoop:
         arrived_count: Callable[[], int] | None = None,
     ) -> None:
         self._limit = limit
-        self.on_step: Callable[[float], None] | None = None
+        self.on_step: Callable[[float, str], None] | None = None
         self._last_end_s: float | None = None
         self.shrink: Final = limit.shrink
         self.grow: Final = limit.grow
@@ -88,7 +88,7 @@ class TorchLoop:
         now_s, before_s = time.perf_counter(), self._last_end_s
         self._last_end_s = now_s
         if self.on_step is not None and before_s is not None:
-            self.on_step(now_s - before_s)
+            self.on_step(now_s - before_s, "")
 
     def on_step_end(
         self,

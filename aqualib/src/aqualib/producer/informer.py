@@ -74,9 +74,9 @@ class LoadSource(Protocol):
 
 @runtime_checkable
 class TimedSource(Protocol):
-    """A source that can say how long its steps take, on its own thread, in seconds."""
+    """A source that can say how long its steps take: seconds and their kind, on its own thread."""
 
-    on_step: Callable[[float], None] | None
+    on_step: Callable[[float, str], None] | None
 
 
 @runtime_checkable

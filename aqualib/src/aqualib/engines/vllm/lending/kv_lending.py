@@ -83,6 +83,8 @@ class KvLending:
 
     Attributes:
         on_grown: Called when blocks are in use again, on the informer's thread.
+        on_step: Called with the duration of each step in seconds and its kind, on the engine's
+            thread; the informer's.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class KvLending:
         self._lock = lock
         self._read_load = read_load
         self.on_grown: Callable[[], None] | None = None
+        self.on_step: Callable[[float, str], None] | None = None
         self._surrendered_bytes = 0
         # Blocks are out, or awaited, whose memory is still here.
         self._is_shrinking = False

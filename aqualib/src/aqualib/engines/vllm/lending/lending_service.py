@@ -40,7 +40,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from aqua_protocol import ConfigError, format_bytes
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.engines.vllm.lending.kv_lending import KvLending
-from aqualib.engines.vllm.lending.step_meter import LentState, StepMeter
+from aqualib.engines.vllm.lending.step_meter import LentState, StepMeter, step_kind
 from aqualib.producer.informer import Informer
 from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.reclaims import ReclaimTotals
@@ -139,6 +139,12 @@ class LendingService:
         """A step has left requests waiting: look at the load now; never waits itself."""
         if self.lending.surrendered_bytes:
             self.informer.wake()
+
+    def step_ended(self, token_count: int, now_s: float) -> None:
+        """The output of the oldest step under way was taken in; on the engine's thread."""
+        seconds = self.metrics.steps.ended(token_count, now_s)
+        if seconds is not None and (tell := self.lending.on_step) is not None:
+            tell(seconds, step_kind(token_count))
 
     def turn(self, on: bool) -> None:  # noqa: FBT001 - a switch, called by position
         """Lend from now on, or take everything back and lend no more."""

@@ -157,7 +157,7 @@ class LendingScheduler(Scheduler):
             service.lending.step_ended()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         token_count = scheduler_output.total_num_scheduled_tokens
-        service.metrics.steps.ended(token_count, time.perf_counter())
+        service.step_ended(token_count, time.perf_counter())
         return outputs
 
     def add_request(self, request: Any) -> None:

@@ -9,6 +9,9 @@ steps are compared with steps of as many tokens, and each duration is counted by
 A duration begins with the call of the scheduler, whose lock is part of what lending costs, and ends
 when the step's output has been taken in. Where steps overlap it holds a part of the step before,
 with loans and without. Steps without tokens are not counted.
+
+What is measured here also sets the pace of consumers' background copies (`producer.copy_limit`), by
+classes that are finer: a histogram's are few for the sake of its time series.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ _BOUNDS: Final = [bound for bound, _ in TOKEN_CLASSES]
 _NAMES: Final = [*(name for _, name in TOKEN_CLASSES), LARGEST_CLASS]
 
 
+def step_kind(token_count: int) -> str:
+    """Name the class of steps that take about as long without copies: tokens by powers of two."""
+    return f"under {1 << token_count.bit_length()} tokens"
+
+
 class StepMeter(Collector):
     """Durations of an engine's steps; times are those of one monotonic clock, in seconds."""
 
@@ -67,12 +75,18 @@ class StepMeter(Collector):
         if token_count:
             self._under_way.append((began_s, loans))
 
-    def ended(self, token_count: int, now_s: float) -> None:
-        """The output of the oldest step under way was taken in."""
-        if token_count and self._under_way:
-            began_s, loans = self._under_way.popleft()
-            tokens = _NAMES[bisect_left(_BOUNDS, token_count)]
-            self._of[loans, tokens].observe(now_s - began_s)
+    def ended(self, token_count: int, now_s: float) -> float | None:
+        """The output of the oldest step under way was taken in.
+
+        Returns:
+            How long it took, in seconds; None of a step that is not counted.
+        """
+        if not token_count or not self._under_way:
+            return None
+        began_s, loans = self._under_way.popleft()
+        tokens = _NAMES[bisect_left(_BOUNDS, token_count)]
+        self._of[loans, tokens].observe(now_s - began_s)
+        return now_s - began_s
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as of now."""
