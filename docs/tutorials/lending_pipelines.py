@@ -191,14 +191,15 @@ def main(kind: str) -> None:
         waiting.append(0)
         serve_some(make, loop, waiting)
         print(f"one at a time takes {loop.load().memory_used_bytes >> 10} KiB", flush=True)
-        with Informer(producer, loop, profile):
-            while not producer.offered_bytes:
+        with Informer(producer, loop, profile) as informer:
+            # Slabs are made one by one: until less than one is left of what the limit gave up.
+            while not 0 < informer.surrendered_bytes < producer.offered_bytes + producer.slab_bytes:
                 waiting.append(1)
                 serve_some(make, loop, waiting)
             print(f"lending {producer.offered_bytes >> 20} MiB", flush=True)
             input("Enter sends a burst ")
             served = 0
-            while served < BATCH:
+            while served < BATCH or producer.offered_bytes:
                 waiting.extend(range(len(waiting), BURST))
                 served = len(serve_some(make, loop, waiting))
                 print(f"{served} at once, {producer.offered_bytes >> 20} MiB lent", flush=True)

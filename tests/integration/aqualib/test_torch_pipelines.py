@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -153,11 +155,58 @@ def test_a_stock_pipeline_lends_and_takes_back_between_its_own_steps(kind: str) 
         assert torch.equal(SCRIPT.serve_some(make, loop, waiting), expected_four)
 
 
-def test_the_tutorial_goes_as_it_says(
+class SlowTutorial:
+    """Stops what the script waits for: the informer between two slabs, and then the borrower."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.borrower: subprocess.Popen[str] | None = None
+        self._slab_count = 0
+        self._served_count = 0
+        self._go_on = threading.Event()
+        self._serve = SCRIPT.serve_some
+        patch.setattr(SCRIPT, "EmulatedMemory", self._memory)
+        patch.setattr(SCRIPT, "serve_some", self._served)
+
+    def entered(self, borrower: subprocess.Popen[str]) -> None:
+        """The burst begins, whatever is lent."""
+        self.borrower = borrower
+        borrower.send_signal(signal.SIGSTOP)
+
+    def asked(self) -> None:
+        """The script asks for Enter: it thinks that everything is lent."""
+        self._go_on.set()
+
+    def _memory(self, total_bytes: int) -> EmulatedMemory:
+        memory = EmulatedMemory(total_bytes)
+        take = memory.take
+
+        def slowly(nbytes: int) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                if self._slab_count:
+                    assert self._go_on.wait(HANG_S), "the script does not go on"
+                self._slab_count += 1
+            take(nbytes)
+
+        memory.take = slowly  # type: ignore[method-assign] # what the informer makes slabs of
+        return memory
+
+    def _served(self, *arguments: Any) -> torch.Tensor:  # noqa: ANN401 - as of `serve_some`
+        # The second image that began after the first slab was there: the script has seen it.
+        self._served_count += self._slab_count
+        if self._served_count > 1:
+            self._go_on.set()
+        made: torch.Tensor = self._serve(*arguments)
+        if self.borrower is not None and len(made) == SCRIPT.BATCH:
+            self.borrower.send_signal(signal.SIGCONT)
+        return made
+
+
+def test_the_tutorial_goes_as_it_says_however_slow_its_informer_and_its_borrower_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (borrow,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
     borrowers = []
+    slow = SlowTutorial(monkeypatch)
     with new_cluster() as cluster:
         cluster.start_coordinator()
         monkeypatch.setenv("AQUA_COORDINATOR_URL", cluster.url)
@@ -166,6 +215,7 @@ def test_the_tutorial_goes_as_it_says(
 
         def press_enter(prompt: str) -> str:
             assert "burst" in prompt
+            slow.asked()
             borrower = subprocess.Popen(
                 [sys.executable, "-u", "-c", borrow],
                 stdout=subprocess.PIPE,
@@ -175,6 +225,7 @@ def test_the_tutorial_goes_as_it_says(
             borrowers.append(borrower)
             assert borrower.stdout is not None
             assert borrower.stdout.readline() == "in borrowed memory\n"
+            slow.entered(borrower)
             return ""
 
         monkeypatch.setattr("builtins.input", press_enter)
