@@ -1,7 +1,8 @@
 """The books with a hand on their clock, and the checks that follow every test.
 
 `LedgerRoom` opens real books over a real server and adds what only tests may do: move the clock
-forward, lose the books, look for keys that nobody would ever remove.
+forward, lose the books, look for keys that nobody would ever remove. In a room of `ledger_room`
+Redis time stands still, but for what a test lets pass: how long the machine takes ages nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.keys import KEYS, PERMANENT, TAG
 from aqua_coordinator.store.pipeline import Answer
 from aqua_coordinator.store.rows import ConsumerBooked, Grant, ProducerBooked
-from aqua_coordinator.store.scripts import MAX_GAP_S, SWEEP_PERIOD_S
+from aqua_coordinator.store.scripts import (
+    MAX_GAP_S,
+    SWEEP_PERIOD_S,
+    Library,
+    load_library,
+)
 from aqua_protocol.leases import LeaseView
 from harness.bounds import HANG_S
 from harness.members_on_paper import ADOPTION, PaperConsumer, PaperProducer
@@ -24,6 +30,8 @@ ATTACH_WINDOW_S: Final = 10.0
 SILENT_S: Final = 20.0
 """Below the default time to live, so that tests can tell the two apart."""
 MAX_STOP_S: Final = 60.0
+NOW_S: Final = 1_800_000_000
+"""Redis time, in Unix seconds, where it stands still."""
 REPORT_EVERY: Final = 4
 """Sweeps between two reports of a member that is there."""
 
@@ -196,18 +204,32 @@ def _is(key: str, name: str) -> bool:
     return key.startswith(name) if name.endswith(":") and name != TAG else key == name
 
 
+def held(library: Library, now_s: int = NOW_S) -> Library:
+    """The library, by a Redis time that stands at `now_s`."""
+    clock = "redis.call('TIME')"
+    assert clock in library.source, library.name
+    name = f"{library.name}_{now_s}"
+    source = library.source.replace(clock, f"{{{now_s}, 0}}")
+    return Library(name, source.replace(library.name, name))
+
+
+@contextlib.asynccontextmanager
+async def room_of(url: str, library: Library) -> AsyncIterator[LedgerRoom]:
+    """The books on the server at `url`, as they are, by these scripts."""
+    pool = open_pool(url, connect_timeout_s=HANG_S, max_connections=8)
+    pipeline = Pipeline(pool, timeout_s=HANG_S, library=library)
+    pipeline.start()
+    try:
+        yield LedgerRoom(url, pipeline)
+    finally:
+        await pipeline.close()
+
+
 @contextlib.asynccontextmanager
 async def ledger_room(url: str) -> AsyncIterator[LedgerRoom]:
     """Fresh books on the server at `url`, checked at the end."""
-    pipeline = Pipeline(
-        open_pool(url, connect_timeout_s=HANG_S, max_connections=8), timeout_s=HANG_S
-    )
-    pipeline.start()
-    room = LedgerRoom(url, pipeline)
-    try:
+    async with room_of(url, held(load_library())) as room:
         await room.lose_books()
-        await pipeline.command("FUNCTION", "FLUSH")
+        await room.command("FUNCTION", "FLUSH")
         yield room
         await room.check()
-    finally:
-        await pipeline.close()

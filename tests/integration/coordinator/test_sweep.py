@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.store.scripts import CONSTANTS
+from aqua_coordinator.store.scripts import CONSTANTS, load_library
 from aqua_protocol import LeaseState, UnknownResourceError
 from aqua_protocol.errors import StaleEpochError
 from aqua_protocol.leases import EventKind
 from harness.bounds import stopwatch
-from harness.ledger_room import ATTACH_WINDOW_S, SILENT_S, LedgerRoom
+from harness.ledger_room import ATTACH_WINDOW_S, NOW_S, SILENT_S, LedgerRoom, held, room_of
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
 Pair = tuple[PaperProducer, PaperConsumer]
@@ -177,4 +177,5 @@ async def test_epochs_grow_even_when_the_books_fall_back_to_an_older_copy(
     first = (await room.grant(consumer)).lease
     # What a failover to a lagging replica does.
     await room.pipeline.command("HSET", KEYS["books"], "epoch", before)
-    assert (await room.grant(consumer)).lease.epoch > first.epoch
+    async with room_of(room.url, held(load_library(), NOW_S + 1)) as later:
+        assert (await later.grant(consumer, key="later")).lease.epoch > first.epoch

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final, cast
 from unittest import mock
 
 import pytest
 
-from aqua_coordinator.store import Ledger, Pipeline, open_pool, scripts
+from aqua_coordinator.store import Ledger, scripts
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import LUA, SCRIPTS, Library, assemble
 from aqua_protocol import LeaseState
 from aqua_protocol.errors import StoreUnavailableError
-from harness.bounds import HANG_S
-from harness.ledger_room import LedgerRoom
+from harness.ledger_room import NOW_S, LedgerRoom, held, room_of
 from harness.members_on_paper import ADOPTION, PaperConsumer, PaperProducer
 
 RELEASED: Final = Path(__file__).with_name("library_of_v0.1.0.lua")
@@ -52,17 +49,9 @@ def version_without_room() -> Library:
     return Library(name, shorter.replace(ours.name, name))
 
 
-@asynccontextmanager
-async def running(room: LedgerRoom, library: Library) -> AsyncIterator[LedgerRoom]:
+def running(room: LedgerRoom, library: Library) -> AbstractAsyncContextManager[LedgerRoom]:
     """A coordinator of that version, over the same books."""
-    pool = open_pool(room.url, connect_timeout_s=HANG_S, max_connections=8)
-    pipeline = Pipeline(pool, timeout_s=HANG_S, library=library)
-    pipeline.start()
-    other = LedgerRoom(room.url, pipeline)
-    try:
-        yield other
-    finally:
-        await pipeline.close()
+    return room_of(room.url, held(library))
 
 
 OTHERS: Final = {
@@ -111,8 +100,7 @@ async def test_the_schema_rises_when_all_that_are_in_use_read_it(room: LedgerRoo
             await each.sweep()
         assert await room.command("HGET", KEYS["books"], "schema") == b"1"
         theirs = newer.pipeline.library_name
-        now_us = round(time.time() * 1e6)
-        await room.command("HSET", KEYS["libraries"], theirs, f"1 {now_us} 1 2")
+        await room.command("HSET", KEYS["libraries"], theirs, f"1 {NOW_S * 1_000_000} 1 2")
         await newer.sweep()
         assert await room.command("HGET", KEYS["books"], "schema") == b"1"
         await room.command("HSET", KEYS["libraries"], ours, "1 1 1 1")
