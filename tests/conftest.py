@@ -26,9 +26,11 @@ TIERS: Final = frozenset(
 SEED: Final = 0
 """Of the global generators at the start of each test."""
 
-# How long the store's disk may take is the machine's affair (`harness/bounds.py`); 60 s is as long
-# as the setting allows. A test that is about this time sets its own.
-os.environ.setdefault("AQUA_STORE_TIMEOUT_S", "60")
+# How long a store's disk or a coordinator may take is the machine's affair (`harness/bounds.py`);
+# 60 s is as long as the settings allow. A test that is about this time sets its own. What processes
+# of tests get stands in `harness/patience.py`.
+for setting in ("AQUA_STORE_TIMEOUT_S", "AQUA_REQUEST_TIMEOUT_S"):
+    os.environ.setdefault(setting, "60")
 
 TESTS_ROOT: Final = Path(__file__).resolve().parent
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from harness.bounds import HANG_S, stopwatch
 from harness.fork_server import ForkedProcess
+from harness.patience import variables
 
 if TYPE_CHECKING:
     import openai
@@ -48,8 +49,7 @@ class BatchServiceProcess:
         order: str = "fcfs",
         **settings: str,
     ) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-        variables = {
+        ours = {
             "AQUA_BATCH_DATA_DIR": str(data_dir),
             "AQUA_BATCH_ENGINES": ",".join(engines),
             "AQUA_BATCH_LISTEN_PORT": "0",
@@ -61,7 +61,7 @@ class BatchServiceProcess:
         self.process: Final = ForkedProcess(
             _serve if is_fenced else _serve_unfenced,
             streams={2: theirs},
-            environment=inherited | variables,
+            environment=variables(**ours),
         )
         os.close(theirs)
         self._data_dir: Final = data_dir

@@ -271,7 +271,8 @@ class Cluster:
     def is_ready(self) -> bool:
         """Whether a coordinator answers and its store takes writes."""
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/readyz", trust_env=False).status_code == httpx.codes.OK
+            answer = httpx.get(f"{self.url}/readyz", trust_env=False, timeout=HANG_S)
+            return answer.status_code == httpx.codes.OK
         return False
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - JSON

@@ -18,6 +18,7 @@ import httpx
 
 from harness.bounds import HANG_S
 from harness.fork_server import ForkedProcess
+from harness.patience import variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,14 +34,12 @@ class CoordinatorProcess:
         data_dir: Of the embedded store; a path short enough for its Unix socket.
         port: To listen on; 0 takes a free one.
         library: File with steps over the books as another version has them; its own without.
-        environment: Further `AQUA_*` variables.
+        environment: `AQUA_*` variables, above those of `harness.patience`.
     """
 
     def __init__(
         self, data_dir: Path, *, port: int = 0, library: str = "", **environment: str
     ) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-        inherited |= environment
         log, theirs = os.pipe()
         # Not a buffered reader: for what it holds already, `select` would wait in vain.
         self._log: Final = open(log, "rb", buffering=0)  # noqa: PTH123, SIM115 - a descriptor
@@ -50,7 +49,7 @@ class CoordinatorProcess:
             str(data_dir),
             library,
             streams={2: theirs},
-            environment=inherited,
+            environment=variables(**environment),
         )
         os.close(theirs)
         self.data_dir: Final = data_dir
@@ -69,11 +68,14 @@ class CoordinatorProcess:
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - whatever the path answers
         """Read something under `/v1/`."""
-        return httpx.get(f"{self.url}/v1/{path}", trust_env=False).raise_for_status().json()
+        answer = httpx.get(f"{self.url}/v1/{path}", trust_env=False, timeout=HANG_S)
+        return answer.raise_for_status().json()
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:  # noqa: ANN401 - as above
         """Do something under `/v1/`."""
-        response = httpx.post(f"{self.url}/v1/{path}", json=body, headers=headers, trust_env=False)
+        response = httpx.post(
+            f"{self.url}/v1/{path}", json=body, headers=headers, trust_env=False, timeout=HANG_S
+        )
         return response.raise_for_status().json()
 
     def kill(self) -> None:

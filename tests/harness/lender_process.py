@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Self
 
-from aqua_client import CoordinatorClient
 from aqua_protocol import TransportKind
 from aqua_protocol.members import ProducerAck
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.bounds import HANG_S
+from harness.patience import patient_client
 from harness.program import Program, say
 
 WITHIN_S: Final = HANG_S
@@ -86,7 +86,7 @@ def _serve(argument: str) -> None:
     producer = Producer(
         options["producer_id"],
         transport=select(TransportKind.MEMFD),
-        link=None if options["url"] is None else CoordinatorClient(options["url"]),
+        link=None if options["url"] is None else patient_client(options["url"]),
         endpoint=Path(options["endpoint"]),
         identity=Identity(node="node", domain="domain", gpu_uuid=f"GPU-{options['producer_id']}"),
         slab_bytes=slab_bytes,

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from aqua_client import CoordinatorClient
 from aqua_protocol import TransportKind
 from aqualib.consumer import Aqua
 from aqualib.leasing import demand
@@ -19,6 +18,7 @@ from aqualib.reporter import Identity
 from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
 from harness.cluster import HEARTBEAT_S, SLAB
+from harness.patience import patient_client
 
 HOST_SLABS: Final = 32
 TENSOR_BYTES: Final = 3 * SLAB // 5
@@ -42,7 +42,7 @@ class ProducerMember:
         self._producer = Producer(
             name,
             transport=select(TransportKind.MEMFD),
-            link=CoordinatorClient(url),
+            link=patient_client(url),
             endpoint=endpoint,
             identity=_identity(name),
             slab_bytes=SLAB,
@@ -86,7 +86,7 @@ class ConsumerMember:
         self._aqua = Aqua(
             name,
             transport=select(TransportKind.MEMFD),
-            link=CoordinatorClient(url),
+            link=patient_client(url),
             identity=_identity(name),
             host_bytes=HOST_SLABS * SLAB,
             slab_bytes=SLAB,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from harness.fork_server import ForkedProcess
+from harness.patience import variables
 
 TESTS: Final = Path(__file__).resolve().parents[1]
 
@@ -40,16 +41,15 @@ class Program:
         within_s: float,
         **environment: str,
     ) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
-        paths = [str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
-        variables = {**inherited, "PYTHONPATH": os.pathsep.join(paths), **environment}
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        theirs = variables(PYTHONPATH=os.pathsep.join(paths), **environment)
         (stdin, self._words), (self._answers, stdout) = os.pipe(), os.pipe()
         self.process: Final[subprocess.Popen[bytes] | ForkedProcess] = (
             subprocess.Popen(
-                [sys.executable, run, argument], stdin=stdin, stdout=stdout, env=variables
+                [sys.executable, run, argument], stdin=stdin, stdout=stdout, env=theirs
             )
             if isinstance(run, str)
-            else ForkedProcess(run, argument, streams={0: stdin, 1: stdout}, environment=variables)
+            else ForkedProcess(run, argument, streams={0: stdin, 1: stdout}, environment=theirs)
         )
         os.close(stdin)
         os.close(stdout)

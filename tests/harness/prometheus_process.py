@@ -49,7 +49,9 @@ class PrometheusProcess:
             stdout=self._log,
             stderr=self._log,
         )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        self._client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=HANG_S
+        )
         self._began_s = time.time()
 
     def __enter__(self) -> Self:

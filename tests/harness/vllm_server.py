@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from typing import Final
 import httpx
 
 from aqua_protocol import MIB
+from harness.bounds import HANG_S
+from harness.patience import variables
 
 START_WITHIN_S: Final = 900.0
 """Importing vLLM takes minutes beside busy neighbours; it decides nothing."""
@@ -52,17 +53,18 @@ def vllm_server(
         "--gpu-memory-utilization": "0.1",
         "--dtype": "float32",
     }
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
     ours = {"OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB), **environment}
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, *chain.from_iterable(options.items()), "--enforce-eager", *flags],
             stdout=sink,
             stderr=sink,
-            env={**inherited, **ours},
+            env=variables(**ours),
         )
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=HANG_S
+            ) as client:
                 _await_health(client, process, log)
                 yield client
         finally:

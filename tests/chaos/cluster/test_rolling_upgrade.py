@@ -24,6 +24,7 @@ from aqua_protocol.leases import LeaseRenewal
 from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.patience import patient_client
 from harness.slices import IS_WHOLE
 from harness.store_servers import running_store, short_directory
 
@@ -61,7 +62,7 @@ class Load:
         ]
 
     def __enter__(self) -> Self:
-        with CoordinatorClient(self._urls) as client:
+        with patient_client(self._urls) as client:
             producer = PaperProducer(slabs=64)
             for _ in range(2):
                 producer.books_id = client.report_producer(producer.report()).books_id
@@ -89,7 +90,7 @@ class Load:
 
     def _run(self, number: int) -> None:
         consumer = PaperConsumer(name=f"consumer-{number}")
-        with CoordinatorClient(self._urls, timeout_s=HANG_S) as client:
+        with patient_client(self._urls) as client:
             while not self._stop.is_set():
                 for _ in self._round(client, consumer):
                     self._counts[number] += 1
@@ -173,7 +174,7 @@ def test_a_coordinator_that_is_told_to_stop_is_not_ready_and_serves_on_until_it_
         assert http.get("/readyz").status_code == 200
         coordinator.process.send_signal(signal.SIGTERM)
         until(lambda: http.get("/readyz").status_code == 503, "it stays ready")
-        with CoordinatorClient(coordinator.url) as newcomer:
+        with patient_client(coordinator.url) as newcomer:
             assert list(newcomer.list_producers()) == []
             assert newcomer.healthz().status == "ok"
             with pytest.raises(AquaError, match="stopping"):

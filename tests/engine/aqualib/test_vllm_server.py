@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from aqua_protocol import MIB
+from harness.bounds import HANG_S
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_server import free_port, vllm_server
 
@@ -223,7 +224,9 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
     ]
     with (
         vllm_server(model, tmp_path / "lender.log", *flags, AQUA_ADMIN_TOKEN=TOKEN) as client,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as lender,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=HANG_S
+        ) as lender,
     ):
         await_offer(lender, 4 * MIB)
         assert lending(lender)["absent_blocks"] == 64

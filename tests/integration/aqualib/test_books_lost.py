@@ -13,16 +13,17 @@ import httpx
 import pytest
 import torch
 
-from aqua_client import CoordinatorClient
 from aqua_protocol import TransportKind
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.tensor import Location
 from aqualib.transports import select
 from harness.asgi import as_json
+from harness.bounds import HANG_S
 from harness.consumers import consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.members_on_paper import PaperConsumer, PaperProducer
+from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir, until
 
 COUNT = 3
@@ -40,7 +41,7 @@ def test_bytes_outlive_the_loss_of_all_books_and_leases_do_with_a_proof(keys: st
     with data_dir() as path, socket_dir() as directory:
         first = CoordinatorProcess(path, AQUA_ADOPTION_KEY=OLD)
         with (
-            CoordinatorClient(first.url) as link,
+            patient_client(first.url) as link,
             Producer(
                 "lender",
                 transport=select(TransportKind.MEMFD),
@@ -50,9 +51,7 @@ def test_bytes_outlive_the_loss_of_all_books_and_leases_do_with_a_proof(keys: st
                 slab_bytes=SLAB,
                 heartbeat_s=0.05,
             ) as producer,
-            consuming(
-                link=CoordinatorClient(first.url), identity=identity, heartbeat_s=0.05
-            ) as aqua,
+            consuming(link=patient_client(first.url), identity=identity, heartbeat_s=0.05) as aqua,
         ):
             producer.offer(COUNT * SLAB)
             values = [torch.randint(0, 256, (SLAB,), dtype=torch.uint8) for _ in range(COUNT)]
@@ -91,7 +90,7 @@ def _require_no_forgery(coordinator: CoordinatorProcess) -> None:
     held = [{**grant, "held_bytes": forger.slabs * 65_536, "proof": proof}]
     report = as_json(forger.report()) | {"leases": held}
     url = f"{coordinator.url}/v1/producers/forger"
-    answer = httpx.put(url, json=report, trust_env=False).raise_for_status().json()
+    answer = httpx.put(url, json=report, trust_env=False, timeout=HANG_S).raise_for_status().json()
     assert [notice["reason"] for notice in answer["ended"]] == ["unproven"]
     view = coordinator.get("producers/forger")
     assert view["leased_bytes"] == view["offered_bytes"], "its bytes are its own"

@@ -31,6 +31,7 @@ from aqualib.transports import select
 from harness.consumers import await_rest, consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.lender_process import LenderProcess
+from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir, until
 from harness.raw_consumer import WITHIN_S
 
@@ -68,7 +69,7 @@ def lending(
     slab_bytes: int = SLAB,
     slab_count: int = COUNT,
 ) -> Iterator[Producer]:
-    with CoordinatorClient(coordinator.url) as link, socket_dir() as directory:
+    with patient_client(coordinator.url) as link, socket_dir() as directory:
         producer = Producer(
             name,
             transport=select(TransportKind.MEMFD),
@@ -87,7 +88,7 @@ def lending(
 
 @contextlib.contextmanager
 def borrowing(coordinator: CoordinatorProcess, **options: Any) -> Iterator[Aqua]:  # noqa: ANN401 - an Aqua's
-    options.setdefault("link", CoordinatorClient(coordinator.url))
+    options.setdefault("link", patient_client(coordinator.url))
     with consuming(heartbeat_s=HEARTBEAT_S, **options) as aqua:
         yield aqua
 
@@ -379,7 +380,7 @@ def test_a_producer_of_another_slab_size_is_not_asked(
 def test_two_consumers_share_a_producer_and_neither_sees_the_others_bytes(
     coordinator: CoordinatorProcess, producer: Producer
 ) -> None:
-    link = CoordinatorClient(coordinator.url)
+    link = patient_client(coordinator.url)
     identity = Identity(node="node", domain="domain", gpu_uuid="GPU-2")
     with (
         borrowing(coordinator, wanted_bytes=4 * SLAB) as one,
@@ -438,7 +439,7 @@ def test_a_wrong_token_is_said_once_and_costs_only_peer_memory(
         with (
             CoordinatorProcess(path, AQUA_TOKENS_FILE=str(tokens)) as coordinator,
             consuming(
-                link=CoordinatorClient(coordinator.url, "aqua_0_wrong"), heartbeat_s=HEARTBEAT_S
+                link=patient_client(coordinator.url, "aqua_0_wrong"), heartbeat_s=HEARTBEAT_S
             ) as aqua,
         ):
             until(lambda: aqua.coordinator_error is not None, "the refusal is noticed")

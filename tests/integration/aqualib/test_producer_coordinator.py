@@ -17,6 +17,7 @@ from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir, until
 from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, RefusedError
 
@@ -41,7 +42,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 @pytest.fixture
 def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(coordinator.url) as link:
+    with patient_client(coordinator.url) as link:
         yield link
 
 
@@ -301,7 +302,7 @@ def test_a_wrong_token_is_said_and_stops_no_reclaim(directory: Path) -> None:
         tokens.chmod(0o600)
         with (
             CoordinatorProcess(path, AQUA_TOKENS_FILE=str(tokens)) as coordinator,
-            CoordinatorClient(coordinator.url, "wrong") as link,
+            patient_client(coordinator.url, "wrong") as link,
         ):
             producer = make(link, directory)
             until(lambda: producer.coordinator_error is not None, "the refusal arrives")

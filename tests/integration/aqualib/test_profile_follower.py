@@ -20,6 +20,7 @@ from aqualib.producer.producer import Producer
 from aqualib.producer.profile_follower import ProfileFollower, ProfileState
 from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir, until
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 @pytest.fixture
 def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(coordinator.url) as link:
+    with patient_client(coordinator.url) as link:
         yield link
 
 
@@ -200,7 +201,7 @@ def test_what_was_found_stays_while_no_coordinator_answers() -> None:
     with (
         data_dir() as path,
         CoordinatorProcess(path) as coordinator,
-        CoordinatorClient(coordinator.url) as link,
+        patient_client(coordinator.url) as link,
     ):
         pushed(link)
         found, late = follower(link, MODEL), follower(link, MODEL)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import torch
 
-from aqua_client import CoordinatorClient
 from aqua_protocol import TransportKind
 from aqua_protocol.members import LoadReport
 from aqua_protocol.supervision import Loop, RestartPolicy, restart_counts, running_loops
@@ -28,6 +27,7 @@ from aqualib.transports import select
 from harness.consumers import consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.faults import FaultInjector, UnforeseenError, faults, have_rested
+from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir, until
 
 if TYPE_CHECKING:
@@ -122,12 +122,10 @@ def _members(
     # Apart from those before, whose end the books may not know yet.
     identity = Identity(node="node", domain=f"domain-{number}", gpu_uuid=f"GPU-{number}")
     profile = Profile(SLAB, spare_bytes=COUNT * SLAB, least_offer_bytes=SLAB, calm_s=0.0)
-    consumer = consuming(
-        link=CoordinatorClient(coordinator.url), identity=identity, heartbeat_s=0.05
-    )
+    consumer = consuming(link=patient_client(coordinator.url), identity=identity, heartbeat_s=0.05)
     with (
         socket_dir() as directory,
-        CoordinatorClient(coordinator.url) as link,
+        patient_client(coordinator.url) as link,
         Producer(
             f"producer-{number}",
             transport=select(TransportKind.MEMFD),

@@ -136,7 +136,9 @@ def test_a_stranger_is_in_no_trace() -> None:
             for known, trace in (("aqua_000000000000_guessed", strangers), (token, ours)):
                 headers = {"Authorization": f"Bearer {known}"}
                 headers["traceparent"] = f"00-{trace}-{'c' * 16}-01"
-                httpx.get(f"{coordinator.url}/v1/leases", headers=headers, trust_env=False)
+                httpx.get(
+                    f"{coordinator.url}/v1/leases", headers=headers, trust_env=False, timeout=HANG_S
+                )
             span = collector.await_span("GET /v1/leases")
         assert [each.trace_id for each in collector.spans] == [ours] == [span.trace_id]
 

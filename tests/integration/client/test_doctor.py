@@ -12,6 +12,7 @@ from aqua_client.doctor import probe_coordinator
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.findings import Finding, FindingLevel
 from harness.coordinator_process import CoordinatorProcess
+from harness.patience import patient_client
 from harness.store_servers import short_directory
 
 TOKENS: dict[Role, str] = {}
@@ -31,6 +32,7 @@ def url() -> Iterator[str]:
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AQUA_COORDINATOR_URL", "AQUA_TOKEN", "AQUA_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("aqua_client.doctor.CoordinatorClient", patient_client)
 
 
 def findings() -> dict[str, Finding]:

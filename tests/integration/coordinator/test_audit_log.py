@@ -193,7 +193,7 @@ def test_what_was_answered_is_in_the_log_of_a_coordinator_that_is_killed(tmp_pat
         report = PaperConsumer().report().model_dump(mode="json")
         answered = 0
         give_up_s = time.monotonic() + HANG_S
-        with httpx.Client(trust_env=False) as http:
+        with httpx.Client(trust_env=False, timeout=HANG_S) as http:
             while answered < 20 and time.monotonic() < give_up_s:
                 answered += http.put(url, json=report).status_code < 500
         coordinator.kill()

@@ -323,7 +323,10 @@ def test_an_answer_that_its_reader_does_not_take_is_given_up(tmp_path: Path) -> 
             flood.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
         closed = 'aqua_coordinator_connections_closed_total{reason="unread"}'
         give_up_s = time.monotonic() + HANG_S
-        while closed not in httpx.get(f"{cluster.process.url}/metrics", trust_env=False).text:
+        while (
+            closed
+            not in httpx.get(f"{cluster.process.url}/metrics", trust_env=False, timeout=HANG_S).text
+        ):
             assert time.monotonic() < give_up_s
 
 

@@ -32,6 +32,7 @@ from aqua_coordinator.app import Service
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.errors import VersionMismatchError
+from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import short_directory
@@ -82,7 +83,7 @@ class Guarded:
     def client(self) -> httpx.Client:
         """A client with the token."""
         headers = {"Authorization": f"Bearer {self.token}"}
-        return httpx.Client(base_url=self.url, headers=headers, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ document = schemathesis.openapi.from_dict(openapi_with_tokens()).exclude(path="/
 
 
 def test_the_document_is_the_one_that_is_served(coordinator: Guarded) -> None:
-    served = httpx.get(f"{coordinator.url}/openapi.json", trust_env=False).json()
+    served = httpx.get(f"{coordinator.url}/openapi.json", trust_env=False, timeout=HANG_S).json()
     assert served == document.raw_schema
 
 

@@ -27,6 +27,7 @@ from aqua_protocol.leases import LeaseGrant
 from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+from harness.patience import variables
 from harness.store_servers import running_store, short_directory
 
 # Members of these tests do not send heartbeats.
@@ -47,13 +48,15 @@ def until(holds: Callable[[], bool], what: str) -> None:
 def is_ready(url: str) -> bool:
     """Whether a coordinator answers, and its store takes writes."""
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+        return httpx.get(f"{url}/readyz", trust_env=False, timeout=HANG_S).status_code == 200
     return False
 
 
 def put(url: str, path: str, body: Any) -> Any:  # noqa: ANN401 - whatever the path takes
     """Send a report."""
-    answer = httpx.put(f"{url}/v1/{path}", json=body.model_dump(mode="json"), trust_env=False)
+    answer = httpx.put(
+        f"{url}/v1/{path}", json=body.model_dump(mode="json"), trust_env=False, timeout=HANG_S
+    )
     return answer.raise_for_status().json()
 
 
@@ -231,7 +234,9 @@ def test_sigterm_stops_it_with_its_store_even_while_events_are_streamed() -> Non
         coordinator = CoordinatorProcess(directory / "d")
         try:
             store_pid = coordinator.children()[0]
-            with httpx.stream("GET", f"{coordinator.url}/v1/events", trust_env=False) as stream:
+            with httpx.stream(
+                "GET", f"{coordinator.url}/v1/events", trust_env=False, timeout=HANG_S
+            ) as stream:
                 lines = stream.iter_lines()
                 assert next(lines).startswith("retry:")
                 coordinator.process.terminate()
@@ -256,7 +261,7 @@ def test_events_arrive_as_they_happen_and_go_on_where_a_client_left_off() -> Non
         resume = {"Last-Event-ID": first["event_id"]}
         with httpx.stream("GET", url, headers=resume, trust_env=False, timeout=HANG_S) as stream:
             assert next_event(stream.iter_lines()) == second
-        wrong = httpx.get(url, headers={"Last-Event-ID": "soon"}, trust_env=False)
+        wrong = httpx.get(url, headers={"Last-Event-ID": "soon"}, trust_env=False, timeout=HANG_S)
         assert wrong.json()["code"] == "request_invalid"
 
 
@@ -279,10 +284,9 @@ def next_event(lines: Iterator[str]) -> dict[str, Any]:
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `aqua-coordinator` to its end."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("AQUA_")}
     return subprocess.run(
         [sys.executable, "-m", "aqua_coordinator", *words],
-        env=inherited | environment,
+        env=variables(**environment),
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -360,6 +364,7 @@ def test_status_shows_the_books_to_people_and_programs(tmp_path: Path) -> None:
             json=PaperProducer().report().model_dump(mode="json"),
             headers={"Authorization": f"Bearer {operator}"},
             trust_env=False,
+            timeout=HANG_S,
         ).raise_for_status()
         look = {"AQUA_COORDINATOR_URL": coordinator.url, "AQUA_TOKEN": reader}
         content = json.loads(command("status", "--json", **look).stdout)

@@ -132,7 +132,7 @@ def test_without_a_certificate_only_probes_are_answered(coordinator: Secured) ->
         with pytest.raises(UnauthenticatedError, match="client certificate") as caught:
             list(client.list_producers())
         assert "AQUA_TLS_CLIENT_CERT" in caught.value.remedy
-    with httpx.Client(verify=trusting.context(), trust_env=False) as http:
+    with httpx.Client(verify=trusting.context(), trust_env=False, timeout=HANG_S) as http:
         for path in ("/metrics", "/docs", "/openapi.json", "/v1/events", "/nowhere"):
             assert http.get(coordinator.url + path).status_code == 401
 
@@ -333,11 +333,24 @@ def test_a_secret_of_kubernetes_is_followed_through_its_links(tmp_path: Path) ->
     assert follower.context() is not before
 
 
+def connected_for_seconds(coordinator: Secured, directory: Path) -> httpx.Client:
+    """A client that is connected by a certificate of which seconds are left."""
+    for good_for_s in (3, 9, 27, 81):  # It may end before the machine comes to its first use.
+        brief = coordinator.authority.issue(directory / f"{good_for_s}", good_for_s=good_for_s)
+        http = httpx.Client(verify=brief.context(), trust_env=False, timeout=HANG_S)
+        try:
+            http.get(f"{coordinator.url}/v1/producers").raise_for_status()
+        except httpx.HTTPError:
+            http.close()
+        else:
+            return http
+    raise AssertionError("no certificate lasts until it is used")
+
+
 def test_a_connection_does_not_outlive_its_certificate(
     coordinator: Secured, tmp_path: Path
 ) -> None:
-    brief = coordinator.authority.issue(tmp_path / "brief", good_for_s=3)
-    with httpx.Client(verify=brief.context(), trust_env=False) as http:
+    with connected_for_seconds(coordinator, tmp_path) as http:
 
         def closes() -> bool:
             answer = http.get(f"{coordinator.url}/v1/producers").raise_for_status()
@@ -386,7 +399,7 @@ def _client_hello(files: TlsFiles) -> bytes:
 def test_large_answers_and_requests_in_pieces_get_through(
     coordinator: Secured, member: TlsFiles
 ) -> None:
-    with httpx.Client(verify=member.context(), trust_env=False) as http:
+    with httpx.Client(verify=member.context(), trust_env=False, timeout=HANG_S) as http:
         document = http.get(f"{coordinator.url}/openapi.json").raise_for_status()
         assert len(document.content) > 2 << 14
     raw = socket.create_connection(("127.0.0.1", coordinator.process.port), HANG_S)

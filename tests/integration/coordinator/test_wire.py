@@ -197,7 +197,7 @@ async def test_a_large_report_fits(address: tuple[str, int], service: Service) -
     spaces = b" " * 1_000_000
     report = spaces + producer.report().model_dump_json().encode()
     url = f"http://{address[0]}:{address[1]}"
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=HANG_S) as client:
         answer = await client.put(
             "/v1/producers/producer", content=report, headers={"Content-Type": "application/json"}
         )

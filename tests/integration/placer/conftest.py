@@ -8,6 +8,7 @@ import pytest
 
 from aqua_client import CoordinatorClient
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.patience import patient_client
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 @pytest.fixture
 def client(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(coordinator.url) as client:
+    with patient_client(coordinator.url) as client:
         yield client
         for lease in client.list_leases():
             client.revoke_lease(lease.lease_id, lease.epoch)

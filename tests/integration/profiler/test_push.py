@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from aqua_client import CoordinatorClient
 from aqua_profiler.cli import app
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_profiler.report.files import push, write_profile
@@ -15,6 +14,7 @@ from aqua_protocol import UnavailableError
 from aqua_protocol.profile import ModelProfile
 from aqualib.producer.profile import Profile
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.patience import patient_client
 
 PRODUCER = ModelProfile.model_validate(
     {
@@ -35,7 +35,7 @@ def test_a_pushed_profile_is_what_the_informer_starts_from(tmp_path: Path) -> No
             app, ["push", str(tmp_path / "profile.json"), "--url", coordinator.url]
         )
         assert result.exit_code == 0, result.output
-        with CoordinatorClient(coordinator.url, None) as link:
+        with patient_client(coordinator.url, None) as link:
             (measured,) = link.get_profiles("org/llama")
             assert link.get_profiles("nobody") == []
     assert measured is not None

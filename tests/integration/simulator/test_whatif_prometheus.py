@@ -55,7 +55,7 @@ def backfilled(folder: Path, text: str) -> Iterator[str]:
             while True:
                 assert process.poll() is None, (folder / "log").read_text()
                 try:
-                    if httpx.get(f"{url}/-/ready", trust_env=False).is_success:
+                    if httpx.get(f"{url}/-/ready", trust_env=False, timeout=HANG_S).is_success:
                         break
                 except httpx.TransportError:
                     # No one listens yet; there is no event to wait for across processes.
