@@ -350,7 +350,7 @@ def connected_for_seconds(coordinator: Secured, directory: Path) -> httpx.Client
 def test_a_connection_does_not_outlive_its_certificate(
     coordinator: Secured, tmp_path: Path
 ) -> None:
-    with connected_for_seconds(coordinator, tmp_path) as http:
+    with contextlib.closing(connected_for_seconds(coordinator, tmp_path)) as http:
 
         def closes() -> bool:
             answer = http.get(f"{coordinator.url}/v1/producers").raise_for_status()
