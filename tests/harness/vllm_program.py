@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from harness.bounds import HANG_S
 from harness.program import Program, say
+from harness.step_aborts import abort_at_random, allow_aborts_in_process, keep_published
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
@@ -60,6 +61,9 @@ class Scenario:
         overlaps_steps: Schedule asynchronously: a step before the last one's output is there.
         is_beside: Our connector is one of several.
         online_every: Every n-th request is online, the others offline; 0 says nothing.
+        aborted_layers: Share of the layers of abortable steps at which an abort is asked for.
+        seed: By which that is random.
+        keeps_published: Blocks of aborted steps stay in the prefix cache: a negative control.
     """
 
     model: str
@@ -86,6 +90,9 @@ class Scenario:
     overlaps_steps: bool = False
     is_beside: bool = False
     online_every: int = 0
+    aborted_layers: float = 0.0
+    seed: int = 0
+    keeps_published: bool = False
 
 
 class VllmProgram(Program):
@@ -169,6 +176,9 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
             }
             several = {"connectors": [other, options["kv_transfer_config"]]}
             options["kv_transfer_config"] = _connector("MultiConnector", several)
+    if scenario.aborted_layers:
+        allow_aborts_in_process()
+        options["worker_cls"] = "aqualib.engines.vllm.AquaWorker"
     if scenario.lend is not None:
         options["worker_cls"] = "aqualib.engines.vllm.LendingWorker"
         options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")
@@ -269,6 +279,8 @@ class _Steps:
 
 def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - vLLM's, ours
     """What the scenario wants to happen around the engine; step 0 is before any request."""
+    if step == 0 and scenario.keeps_published:
+        keep_published(engine.engine_core.engine_core.scheduler)
     if step == 0 and scenario.await_offered_bytes:
         _await_offer(engine, scenario.await_offered_bytes)
         say({"event": "offered", **_figures(engine, worker)})
@@ -314,6 +326,9 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     from aqualib.engines.vllm.connector import find_connector
 
     connector = find_connector(get_kv_transfer_group())
+    if connector is not None and scenario.aborted_layers:
+        share, seed = scenario.aborted_layers, scenario.seed
+        abort_at_random(connector.safepoints, share=share, seed=seed)
     worker: Any = None if connector is None else connector.paging_worker
     if worker is None:
         return None

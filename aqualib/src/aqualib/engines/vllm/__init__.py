@@ -31,13 +31,22 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
     from aqualib.engines.vllm.lending.worker import LendingWorker
     from aqualib.engines.vllm.scheduler import AquaScheduler
+    from aqualib.engines.vllm.worker import AquaWorker
 
-__all__ = ["AquaConnector", "AquaMiddleware", "AquaScheduler", "LendingScheduler", "LendingWorker"]
+__all__ = [
+    "AquaConnector",
+    "AquaMiddleware",
+    "AquaScheduler",
+    "AquaWorker",
+    "LendingScheduler",
+    "LendingWorker",
+]
 
 _HOMES: Final = {
     "AquaConnector": "aqualib.engines.vllm.connector",
     "AquaMiddleware": "aqualib.engines.vllm.admin_api",
     "AquaScheduler": "aqualib.engines.vllm.scheduler",
+    "AquaWorker": "aqualib.engines.vllm.worker",
     "LendingScheduler": "aqualib.engines.vllm.lending.scheduler",
     "LendingWorker": "aqualib.engines.vllm.lending.worker",
 }

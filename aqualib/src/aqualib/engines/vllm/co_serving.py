@@ -15,17 +15,17 @@ Of a request that runs the ledger may claim what the store has given up since; w
 that waits is what was found when it was preempted. If less comes back after all, the request
 computes the rest.
 
-Not here: safepoints inside a step. What runs when an online request arrives runs to its end, so a
-step without online requests is kept short (`ConserveSettings.unaborted_share`).
+A step without online requests may be aborted when one arrives (`step_aborts`). Where the engine
+cannot do that, such a step is kept short (`ConserveSettings.unaborted_share`).
 
-Source: ConServe sections 4.2, 4.4 and 4.5; Algorithm 2 needs what is not here.
+Source: ConServe sections 4.2, 4.4 and 4.5.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -39,13 +39,16 @@ from aqua_schedulers.conserve import (
     Objectives,
     PredictionBasis,
     ServiceClass,
+    StepLoad,
     StepTimeKey,
     StepTimeProfile,
     co_serving_policy,
     find_profile,
 )
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
+from aqualib.engines.vllm.safepoints import SafepointOrder
 from aqualib.engines.vllm.service_class import service_class_of
+from aqualib.engines.vllm.step_aborts import AbortCounts, StepAborts
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -110,13 +113,21 @@ class CoServing:
         key: What a step-time profile of the engine is found by.
         block_tokens: Of the engine's one group of KV blocks.
         is_load_async: Whether KV comes back beside the steps.
+        abortable_layers: Of the model on each rank, if its steps can be aborted; else None.
 
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
+        aborts: None where steps run to their end.
     """
 
     def __init__(
-        self, options: AquaOptions, key: StepTimeKey, *, block_tokens: int, is_load_async: bool
+        self,
+        options: AquaOptions,
+        key: StepTimeKey,
+        *,
+        block_tokens: int,
+        is_load_async: bool,
+        abortable_layers: int | None = None,
     ) -> None:
         given = options.co_serving
         assert given is not None
@@ -127,7 +138,7 @@ class CoServing:
             Objectives(given.ttft_s, given.tpot_s),
             _profile_of(given, key),
             ConserveSettings(
-                aborts=False,
+                aborts=abortable_layers is not None,
                 checkpoints=options.mode is PagingMode.CHECKPOINT,
                 swaps=options.is_paging,
                 loads_in_background=is_load_async,
@@ -141,11 +152,17 @@ class CoServing:
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
+        self._plan: CoServingPlan | None = None
+        self._order: SafepointOrder | None = None
+        self._is_withheld = False
         self._counts = _Counts()
-        logger.warning(
-            "co-serving: steps cannot be aborted inside, so budgets alone keep offline work from "
-            "online requests; an arrival waits for the step that runs"
-        )
+        self.aborts: StepAborts | None = None
+        if abortable_layers is not None:
+            self.aborts = StepAborts(
+                self.policy.on_arrival,
+                layer_count=abortable_layers,
+                every_layers=given.safepoint_layers,
+            )
         if self.policy.times.basis is PredictionBasis.FIXED:
             logger.warning(
                 "co-serving without a step-time profile: offline work keeps to a fixed budget, at "
@@ -163,11 +180,22 @@ class CoServing:
         """A request of vLLM's arrived; returns whether it is offline."""
         name = request.request_id
         self._arrivals_s[name] = now_s
+        if self.aborts is not None:
+            self.aborts.arrived(name)
         if service_class_of(request, self._urgent) is ServiceClass.ONLINE:
             return False
         self._offline.add(name)
         self.policy.added(self.view(request), now_s)
         return True
+
+    def heard(self, request: Any, now_s: float) -> None:
+        """A request has come in that the scheduler does not have yet; on any thread."""
+        if self.aborts is None or service_class_of(request, self._urgent) is ServiceClass.OFFLINE:
+            return
+        # One that brings embeddings instead of tokens is taken for a short one.
+        tokens = len(request.prompt_token_ids or ()) or 1
+        arrival = CoServedRequest(request.request_id, ServiceClass.ONLINE, now_s, tokens)
+        self.aborts.heard(arrival, now_s)
 
     def admitted(self, request_id: str) -> None:
         """An offline request holds blocks now."""
@@ -197,6 +225,8 @@ class CoServing:
     def removed(self, request_id: str) -> None:
         """A request ended."""
         self._arrivals_s.pop(request_id, None)
+        if self.aborts is not None:
+            self.aborts.got_somewhere([request_id])
         if request_id in self._offline:
             self._offline.remove(request_id)
             self._end_copies(request_id)
@@ -227,7 +257,8 @@ class CoServing:
 
     def begin(self) -> None:
         """A step begins; nothing of it is planned yet."""
-        self.tokens = None
+        self.tokens = self._plan = self._order = None
+        self._is_withheld = False
 
     def plan(self, view: CoServingView) -> CoServingPlan:
         """What the next step does; its tokens are handed out from now on.
@@ -239,10 +270,18 @@ class CoServing:
         and loads nothing into them: an online request whose load waits for such an offline one, and
         that one parked for it, would wait for each other. So a step is planned without those that
         arrive after one that came to nothing, and after two such steps vLLM decides.
+
+        While an online request is on its way to the scheduler, no step begins without one.
         """
         if self._stalled_steps:
             view = view._replace(arriving=[])
         plan = self.policy.plan(view)
+        if plan.is_preemptible and self.aborts is not None and self.aborts.is_expecting(view.now_s):
+            self._is_withheld = True
+            self.tokens = StepTokens({}, view.max_tokens)
+            return plan._replace(
+                offline_tokens={}, admit=[], copy_in={}, load=StepLoad(), is_preemptible=False
+            )
         if self._stalled_steps > 1 or not (plan.online_tokens or plan.offline_tokens):
             return plan
         offline_tokens = sum(plan.offline_tokens.values())
@@ -250,7 +289,21 @@ class CoServing:
         if self.policy.bounds_online:
             online_tokens = plan.online_tokens
         self.tokens = StepTokens(plan.offline_tokens, online_tokens)
+        self._plan = plan
         return plan
+
+    def safepoints_of(self, scheduled: Mapping[str, int]) -> SafepointOrder | None:
+        """What workers are told of the step that vLLM has just scheduled, if it may be aborted.
+
+        Args:
+            scheduled: The tokens of each of its requests.
+        """
+        plan, aborts = self._plan, self.aborts
+        if aborts is None or plan is None or not plan.is_preemptible or not scheduled:
+            return None
+        if self._offline.issuperset(scheduled):
+            self._order = aborts.order(scheduled, plan)
+        return self._order
 
     def begun(
         self,
@@ -258,6 +311,7 @@ class CoServing:
         plan: CoServingPlan,
         *,
         is_memory_coming: bool = False,
+        written_blocks: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         """A step was scheduled.
 
@@ -266,14 +320,18 @@ class CoServing:
             plan: As it was planned; what offline requests really got replaces its tokens.
             is_memory_coming: Whether blocks are still read that the plan counted as free: then a
                 step that computes nothing is what it takes.
+            written_blocks: Gives the blocks that it writes to; asked if it may be aborted.
         """
         is_refused = self.tokens is not None and not output.num_scheduled_tokens
+        is_refused = is_refused and not self._is_withheld
         is_stalled = is_refused and not is_memory_coming
         self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
         taken = output.num_scheduled_tokens
         offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
         self._steps.append(_Step(output, plan))
+        if self.aborts is not None and self._order is not None:
+            self.aborts.begun(self._order, taken, written_blocks(), plan)
 
     def ended(self, output: Any, measured: MeasuredStep, now_s: float) -> None:
         """A step's output is there; steps end in the order in which they were scheduled."""
@@ -294,6 +352,11 @@ class CoServing:
                     "agree with" if basis is PredictionBasis.FIXED else "contradict",
                 )
             return
+
+    def aborted(self, output: Any) -> None:
+        """A step was aborted, and is forgotten."""
+        self._steps = deque(step for step in self._steps if step.output is not output)
+        self.policy.aborted()
 
     # --- Checkpoints -------------------------------------------------------------------------
 
@@ -339,12 +402,17 @@ class CoServing:
         """What is counted here, and levels, by the names of `engine_metrics`."""
         times = self.policy.times
         is_fixed = times.basis is PredictionBasis.FIXED
+        aborts = AbortCounts() if self.aborts is None else self.aborts.counts
         return {
+            "online_arrivals": aborts.arrivals,
+            "step_aborts": aborts.aborts,
+            "step_abort_seconds": aborts.seconds,
+            "step_abort_tokens": aborts.tokens,
             "offline_tokens": self._counts.offline_tokens,
             "offline_preemptions": self._counts.offline_preemptions,
             "online_preempted_before_offline": self._counts.online_preempted_first,
             "co_serving_overruns": self._counts.overruns,
-            "co_serving_without_aborts": 1.0,
+            "co_serving_without_aborts": float(self.aborts is None),
             "co_serving_without_profile": float(is_fixed),
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_requests_waiting": float(len(self.policy.waiting)),

@@ -31,6 +31,8 @@ from aqua_schedulers.conserve import (
     MeasuredStep,
     ServiceClass,
 )
+from aqualib.engines.vllm.abort_checks import abortable_layers
+from aqualib.engines.vllm.arrivals import hear_arrivals
 from aqualib.engines.vllm.co_serving import CoServing
 from aqualib.engines.vllm.engine_checks import require_co_servable
 from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
@@ -75,8 +77,14 @@ class CoServingScheduler(LendingScheduler):
         is_load_async = self.paging is not None and self.paging.is_load_async
         key = engine_key(self.vllm_config)
         self.co_serving = CoServing(
-            options, key, block_tokens=block_tokens, is_load_async=is_load_async
+            options,
+            key,
+            block_tokens=block_tokens,
+            is_load_async=is_load_async,
+            abortable_layers=abortable_layers(self.vllm_config, options),
         )
+        if self.co_serving.aborts is not None:
+            hear_arrivals()
         # vLLM's own victim is the last in `running`, whatever its number.
         self.policy = SchedulingPolicy.FCFS
         self.need_mamba_block_aligned_split = True
@@ -129,7 +137,22 @@ class CoServingScheduler(LendingScheduler):
         plan, self._plan = self._plan, None
         if self.co_serving is not None and plan is not None:
             is_memory_coming = self.paging is not None and self.paging.freeing_blocks > 0
-            self.co_serving.begun(output, plan, is_memory_coming=is_memory_coming)
+            block_tokens = self.co_serving.block_tokens
+            self.co_serving.begun(
+                output,
+                plan,
+                is_memory_coming=is_memory_coming,
+                written_blocks=lambda: self._written_blocks(output, block_tokens),
+            )
+
+    def _written_blocks(self, output: Any, block_tokens: int) -> frozenset[int]:
+        """Blocks that a step writes to, once it is scheduled."""
+        written: set[int] = set()
+        for name, tokens in output.num_scheduled_tokens.items():
+            (table,) = self.kv_cache_manager.get_block_ids(name)
+            before = self.requests[name].num_computed_tokens - tokens
+            written.update(table[before // block_tokens :])
+        return frozenset(written)
 
     @property
     def _times_steps(self) -> bool:

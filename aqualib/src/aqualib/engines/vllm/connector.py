@@ -4,6 +4,9 @@ vLLM makes one connector in the scheduler's process and one in each worker; the 
 class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
 of `KvPagingScheduler` and `KvPagingWorker`, which know nothing of vLLM.
 
+Before each layer vLLM asks for what that layer reads; here that is a safepoint (`safepoints`), for
+loads are done by then.
+
 Page-outs run, or begin, in `handle_preemptions`, which vLLM calls at the start of every step,
 before blocks that were freed are written again. Synchronous page-ins run in `start_load_kv`, before
 the model.
@@ -45,6 +48,7 @@ from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, optio
 from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
 from aqualib.engines.vllm.pins import PinRequest, Prefix, PrefixPinTable
 from aqualib.engines.vllm.rows import block_rows
+from aqualib.engines.vllm.safepoints import Safepoints
 from aqualib.engines.vllm.store_size import store_size
 from aqualib.engines.vllm.switches import Switches
 from aqualib.engines.vllm.tier_events import TierEvents, as_vllm_events
@@ -79,6 +83,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         # What cannot be loaded is computed again, whatever the command line says.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self.paging_worker: KvPagingWorker | None = None
+        # A worker's, once its cache is there.
+        self._safepoints: Safepoints | None = None
         self._block_count = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
         self._meter = Meter()
@@ -125,11 +131,12 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> AquaPagingPlan:
         """The step's plan."""
-        del scheduler_output
         self.switches.has_changed = False
         if self.pins is not None:
             self.pins.expire()
         plan = self._scheduler_half.take_plan()
+        if self.co_serving is not None:
+            plan.safepoints = self.co_serving.safepoints_of(scheduler_output.num_scheduled_tokens)
         return AquaPagingPlan(*(getattr(plan, each.name) for each in fields(plan)))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -187,6 +194,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: Settings are wrong, or the cache has a layout unknown here, or there is no
                 room for a block.
         """
+        # The tensors of a layer, where it keeps several, are on one device.
+        first: Any = next(iter(kv_caches.values()))
+        device = first.device if isinstance(first, torch.Tensor) else first[0].device
+        self._safepoints = Safepoints(self._parallel.rank, self._parallel.world_size, device)
         if not self.options.is_paging:
             return
         rows = block_rows(kv_caches.values(), self._block_count)
@@ -221,7 +232,9 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Page out what this step may overwrite."""
+        """A step begins: page out what it may overwrite."""
+        if self._safepoints is not None:
+            self._safepoints.begin(kv_connector_metadata.safepoints)
         if self.paging_worker is not None:
             self.paging_worker.page_out(kv_connector_metadata)
 
@@ -232,7 +245,14 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             self.paging_worker.page_in(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are done when `start_load_kv` returns, or beside the model."""
+        """Abort the step here if that is wanted; loads are done when `start_load_kv` returns.
+
+        Raises:
+            StepAbortedError: It is aborted.
+        """
+        del layer_name
+        if self._safepoints is not None:
+            self._safepoints.passed()
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are paged out whole, all layers at once."""
@@ -243,28 +263,46 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous loads have ended."""
         del finished_req_ids
-        arrived = self.paging_worker.take_arrived() if self.paging_worker is not None else None
+        paging = self._reporting
+        arrived = None if paging is None else paging.take_arrived()
         return None, arrived or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute again; none where requests begin again instead."""
-        if self.paging_worker is None:
+        paging = self._reporting
+        if paging is None:
             return set()
-        failed = self.paging_worker.take_failed_blocks()
+        failed = paging.take_failed_blocks()
         return set() if self._loses_all else failed
 
     def build_connector_worker_meta(self) -> AquaWorkerReport | None:
         """Report what the scheduler's half should know, if anything is new."""
-        report = self.paging_worker.take_report() if self.paging_worker is not None else None
+        report = None if self._reporting is None else self._reporting.take_report()
+        aborted = 0 if self._safepoints is None else self._safepoints.take_aborted()
+        if aborted:
+            report = report or WorkerReport()
+            report.aborted[aborted] = 1
         if report is None:
             return None
         return AquaWorkerReport(*(getattr(report, each.name) for each in fields(report)))
+
+    @property
+    def safepoints(self) -> Safepoints:
+        """This worker's."""
+        assert self._safepoints is not None, "asked before the KV cache was there"
+        return self._safepoints
+
+    @property
+    def _reporting(self) -> KvPagingWorker | None:
+        """Who reports; nobody while a step that was aborted unwinds, whose output is lost."""
+        is_unwinding = self._safepoints is not None and self._safepoints.is_unwinding
+        return None if is_unwinding else self.paging_worker
 
     # --- Figures --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> AquaStats | None:
         """Read what this half has counted since the last call."""
-        half = self.paging_scheduler or self.paging_worker
+        half = self.paging_scheduler or self._reporting
         if half is None:
             return None
         co_serving = {} if self.co_serving is None else self.co_serving.totals()
@@ -291,6 +329,8 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Drop every block and leave."""
+        if self._safepoints is not None:
+            self._safepoints.close()
         if self.paging_worker is not None:
             self.paging_worker.close()
             self.paging_worker = None

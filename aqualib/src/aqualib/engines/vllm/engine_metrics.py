@@ -37,6 +37,10 @@ COUNTERS: Final = {
     "offline_tokens": "Tokens computed for offline requests beside online ones.",
     "offline_preemptions": "Offline requests that gave their memory up.",
     "online_preempted_before_offline": "Online requests that lost memory before offline ones.",
+    "online_arrivals": "Online requests that came in, where they can abort offline steps.",
+    "step_aborts": "Steps of offline work that an online request's arrival aborted.",
+    "step_abort_seconds": "From such an arrival until its step had stopped, added up.",
+    "step_abort_tokens": "Tokens of aborted steps, which are computed again.",
     "co_serving_overruns": "Steps with online and offline work that took longer than planned.",
 }
 

@@ -30,7 +30,7 @@ from typing import Any
 from aqua_protocol import CapacityError, ConfigError
 from aqua_protocol.errors import InvalidTransitionError, UnknownResourceError
 from aqua_schedulers.cfs import Preemption, PreemptionMode
-from aqualib.engines.vllm.co_serving_scheduler import CoServingScheduler
+from aqualib.engines.vllm.aborting_scheduler import AbortingScheduler
 from aqualib.engines.vllm.evictions import EvictionRequest, ids_of
 from aqualib.engines.vllm.options import AquaOptions
 from aqualib.engines.vllm.priority import UrgentPriority
@@ -45,7 +45,7 @@ class _Eviction:
     is_fresh: bool = True
 
 
-class EvictionScheduler(CoServingScheduler):
+class EvictionScheduler(AbortingScheduler):
     """Evicts and resumes; `AquaScheduler` says when a step begins."""
 
     _options: AquaOptions

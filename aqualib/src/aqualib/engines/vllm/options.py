@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileKind
@@ -203,16 +203,17 @@ class CoServingOptions(BaseModel):
         le=1e9,
         description="Offline requests without a token for so long take some from online prompts.",
     )
-    layer_aborts: bool = Field(
-        default=False, description="Refused: steps cannot be aborted inside; budgets alone serve."
+    layer_aborts: bool | None = Field(
+        default=None,
+        description="Abort a step of offline work between layers when an online request arrives; "
+        "if unset, where the engine can. True refuses the start of one that cannot.",
     )
-
-    @field_validator("layer_aborts")
-    @classmethod
-    def _refuse_aborts(cls, given: bool) -> bool:  # noqa: FBT001 - pydantic's
-        if given:
-            raise ValueError("a step cannot be aborted inside; leave it out, budgets alone serve")
-        return given
+    safepoint_layers: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 10,
+        description="Layers from one safepoint to the next; if unset, as many as take 5 ms.",
+    )
 
 
 class AquaOptions(FairSettings):

@@ -16,6 +16,7 @@ from typing import Final
 
 from aqua_protocol import MIB
 from aqua_schedulers.cfs import PagingTier
+from aqualib.engines.vllm.safepoints import SafepointOrder
 
 STAGING_BYTES: Final = 32 * MIB
 """Size of a staging buffer: at 300 GB/s so much takes 0.1 ms, many times what starting a transfer
@@ -39,6 +40,7 @@ class PagingPlan:
             scheduler keeps the blocks as they are until every worker has acknowledged the number.
         urgent_saves: Numbers, of this plan or of earlier ones, that requests wait for: they go
             before others.
+        safepoints: Where the step may be aborted, if it may.
     """
 
     drops: list[int] = field(default_factory=list)
@@ -49,6 +51,7 @@ class PagingPlan:
     async_loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     async_saves: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     urgent_saves: list[int] = field(default_factory=list)
+    safepoints: SafepointOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class WorkerReport:
         lost_places: Places that turned out to hold nothing.
         location: The tier that paged blocks are in now; the worst of all workers.
         link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
+        aborted: By number, how many workers have aborted a step.
     """
 
     lost_places: set[int] = field(default_factory=set)
@@ -95,6 +99,7 @@ class WorkerReport:
     link_bytes_per_s: float = 0.0
     store: WorkerStore | None = None
     saved: Counter[int] = field(default_factory=Counter)
+    aborted: Counter[int] = field(default_factory=Counter)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both, as one: a block is there only if every worker has its shard."""
@@ -105,4 +110,5 @@ class WorkerReport:
             min(rates, default=0.0),
             self.store if other.store is None else other.store | self.store,
             self.saved + other.saved,
+            self.aborted + other.aborted,
         )

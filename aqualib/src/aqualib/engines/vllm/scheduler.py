@@ -125,6 +125,8 @@ class AquaScheduler(EvictionScheduler):
         were preempted before it end, too: else they would go on after it, for example under other
         weights.
         """
+        if self._may_be_aborted is not None:
+            return self._schedule_nothing(*args, **kwargs)
         pause = self.pause_state
         if self._evicted:
             self._end_evictions(ends_all=pause is PauseState.PAUSED_NEW)
@@ -154,6 +156,14 @@ class AquaScheduler(EvictionScheduler):
         finally:
             self._pause_state = pause
 
+    def _schedule_nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """Have an empty step follow one that may be aborted: nothing may build upon that."""
+        pause, self._pause_state = self.pause_state, PauseState.PAUSED_ALL
+        try:
+            return self._schedule(*args, **kwargs)
+        finally:
+            self._pause_state = pause
+
     def get_num_unfinished_requests(self) -> int:
         """Count what a pause waits for, or what vLLM counts."""
         if self.pause_state is not PauseState.PAUSED_NEW:
@@ -178,7 +188,8 @@ class AquaScheduler(EvictionScheduler):
         """A step has ended."""
         token_count = scheduler_output.total_num_scheduled_tokens
         # Steps overlap under asynchronous scheduling: their time says nothing then.
-        if token_count >= MIN_PREFILL_TOKENS and not self._overlaps:
+        is_whole = not self._overlaps and not self._is_aborted(model_runner_output)
+        if token_count >= MIN_PREFILL_TOKENS and is_whole:
             self._note_step(token_count)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:

@@ -1,4 +1,4 @@
-"""LendingWorker: vLLM's worker, whose KV cache lies in memory that can leave and come back.
+"""LendingWorker: a worker whose KV cache lies in memory that can leave and come back.
 
 vLLM makes its KV cache with one call of `torch.zeros` for each tensor, in the midst of much else,
 and offers no hook there that all supported versions have. A torch function mode, which is active
@@ -7,7 +7,7 @@ configuration lists them. Whatever else torch does meanwhile goes its way.
 
 What comes out is looked at, not believed: a cache that lies anywhere else refuses the start.
 
-Without `"lend"` among the options it is vLLM's worker. The scheduler of the same process finds the
+Without `"lend"` among the options it is `AquaWorker`. The scheduler of the same process finds the
 memory by the engine's name, in `LENDABLE`; that of another process tells the rank's service what to
 do (`rank_service`), which goes by the steps that are counted here.
 """
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.platforms import current_platform
 
 from aqua_protocol import ConfigError
 from aqualib.connection import default
@@ -28,6 +27,7 @@ from aqualib.engines.vllm.lending.memory import HostKvMemory, LendableCache, len
 from aqualib.engines.vllm.lending.rank_service import RankService
 from aqualib.engines.vllm.lending.step_count import StepCount
 from aqualib.engines.vllm.options import is_borrowing, options_of
+from aqualib.engines.vllm.worker import AquaWorker
 from aqualib.settings import load_settings
 from aqualib.transports.host_pages import PAGE_BYTES
 
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.memory import KvMemory
     from aqualib.producer.lender import Borrower
     from aqualib.settings import Settings
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 MAX_HOST_GRANULES: Final = 1 << 18
 """Granules of a CPU's KV cache at most: a shrink looks at each of them, in milliseconds. Doubled,
@@ -61,8 +56,8 @@ LENDABLE: Final[dict[str, LendableWorker]] = {}
 """Workers of this process by the engine's instance id, until its scheduler has come for them."""
 
 
-class LendingWorker(PlatformWorker):
-    """vLLM's worker, lending; vLLM makes it from `--worker-cls`."""
+class LendingWorker(AquaWorker):
+    """`AquaWorker`, lending; vLLM makes it from `--worker-cls`."""
 
     _steps: StepCount | None = None
     _service: RankService | None = None

@@ -1,0 +1,78 @@
+"""AquaWorker: vLLM's worker, which can stop a step between two layers.
+
+A step that is aborted ends as an exception inside vLLM's model runner, which has prepared the
+batch by then and sampled nothing. This worker catches it, collects what the connector has to
+report, and answers with an output in which no request has got a token. What that means for
+requests is the scheduler's business (`aborting_scheduler`): it preempts all of them, so nothing
+that the runner noted of the batch is used again, but one thing. Where steps overlap, vLLM's first
+runner takes the latest token of a request from the step before, by its place there; the step
+before is the aborted one now, which has none, so that note is dropped.
+
+Source: vLLM issue 49250: taking requests back in place is not exact on its second runner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.platforms import current_platform
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from aqualib.engines.vllm.connector import AquaConnector
+from aqualib.engines.vllm.safepoints import StepAbortedError
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class AquaWorker(PlatformWorker):
+    """vLLM's worker with steps that can be aborted; vLLM makes it from `--worker-cls`."""
+
+    _aborted: ModelRunnerOutput | None = None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step as vLLM does, or as far as it comes."""
+        self._aborted = None
+        try:
+            return super().execute_model(scheduler_output)
+        except StepAbortedError:
+            self._aborted = self._output_of_aborted(scheduler_output)
+            return self._aborted
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does; of an aborted step, which is asked for if steps overlap, nothing."""
+        if self._aborted is not None:
+            aborted, self._aborted = self._aborted, None
+            return aborted
+        return super().sample_tokens(grammar_output)
+
+    def _output_of_aborted(self, scheduler_output: Any) -> ModelRunnerOutput:
+        """An output without a token, and with all that the connector reports."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, AquaConnector), connector
+        connector.safepoints.is_unwinding = False
+        finished = scheduler_output.finished_req_ids
+        if self.use_v2_model_runner:
+            # Nothing of the connector's half was done yet on the way out.
+            reported = self.model_runner.kv_connector.post_forward(finished)
+        else:
+            batch = self.model_runner.input_batch
+            batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
+            sent, received = connector.get_finished(finished)
+            reported = KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                kv_connector_stats=connector.get_kv_connector_stats(),
+                invalid_block_ids=connector.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
+            )
+        names = list(scheduler_output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[] for _ in names],
+            kv_connector_output=reported,
+        )
