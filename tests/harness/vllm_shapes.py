@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
 
+from harness.step_aborts import allow_aborts_in_process
+
 BLOCK_TOKENS: Final = 4
 
 MOST_TOKENS: Final = 128
@@ -35,6 +37,7 @@ class Shape:
         store_blocks: Places that each worker has.
         storage: Folder of a connector beside ours.
         offline: Chance that a request is offline, where the engine co-serves.
+        aborts: Chance that a step which may be aborted is.
     """
 
     aqua: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class Shape:
     store_blocks: tuple[int, ...] = (1000,)
     storage: str = ""
     offline: float = 0.0
+    aborts: float = 0.0
 
 
 def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -86,6 +90,9 @@ def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401
             "num_speculative_tokens": shape.drafts,
             "prompt_lookup_max": 2,
         }
+    if shape.aborts:
+        allow_aborts_in_process()
+        engine["worker_cls"] = "aqualib.engines.vllm.AquaWorker"
     config = EngineArgs(
         model=model,
         max_model_len=MOST_TOKENS,

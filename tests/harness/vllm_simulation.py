@@ -211,6 +211,7 @@ class Runner:
         self._loses_all = shape.groups != ("full",)
         self.weights = 0
         self.zeroes_loads = False
+        self.aborted_steps = 0
         self.loaded_blocks = self.lost_blocks = self.saved_blocks = self.paged_out_blocks = 0
 
     # --- A step ---------------------------------------------------------------------------
@@ -229,14 +230,17 @@ class Runner:
         for name, job in plan.async_loads.items():
             self._loading[name] = job
         names = list(output.num_scheduled_tokens)
-        sampled = [self._forward(output, name) for name in names]
+        order = plan.safepoints
+        aborted = order.step if order is not None and self.rng.random() < self.shape.aborts else 0
+        forward = self._leave_unfinished if aborted else self._forward
+        sampled = [forward(output, name) for name in names]
         arrived = {name for name in list(self._loading) if self.rng.random() < self.shape.speed}
         for name in sorted(arrived):
             self._load(*self._loading.pop(name), invalid, lost)
         connector = KVConnectorOutput(
             finished_recving=arrived or None,
             invalid_block_ids=set() if self._loses_all else invalid,
-            kv_connector_worker_meta=wrap(self._report(lost)),
+            kv_connector_worker_meta=wrap(self._report(lost, aborted)),
         )
         return ModelRunnerOutput(
             req_ids=names,
@@ -332,6 +336,15 @@ class Runner:
         ]
         return sampled
 
+    def _leave_unfinished(self, output: Any, name: str) -> list[int]:  # noqa: ANN401 - vLLM's
+        """A step stops here: some of what it was to write is written, all of it is of no use."""
+        state = self._states[name]
+        count = output.num_scheduled_tokens[name]
+        for group in range(len(self.shape.groups)):
+            for position in range(state.computed, state.computed + count):
+                self._set_slot(state, group, position, -4)
+        return []
+
     def _at(self, group: int, position: int) -> tuple[int, int]:
         """Index of the block of a position, and of the slot in it."""
         kind = self.shape.groups[group]
@@ -410,12 +423,13 @@ class Runner:
                 lost.add(place)
                 self.lost_blocks += 1
 
-    def _report(self, lost: set[int]) -> Any:  # noqa: ANN401 - of a class that needs vLLM
+    def _report(self, lost: set[int], aborted: int) -> Any:  # noqa: ANN401 - of a class that needs vLLM
         from aqua_schedulers.cfs import PagingTier
         from aqualib.engines.vllm.connector import AquaWorkerReport
 
         saved = self._save(lost)
-        if self._is_told and not lost and not saved:
+        self.aborted_steps += aborted > 0
+        if self._is_told and not lost and not saved and not aborted:
             return None
         reports = [
             AquaWorkerReport(
@@ -426,6 +440,7 @@ class Runner:
         ]
         self._is_told = True
         reports[0].lost_places, reports[-1].saved = lost, saved
+        reports[0].aborted.update([aborted] if aborted else [])
         report: WorkerReport = reports.pop()
         for other in reports:
             report = report.aggregate(other)

@@ -76,6 +76,9 @@ def why_not_abortable(vllm_config: Any, options: AquaOptions, *, worker_aborts: 
         "the engine runs in its caller's process, which adds requests between steps": (
             runs_in_callers_process()
         ),
+        "model runner V2 is not tried; VLLM_USE_V2_MODEL_RUNNER=0 takes the other": (
+            vllm_config.use_v2_model_runner
+        ),
         "ranks of a pipeline are in different layers": parallel.pipeline_parallel_size > 1,
         "its ranks are not all processes of one machine": (
             parallel.nnodes > 1 or parallel.distributed_executor_backend not in {"mp", "uni"}

@@ -335,6 +335,8 @@ class CoServing:
 
     def ended(self, output: Any, measured: MeasuredStep, now_s: float) -> None:
         """A step's output is there; steps end in the order in which they were scheduled."""
+        if all(step.output is not output for step in self._steps):
+            return  # Scheduled without a plan, as in a pause.
         while self._steps:
             step = self._steps.popleft()
             if step.output is not output:

@@ -4,11 +4,12 @@ A step that is aborted ends as an exception inside vLLM's model runner, which ha
 batch by then and sampled nothing. This worker catches it, collects what the connector has to
 report, and answers with an output in which no request has got a token. What that means for
 requests is the scheduler's business (`aborting_scheduler`): it preempts all of them, so nothing
-that the runner noted of the batch is used again, but one thing. Where steps overlap, vLLM's first
-runner takes the latest token of a request from the step before, by its place there; the step
-before is the aborted one now, which has none, so that note is dropped.
+that the runner noted of the batch is used again, but one thing. Where steps overlap, the runner
+takes the latest token of a request from the step before, by its place there; the step before is the
+aborted one now, which has none, so that note is dropped.
 
-Source: vLLM issue 49250: taking requests back in place is not exact on its second runner.
+This is for vLLM's first model runner. The second keeps other notes and runs on GPUs alone, where
+none of this was run: its steps run to their end (`abort_checks`).
 """
 
 from __future__ import annotations
@@ -54,21 +55,16 @@ class AquaWorker(PlatformWorker):
         connector = get_kv_transfer_group()
         assert isinstance(connector, AquaConnector), connector
         connector.safepoints.is_unwinding = False
-        finished = scheduler_output.finished_req_ids
-        if self.use_v2_model_runner:
-            # Nothing of the connector's half was done yet on the way out.
-            reported = self.model_runner.kv_connector.post_forward(finished)
-        else:
-            batch = self.model_runner.input_batch
-            batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
-            sent, received = connector.get_finished(finished)
-            reported = KVConnectorOutput(
-                finished_sending=sent,
-                finished_recving=received,
-                kv_connector_stats=connector.get_kv_connector_stats(),
-                invalid_block_ids=connector.get_block_ids_with_load_errors(),
-                kv_connector_worker_meta=connector.build_connector_worker_meta(),
-            )
+        batch = self.model_runner.input_batch
+        batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
+        sent, received = connector.get_finished(scheduler_output.finished_req_ids)
+        reported = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
         names = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=names,
