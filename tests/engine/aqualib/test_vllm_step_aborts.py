@@ -7,19 +7,24 @@ server, where an online request arrives in the midst of a step that would never 
 
 from __future__ import annotations
 
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
+import httpx
 import pytest
 
-from harness.step_aborts import keep_published
+from harness.bounds import HANG_S
+from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
+from harness.vllm_server import vllm_server
 from harness.vllm_shapes import Shape
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -125,6 +130,73 @@ def test_a_real_engine_answers_as_if_nothing_was_aborted(
 def test_a_real_engine_answers_otherwise_if_it_keeps_what_was_published(
     deep: Path, stock: dict[str, list[int]]
 ) -> None:
-    # Prompts that are all the same at their start find each other's blocks.
-    scenario = aborted(deep, "recompute", keeps_published=True, online_every=6)
-    assert same(run(scenario), stock) < 2 * len(stock)
+    # Many aborts, of prompts: those are what fills blocks.
+    scenario = aborted(deep, "recompute", aborted_layers=0.5, online_every=12)
+    assert same(run(replace(scenario, keeps_published=True)), stock) < 2 * len(stock)
+
+
+# --- A server --------------------------------------------------------------------------------
+
+
+def ask(client: httpx.Client, service_class: str, prompt: list[int], count: int) -> list[int]:
+    """The tokens of a greedy completion."""
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": count,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "vllm_xargs": {"aqua_class": service_class},
+    }
+    answer = client.post("/v1/completions", json=body, timeout=HANG_S).raise_for_status()
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def counters(client: httpx.Client) -> dict[str, float]:
+    """Aqua's lines on `/metrics`."""
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("aqua:")]
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+def await_file(path: Path) -> None:
+    """Wait until another process has written a file, which nothing else tells of."""
+    give_up_s = time.monotonic() + HANG_S
+    while not path.exists():
+        assert time.monotonic() < give_up_s, "no step was held"
+        time.sleep(0.01)
+
+
+def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never_end(
+    deep: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(2)
+    long, short = ([rng.randrange(2, 320) for _ in range(count)] for count in (200, 20))
+    aqua = {"is_offline": True, "store_bytes": "16MiB", "mode": "checkpoint"}
+    aqua["co_serving"] = {"ttft_s": 100.0, "tpot_s": 10.0, "layer_aborts": True}
+    transfer = {"kv_connector": "AquaConnector", "kv_role": "kv_both"}
+    flags = [
+        *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
+        *("--worker-cls", "harness.holding_worker.HoldingWorker"),
+        *("--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": aqua})),
+        "--enable-prefix-caching",
+    ]
+    held = tmp_path / "held"
+    environment = {HELD: str(held), "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (
+        vllm_server(deep, tmp_path / "log", *flags, **environment) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        offline = pool.submit(ask, client, "offline", long, 8)
+        await_file(held)
+        assert not offline.done()
+        online = ask(client, "online", short, 8)
+        again = offline.result(HANG_S)
+        assert ask(client, "online", long, 8) == again, "offline work was spoilt by the abort"
+        assert ask(client, "offline", short, 8) == online
+        found = counters(client)
+    assert found["aqua:step_aborts_total"] == 1
+    assert found["aqua:step_abort_tokens_total"] == len(long)
+    assert found["aqua:online_arrivals_total"] == 2

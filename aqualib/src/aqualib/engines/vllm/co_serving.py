@@ -114,6 +114,7 @@ class CoServing:
         block_tokens: Of the engine's one group of KV blocks.
         is_load_async: Whether KV comes back beside the steps.
         abortable_layers: Of the model on each rank, if its steps can be aborted; else None.
+        overlaps_steps: Whether a step is scheduled while another runs, if neither may be aborted.
 
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
@@ -128,6 +129,7 @@ class CoServing:
         block_tokens: int,
         is_load_async: bool,
         abortable_layers: int | None = None,
+        overlaps_steps: bool = False,
     ) -> None:
         given = options.co_serving
         assert given is not None
@@ -152,6 +154,7 @@ class CoServing:
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
+        self._overlaps_steps = overlaps_steps
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
         self._is_withheld = False
@@ -415,6 +418,7 @@ class CoServing:
             "online_preempted_before_offline": self._counts.online_preempted_first,
             "co_serving_overruns": self._counts.overruns,
             "co_serving_without_aborts": float(self.aborts is None),
+            "co_serving_steps_in_turn": float(self._overlaps_steps and self.aborts is not None),
             "co_serving_without_profile": float(is_fixed),
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_requests_waiting": float(len(self.policy.waiting)),

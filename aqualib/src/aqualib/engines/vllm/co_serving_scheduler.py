@@ -82,6 +82,7 @@ class CoServingScheduler(LendingScheduler):
             block_tokens=block_tokens,
             is_load_async=is_load_async,
             abortable_layers=abortable_layers(self.vllm_config, options),
+            overlaps_steps=self.vllm_config.max_concurrent_batches > 1,
         )
         if self.co_serving.aborts is not None:
             hear_arrivals()

@@ -51,6 +51,7 @@ GAUGES: Final = {
     "pinned_prefixes": "Prefixes that the tier keeps until they are unpinned.",
     "pinned_blocks": "Blocks that these take in the tier, or will once they come.",
     "co_serving_without_aborts": "Engines whose steps of offline work cannot be aborted.",
+    "co_serving_steps_in_turn": "Engines whose offline steps overlap with none, to be abortable.",
     "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",
     "offline_budget_tokens": "Offline tokens of a step without online ones, on the fixed budget.",
     "offline_requests_waiting": "Offline requests that hold no memory.",
