@@ -16,6 +16,7 @@ from aqua_schedulers.conserve import (
     StepTimeKey,
     StepTimeProfile,
 )
+from aqualib.engines.vllm.abort_page import AbortPage
 from aqualib.engines.vllm.co_serving import CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.priority import UrgentPriority
@@ -62,9 +63,15 @@ class Store:
         return min(self.copied, len(blocks)), self.is_coming
 
 
-def co_serving(**options: Any) -> CoServing:  # noqa: ANN401 - options
+def co_serving(*, abortable_layers: int | None = None, **options: Any) -> CoServing:  # noqa: ANN401 - options
     given = read_options({"co_serving": SERVING, **options})
-    return CoServing(given, StepTimeKey("m", "e", "g"), block_tokens=SIZE, is_load_async=True)
+    return CoServing(
+        given,
+        StepTimeKey("m", "e", "g"),
+        block_tokens=SIZE,
+        is_load_async=True,
+        abortable_layers=abortable_layers,
+    )
 
 
 def offline(name: str, **facts: Any) -> Any:  # noqa: ANN401 - as `request`
@@ -136,9 +143,7 @@ def test_a_body_that_says_nothing_stays_so_and_a_wrong_header_is_refused() -> No
         with_class(b"{}", "batch")
 
 
-def test_layer_aborts_are_refused_by_name_and_objectives_are_needed() -> None:
-    with pytest.raises(ConfigError, match=r"co_serving\.layer_aborts.*budgets alone serve"):
-        read_options({"co_serving": {**SERVING, "layer_aborts": True}})
+def test_objectives_are_needed() -> None:
     with pytest.raises(ConfigError, match=r"co_serving\.ttft_s"):
         read_options({"co_serving": {"tpot_s": 0.1}})
 
@@ -157,7 +162,6 @@ def test_without_a_profile_a_start_says_so_and_figures_do(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     totals = co_serving().totals()
-    assert "budgets alone" in caplog.text
     assert "fixed budget" in caplog.text
     assert totals["co_serving_without_aborts"] == totals["co_serving_without_profile"] == 1.0
     assert totals["offline_budget_tokens"] == 64
@@ -176,6 +180,60 @@ def test_without_a_profile_a_start_says_so_and_figures_do(
         left = co_serving(co_serving={**SERVING, "step_profile": str(given)}).totals()
         assert left["co_serving_without_profile"] == 1.0
         assert "aqua-profile steps" in caplog.text
+
+
+def test_a_step_that_can_be_aborted_has_no_budget_and_says_where_it_may_stop() -> None:
+    served = co_serving(abortable_layers=4)
+    served.arrived(offline("a", num_tokens=1000), 0.0)
+    plan = served.plan(view())
+    assert plan.offline_tokens == {"a": 512}
+    order = served.safepoints_of({"a": 512})
+    assert order is not None
+    output = SimpleNamespace(num_scheduled_tokens={"a": 512})
+    served.begun(output, plan, written_blocks=lambda: frozenset({3}))
+    assert served.aborts is not None
+    assert served.aborts.under_way is not None
+    assert served.aborts.under_way.written_blocks == {3}
+    served.heard(offline("b", prompt_token_ids=[1]), 0.5)
+    served.heard(request("x", prompt_token_ids=[1, 2]), 0.5)
+    with AbortPage.open(order.place) as page:
+        assert page.is_asked(order.step)
+    served.aborts.ended(is_aborted=True)
+    served.aborted(output)
+    assert served.totals()["step_aborts"] == served.totals()["online_arrivals"] == 1
+    assert served.totals()["co_serving_without_aborts"] == 0.0
+    assert not served.totals()["offline_tokens"], "nothing of it counts"
+    served.aborts.close()
+
+
+def test_no_step_without_an_online_request_begins_while_one_is_coming() -> None:
+    served = co_serving(abortable_layers=4)
+    served.arrived(offline("a", num_tokens=1000), 0.0)
+    coming = request("x", prompt_token_ids=[1, 2])
+    served.heard(coming, 1.0)
+    for _ in range(5):
+        served.begin()
+        plan = served.plan(view())
+        assert not plan.offline_tokens
+        assert not plan.admit
+        assert served.tokens is not None
+        assert served.tokens.take("a", 9, is_offline=True, is_inside=True) == 0
+        assert served.safepoints_of({}) is None
+        served.begun(SimpleNamespace(num_scheduled_tokens={}), plan)
+    served.arrived(coming, 1.0)
+    served.begin()
+    assert served.plan(view()).offline_tokens == {"a": 512}
+    assert served.aborts is not None
+    served.aborts.close()
+
+
+def test_a_step_that_online_requests_share_is_not_aborted() -> None:
+    served = co_serving(abortable_layers=4)
+    served.arrived(offline("a", num_tokens=1000), 0.0)
+    served.plan(view())
+    assert served.safepoints_of({"a": 512, "x": 1}) is None
+    assert served.aborts is not None
+    served.aborts.close()
 
 
 def test_an_offline_step_without_aborts_keeps_to_a_budget() -> None:

@@ -196,7 +196,7 @@ class StepAborts:
             self.counts.aborts += 1
             self.counts.seconds += now_s - asked_s
             self.counts.tokens += sum(step.tokens.values())
-            self._fruitless.update(step.tokens)
+            self._fruitless.update(list(step.tokens))
         else:
             self._last_s = now_s - step.begun_s
             self.got_somewhere(step.tokens)
