@@ -23,7 +23,7 @@ SCHEDULER: Final = (
     # The one place in both of vLLM's loops that asks how many tokens a request takes in a step.
     *("_mamba_block_aligned_split", "need_mamba_block_aligned_split", "policy"),
 )
-BLOCK_POOL: Final = ("blocks", "free_blocks", "get_num_free_blocks", "touch")
+BLOCK_POOL: Final = ("blocks", "evict_blocks", "free_blocks", "get_num_free_blocks", "touch")
 
 USED: Final = {
     "Scheduler": SCHEDULER,
@@ -37,7 +37,7 @@ USED_TO_LEND: Final = {
         *("finish_requests", "get_request_counts", "kv_cache_config", "num_lookahead_tokens"),
         "shutdown",
     ),
-    "BlockPool": (*BLOCK_POOL, "evict_blocks", "num_gpu_blocks"),
+    "BlockPool": (*BLOCK_POOL, "num_gpu_blocks"),
     "KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
 }
 """Attributes that lending uses."""
@@ -54,9 +54,28 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
         *("add_request", "peek_request", "pop_request", "prepend_request", "prepend_requests"),
         *("remove_request", "remove_requests"),
     ),
-    "vllm.v1.core.sched.interface:PauseState": ("PAUSED_NEW", "UNPAUSED"),
+    "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "PAUSED_NEW", "UNPAUSED"),
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        *("num_scheduled_tokens", "total_num_scheduled_tokens"),
+        *("finished_req_ids", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+    ),
+    # Wrapped, to hear of requests while a step runs, by a scheduler that is its attribute.
+    "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "scheduler"),
+    "vllm.v1.engine:EngineCoreRequest": (
+        *("priority", "prompt_token_ids", "request_id", "sampling_params"),
+    ),
+    # What the worker makes of a step that was aborted.
+    "vllm.v1.outputs:ModelRunnerOutput": (
+        *("kv_connector_output", "req_id_to_index", "req_ids", "sampled_token_ids"),
+    ),
+    "vllm.v1.outputs:KVConnectorOutput": (
+        *("finished_recving", "finished_sending", "invalid_block_ids", "kv_connector_stats"),
+        "kv_connector_worker_meta",
+    ),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("prev_req_id_to_index", "prev_sampled_token_ids"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("execute_model", "input_batch"),
+    # Asks the connector for its report on the way out of a step that was aborted, too.
+    "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": (
+        "_get_kv_connector_output",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": USED["KVCacheManager"],
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
