@@ -121,7 +121,7 @@ class AbortingScheduler(CoServingScheduler):
         return count * block_tokens
 
     def _evict_written(self, step: AbortableStep) -> None:
-        """Have nobody find what a step writes."""
+        """Take what a step writes out of the prefix cache."""
         self.kv_cache_manager.block_pool.evict_blocks(set(step.written_blocks))
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -294,7 +294,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _reporting(self) -> KvPagingWorker | None:
-        """Who reports; nobody while a step that was aborted unwinds, whose output is lost."""
+        """What has something to report; None while a step unwinds, whose output is lost."""
         is_unwinding = self._safepoints is not None and self._safepoints.is_unwinding
         return None if is_unwinding else self.paging_worker
 
