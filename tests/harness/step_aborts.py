@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.safepoints import SafepointOrder
 
+ASKING: Final = "HARNESS_ABORTED_LAYERS"
+"""Says to workers which share of layers asks for an abort, and by which seed."""
+
 HELD: Final = "HARNESS_HELD_STEP"
 """Names a file that `HoldingSafepoints` writes once it holds a step."""
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from harness.bounds import HANG_S
 from harness.program import Program, say
-from harness.step_aborts import abort_at_random, allow_aborts_in_process, keep_published
+from harness.step_aborts import ASKING, allow_aborts_in_process, keep_published
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
@@ -178,7 +178,8 @@ def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
             options["kv_transfer_config"] = _connector("MultiConnector", several)
     if scenario.aborted_layers:
         allow_aborts_in_process()
-        options["worker_cls"] = "aqualib.engines.vllm.AquaWorker"
+        os.environ[ASKING] = f"{scenario.aborted_layers} {scenario.seed}"
+        options["worker_cls"] = "harness.holding_worker.AskingWorker"
     if scenario.lend is not None:
         options["worker_cls"] = "aqualib.engines.vllm.LendingWorker"
         options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")
@@ -326,9 +327,6 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     from aqualib.engines.vllm.connector import find_connector
 
     connector = find_connector(get_kv_transfer_group())
-    if connector is not None and scenario.aborted_layers:
-        share, seed = scenario.aborted_layers, scenario.seed
-        abort_at_random(connector.safepoints, share=share, seed=seed)
     worker: Any = None if connector is None else connector.paging_worker
     if worker is None:
         return None

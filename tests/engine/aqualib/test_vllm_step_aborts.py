@@ -8,6 +8,7 @@ server, where an online request arrives in the midst of a step that would never 
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -95,13 +96,18 @@ def stock(deep: Path) -> dict[str, list[int]]:
     return {name.partition("-")[2]: tokens for name, tokens in answer["tokens"].items()}
 
 
-def aborted(deep: Path, mode: str = "checkpoint", **facts: Any) -> Scenario:  # noqa: ANN401 - fields
+def aborted(
+    deep: Path,
+    mode: str = "checkpoint",
+    engine: dict[str, Any] | None = None,
+    **facts: Any,  # noqa: ANN401 - fields
+) -> Scenario:
     aqua = {"co_serving": SERVING, "mode": mode, "is_offline": True, "store_bytes": "16MiB"}
     given: dict[str, Any] = {"aborted_layers": 0.15, "online_every": 3, **facts}
     return Scenario(
         str(deep),
         aqua=aqua,
-        engine={"enable_prefix_caching": True},
+        engine={"enable_prefix_caching": True, **(engine or {})},
         output_tokens=60,
         wave_at_step=30,
         **given,
@@ -125,6 +131,16 @@ def test_a_real_engine_answers_as_if_nothing_was_aborted(
     assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
     assert answer["metrics"].get("aqua:co_serving_without_aborts", 0.0) == 0.0
     assert answer["held_places"] == 0, answer
+
+
+def test_two_ranks_abort_together_and_answer_as_if_nothing_was_aborted(deep: Path) -> None:
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}"}
+    found = run(Scenario(str(deep), engine=engine, output_tokens=60), **cores)["tokens"]
+    stock = {name.partition("-")[2]: tokens for name, tokens in found.items()}
+    answer = run(aborted(deep, engine=engine), **cores)
+    assert same(answer, stock) == 2 * len(stock)
+    assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
 
 
 def test_a_real_engine_answers_otherwise_if_it_keeps_what_was_published(

@@ -377,10 +377,10 @@ def test_steps_that_vllm_makes_nothing_of_are_planned_otherwise() -> None:
     facts = facts._replace(arriving=[served.view(prompt)])
     nothing = SimpleNamespace(num_scheduled_tokens={})
 
-    def step(output: Any = nothing, **facts_of_it: bool) -> Any:  # noqa: ANN401 - vLLM's
+    def step(output: Any = nothing, *, is_memory_coming: bool = False) -> Any:  # noqa: ANN401 - vLLM's
         served.begin()
         plan = served.plan(facts)
-        served.begun(output, plan, **facts_of_it)
+        served.begun(output, plan, is_memory_coming=is_memory_coming)
         return plan, served.tokens
 
     assert step(is_memory_coming=True)[0].offline_tokens == {}, "it is parked"
