@@ -266,6 +266,7 @@ def test_our_schedulers_use_and_override_nothing_of_vllms_that_is_not_in_the_con
     for name in (
         "scheduler.py",
         "eviction_scheduler.py",
+        "aborting_scheduler.py",
         "co_serving_scheduler.py",
         "lending/scheduler.py",
     ):

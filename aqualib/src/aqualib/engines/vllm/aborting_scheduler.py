@@ -27,8 +27,10 @@ Source: ConServe section 4.3; the paper's engine has no prefix cache.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import Preemption, PreemptionMode
@@ -61,6 +63,14 @@ class AbortingScheduler(CoServingScheduler):
         """The step under way that may be aborted."""
         aborts = None if self.co_serving is None else self.co_serving.aborts
         return None if aborts is None else aborts.under_way
+
+    def _schedule_nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """Have an empty step follow one that may be aborted: nothing may build upon that."""
+        pause, self._pause_state = self.pause_state, PauseState.PAUSED_ALL
+        try:
+            return self._schedule(*args, **kwargs)
+        finally:
+            self._pause_state = pause
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take back what was aborted, and go on as vLLM does."""
@@ -143,3 +153,8 @@ class AbortingScheduler(CoServingScheduler):
         if self.co_serving is not None and self.co_serving.aborts is not None:
             self.co_serving.aborts.close()
         super().shutdown()
+
+    # --- Of AquaScheduler --------------------------------------------------------------------
+
+    @abstractmethod
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -10,26 +10,18 @@ vLLM's is passed on.
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 WRAPPED: Final = "aqua_hears_arrivals"
 """The mark of a method that is wrapped already."""
 
 
-class HearsArrivals(Protocol):
-    """A scheduler that wants to know; `AquaScheduler` does."""
-
-    def arrival_heard(self, request: Any) -> None:
-        """A request has come in; on the thread that takes it in."""
-        ...
-
-    def arrival_failed(self, request_id: str) -> None:
-        """It will not come."""
-        ...
-
-
 def hear_arrivals() -> None:
-    """Have schedulers of this process hear of requests from now on, those that want to."""
+    """Have schedulers of this process that want to hear of requests from now on.
+
+    Such a one has `arrival_heard(request)`, called on the thread that takes requests in, and
+    `arrival_failed(request_id)`, of a request that will not come after all.
+    """
     from vllm.v1.engine.core import EngineCore
 
     preprocess = EngineCore.preprocess_add_request

@@ -156,14 +156,6 @@ class AquaScheduler(EvictionScheduler):
         finally:
             self._pause_state = pause
 
-    def _schedule_nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Have an empty step follow one that may be aborted: nothing may build upon that."""
-        pause, self._pause_state = self.pause_state, PauseState.PAUSED_ALL
-        try:
-            return self._schedule(*args, **kwargs)
-        finally:
-            self._pause_state = pause
-
     def get_num_unfinished_requests(self) -> int:
         """Count what a pause waits for, or what vLLM counts."""
         if self.pause_state is not PauseState.PAUSED_NEW:
