@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from page_commands import Block, blocks, pages_to_run
 
+from generators.page_commands import Block, blocks, pages_to_run
 from harness.page_terminal import PageTerminal
 from harness.source_tree import ROOT
 

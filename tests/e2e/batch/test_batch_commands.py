@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from page_commands import blocks
 from typer.testing import CliRunner, Result
 
 from aqua_batch.cli import app
+from generators.page_commands import blocks
 from harness.batch_service import BatchServiceProcess, chat_line
 from harness.bounds import HANG_S
 from harness.counting_server import CountingServer

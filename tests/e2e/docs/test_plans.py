@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import yaml
-from page_commands import blocks
 
+from generators.page_commands import blocks
 from harness.bounds import HANG_S
 
 PAGE: Final = Path(__file__).resolve().parents[3] / "docs/operations/plans.md"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 
-from navigation import LINK, llms_text, pages_of, read_map, source_of
-
+from generators.navigation import LINK, llms_text, pages_of, read_map, source_of
 from harness.source_tree import ROOT
 
 DOCS = ROOT / "docs"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from page_commands import NEEDS, blocks, is_whole, pages_to_type
 
+from generators.page_commands import NEEDS, blocks, is_whole, pages_to_type
 from harness.source_tree import ROOT
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages_to_type()]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urljoin
 
-from navigation import LINK, ROOT, llms_text, page_at, pages_of, source_of, unfold
+from generators.navigation import LINK, ROOT, llms_text, page_at, pages_of, source_of, unfold
 
 FENCED: Final = re.compile(r"^( *)```[^\n]*\n.*?^\1```$", re.DOTALL | re.MULTILINE)
 MARKS: Final = re.compile(r"(?<=\w) .*")

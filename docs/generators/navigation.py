@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-DOCS: Final = Path(__file__).resolve().parent
+DOCS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = DOCS.parent
 
 LINK: Final = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")

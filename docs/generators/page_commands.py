@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from navigation import ROOT, pages_of, read_map, source_of, title_and_summary
+from generators.navigation import DOCS, ROOT, pages_of, read_map, source_of, title_and_summary
 
 SHELLS: Final = frozenset({"console", "bash", "sh", "shell"})
 NEEDS: Final = {
@@ -159,7 +159,7 @@ def _listed(marked: list[Block], need: str) -> Iterator[str]:
         if block.marks["needs"] == need:
             first = block.commands()[0].text.splitlines()[0].removesuffix("\\").strip()
             title, _ = title_and_summary(block.page)
-            up = "../" if block.page.is_relative_to(ROOT / "docs") else "../../"
-            base = ROOT / "docs" if up == "../" else ROOT
+            up = "../" if block.page.is_relative_to(DOCS) else "../../"
+            base = DOCS if up == "../" else ROOT
             place = up + block.page.relative_to(base).as_posix()
             yield f"- [{title}]({place}): `{first}`"

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from aqualib.engines.vllm.contract import known_contracts
 from aqualib.engines.vllm.versions import MINORS, OPT_IN, TRY_CONTRACT, WARNED_MINORS
+from generators.navigation import DOCS
 
-DOCS: Final = Path(__file__).resolve().parent
 RUNS: Final = DOCS / "measurements" / "vllm-runs.json"
 
 WARNED: Final = ", ".join(WARNED_MINORS)
