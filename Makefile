@@ -245,7 +245,7 @@ test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it
 
 # As root: a root file system is made, mounted and entered. KEEP=1 takes the images of the last run.
 .PHONY: test-images
-test-images: .venv-chart/.ready ## Build the images without a daemon and start them as a cluster would; needs root
+test-images: $(READY) .venv-chart/.ready ## Build the images without a daemon and start them as a cluster would; needs root
 	@{ command -v buildah && command -v debootstrap; } >/dev/null || \
 	  { echo "no buildah and debootstrap here. On Debian and Ubuntu: apt-get install buildah debootstrap" >&2; exit 1; }
 	KEEP=$(KEEP) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)

@@ -126,6 +126,7 @@ class BatchDemoRun(EngineDemo):
             model = scratch / "model"
             self.write_inputs(model, {"model": MODEL_NAME, **EXACT})
             coordinator = DemoCoordinator.start(self._group, scratch)
+            assert coordinator.consumer_token is not None, "one of our own asks for tokens"
             self.view.tell("coordinator", f"listens on {coordinator.url}")
             self._start_producer(coordinator, scratch)
             offline = self._start_engine("offline", model)

@@ -59,6 +59,14 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     plan: Annotated[
         Path | None, typer.Option(help="Plan of aqua-place that the coordinator obeys.")
     ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(help="URL of one that runs, instead of one for this run; not with --plan."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="AQUA_TOKEN", help="Of a producer and consumer; for --coordinator."),
+    ] = None,
     as_json: Json = False,
     corrupt_one_byte: Annotated[
         bool,
@@ -74,9 +82,15 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     from aqua_demo.orchestration import DemoRun, Options
     from aqua_demo.planned import read_arrangement
     from aqua_demo.plot import draw
+    from aqua_demo.processes import DemoCoordinator
     from aqua_demo.scale import SCALES
     from aqua_demo.view import summary
 
+    if coordinator is not None and plan is not None:
+        raise ConfigError(
+            "the demo's plan would replace the one that a running coordinator obeys",
+            remedy="Give --plan without --coordinator: the demo then starts one.",
+        )
     size = _size(quick=quick)
     scale, pairings = read_arrangement(SCALES[size], profile or [], plan)
     options = Options(
@@ -88,6 +102,7 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
         corrupt_one_byte=corrupt_one_byte,
         logs=_prepare(output_directory),
         pairings=pairings,
+        coordinator=DemoCoordinator(coordinator, token, token) if coordinator else None,
     )
     with _watching(as_json=as_json) as view:
         story = DemoRun(options, view)

@@ -37,7 +37,7 @@ class ProducerSettings(ProgramSettings):
     """What the producer program needs to know."""
 
     coordinator_url: str
-    token: str = Field(repr=False)
+    token: str | None = Field(None, repr=False)
     socket: Path
 
 

@@ -85,6 +85,7 @@ class Options:
     corrupt_one_byte: bool
     logs: Path
     pairings: PlacementPlan | None = None
+    coordinator: DemoCoordinator | None = None
 
 
 class DemoRun:
@@ -126,7 +127,7 @@ class DemoRun:
             ProcessGroup(self._options.logs) as group,
         ):
             self._enter(DemoPhase.START)
-            coordinator = DemoCoordinator.start(group, Path(scratch))
+            coordinator = self._options.coordinator or DemoCoordinator.start(group, Path(scratch))
             self._note("coordinator", f"listens on {coordinator.url}")
             if self._options.pairings is not None:
                 with CoordinatorClient(

@@ -235,12 +235,12 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class DemoCoordinator:
-    """A running coordinator, and the tokens that it accepts."""
+    """A running coordinator, and the tokens that it accepts; none where it asks for none."""
 
     url: str
-    producer_token: str = field(repr=False)
-    consumer_token: str = field(repr=False)
-    operator_token: str = field(repr=False)
+    producer_token: str | None = field(default=None, repr=False)
+    consumer_token: str | None = field(default=None, repr=False)
+    operator_token: str | None = field(default=None, repr=False)
 
     @classmethod
     def start(cls, group: ProcessGroup, scratch: Path) -> Self:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Final
 import httpx
 import pytest
 
+from aqua_coordinator.tokens import Role, create_token
+from harness.chart import ROOT
 from harness.image import (
     BASE,
     build,
@@ -31,6 +34,8 @@ from harness.image import (
 )
 
 MAX_COORDINATOR_BYTES: Final = 120 * 10**6
+DEMO: Final = str(ROOT / ".venv" / "bin" / "aqua-demo")
+"""Its torch is in no environment of the chart, nor in an image."""
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -83,12 +88,15 @@ def _serving(command: list[str]) -> Iterator[str]:
             for line in process.stdout:
                 lines.append(line)
                 if found := re.search(r"(http://[0-9.]+:[0-9]+)", line):
-                    yield found[1]
                     break
             else:
                 pytest.fail("".join(lines))
+            # A full pipe would stop it.
+            rest = threading.Thread(target=process.stdout.read)
+            rest.start()
+            yield found[1]
             process.send_signal(signal.SIGTERM)
-            process.stdout.read()
+            rest.join()
             assert process.wait(60) in {0, -signal.SIGTERM}
         finally:
             process.kill()
@@ -161,6 +169,34 @@ def test_it_answers_its_probes(root: Path, image: str, service: str) -> None:
     with _serving(command) as url:
         for path in ("/healthz", "/readyz"):
             assert httpx.get(url + path, timeout=30).status_code == 200
+
+
+def test_the_demo_runs_against_a_coordinator_in_its_image(
+    root: Path, image: str, service: str, tmp_path: Path
+) -> None:
+    """It asks for tokens, as one of the chart does; the demo brings one of a member."""
+    if service != "coordinator":
+        return
+    token, _ = create_token(tmp_path / "tokens.json", roles=[Role.PRODUCER, Role.CONSUMER])
+    script = (
+        'umask 077 && printf %s "$TOKENS" >/tmp/tokens.json && unset TOKENS'
+        " && AQUA_TOKENS_FILE=/tmp/tokens.json exec aqua-coordinator serve --port 0"
+    )
+    environment = [f"TOKENS={(tmp_path / 'tokens.json').read_text()}"]
+    command = command_in(root, image, "sh", "-ec", script, env=environment, entrypoint=False)
+    with _serving(command) as url:
+        demo = [DEMO, "--quick", "--json", "--coordinator", url]
+        done = subprocess.run(
+            [*demo, "--output-dir", tmp_path],
+            env={**os.environ, "AQUA_TOKEN": token},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokens_identical"] is True
+        assert not (tmp_path / "demo-logs" / "coordinator.log").exists()
 
 
 def test_the_bundled_valkey_is_in_the_coordinators_image(

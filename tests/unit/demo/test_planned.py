@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from aqua_cli import ExitCode
+from aqua_demo.cli import app
 from aqua_demo.messages import CONSUMER_ID, PRODUCER_ID
 from aqua_demo.planned import arrange
 from aqua_demo.scale import QUICK, SCALES, WEIGHT_BYTES
@@ -14,6 +16,7 @@ from aqua_protocol.plan import Match
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 from aqualib.engines.transformers.cache import DEFAULT_BLOCK_TOKENS
 from aqualib.engines.transformers.offload_plan import LayerShape, plan_offload
+from harness.command import run_here
 
 
 def _profiles(spare: int = 12 * MIB, needed: int = 5 * MIB) -> dict[str, ModelProfile]:
@@ -92,3 +95,9 @@ def test_a_need_beyond_the_offer_is_refused_before_anything_starts() -> None:
 def test_profiles_of_other_programs_are_refused() -> None:
     with pytest.raises(ConfigError, match="takes profiles"):
         arrange(QUICK, {}, _matches(), "0" * 64)
+
+
+def test_the_plan_of_a_coordinator_that_runs_is_not_replaced_by_the_demos() -> None:
+    said = run_here(app, "aqua-demo", "--coordinator", "http://127.0.0.1:1", "--plan", "plan.json")
+    assert said.returncode == ExitCode.WRONG
+    assert "would replace the one that a running coordinator obeys" in said.stderr
