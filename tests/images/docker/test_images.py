@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from harness.image import (
 )
 
 MAX_COORDINATOR_BYTES: Final = 120 * 10**6
+ARM64: Final = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
+"""What Debian's C library on arm64 (GB200 hosts) takes."""
 DEMO: Final = str(ROOT / ".venv" / "bin" / "aqua-demo")
 """Its torch is in no environment of the chart, nor in an image."""
 pytestmark = pytest.mark.timeout(1800)
@@ -124,6 +127,33 @@ def test_it_carries_its_program_and_no_installer_and_no_torch(
     }
     assert f"aqua_{service}" in packages
     assert not packages & {"pip", "setuptools", "wheel", "torch", "pytest"}
+
+
+def test_all_that_it_installs_has_a_wheel_for_arm64(service: str, tmp_path: Path) -> None:
+    """There is no machine of that kind to build on; nothing but Python would be built there."""
+    dockerfile = (ROOT / "docker" / f"{service}.Dockerfile").read_text()
+    _, _, line = dockerfile.partition("--constraint constraints.txt")
+    what = shlex.split(line.partition("&&")[0].partition("\n\n")[0].replace("\\\n", ""))
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-cache-dir"),
+            *("--ignore-installed", "--target", tmp_path / "arm64", "--report", report),
+            *("--only-binary", ":all:", "--python-version", "3.12"),
+            *(word for each in ARM64 for word in ("--platform", each)),
+            *("--constraint", "constraints.txt", *what),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())["install"]
+    assert f"aqua-{service}" in {each["metadata"]["name"] for each in found}
+    # Compiled ones are among them, so the platform that was asked for did count.
+    assert [each for each in found if "aarch64" in each["download_info"]["url"]]
 
 
 def test_its_contents_can_be_listed(root: Path, service: str, tmp_path: Path) -> None:
