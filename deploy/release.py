@@ -5,8 +5,9 @@
     python deploy/release.py build dist    the wheels, and their checksums
 
 A version is said by every `pyproject.toml`, by the requirements of our distributions on each other,
-by the changelog, by the chart if there is one, and by a tag. `check` compares them all; nothing is
-built from a tree in which they disagree, unless one builds without checking.
+by the changelog, by what names images (the chart, the compose file, the page on installing), and by
+a tag. `check` compares them all; nothing is built from a tree in which they disagree, unless one
+builds without checking.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 OURS: Final = re.compile(r'"(aqua(?:lib|-[a-z]+)(?:\[[a-z,]+\])?)(==[0-9a-z.]+)?"')
 """A requirement on one of our distributions, in quotes, and the version that it asks for."""
 VERSION: Final = re.compile(r'^version = "([^"]+)"$', re.MULTILINE)
-APP_VERSION: Final = re.compile(r'^appVersion: "?([^"\n]+)"?$', re.MULTILINE)
+IMAGES: Final = {
+    "helm/aqua/Chart.yaml": re.compile(r'(?<=^appVersion: ")[^"\n]+', re.MULTILINE),
+    "deploy/compose/compose.yaml": re.compile(r"(?<=\$\{AQUA_TAG:-)[^}]+"),
+    "docs/operations/install.md": re.compile(r"(?<=/aqua/\$service:)\S+"),
+}
+"""Files that name images of a version, and where in them it stands."""
 UNRELEASED: Final = "## [Unreleased]\n"
 
 
@@ -60,9 +66,9 @@ def disagreements(root: Path, *, is_tagged: bool = True) -> Iterator[str]:
         for name, pin in OURS.findall(requirements):
             if pin != f"=={version}":
                 yield f"{where}: requires {name}{pin}, not {name}=={version}"
-    chart = root / "helm" / "aqua" / "Chart.yaml"
-    if chart.exists() and APP_VERSION.findall(chart.read_text(encoding="utf-8")) != [version]:
-        yield f"{chart.relative_to(root)}: its appVersion is not {version}"
+    for place, named in IMAGES.items():
+        if set(named.findall((root / place).read_text(encoding="utf-8"))) != {version}:
+            yield f"{place}: its images are not of {version}"
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(
         rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE
@@ -103,10 +109,9 @@ def bump(root: Path, version: str, today: dt.date) -> None:
         head, opens, requirements = text.partition("\ndependencies = ")
         requirements = OURS.sub(rf'"\1=={version}"', requirements)
         path.write_text(head + opens + requirements, encoding="utf-8")
-    chart = root / "helm" / "aqua" / "Chart.yaml"
-    if chart.exists():
-        text = APP_VERSION.sub(f'appVersion: "{version}"', chart.read_text(encoding="utf-8"))
-        chart.write_text(text, encoding="utf-8")
+    for place, named in IMAGES.items():
+        path = root / place
+        path.write_text(named.sub(version, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def build(root: Path, folder: Path) -> list[Path]:

@@ -21,9 +21,10 @@ CHANGELOG: Final = (
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A repository with our distributions' metadata, a chart, and something unreleased."""
-    for path in [*ROOT.glob("*/pyproject.toml"), ROOT / SCRIPT]:
+    images = [ROOT / "deploy/compose/compose.yaml", ROOT / "docs/operations/install.md"]
+    for path in [*ROOT.glob("*/pyproject.toml"), ROOT / SCRIPT, *images]:
         copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
     chart = tmp_path / "helm" / "aqua" / "Chart.yaml"
     chart.parent.mkdir(parents=True)
@@ -69,7 +70,9 @@ def test_a_bumped_committed_and_tagged_tree_is_a_release(tree: Path) -> None:
         ("batch/pyproject.toml", 'version = "3.2.1"', 'version = "3.2.0"', "its version is not"),
         ("client/pyproject.toml", "protocol==3.2.1", "protocol", "not aqua-protocol==3.2.1"),
         ("aqualib/pyproject.toml", "schedulers==3.2.1", "schedulers==3.2.0", "aqua-schedulers=="),
-        ("helm/aqua/Chart.yaml", "3.2.1", "3.2.0", "its appVersion is not 3.2.1"),
+        ("helm/aqua/Chart.yaml", "3.2.1", "3.2.0", "its images are not of 3.2.1"),
+        ("deploy/compose/compose.yaml", ":-3.2.1", ":-3.2.0", "its images are not of 3.2.1"),
+        ("docs/operations/install.md", ":3.2.1 .", ":3.2.0 .", "its images are not of 3.2.1"),
         ("CHANGELOG.md", "[3.2.1] - 20", "[3.2.0] - 20", "no dated section [3.2.1]"),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n\n- That.\n", "is [Unreleased]"),
     ],
