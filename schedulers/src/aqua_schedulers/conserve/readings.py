@@ -1,4 +1,4 @@
-"""Where the paper's policy and ours differ, behind one interface: `Reading`.
+"""Where the paper's policy and ours differ: two readings, of which a policy has one.
 
 Both run Algorithm 1 as `policy` has it. They answer differently to: how long may a step with online
 requests last, may offline work stand beside online prompts, and does an arrival abort the offline
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from aqua_schedulers.conserve.views import CoServedRequest
 
@@ -35,50 +34,6 @@ class Objectives:
     tpot_s: float
 
 
-class Reading(Protocol):
-    """A reading of the paper, or another policy in its place."""
-
-    @property
-    def bounds_online(self) -> bool:
-        """Whether the limit also holds online prompts back."""
-        ...
-
-    @property
-    def joins_prompts(self) -> bool:
-        """Whether offline requests may compute beside online prompts."""
-        ...
-
-    def limit_s(self, alone_s: float) -> float:
-        """Longest step with online decodes, 0 for no offline work.
-
-        Args:
-            alone_s: What they take by themselves; infinity where that is not known.
-        """
-        ...
-
-    def hard_limit_s(self) -> float:
-        """Longest step with online decodes for an offline request that is due."""
-        ...
-
-    def starved_limit_s(self, alone_s: float) -> float:
-        """Longest step with online decodes for the starved offline request."""
-        ...
-
-    def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
-        """Longest step with online prompts and no online decode."""
-        ...
-
-    def aborts(self, remaining_s: float, own_s: float, safepoint_s: float) -> bool:
-        """Whether an arrival aborts the offline step under way.
-
-        Args:
-            remaining_s: What the step still takes.
-            own_s: What the arrival and the online requests before it take.
-            safepoint_s: What an abort takes.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PaperReading:
     """The paper, word by word where it can be taken so.
@@ -89,6 +44,10 @@ class PaperReading:
     Algorithm 2 is inverted as printed (it would preempt when there is time): read as "return when
     the objective is met". Its victims are single requests, its safepoint aborts the batch (4.3);
     the batch goes, because a running kernel computes all of it.
+
+    Attributes:
+        bounds_online: Whether the limit also holds online prompts back.
+        joins_prompts: Whether offline requests may compute beside online prompts.
     """
 
     objectives: Objectives
@@ -96,25 +55,31 @@ class PaperReading:
     joins_prompts: bool = True
 
     def limit_s(self, alone_s: float) -> float:
-        """The objective."""
+        """Longest step with online decodes, which take `alone_s` by themselves: the objective."""
         del alone_s
         return self.objectives.tpot_s
 
     def hard_limit_s(self) -> float:
-        """The objective."""
+        """The same for an offline request that is due: the objective."""
         return self.objectives.tpot_s
 
     def starved_limit_s(self, alone_s: float) -> float:
-        """The objective."""
+        """The same for the starved offline request: the objective."""
         del alone_s
         return self.objectives.tpot_s
 
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
-        """What is left to the tightest prompt."""
+        """Longest step with online prompts and no online decode: what the tightest one has left."""
         return max(0.0, min(each.arrival_s for each in prompts) + self.objectives.ttft_s - now_s)
 
     def aborts(self, remaining_s: float, own_s: float, safepoint_s: float) -> bool:
-        """Abort only when the first token would else be late."""
+        """Whether an arrival aborts the offline step under way: when its first token would be late.
+
+        Args:
+            remaining_s: What the step still takes.
+            own_s: What the arrival and the online requests before it take.
+            safepoint_s: What an abort takes.
+        """
         del safepoint_s
         return remaining_s + own_s > self.objectives.ttft_s
 
@@ -138,7 +103,10 @@ class GuardedReading:
     joins_prompts: bool = False
 
     def limit_s(self, alone_s: float) -> float:
-        """A little longer than the online requests alone, within the objective; 0 if unknown."""
+        """A little longer than the online requests alone, within the objective.
+
+        0, which is no offline work, where `alone_s` is infinite: what they take is not known.
+        """
         return min(self.hard_limit_s(), self.starved_limit_s(alone_s))
 
     def hard_limit_s(self) -> float:
@@ -167,3 +135,7 @@ class GuardedReading:
         """Abort unless the step is over as soon."""
         del own_s
         return remaining_s > safepoint_s
+
+
+Reading = PaperReading | GuardedReading
+"""What a policy has; both answer the same questions."""

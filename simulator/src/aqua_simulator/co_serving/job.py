@@ -68,20 +68,6 @@ class CoServedJob(Job):
             missing_blocks=0 if self.block_count else -(-self.known_tokens // block_tokens),
         )
 
-    def served(self) -> Served:
-        """What its user saw, once it has ended."""
-        arrival = self.arrival
-        return Served(
-            arrival.request_id,
-            arrival.arrival_s,
-            self.scheduled_s,
-            self.first_token_s,
-            self.last_token_s,
-            arrival.prompt_tokens,
-            arrival.output_tokens,
-            self.preemption_count,
-        )
-
 
 @dataclass(slots=True)
 class StepRecord:

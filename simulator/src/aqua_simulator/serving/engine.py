@@ -376,20 +376,8 @@ class Engine:
                     del self._waiting[job.arrival.request_id]
                     if job.paged_tokens and self.store is not None:
                         self.store.take(job.paged_tokens)
-                arrival = job.arrival
-                self.policy.removed(arrival.request_id)
-                self.finished.append(
-                    Served(
-                        arrival.request_id,
-                        arrival.arrival_s,
-                        job.scheduled_s,
-                        job.first_token_s,
-                        job.last_token_s,
-                        arrival.prompt_tokens,
-                        arrival.output_tokens,
-                        job.preemption_count,
-                    )
-                )
+                self.policy.removed(job.arrival.request_id)
+                self.finished.append(job.served())
 
 
 def serve_routed(engines: Sequence[Engine], arrivals: Iterable[Arrival]) -> list[Served]:

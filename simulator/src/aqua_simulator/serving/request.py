@@ -93,6 +93,20 @@ class Job:
         """Whether every output token is sampled by a step already planned."""
         return self.emitted_tokens >= self.arrival.output_tokens
 
+    def served(self) -> Served:
+        """What its user saw, once it has ended."""
+        arrival = self.arrival
+        return Served(
+            arrival.request_id,
+            arrival.arrival_s,
+            self.scheduled_s,
+            self.first_token_s,
+            self.last_token_s,
+            arrival.prompt_tokens,
+            arrival.output_tokens,
+            self.preemption_count,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
