@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float64
 
+    from aqua_simulator.timing.fit import Fit
+
 app = typer.Typer(
     name="aqua-sim",
     help="Simulate engines and clusters under Aqua's own policies.",
@@ -32,6 +34,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+FitFile = Annotated[
+    Path | None,
+    typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
+]
+ModelName = Annotated[str, typer.Option(help="Model name or Hugging Face config.")]
+GpuName = Annotated[str, typer.Option(help="GPU name.")]
+Width = Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)]
+HostTime = Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)]
 
 
 class Process(StrEnum):
@@ -129,13 +141,10 @@ def evaluate(
 @app.command()
 def run(  # noqa: PLR0917 - Typer hands options over by name
     lengths: Annotated[Path, typer.Option("--trace", help="Trace or length file (CSV).")],
-    fit_path: Annotated[
-        Path | None,
-        typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model name or Hugging Face config.")] = "Llama-3-8B",
-    gpu: Annotated[str, typer.Option(help="GPU name.")] = "A100-80GB",
-    width: Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)] = 1,
+    fit_path: FitFile = None,
+    model: ModelName = "Llama-3-8B",
+    gpu: GpuName = "A100-80GB",
+    width: Width = 1,
     engines: Annotated[int, typer.Option(help="Engines behind one router.", min=1)] = 1,
     process: Annotated[
         Process, typer.Option(help="Arrivals: the trace's own, or generated.")
@@ -151,7 +160,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     memory_share: Annotated[
         float, typer.Option(help="Share of HBM for weights and KV cache.", min=0.1, max=1.0)
     ] = 0.9,
-    overhead_s: Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)] = 0.0,
+    overhead_s: HostTime = 0.0,
     page_to: Annotated[
         str, typer.Option(help="Where preempted requests go: none, dram or peer.")
     ] = "none",
@@ -182,7 +191,6 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     from aqua_simulator.serving.engine import serve_routed
     from aqua_simulator.serving.request import summary
     from aqua_simulator.serving.setup import EngineSpec
-    from aqua_simulator.timing.fit import Fit
     from aqua_simulator.workloads.arrivals import burst, gamma, on_off, poisson, read_trace
 
     spec = EngineSpec(
@@ -211,9 +219,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     if process is not Process.TRACE:
         times_s = generators[process](count, rate_per_s=rate_per_s, seed=seed)
     arrivals = read_trace(lengths, times_s=times_s)
-    table = Fit.load(fit_path) if fit_path else None
-    if table is None:
-        say("No fit given: times are a roofline of the data sheet, a rough guess.")
+    table = _fit_or_none(fit_path)
     running = [spec.engine(table, name=f"engine-{index}") for index in range(engines)]
     with progress(f"Serving {len(arrivals):,} requests", quiet=as_json):
         served = serve_routed(running, arrivals)
@@ -256,19 +262,26 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     )
 
 
+def _fit_or_none(path: Path | None) -> Fit | None:
+    """The fit of a file; without one, a word on what stands in."""
+    from aqua_simulator.timing.fit import Fit
+
+    if path is not None:
+        return Fit.load(path)
+    say("No fit given: times are a roofline of the data sheet, a rough guess.")
+    return None
+
+
 @app.command("stable-rate")
 def stable_rate_command(  # noqa: PLR0917 - Typer hands options over by name
     lengths: Annotated[
         Path, typer.Option(help="Prompt and output lengths: CSV or a trace, .gz or not.")
     ],
-    fit_path: Annotated[
-        Path | None,
-        typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model name or Hugging Face config.")] = "Llama-3-8B",
-    gpu: Annotated[str, typer.Option(help="GPU name.")] = "A100-80GB",
-    width: Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)] = 1,
-    overhead_s: Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)] = 0.0,
+    fit_path: FitFile = None,
+    model: ModelName = "Llama-3-8B",
+    gpu: GpuName = "A100-80GB",
+    width: Width = 1,
+    overhead_s: HostTime = 0.0,
     ttft_s: Annotated[
         float, typer.Option(min=0.001, help="Limit of the median time to first token.")
     ] = 1.0,
@@ -287,13 +300,10 @@ def stable_rate_command(  # noqa: PLR0917 - Typer hands options over by name
     from aqua_protocol.prediction import PredictedRate
     from aqua_simulator.serving.setup import EngineSpec
     from aqua_simulator.serving.stable_rate import stable_rate
-    from aqua_simulator.timing.fit import Fit
     from aqua_simulator.workloads.arrivals import read_lengths
 
     spec = EngineSpec(model=model, gpu=gpu, width=width, overhead_s=overhead_s)
-    table = Fit.load(fit_path) if fit_path else None
-    if table is None:
-        say("No fit given: times are a roofline of the data sheet, a rough guess.")
+    table = _fit_or_none(fit_path)
     pairs = [(int(prompt), int(generated)) for prompt, generated in read_lengths(lengths)]
     with progress("Looking for the rate", quiet=as_json) as shown:
         rate_per_s = stable_rate(

@@ -34,7 +34,7 @@ from aqua_simulator.co_serving.job import CoServingRun
 from aqua_simulator.co_serving.spec import CoServingEngineSpec
 from aqua_simulator.papers.aqua import piecewise_bytes_per_s
 from aqua_simulator.serving.request import Arrival
-from aqua_simulator.serving.setup import WORKSPACE_BYTES
+from aqua_simulator.serving.setup import kv_block_count
 from aqua_simulator.timing.iteration import (
     Chunk,
     IterationTime,
@@ -160,8 +160,7 @@ class CoServingExperiment:
     @property
     def block_count(self) -> int:
         """KV blocks beside weights and workspace."""
-        room = self.hbm_bytes * self.memory_share - WORKSPACE_BYTES - self.model.weight_bytes
-        return int(room // (16 * self.model.kv_bytes_per_token))
+        return kv_block_count(self.model, self.hbm_bytes, self.memory_share)
 
     def engine(self, system: FigureLine) -> CoServingEngine:
         """An engine of one system."""

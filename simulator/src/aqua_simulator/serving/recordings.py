@@ -30,7 +30,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GPUS, GpuModel
 from aqua_simulator.serving.engine import EngineSettings
 from aqua_simulator.serving.request import Arrival, Served
-from aqua_simulator.serving.setup import WORKSPACE_BYTES
+from aqua_simulator.serving.setup import kv_block_count
 from aqua_simulator.timing.evaluation import PROFILED_MODELS
 from aqua_simulator.timing.profiles import rows_of
 
@@ -424,8 +424,7 @@ class _Description:
                 remedy="Add kv_cache.num_gpu_blocks or hardware.device_total_memory_bytes, or give "
                 f"--gpu as one of {', '.join(GPUS)}.",
             )
-        room = float(memory) * share - WORKSPACE_BYTES - decoder.weight_bytes
-        count = int(room // (size * decoder.kv_bytes_per_token))
+        count = kv_block_count(decoder, float(memory), share, block_tokens=size)
         if count < 1:
             raise ConfigError(f"{self.name}: {decoder.name} leaves no room for a KV cache")
         self.assumed.append(f"{count} blocks of {size} tokens: what {share:g} of the memory leaves")

@@ -34,6 +34,9 @@ WORKSPACE_BYTES: Final = 2 * 10**9
 """Bytes of activations and CUDA graphs beside weights and KV cache, per GPU; vLLM reports 1 to 3
 GB. Doubled, the cache is 2 GB smaller on each GPU."""
 
+BLOCK_TOKENS: Final = 16
+"""Tokens of a KV block, vLLM's default. Doubled, memory is reckoned in coarser pieces."""
+
 
 def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> IterationTime:
     """The best iteration time that the fit can give: own kernels, own operators, or shapes.
@@ -55,6 +58,25 @@ def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> 
         if f"{device}/{key}/tp{width}/mlp_up_proj" in fit:
             return from_operators(fit, device, key, model, width=width)
     return from_shapes(fit, device, model, width=width)
+
+
+def kv_block_count(
+    model: DecoderModel,
+    hbm_bytes: float,
+    memory_share: float,
+    *,
+    width: int = 1,
+    block_tokens: int = BLOCK_TOKENS,
+) -> int:
+    """KV blocks in what weights and workspace leave of some GPUs; not positive where none fit.
+
+    Args:
+        hbm_bytes: Memory of each GPU.
+        memory_share: Of it, what the engine may use.
+        width: GPUs of the engine.
+    """
+    room = width * (hbm_bytes * memory_share - WORKSPACE_BYTES) - model.weight_bytes
+    return int(room // (block_tokens * model.kv_bytes_per_token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +115,7 @@ class EngineSpec:
             max_num_seqs=self.max_num_seqs,
             kv_bytes_per_token=model.kv_bytes_per_token,
         )
-        room = self.width * (gpu.hbm_bytes * self.memory_share - WORKSPACE_BYTES)
-        blocks = int((room - model.weight_bytes) // (16 * model.kv_bytes_per_token))
+        blocks = kv_block_count(model, gpu.hbm_bytes, self.memory_share, width=self.width)
         if blocks < 1:
             raise ConfigError(
                 f"{model.name} leaves no room for a KV cache on {self.width} x {gpu.name}",

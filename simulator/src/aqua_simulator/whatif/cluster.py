@@ -25,11 +25,8 @@ from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_protocol.plan import Plan
 from aqua_simulator.serving.recordings import catalogued, decoder_called
-from aqua_simulator.serving.setup import WORKSPACE_BYTES
+from aqua_simulator.serving.setup import BLOCK_TOKENS, kv_block_count
 from aqua_simulator.timing.contention import FAIR_SHARE, Interference
-
-BLOCK_TOKENS: Final = 16
-"""Tokens of a KV block, vLLM's default. Doubled, memory is reckoned in coarser pieces."""
 
 Positive = Annotated[float, Field(gt=0.0, lt=1e12)]
 Count = Annotated[int, Field(ge=1, le=4096)]
@@ -251,8 +248,7 @@ def _shape(deployed: DeployedModel) -> EngineShape:
     if deployed.kv_tokens is not None:
         blocks = deployed.kv_tokens // BLOCK_TOKENS
     else:
-        room = deployed.tp * (gpu.hbm_bytes * deployed.memory_share - WORKSPACE_BYTES)
-        blocks = int((room - model.weight_bytes) // (BLOCK_TOKENS * model.kv_bytes_per_token))
+        blocks = kv_block_count(model, gpu.hbm_bytes, deployed.memory_share, width=deployed.tp)
     if blocks < 1:
         raise ConfigError(
             f"{model.name} leaves no room for a KV cache on {deployed.tp} x {gpu.name}",

@@ -17,13 +17,8 @@ from aqua_protocol.hardware import GpuModel
 from aqua_schedulers.cfs import PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory, PageStore
-from aqua_simulator.whatif.cluster import (
-    BLOCK_TOKENS,
-    Cluster,
-    EngineShape,
-    SpareGpu,
-    gpu_called,
-)
+from aqua_simulator.serving.setup import BLOCK_TOKENS
+from aqua_simulator.whatif.cluster import Cluster, EngineShape, SpareGpu, gpu_called
 from aqua_simulator.whatif.links import (
     LoanTerms,
     PortTerms,

@@ -39,7 +39,8 @@ from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_
 from aqua_simulator.offline.workload import OfflineWorkload
 from aqua_simulator.papers.conserve import EVENT_S, steps_of
 from aqua_simulator.serving.request import Arrival
-from aqua_simulator.whatif.cluster import BLOCK_TOKENS, Cluster, OfflineWork
+from aqua_simulator.serving.setup import BLOCK_TOKENS
+from aqua_simulator.whatif.cluster import Cluster, OfflineWork
 from aqua_simulator.whatif.members import Assumptions
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients, sheet_coefficients

@@ -2,7 +2,7 @@
 
 The traces themselves are not shipped, and some cannot be had at all. A source is therefore its
 quantiles (prompt and output lengths, joined by a rank correlation), with a word on where they come
-from: measured on a public half of the trace, or a surrogate. Where the paper
+from: measured on a public half of the trace, or a surrogate (`sources.toml`). Where the paper
 states a property that the quantiles alone do not give (Table 3), the surrogate is calibrated to it
 and says so; every other property of Table 3 is then a check.
 
@@ -12,8 +12,10 @@ generator and nothing else.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -94,103 +96,29 @@ def _whole(values: Float64[np.ndarray, " ..."]) -> Int64[np.ndarray, " ..."]:
     return np.asarray(np.maximum(1, np.rint(values)), dtype=np.int64)
 
 
-_LEVELS: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
-_FEW_LEVELS: Final = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+def _read_sources(paper: str) -> dict[str, Source]:
+    """The sources of a paper in `sources.toml`, by name."""
+    tables = tomllib.loads(Path(__file__).with_name("sources.toml").read_text())
 
-MAX_CONTEXT_TOKENS: Final = 131_072
-"""Fixed by Llama-3.1-8B: no video of the surrogate is longer."""
+    def quantiles(row: dict[str, Any]) -> Quantiles:
+        if "mean" in row:
+            return log_normal(**row)
+        return Quantiles(tuple(tables["levels"][row["levels"]]), tuple(row["values"]))
 
-SHAREGPT: Final = Source(
-    name="ShareGPT",
-    prompt=Quantiles(_LEVELS, (1, 12, 28, 73, 591, 1739, 3737, 5695, 6560, 7419, 7894, 8141)),
-    output=Quantiles(_LEVELS, (2, 6, 43, 84, 228, 414, 629, 834, 920, 997, 1021, 1024)),
-    rank_correlation=0.05,
-    system_tokens=55,
-    provenance="measured",
-    origin="sharegpt_8k_filtered, Llama-2 tokenizer (project-etalon/etalon), 15,366 rows",
+    def source(name: str, table: dict[str, Any]) -> Source:
+        lengths = {key: quantiles(row) for key, row in table.items() if isinstance(row, dict)}
+        return Source(name, **{**table, **lengths})
+
+    return {name: source(name, table) for name, table in tables[paper].items()}
+
+
+SOURCES: Final = _read_sources("blendserve")
+SHAREGPT, BURSTGPT, MMLU, OPENVID = (
+    SOURCES[name] for name in ("ShareGPT", "BurstGPT", "MMLU", "OpenVid")
 )
+WILDCHAT, AZURE = SOURCES["WildChat"], SOURCES["Azure-Trace"]
 
-WILDCHAT: Final = Source(
-    name="WildChat",
-    prompt=log_normal(296.0, 1.2, low=2, high=8000),
-    output=log_normal(256.0, 0.85, low=1, high=4096),
-    rank_correlation=0.25,
-    system_tokens=130,
-    provenance="surrogate",
-    origin="lognormal of the published means (user turn 296 tokens; output 256, A.1 of the paper)",
-)
-
-AZURE: Final = Source(
-    name="Azure-Trace",
-    prompt=Quantiles(_LEVELS, (6, 18, 74, 148, 573, 1454, 2748, 5152, 7325, 7436, 7437, 7437)),
-    output=Quantiles(_LEVELS, (6, 6, 6, 7, 9, 13, 22, 54, 85, 247, 858, 1899)),
-    rank_correlation=-0.02,
-    system_tokens=20,
-    provenance="measured",
-    origin="AzureLLMInferenceTrace_code (2023), 4,409 rows: the half whose density fits Table 3",
-)
-
-BURSTGPT: Final = Source(
-    name="BurstGPT",
-    prompt=Quantiles(_FEW_LEVELS, (2, 18, 74, 360, 1291, 1697, 3023, 6142)),
-    output=Quantiles(_FEW_LEVELS, (1, 3, 6, 44, 146, 186, 276, 2670)),
-    rank_correlation=-0.3,
-    system_tokens=9,
-    provenance="surrogate",
-    origin="quantiles of the first 59,999 rows of BurstGPT_1; outputs scaled to Table 3",
-)
-
-OPENVID: Final = Source(
-    name="OpenVid",
-    prompt=log_normal(100.0, 0.4, low=10, high=512),
-    output=log_normal(176 * 256 * 16 / 45, 0.82, low=256, high=MAX_CONTEXT_TOKENS - 1024),
-    rank_correlation=0.0,
-    system_tokens=8,
-    provenance="surrogate",
-    origin="lognormal of mean 176 frames x 256 tokens x 16/45; spread from the paper's density",
-    known_output=True,
-)
-
-MMLU: Final = Source(
-    name="MMLU",
-    prompt=Quantiles(_LEVELS, (20, 30, 38, 43, 55, 81, 159, 313, 374, 508, 658, 868)),
-    output=Quantiles((0.0, 1.0), (2, 2)),
-    rank_correlation=0.0,
-    system_tokens=1,
-    provenance="measured",
-    origin="characters / 4.3 of 7,687 questions of 29 subjects; shots scaled to Table 3's sharing",
-    group_count=57,
-    group_tokens=Quantiles(
-        _LEVELS, (260, 275, 325, 340, 450, 850, 1220, 1560, 1650, 1680, 1720, 1740)
-    ),
-)
-
-SOURCES: Final[dict[str, Source]] = {
-    source.name: source for source in (SHAREGPT, WILDCHAT, AZURE, OPENVID, BURSTGPT, MMLU)
-}
-
-LONGBENCH: Final = Source(
-    name="LongBench summaries",
-    prompt=Quantiles(_LEVELS, (1, 65, 748, 1232, 1981, 2722, 3363, 3696, 3807, 3932, 4009, 4054)),
-    output=Quantiles(_LEVELS, (5, 36, 61, 79, 115, 167, 241, 373, 512, 512, 512, 512)),
-    rank_correlation=-0.11,
-    system_tokens=0,
-    provenance="surrogate",
-    origin="arxiv_summarization of Vidur, Llama-2 tokenizer, up to 4,096 tokens, 14,129 rows; with "
-    "the 512 output tokens at which LongBench ends its summaries",
-)
-
-BURSTGPT_CHATS: Final = Source(
-    name="BurstGPT",
-    prompt=Quantiles(_FEW_LEVELS, (2, 18, 74, 360, 1291, 1697, 3023, 4000)),
-    output=Quantiles((0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), (1, 14, 100, 401, 510, 757, 2000)),
-    rank_correlation=-0.3,
-    system_tokens=0,
-    provenance="surrogate",
-    origin="quantiles of the first 59,999 rows of BurstGPT_1, cut to the 4,096 tokens of Llama-2",
-)
-
-CO_SERVED: Final[dict[str, Source]] = {
-    source.name: source for source in (LONGBENCH, BURSTGPT_CHATS)
-}
+CO_SERVED: Final = _read_sources("conserve")
 """What ConServe serves; not part of BlendServe's tables."""
+
+LONGBENCH, BURSTGPT_CHATS = CO_SERVED["LongBench summaries"], CO_SERVED["BurstGPT"]
