@@ -24,6 +24,7 @@ import numpy as np
 from aqua_cli import progress
 from aqua_simulator.whatif.cluster import Cluster, DeploymentList, cluster_of
 from aqua_simulator.whatif.fleet_day import serve_fleet
+from aqua_simulator.whatif.members import ServingTerms
 from aqua_simulator.whatif.online import OnlineResult, serve_day
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
@@ -80,13 +81,9 @@ def errors_of(per_gpu: float, span_s: float, seed: int) -> dict[str, float]:
     requests = {name: load.arrivals() for name, load in loads.items()}
     found: dict[str, float] = {}
     for scenario, has_aqua in (("without Aqua", False), ("with Aqua", True)):
-        aqua: dict[str, Any] = {
-            "is_harvesting": has_aqua,
-            "is_fair": has_aqua,
-            "short": ("docs",),
-        }
-        exact = serve_day(cluster, times, requests, span_s, **aqua)
-        ours = serve_fleet(cluster, times, loads, span_s, **aqua)
+        terms = ServingTerms(is_harvesting=has_aqua, is_fair=has_aqua, short=("docs",))
+        exact = serve_day(cluster, times, requests, span_s, terms)
+        ours = serve_fleet(cluster, times, loads, span_s, terms)
         for name in loads:
             for key in (*CHECKED, "busy_s"):
                 off = ours.by_model[name][key] / exact.by_model[name][key] - 1.0
@@ -125,9 +122,7 @@ def main() -> int:
             dict.fromkeys(loads, TIMES),
             loads,
             span_s,
-            is_harvesting=True,
-            is_fair=True,
-            short=("docs",),
+            ServingTerms(is_harvesting=True, is_fair=True, short=("docs",)),
             on_progress=lambda done: shown.update(done=done),
         )
     report: dict[str, Any] = {

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqua_protocol.errors import ConfigError
+from aqua_protocol.wire import first_fault
 
 PREDICTION_VERSION: Final = 1
 """Fixed: the form of the file."""
@@ -52,8 +53,5 @@ def read_prediction(path: Path) -> PredictedRate:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", remedy=remedy) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        raise ConfigError(
-            f"{path} is no predicted rate: {where}: {first['msg']}", remedy=remedy
-        ) from error
+        fault = first_fault(error, "the document")
+        raise ConfigError(f"{path} is no predicted rate: {fault}", remedy=remedy) from error

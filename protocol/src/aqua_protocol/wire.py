@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqua_protocol.errors import VersionMismatchError
 from aqua_protocol.ids import MAX_EPOCH
@@ -53,6 +53,12 @@ class Wire(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
+
+
+def first_fault(error: ValidationError, whole: str = "top level") -> str:
+    """What was found wrong first: where in the document, or that it is `whole`, and what."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES, strict=True)]

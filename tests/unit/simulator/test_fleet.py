@@ -15,6 +15,7 @@ from aqua_simulator.fleet.waiting_list import STINT_TOKENS
 from aqua_simulator.timing.iteration import Chunk, ScheduledBatch
 from aqua_simulator.whatif.cluster import Cluster, DeploymentList, cluster_of
 from aqua_simulator.whatif.fleet_day import serve_fleet
+from aqua_simulator.whatif.members import ServingTerms
 from aqua_simulator.whatif.online import OnlineResult, serve_day
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
@@ -74,13 +75,9 @@ def both(
     """A day step by step, and by events."""
     known = dict.fromkeys(LOADS, times)
     requests = {name: each.arrivals() for name, each in LOADS.items()}
-    exact = serve_day(
-        where, known, requests, SPAN_S, is_harvesting=has_aqua, is_fair=has_aqua, short=("docs",)
-    )
-    ours = serve_fleet(
-        where, known, LOADS, SPAN_S, is_harvesting=has_aqua, is_fair=has_aqua, short=("docs",)
-    )
-    return exact, ours
+    terms = ServingTerms(is_harvesting=has_aqua, is_fair=has_aqua, short=("docs",))
+    exact = serve_day(where, known, requests, SPAN_S, terms)
+    return exact, serve_fleet(where, known, LOADS, SPAN_S, terms)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +123,13 @@ def test_events_give_what_steps_give(where: Cluster, *, is_fitted: bool, has_aqu
 
 def test_a_fleet_repeats_itself() -> None:
     where, times = cluster(40_000, 8_000), dict.fromkeys(LOADS, TIMES)
-    runs = [serve_fleet(where, times, LOADS, SPAN_S, is_fair=True) for _ in range(2)]
+    runs = [serve_fleet(where, times, LOADS, SPAN_S, ServingTerms(is_fair=True)) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 def test_a_request_that_no_engine_holds_is_counted() -> None:
     where, times = cluster(40_000, 160), dict.fromkeys(LOADS, TIMES)
-    result = serve_fleet(where, times, LOADS, SPAN_S)
+    result = serve_fleet(where, times, LOADS, SPAN_S, ServingTerms())
     assert result.unserved == {"docs": len(LOADS["docs"])}
     assert result.by_model["docs"]["request_count"] == 0
 

@@ -13,7 +13,7 @@ from aqua_simulator.timing.iteration import BANDWIDTH_SHARE
 from aqua_simulator.whatif.cluster import Cluster, DeploymentList, cluster_of
 from aqua_simulator.whatif.fleet_day import serve_fleet
 from aqua_simulator.whatif.links import LoanTerms, PortTerms, SharedLinks, shared_links
-from aqua_simulator.whatif.members import Assumptions
+from aqua_simulator.whatif.members import Assumptions, ServingTerms
 from aqua_simulator.whatif.online import OnlineResult
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
@@ -147,10 +147,9 @@ def served(cluster: Cluster, **assumed: float) -> OnlineResult:
         dict.fromkeys(loads, TIMES),
         loads,
         SPAN_S,
-        is_harvesting=True,
-        is_fair=True,
-        short=("docs",),
-        assumed=Assumptions(**assumed),
+        ServingTerms(
+            is_harvesting=True, is_fair=True, short=("docs",), assumed=Assumptions(**assumed)
+        ),
     )
 
 

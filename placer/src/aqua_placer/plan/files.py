@@ -21,6 +21,7 @@ from aqua_placer.problem.instance import Instance, Placement
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN
 from aqua_protocol.leases import MAX_PAIRINGS, Pairing, PlacementPlan
 from aqua_protocol.plan import Plan
+from aqua_protocol.wire import first_fault
 
 REASON_LENGTH: Final = 512
 """Characters of a pairing's reason, fixed by the schema of the wire."""
@@ -35,10 +36,8 @@ def plan_from(document: Any, source: str) -> Plan:  # noqa: ANN401 - parsed JSON
     try:
         return Plan.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "top level"
         raise PlanInvalidError(
-            f"{source} is not a plan: {place}: {first['msg']}",
+            f"{source} is not a plan: {first_fault(error)}",
             remedy="Use a file that `aqua-place solve` or `replan` wrote with --output.",
         ) from error
 

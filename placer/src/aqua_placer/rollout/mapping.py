@@ -20,7 +20,7 @@ from pydantic.alias_generators import to_camel
 
 from aqua_placer.errors import MappingIncompleteError, MappingInvalidError
 from aqua_placer.problem.document import read_document
-from aqua_protocol.wire import Wire
+from aqua_protocol.wire import Wire, first_fault
 
 MAPPING_VERSION: Final = 1
 """Fixed: the form of the file; it grows when a reader of the old form would misread a new one."""
@@ -142,9 +142,7 @@ def read_mapping(path: Path | None) -> ClusterMapping:
     try:
         mapping = ClusterMapping.model_validate(read_document(path))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "top level"
-        raise MappingInvalidError(f"{path}: {place}: {first['msg']}") from error
+        raise MappingInvalidError(f"{path}: {first_fault(error)}") from error
     uuids = Counter(uuid for told in mapping.servers.values() for uuid in told.gpus or ())
     # Two servers may share a node, as halves that NVLink does not join, if their GPUs are said.
     nodes = Counter(told.node for told in mapping.servers.values() if told.node and not told.gpus)

@@ -18,6 +18,7 @@ from aqua_cli import write_json, write_text
 from aqua_client import CoordinatorClient
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_protocol.profile import ModelProfile, ProfileLabel, Provenance
+from aqua_protocol.wire import first_fault
 
 SECRET_OPTIONS: Final = ("--token", "--api-key")
 """Options whose values do not go into a profile."""
@@ -41,10 +42,9 @@ def read_profile(path: Path) -> ModelProfile:
     try:
         return ModelProfile.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "profile"
         raise ProfileInvalidError(
-            f"{path}: {place}: {first['msg']}", remedy="Give a file that aqua-profile wrote."
+            f"{path}: {first_fault(error, 'profile')}",
+            remedy="Give a file that aqua-profile wrote.",
         ) from error
 
 

@@ -174,64 +174,34 @@ def _cluster(
 def print_answer(answer: SavingsReport) -> None:
     """The answer as tables, the twin's errors first."""
     from aqua_simulator.whatif.report import (
-        CONTENTION_COLUMNS,
-        LATENCIES,
-        NUMBERS,
-        contention_rows,
+        Interval,
+        check_table,
+        contention_table,
         interval_text,
+        latency_table,
+        number_table,
     )
 
+    def milliseconds(found: Interval | None) -> str:
+        return "-" if found is None else f"{found.value * 1e3:.1f}"
+
     if answer.checks:
-        print_table(
-            "How far the simulation is off the recording",
-            ("model", "", "recorded", "simulated", "error, %"),
-            [
-                (
-                    row.model,
-                    row.name,
-                    f"{row.recorded:.4g}",
-                    f"{row.simulated:.4g}",
-                    f"{row.error_percent:+.1f}",
-                )
-                for row in answer.checks
-            ],
-        )
+        print_table(*check_table(answer))
     for finding in answer.findings:
         say(f"{finding.kind}: {finding.where}: {finding.message}")
     typer.echo(
         f"{answer.gpu_count} GPUs over {answer.hours:.2f} h, idle for "
         f"{interval_text(answer.idle_gpu_hours)} GPU h"
     )
+    _, columns, rows = number_table(answer)
     print_table(
-        "What Aqua would bring: the recorded day (least to most of all days)",
-        ("", "with", "", "unit"),
-        [
-            (text, each.scenario, interval_text(each.numbers[key]), unit)
-            for key, (text, unit) in NUMBERS.items()
-            for each in answer.outlooks
-            if key in each.numbers
-        ],
+        "What Aqua would bring: the recorded day (least to most of all days)", columns, rows
     )
-    print_table(
-        "Latencies of the recorded day, ms",
-        ("model", "with", *(key.removesuffix("_s").replace("_", " ") for key in LATENCIES)),
-        [
-            (
-                model,
-                each.scenario,
-                *(f"{found[key].value * 1e3:.1f}" if key in found else "-" for key in LATENCIES),
-            )
-            for model in answer.outlooks[0].latencies
-            for each in answer.outlooks
-            for found in [each.latencies[model]]
-        ],
-    )
+    _, columns, rows = latency_table(answer, milliseconds)
+    print_table("Latencies of the recorded day, ms", columns, rows)
     if answer.contention:
-        print_table(
-            "What sharing links and memory costs, on the recorded day",
-            CONTENTION_COLUMNS,
-            contention_rows(answer),
-        )
+        title, columns, rows = contention_table(answer)
+        print_table(f"{title}, on the recorded day", columns, rows)
     if answer.swings:
         _print_swings(answer)
     for remark in answer.remarks:

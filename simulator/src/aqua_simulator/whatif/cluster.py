@@ -24,6 +24,7 @@ from aqua_protocol.decoders import DecoderModel, decoder_named
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_protocol.plan import Plan
+from aqua_protocol.wire import first_fault
 from aqua_simulator.serving.recordings import catalogued, decoder_called
 from aqua_simulator.serving.setup import BLOCK_TOKENS, kv_block_count
 from aqua_simulator.timing.contention import FAIR_SHARE, Interference
@@ -190,9 +191,8 @@ def read_cluster(path: Path) -> tuple[Cluster, list[InputFinding]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", remedy=_FORM) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        raise ConfigError(f"{path}: {where}: {first['msg']}", remedy=_FORM) from error
+        fault = first_fault(error, "the document")
+        raise ConfigError(f"{path}: {fault}", remedy=_FORM) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {error}", remedy=_FORM) from error
     return cluster_of(listed, str(path))

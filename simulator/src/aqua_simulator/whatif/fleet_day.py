@@ -26,6 +26,7 @@ from aqua_simulator.whatif.links import SharedLinks
 from aqua_simulator.whatif.members import (
     Assumptions,
     Member,
+    ServingTerms,
     lenders_of,
     links_of,
     members_of,
@@ -80,31 +81,26 @@ def merged(models: Sequence[str], loads: Mapping[str, ModelLoad], assumed: Assum
     )
 
 
-def serve_fleet(  # noqa: PLR0913 - as `serve_day`
+def serve_fleet(
     cluster: Cluster,
     times: Mapping[str, StepCoefficients],
     loads: Mapping[str, ModelLoad],
     span_s: float,
+    terms: ServingTerms,
     *,
-    is_harvesting: bool = False,
-    is_fair: bool = False,
-    short: Sequence[str] = (),
-    assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> OnlineResult:
     """Serve the requests of all models.
 
     Args:
-        short: Models whose memory ran short without Aqua: the consumers.
         on_progress: Told the share of the day that is over.
     """
-    span_s /= assumed.load
-    members = members_of(cluster, times, is_harvesting, is_fair, short, assumed)
+    span_s /= terms.assumed.load
+    members = members_of(cluster, times, terms)
     models = list(members)
-    requests = merged(models, loads, assumed)
-    links = links_of(cluster, members, assumed)
-    fleet = _fleet(members, times, requests, span_s, assumed, links, is_fair=is_fair)
-    fleet = _driven(fleet, span_s, on_progress)
+    requests = merged(models, loads, terms.assumed)
+    links = links_of(cluster, members, terms.assumed)
+    fleet = _driven(_fleet(members, times, requests, span_s, terms, links), span_s, on_progress)
     by_model: dict[str, dict[str, Any]] = {}
     for index, name in enumerate(models):
         mine = fleet.is_served & (fleet.model == index)
@@ -140,15 +136,12 @@ def recording_of(
     span_s: float,
 ) -> dict[str, ModelLoad]:
     """The same requests with the latencies that simulated engines without Aqua would have shown."""
-    assumed = Assumptions()
-    members = members_of(
-        cluster, times, is_harvesting=False, is_fair=False, short=(), assumed=assumed
-    )
+    terms = ServingTerms()
+    members = members_of(cluster, times, terms)
     models = list(members)
-    requests = merged(models, loads, assumed)
-    links = links_of(cluster, members, assumed)
-    fleet = _fleet(members, times, requests, span_s, assumed, links, is_fair=False)
-    fleet = _driven(fleet, span_s, lambda _: None)
+    requests = merged(models, loads, terms.assumed)
+    links = links_of(cluster, members, terms.assumed)
+    fleet = _driven(_fleet(members, times, requests, span_s, terms, links), span_s, lambda _: None)
     made = {}
     for name, load in loads.items():
         mine = np.flatnonzero((fleet.model == models.index(name)) & fleet.is_served)
@@ -214,10 +207,8 @@ def _fleet(
     times: Mapping[str, StepCoefficients],
     requests: Requests,
     span_s: float,
-    assumed: Assumptions,
+    terms: ServingTerms,
     links: SharedLinks,
-    *,
-    is_fair: bool,
 ) -> FleetState:
     """All engines before their first request, with who lends to whom."""
     everyone = [each for mine in members.values() for each in mine]
@@ -225,8 +216,8 @@ def _fleet(
     for index, member in enumerate(everyone):
         model = list(members).index(member.model)
         known = times[member.model]
-        law = replace(known, speed=known.speed * assumed.speed).law(member.shape)
-        fields = {**_engine_fields(member), **asdict(law), "model": model, "is_fair": is_fair}
+        law = replace(known, speed=known.speed * terms.assumed.speed).law(member.shape)
+        fields = {**_engine_fields(member), **asdict(law), "model": model, "is_fair": terms.is_fair}
         for name, value in fields.items():
             engines[index][name] = value
     widest = int(engines["max_running"].max())
@@ -240,7 +231,7 @@ def _fleet(
     count, asked = len(everyone), len(requests.arrival_s)
     clock = record(
         ClockRecord(
-            span_s, assumed.reserve_share, int(links.is_on), 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0
+            span_s, terms.assumed.reserve_share, int(links.is_on), 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0
         )
     )
     return FleetState(

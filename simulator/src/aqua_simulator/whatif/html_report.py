@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Final
 from aqua_cli.figures import AMBER, BLUE, figure
 from aqua_cli.files import write_text
 from aqua_simulator.whatif.report import (
-    CONTENTION_COLUMNS,
-    LATENCIES,
     NUMBERS,
     Interval,
+    ReportTable,
     SavingsReport,
-    contention_rows,
+    check_table,
+    contention_table,
     interval_text,
+    latency_table,
+    number_table,
 )
 
 if TYPE_CHECKING:
@@ -57,56 +59,22 @@ def write_report(path: Path, report: SavingsReport) -> None:
         "<h1>What Aqua would save</h1>",
         f"<p>{report.gpu_count} GPUs over {report.hours:.2f} recorded hours</p>",
         f"<p>Idle: {_text(report.idle_gpu_hours)} GPU hours. {BRACKETS}</p>",
-        "<h2>How far the simulation is off the recording</h2>",
-        _table(
-            ("model", "", "recorded", "simulated", "error, %"),
-            [
-                (
-                    *(row.model, row.name, f"{row.recorded:.4g}", f"{row.simulated:.4g}"),
-                    f"{row.error_percent:+.1f}",
-                )
-                for row in report.checks
-            ],
-        )
+        _section(check_table(report))
         if report.checks
-        else "<p>Unchecked: nothing was recorded that the simulation could be held to.</p>",
+        else "<h2>How far the simulation is off the recording</h2>\n"
+        "<p>Unchecked: nothing was recorded that the simulation could be held to.</p>",
         "<h2>What is wrong with the input</h2>",
         _list(
             [f"{one.kind}: {one.where}: {one.message}" for one in report.findings] or ["Nothing."]
         ),
         "<h2>The recorded day</h2>",
         rates,
-        "<h2>What Aqua would bring</h2>",
-        savings,
-        _table(
-            ("", "with", "", "unit"),
-            [
-                (text, each.scenario, _text(each.numbers[key]), unit)
-                for key, (text, unit) in NUMBERS.items()
-                for each in report.outlooks
-                if key in each.numbers
-            ],
-        ),
-        "<h2>Latencies, ms</h2>",
-        _table(
-            ("model", "with", *(key.removesuffix("_s").replace("_", " ") for key in LATENCIES)),
-            [
-                (
-                    model,
-                    each.scenario,
-                    *(_text(each.latencies[model].get(k), 1e3) for k in LATENCIES),
-                )
-                for model in report.outlooks[0].latencies
-                for each in report.outlooks
-            ],
-        ),
+        _section(number_table(report), savings),
+        _section(latency_table(report, lambda found: _text(found, 1e3))),
     ]
     if report.contention:
-        sections += [
-            "<h2>What sharing links and memory costs</h2>",
-            f"<p>On the recorded day. Beside kernels: {escape(report.interference or '')}.</p>",
-            _table(CONTENTION_COLUMNS, contention_rows(report)),
-        ]
+        curve = f"<p>On the recorded day. Beside kernels: {escape(report.interference or '')}.</p>"
+        sections.append(_section(contention_table(report), curve))
     if report.swings:
         sections += [
             "<h2>Which assumption matters most</h2>",
@@ -144,6 +112,12 @@ def write_report(path: Path, report: SavingsReport) -> None:
 
 def _text(found: Interval | None, factor: float = 1.0) -> str:
     return interval_text(found, factor) or "-"
+
+
+def _section(table: ReportTable, *above: str) -> str:
+    """A table under its heading, and what stands between them."""
+    parts = (f"<h2>{table.title}</h2>", *above, _table(table.columns, table.rows))
+    return "\n".join(parts)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,14 +7,14 @@ on nothing else, so that any number of processes give the same. They are spawned
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import Cluster
 from aqua_simulator.whatif.fleet_day import serve_fleet
-from aqua_simulator.whatif.members import Assumptions
+from aqua_simulator.whatif.members import Assumptions, ServingTerms
 from aqua_simulator.whatif.offline import (
     CoServingSample,
     blended_gain,
@@ -70,41 +70,20 @@ class SimulationInput:
         self,
         cluster: Cluster,
         seed: int,
-        models: Iterable[str],
-        *,
-        is_harvesting: bool,
-        is_fair: bool,
-        short: Sequence[str],
-        assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
+        terms: ServingTerms,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> OnlineResult:
-        """A day of some models' online requests on a cluster."""
-        loads = {name: load for name in models if (load := self.load(seed, name)) is not None}
+        """A day of the online requests of a cluster's models."""
+        loads = {
+            name: load for name in cluster.engines if (load := self.load(seed, name)) is not None
+        }
+        span_s, assumed = self.day.span_s, terms.assumed
         if not self.is_exact:
-            return serve_fleet(
-                cluster,
-                self.times,
-                loads,
-                self.day.span_s,
-                is_harvesting=is_harvesting,
-                is_fair=is_fair,
-                short=short,
-                assumed=assumed,
-                on_progress=on_progress,
-            )
+            return serve_fleet(cluster, self.times, loads, span_s, terms, on_progress=on_progress)
         requests: dict[str, list[Arrival]] = {name: [] for name in cluster.engines}
         for name, load in loads.items():
             requests[name] = load.arrivals(load=assumed.load, outputs=assumed.outputs)
-        return serve_day(
-            cluster,
-            self.times,
-            requests,
-            self.day.span_s,
-            is_harvesting=is_harvesting,
-            is_fair=is_fair,
-            short=short,
-            assumed=assumed,
-        )
+        return serve_day(cluster, self.times, requests, span_s, terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +102,9 @@ class OnlineJob:
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> OnlineResult:
         """Serve it."""
-        cluster = everywhere(background.cluster) if self.is_replaced else background.cluster
-        return background.serve(
-            cluster,
-            self.seed,
-            cluster.engines,
-            is_harvesting=self.is_harvesting,
-            is_fair=self.is_fair,
-            short=background.short,
-            assumed=self.assumed,
-            on_progress=on_progress,
-        )
+        cluster = on_one_server(background.cluster) if self.is_replaced else background.cluster
+        terms = ServingTerms(self.is_harvesting, self.is_fair, background.short, self.assumed)
+        return background.serve(cluster, self.seed, terms, on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +187,9 @@ class CapacityJob:
         # Without Aqua models do not meet; the one is enough.
         others = background.cluster.engines if self.has_aqua else {}
         cluster = replace(background.cluster, engines={**others, self.model: fewer})
-        day = background.serve(
-            cluster,
-            self.seed,
-            cluster.engines,
-            is_harvesting=self.has_aqua,
-            is_fair=self.has_aqua,
-            short=(*background.short, self.model) if self.has_aqua else (),
-        )
-        return keeps_targets(background, self.model, day)
+        short = (*background.short, self.model) if self.has_aqua else ()
+        terms = ServingTerms(is_harvesting=self.has_aqua, is_fair=self.has_aqua, short=short)
+        return keeps_targets(background, self.model, background.serve(cluster, self.seed, terms))
 
 
 def targets(background: SimulationInput, model: str) -> tuple[float, float]:
@@ -247,7 +212,7 @@ def keeps_targets(background: SimulationInput, model: str, day: OnlineResult) ->
     )
 
 
-def everywhere(cluster: Cluster) -> Cluster:
+def on_one_server(cluster: Cluster) -> Cluster:
     """The cluster with all consumers beside all producers: what re-placement could give at most."""
     engines = {
         name: replace(shape, deployed=shape.deployed.model_copy(update={"server": ""}))

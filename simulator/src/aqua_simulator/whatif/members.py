@@ -55,6 +55,20 @@ class Assumptions:
     contention: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class ServingTerms:
+    """Under which parts of Aqua, and assumptions, a day is served.
+
+    Attributes:
+        short: Models whose memory ran short without Aqua: the consumers.
+    """
+
+    is_harvesting: bool = False
+    is_fair: bool = False
+    short: Sequence[str] = ()
+    assumed: Assumptions = Assumptions()
+
+
 @dataclass(slots=True, eq=False)
 class LenderGpu:
     """A GPU of another engine with unused memory, and who borrows it."""
@@ -145,45 +159,34 @@ def lenders_of(members: Mapping[str, Sequence[Member]]) -> tuple[str, ...]:
 
 
 def members_of(
-    cluster: Cluster,
-    times: Mapping[str, StepCoefficients],
-    is_harvesting: bool,  # noqa: FBT001 - both are the caller's words
-    is_fair: bool,  # noqa: FBT001
-    short: Sequence[str],
-    assumed: Assumptions,
+    cluster: Cluster, times: Mapping[str, StepCoefficients], terms: ServingTerms
 ) -> dict[str, list[Member]]:
     """All engines by model, before the first request, with who lends to whom."""
-    members: dict[str, list[Member]] = {}
-    for name, shape in cluster.engines.items():
-        coefficients = times[name]
-        members[name] = [
-            _member(cluster, name, index, shape, coefficients, is_harvesting, is_fair, assumed)
+    members = {
+        name: [
+            _member(cluster, name, index, times[name], terms)
             for index in range(shape.deployed.replicas)
         ]
-    if is_harvesting:
-        _match(cluster, members, short)
+        for name, shape in cluster.engines.items()
+    }
+    if terms.is_harvesting:
+        _match(cluster, members, terms.short)
     return members
 
 
 def _member(
-    cluster: Cluster,
-    name: str,
-    index: int,
-    shape: EngineShape,
-    coefficients: StepCoefficients,
-    is_harvesting: bool,  # noqa: FBT001 - private
-    is_fair: bool,  # noqa: FBT001
-    assumed: Assumptions,
+    cluster: Cluster, name: str, index: int, coefficients: StepCoefficients, terms: ServingTerms
 ) -> Member:
+    shape, assumed = cluster.engines[name], terms.assumed
     deployed, kv = shape.deployed, shape.model.kv_bytes_per_token
-    rates = tuple(
+    peer, host = (
         assumed.link * deployed.tp * cluster.link_bytes_per_s(name, is_peer=is_peer)
         for is_peer in (True, False)
     )
     host_tokens = int(cluster.listed.host_gb * 1e9 // kv)
     store = None
-    if is_harvesting or is_fair:
-        store = PageStore(name, host_tokens, rates[1], location=PagingTier.HOST)
+    if terms.is_harvesting or terms.is_fair:
+        store = PageStore(name, host_tokens, host, location=PagingTier.HOST)
     times = replace(coefficients, speed=coefficients.speed * assumed.speed)
     engine = Engine(
         f"{name}-{index}",
@@ -193,9 +196,8 @@ def _member(
         times.iteration_time(shape),
         PagedMemory(max(1, int(shape.block_count * assumed.memory)), BLOCK_TOKENS),
         store,
-        policy_named(PolicyName.best() if is_fair else PolicyName.FCFS),
+        policy_named(PolicyName.best() if terms.is_fair else PolicyName.FCFS),
     )
-    peer, host = rates
     return Member(
         name,
         shape,

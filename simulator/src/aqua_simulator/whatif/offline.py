@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from math import isnan
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -193,6 +195,18 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
     starts = [index * part_s + offset for index in range(sample_count)]
     if sample_count * length_s >= span_s:
         starts, length_s = [0.0], span_s
+    engine = partial(
+        _engine,
+        cluster,
+        name,
+        coefficients,
+        online=online,
+        is_peer=is_peer,
+        is_fair=is_fair,
+        order=order,
+        seed=seed,
+        assumed=assumed,
+    )
     both: list[tuple[CoServingRun, float]] = []
     alone: list[tuple[CoServingRun, float]] = []
     for index, start_s in enumerate(starts):
@@ -208,19 +222,7 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
                 for each in load.arrivals(rows, load=assumed.load, outputs=assumed.outputs)
             ]
         for has_offline, runs in ((True, both), (False, alone)):
-            engine = _engine(
-                cluster,
-                name,
-                coefficients,
-                online,
-                is_peer=is_peer,
-                is_fair=is_fair,
-                order=order,
-                has_offline=has_offline,
-                seed=seed,
-                assumed=assumed,
-            )
-            runs.append((engine.run(mine, warm_s + length_s), warm_s))
+            runs.append((engine(has_offline=has_offline).run(mine, warm_s + length_s), warm_s))
 
     def mean(runs: Sequence[tuple[CoServingRun, float]], of: str) -> float:
         rows = [
@@ -249,18 +251,7 @@ def dedicated_tokens_per_s(
 
     Over as long as the samples last: both begin with an empty engine.
     """
-    engine = _engine(
-        cluster,
-        name,
-        coefficients,
-        {},
-        is_peer=False,
-        is_fair=False,
-        order=None,
-        has_offline=True,
-        seed=seed,
-        assumed=Assumptions(),
-    )
+    engine = _engine(cluster, name, coefficients, seed=seed)
     found = engine.run((), WARM_S + sample_s)
     return found.tokens_per_s(WARM_S, WARM_S + sample_s, ServiceClass.OFFLINE)
 
@@ -269,14 +260,14 @@ def _engine(  # noqa: PLR0913 - private
     cluster: Cluster,
     name: str,
     coefficients: StepCoefficients,
-    online: Mapping[str, float],
     *,
-    is_peer: bool,
-    is_fair: bool,
-    order: Sequence[int] | None,
-    has_offline: bool,
     seed: int,
-    assumed: Assumptions,
+    online: Mapping[str, float] = MappingProxyType({}),
+    is_peer: bool = False,
+    is_fair: bool = False,
+    order: Sequence[int] | None = None,
+    has_offline: bool = True,
+    assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
 ) -> CoServingEngine:
     shape = cluster.engines[name]
     deployed, model = shape.deployed, shape.model

@@ -26,6 +26,7 @@ from aqua_simulator.whatif.links import LinkUse, SharedLinks
 from aqua_simulator.whatif.members import (
     Assumptions,
     Member,
+    ServingTerms,
     lenders_of,
     links_of,
     members_of,
@@ -90,22 +91,16 @@ def serve_day(
     times: Mapping[str, StepCoefficients],
     requests: Mapping[str, Sequence[Arrival]],
     span_s: float,
-    *,
-    is_harvesting: bool = False,
-    is_fair: bool = False,
-    short: Sequence[str] = (),
-    assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
+    terms: ServingTerms,
 ) -> OnlineResult:
     """Serve the requests of all models.
-
-    Args:
-        short: Models whose memory ran short without Aqua: the consumers.
 
     Raises:
         ConfigError: A model has no request that fits in its memory.
     """
+    assumed = terms.assumed
     span_s /= assumed.load
-    members = members_of(cluster, times, is_harvesting, is_fair, short, assumed)
+    members = members_of(cluster, times, terms)
     clock = _Clock(members, span_s, assumed, links_of(cluster, members, assumed))
     clock.drive(requests)
     by_model: dict[str, dict[str, Any]] = {}

@@ -6,8 +6,9 @@ ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from aqua_simulator.whatif.cluster import InputFinding
 
@@ -131,28 +132,79 @@ NUMBERS: Final[dict[str, tuple[str, str]]] = {
 """Names of an outlook's numbers: for people, and their unit."""
 
 
-CONTENTION_COLUMNS: Final = (
-    *("", "with", "copies run, % of time", "kernels longer, %", "worst second"),
-    *("p99 TTFT, %", "mean TPOT, %"),
-)
+class ReportTable(NamedTuple):
+    """A table of the report as text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]]
 
 
-def contention_rows(report: SavingsReport) -> list[tuple[str, ...]]:
-    """The costs of contention as text, in `CONTENTION_COLUMNS`."""
-    return [
+def check_table(report: SavingsReport) -> ReportTable:
+    """The simulated day beside the recorded one; no rows where nothing can be compared."""
+    return ReportTable(
+        "How far the simulation is off the recording",
+        ("model", "", "recorded", "simulated", "error, %"),
+        [
+            (
+                *(row.model, row.name, f"{row.recorded:.4g}", f"{row.simulated:.4g}"),
+                f"{row.error_percent:+.1f}",
+            )
+            for row in report.checks
+        ],
+    )
+
+
+def number_table(report: SavingsReport) -> ReportTable:
+    """What each scenario brings, by the names of `NUMBERS`."""
+    return ReportTable(
+        "What Aqua would bring",
+        ("", "with", "", "unit"),
+        [
+            (text, each.scenario, interval_text(each.numbers[key]), unit)
+            for key, (text, unit) in NUMBERS.items()
+            for each in report.outlooks
+            if key in each.numbers
+        ],
+    )
+
+
+def latency_table(report: SavingsReport, text_of: Callable[[Interval | None], str]) -> ReportTable:
+    """Latencies by model and scenario, each as `text_of` writes it."""
+    return ReportTable(
+        "Latencies, ms",
+        ("model", "with", *(key.removesuffix("_s").replace("_", " ") for key in LATENCIES)),
+        [
+            (model, each.scenario, *(text_of(each.latencies[model].get(key)) for key in LATENCIES))
+            for model in report.outlooks[0].latencies
+            for each in report.outlooks
+        ],
+    )
+
+
+def contention_table(report: SavingsReport) -> ReportTable:
+    """The costs of contention by model or lender and scenario."""
+    return ReportTable(
+        "What sharing links and memory costs",
         (
-            each.name,
-            each.scenario,
-            f"{each.copying_percent:.2g}",
-            f"{each.kernels_percent:.2g}",
-            f"{each.worst_percent:.2g}",
-            *(
-                "-" if value is None else f"{value:+.2f}"
-                for value in (each.ttft_p99_percent, each.tpot_mean_percent)
-            ),
-        )
-        for each in report.contention
-    ]
+            *("", "with", "copies run, % of time", "kernels longer, %", "worst second"),
+            *("p99 TTFT, %", "mean TPOT, %"),
+        ),
+        [
+            (
+                each.name,
+                each.scenario,
+                f"{each.copying_percent:.2g}",
+                f"{each.kernels_percent:.2g}",
+                f"{each.worst_percent:.2g}",
+                *(
+                    "-" if value is None else f"{value:+.2f}"
+                    for value in (each.ttft_p99_percent, each.tpot_mean_percent)
+                ),
+            )
+            for each in report.contention
+        ],
+    )
 
 
 def interval_text(found: Interval | None, factor: float = 1.0) -> str:
