@@ -268,11 +268,11 @@ class BatchRun:
         self._productive.discard(node)
         self._assigned[node] = rows
         lengths = prepared.lengths if prepared is not None else self._lengths(rows)
-        wishes = [self._wish(row) for row in rows.tolist()]
-        share = Share(self._prompts.keep(rows), lengths, wishes, policy, self.cost, prepared)
+        sampling = [self._sampling_of(row) for row in rows.tolist()]
+        share = Share(self._prompts.keep(rows), lengths, sampling, policy, self.cost, prepared)
         self.fleet.begin(node, share)
 
-    def _wish(self, row: int) -> Mapping[str, Any]:
+    def _sampling_of(self, row: int) -> Mapping[str, Any]:
         """The sampling fields of a row."""
         index, limit = int(self._owner[row]), int(self._prompts.limit[row])
         fields = {**self.tokenized.sampling[index], "max_tokens": limit}

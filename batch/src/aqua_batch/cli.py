@@ -128,11 +128,11 @@ def order(  # noqa: PLR0917 - Typer's options
     errors_path = errors or _beside(output, ".errors.jsonl")
     _refuse_same(source, output, report_path, report_path.with_suffix(".png"), errors_path)
     target = describe(gpu, model, capacity_tokens=kv_tokens, longest_tokens=max_model_len)
-    words = load_tokenizer(tokenizer)
-    _say_fallback(words)
+    loaded = load_tokenizer(tokenizer)
+    _say_fallback(loaded)
     batch = _read(source)
     tokenized = _tokenized(
-        batch, words, target.longest_tokens, target.capacity_tokens, errors_path, to_run=False
+        batch, loaded, target.longest_tokens, target.capacity_tokens, errors_path, to_run=False
     )
     prepared = plan(tokenized, target, read_lengths(lengths) if lengths else {})
     chosen = policy_for(
@@ -151,7 +151,7 @@ def order(  # noqa: PLR0917 - Typer's options
         entries = [tokenized.entries[index] for index in owners]
         for line in batch.lines(entries):
             file.write(line + b"\n")
-    summary = plan_report(tokenized, prepared, course, target, words, policy.value)
+    summary = plan_report(tokenized, prepared, course, target, loaded, policy.value)
     write_json(report_path, summary)
     draw_usage(course, report_path.with_suffix(".png"))
     if as_json:
@@ -216,7 +216,7 @@ def run(  # noqa: PLR0917 - as above
             remedy="Say how many: --nodes N.",
         )
     batch = _read(source)
-    words = load_tokenizer(tokenizer or model)
+    loaded = load_tokenizer(tokenizer or model)
     with ResultJournal(output) as journal, ExitStack() as stack:
         resumed = len(journal.finished)
         options = {"tokenizer": tokenizer or model, **options}
@@ -229,7 +229,7 @@ def run(  # noqa: PLR0917 - as above
             )
         facts = fleet.facts
         tokenized = _tokenized(
-            batch, words, facts.longest_tokens, facts.capacity_tokens, errors_path, to_run=True
+            batch, loaded, facts.longest_tokens, facts.capacity_tokens, errors_path, to_run=True
         )
         target = describe(
             gpu,
@@ -319,7 +319,7 @@ def _read(source: Path) -> BatchFile:
 
 def _tokenized(
     batch: BatchFile,
-    words: Tokenizer,
+    tokenizer: Tokenizer,
     longest_tokens: int | None,
     capacity_tokens: int,
     errors_path: Path,
@@ -332,7 +332,7 @@ def _tokenized(
     with progress("tokenising", len(batch.entries)) as shown:
         tokenized = tokenize(
             batch,
-            words,
+            tokenizer,
             longest_tokens=longest_tokens,
             capacity_tokens=capacity_tokens,
             to_run=to_run,

@@ -129,7 +129,7 @@ def tokenize(
     rejections = list(batch.rejections)
     flat = array("i")
     ends, known, limits, owner = [0], [], [], []
-    wishes: list[Mapping[str, Any]] = []
+    samplings: list[Mapping[str, Any]] = []
     shared: dict[str, Mapping[str, Any]] = {}
     longest = min(longest_tokens or NO_LIMIT, capacity_tokens)
     holder = "memory" if longest == capacity_tokens else "model"
@@ -152,8 +152,8 @@ def tokenize(
                         limits.append(room if limit is None else min(limit, room))
                 entries.append(entry)
                 if to_run:
-                    wish = sampling(body)
-                    wishes.append(shared.setdefault(json.dumps(wish), wish))
+                    fields = sampling(body)
+                    samplings.append(shared.setdefault(json.dumps(fields), fields))
                 continue
             message = f"the prompt has {size} tokens, the {holder} holds {longest}"
             found = Rejection(entry.line, RejectionCode.CONTEXT_LENGTH, message, entry.custom_id)
@@ -168,7 +168,7 @@ def tokenize(
             np.array(limits, dtype=np.int32),
         ),
         np.array(owner, dtype=np.int32),
-        wishes,
+        samplings,
         rejections,
     )
 

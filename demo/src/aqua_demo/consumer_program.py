@@ -142,7 +142,7 @@ def run(settings: ConsumerSettings, parent: Parent) -> None:
     if parent.finished.is_set():
         return
     if settings.coordinator_url is None:
-        parent.tell(refer(settings, parent, generation))
+        parent.tell(generate_reference(settings, parent, generation))
         return
     with (
         aqualib.connect(
@@ -165,7 +165,7 @@ def run(settings: ConsumerSettings, parent: Parent) -> None:
         ) as cache,
     ):
         wait_for_memory(scale.offer_bytes, parent, aqua)
-        parent.tell(harvest(settings, parent, generation, cache, aqua))
+        parent.tell(generate_on_borrowed(settings, parent, generation, cache, aqua))
 
 
 def wait_for_memory(wanted_bytes: int, parent: Parent, aqua: aqualib.Aqua) -> None:
@@ -182,7 +182,9 @@ def wait_for_memory(wanted_bytes: int, parent: Parent, aqua: aqualib.Aqua) -> No
     )
 
 
-def refer(settings: ConsumerSettings, parent: Parent, generation: Generation) -> ConsumerResult:
+def generate_reference(
+    settings: ConsumerSettings, parent: Parent, generation: Generation
+) -> ConsumerResult:
     """Generate without interruption, everything on the own device."""
 
     def watch() -> None:
@@ -192,7 +194,7 @@ def refer(settings: ConsumerSettings, parent: Parent, generation: Generation) ->
         return generation.run(DynamicCache(config=generation.config), settings.answer_lengths or ())
 
 
-def harvest(
+def generate_on_borrowed(
     settings: ConsumerSettings,
     parent: Parent,
     generation: Generation,
