@@ -42,7 +42,7 @@ PLANT ?=
 JSON ?=
 
 # `make gpu`: the same steps without a GPU; steps by name, with commas; minutes of a run, 18 if
-# empty; and where its records are.
+# empty (30 of `make soak-engine`); and where its records are.
 STAND_IN ?=
 MINUTES ?=
 RECORDS ?=
@@ -180,6 +180,11 @@ gpu-walk: $(READY) ## Walk 10^5 random operations on a GPU that is not there, an
 soak: $(READY) ## Run a real cluster under faults for HOURS=1: nothing may grow or get lost; resumes
 	PYTHONPATH=tests $(PY) -m harness.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(PLANT),--plant $(PLANT)) $(if $(JSON),--json)
+
+.PHONY: soak-engine
+soak-engine: .venv-engine/.ready ## Run a real vLLM in a storm for MINUTES=30: no answer may change, nothing may be left
+	PYTHONPATH=tests .venv-engine/bin/python -m harness.soak_engine $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Search with random examples for FUZZ_MINUTES=10; prints how to repeat a failure

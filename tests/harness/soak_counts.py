@@ -62,7 +62,7 @@ def count_all(cluster: SoakCluster) -> tuple[Counts, Details]:
     pids = {name: process.pid for name, process in cluster.processes.items()}
     pids[STORE] = cluster.store.pid
     for name, pid in pids.items():
-        counts[name], kinds = _of_process(pid)
+        counts[name], kinds = of_process(pid)
         details[f"{name} fds"] = dict(kinds)
     for name in COORDINATORS:
         lines = cluster.get(name, "metrics").text.splitlines()
@@ -72,7 +72,7 @@ def count_all(cluster: SoakCluster) -> tuple[Counts, Details]:
         details[f"{name} series"] = dict(series)
     with cluster.client() as client:
         counts[STORE] |= _of_store(client, details)
-    slabs = {inode for pid in pids.values() for inode in _slabs_of(pid)}
+    slabs = {inode for pid in pids.values() for inode in slabs_of(pid)}
     ours = str(cluster.directory)
     listening = [line for line in Path("/proc/net/unix").read_text().splitlines() if ours in line]
     counts[WHOLE] = {
@@ -84,7 +84,8 @@ def count_all(cluster: SoakCluster) -> tuple[Counts, Details]:
     return counts, details
 
 
-def _of_process(pid: int) -> tuple[dict[str, float], Counter[str]]:
+def of_process(pid: int) -> tuple[dict[str, float], Counter[str]]:
+    """What a process has: descriptors, threads, memory; and its descriptors by kind."""
     status = dict(
         line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -102,7 +103,7 @@ def _of_process(pid: int) -> tuple[dict[str, float], Counter[str]]:
     }, kinds
 
 
-def _slabs_of(pid: int) -> set[int]:
+def slabs_of(pid: int) -> set[int]:
     """Inodes of the slabs that a process maps or has open."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     inodes = {int(inode) for inode in re.findall(r"(\d+) +/memfd:aqua-slab", maps)}

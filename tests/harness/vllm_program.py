@@ -28,6 +28,20 @@ OFFER_WITHIN_S: Final = HANG_S
 BLOCK_TOKENS: Final = 32
 """The smallest block of vLLM's attention for CPUs."""
 
+STOCK: Final[dict[str, Any]] = {
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 24,
+    "block_size": BLOCK_TOKENS,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "gpu_memory_utilization": 0.1,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+"""Arguments of `vllm.LLM` unless a scenario has others: an engine whose memory is soon short."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -135,7 +149,8 @@ def run(scenario: Scenario, **environment: str) -> dict[str, Any]:
 # --- The program ----------------------------------------------------------------------------
 
 
-def _prompts(scenario: Scenario) -> list[list[int]]:
+def prompts_of(scenario: Scenario) -> list[list[int]]:
+    """Its prompts, shape (request_count, tokens), always the same."""
     rng = random.Random(1)
     shared = [rng.randrange(2, 320) for _ in range(scenario.shared_tokens)]
     low, high = scenario.prompt_tokens
@@ -145,22 +160,11 @@ def _prompts(scenario: Scenario) -> list[list[int]]:
     ]
 
 
-def _engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
+def make_engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
+    """A vLLM `LLMEngine` in this process."""
     from vllm import LLM
 
-    options: dict[str, Any] = {
-        "max_model_len": 512,
-        "num_gpu_blocks_override": 24,
-        "block_size": BLOCK_TOKENS,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 16,
-        "gpu_memory_utilization": 0.1,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "seed": 0,
-        **scenario.engine,
-    }
+    options: dict[str, Any] = {**STOCK, **scenario.engine}
     if scenario.overlaps_steps:
         from harness.overlapping_steps import allow_overlapping_steps
 
@@ -201,10 +205,10 @@ def _main(scenario: Scenario) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
     from vllm import SamplingParams
 
-    engine = _engine(scenario)
-    worker = _worker(scenario)
+    engine = make_engine(scenario)
+    worker = find_worker(scenario)
     _before_step(scenario, 0, engine, worker)
-    prompts = _prompts(scenario)
+    prompts = prompts_of(scenario)
 
     def add(turn: int | str) -> None:
         for index, prompt in enumerate(prompts):
@@ -216,7 +220,7 @@ def _main(scenario: Scenario) -> None:
             )
             engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
 
-    steps = _Steps(engine)
+    steps = Steps(engine)
     tokens: dict[str, list[int]] = {}
     step = 0
     has_waved = False
@@ -250,7 +254,7 @@ def _told(scenario: Scenario, index: int) -> dict[str, str] | None:
     return {"aqua_class": "offline" if index % scenario.online_every else "online"}
 
 
-class _Steps:
+class Steps:
     """An engine's steps; if nothing comes of them for long, an error that says how it stands."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -317,7 +321,8 @@ def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
         threading.Event().wait(0.01)
 
 
-def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or None
+def find_worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or None
+    """What pages for the engine of this process, once it has leased what the scenario awaits."""
     if scenario.aqua is None:
         return None
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -333,19 +338,19 @@ def _worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or N
     if scenario.await_leased_bytes and not scenario.joins_at_pause:
         _await_leases(scenario, worker.aqua)
     if scenario.zeroes_loads:
-        _zero_loads(worker)
+        zero_loads(worker)
     return worker
 
 
 def _in_round(scenario: Scenario, turn: int, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - as above
     """What the scenario wants to happen before a step that is counted from its round's first."""
     if step == 1 and 0 < scenario.zeroes_from_round == turn:
-        _zero_loads(worker)
+        zero_loads(worker)
     if scenario.evict_at_step:
         _evict_or_resume(engine, is_time=step == scenario.evict_at_step)
 
 
-def _zero_loads(worker: Any) -> None:  # noqa: ANN401 - a KvPagingWorker
+def zero_loads(worker: Any) -> None:  # noqa: ANN401 - a KvPagingWorker
     """Have what is paged in be zeroes from now on."""
     page_in = worker.store.page_in
 
@@ -369,12 +374,12 @@ def _evict_or_resume(engine: Any, *, is_time: bool) -> None:  # noqa: ANN401 - v
 
 def _pinned(scenario: Scenario) -> dict[str, list[int]]:
     """The longest prompts, by what they are called when they are asked for again."""
-    prompts = _prompts(scenario)
+    prompts = prompts_of(scenario)
     longest = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     return {f"again-{index}": prompts[index] for index in longest[: scenario.pinned]}
 
 
-def _ask_for_pinned(scenario: Scenario, engine: Any, steps: _Steps) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
+def _ask_for_pinned(scenario: Scenario, engine: Any, steps: Steps) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
     """The first tokens of their answers."""
     from vllm import SamplingParams
 
