@@ -24,6 +24,7 @@ from typing import Final
 import pytest
 
 from harness.tiny_llama import write_tiny_llama
+from harness.vllm_program import Scenario, run
 
 NEEDS_VLLM = [
     "aqualib/test_vllm_co_serving.py",
@@ -56,6 +57,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny Llama, for engines that say no more than errors."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What vLLM by itself answers to the requests of a scenario that says no more of them."""
+    answer = run(Scenario(str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))))
+    tokens: dict[str, list[int]] = answer["tokens"]
+    assert len(set(map(tuple, tokens.values()))) == len(tokens), "degenerate outputs prove nothing"
+    return tokens
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

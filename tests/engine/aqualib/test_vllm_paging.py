@@ -44,16 +44,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
-@pytest.fixture(scope="module")
-def stock(model: str) -> dict[str, list[int]]:
-    """What vLLM answers by itself."""
-    answer = run(Scenario(model))
-    outputs = [tuple(tokens) for tokens in answer["tokens"].values()]
-    assert len(set(outputs)) == len(outputs), "degenerate outputs would prove nothing"
-    tokens: dict[str, list[int]] = answer["tokens"]
-    return tokens
-
-
 @pytest.fixture
 def cluster() -> Iterator[tuple[CoordinatorProcess, LenderProcess, dict[str, str]]]:
     """A real coordinator, a real producer, and the environment of a consumer of theirs."""
