@@ -58,6 +58,10 @@ POLL_S: Final = 0.5
 a repetition, or was cancelled elsewhere, is noticed half a second later."""
 MOST_AHEAD: Final = 256
 """Requests leased ahead of the engines of a model. Doubled, twice as many texts lie in memory."""
+AHEAD_S: Final = 0.25
+"""Seconds for which requests are leased ahead of engines that answer fast; of others, as many as
+they have places. Doubled, half as many transactions, of some 2 ms each, lease as many requests; a
+late batch or another tenant waits up to a quarter of a second longer for its turn."""
 MOST_UNRECORDED: Final = 2048
 """Answers that wait for the database before engines get no more. Doubled, a database that does not
 answer costs twice the memory."""
@@ -116,6 +120,8 @@ class Dispatcher:
         self._recorder = Recorder(database, now_s, self._recorded)
         self._ready: deque[_ReadyRequest] = deque()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
+        self._taken: Counter[str] = Counter()
+        self._pace: Counter[str] = Counter()
         self._is_wanting = asyncio.Event()
         self._is_changed = asyncio.Event()
         self.worker = ""
@@ -195,6 +201,7 @@ class Dispatcher:
             self._is_wanting.set()
             with resting():
                 await asyncio.sleep(SENSE_S)
+            self._pace, self._taken = self._taken, Counter()
 
     async def _feed(self) -> None:
         """Lease ahead; after a crash what was leased without our knowing goes back first."""
@@ -234,7 +241,11 @@ class Dispatcher:
         Each model for itself: one whose engines are full keeps as many ready, and others that run
         low meanwhile get theirs before an engine waits.
         """
-        ahead = min(MOST_AHEAD, self._engines.places_for(model))
+        taken = self._pace.total() if model is None else self._pace[model]
+        ahead = min(
+            MOST_AHEAD,
+            max(self._engines.places_for(model), int(taken * AHEAD_S / SENSE_S)),
+        )
         wanted = ahead - (ready.total() if model is None else ready[model])
         is_low = wanted * 2 > ahead or (wanted > 0 and self._engines.has_room(model))
         return wanted if is_low else 0
@@ -292,6 +303,7 @@ class Dispatcher:
                 full.add(ready.model)
                 kept.append(ready)
                 continue
+            self._taken[ready.model] += 1
             run = self._run(ready, engine)
             job = start_job(run, partial(self._crashed, ready.request))
             self._jobs[ready.request.key] = ready.request, job

@@ -10,20 +10,23 @@ could take as a whole needs no order and gets none.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 import structlog
+from sqlalchemy import ARRAY, CTE, Connection, Integer, cast, func, select, update
 
 from aqua_batch.policies import Policy
 from aqua_batch.service.batch_rows import BatchJob
 from aqua_batch.service.database import Database
 from aqua_batch.service.order_task import OrderTask
-from aqua_batch.service.request_rows import rank_requests
+from aqua_batch.service.request_rows import RequestState
+from aqua_batch.service.schema import REQUESTS
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import resting
 
@@ -103,10 +106,39 @@ class RankWriter:
     async def _write(self, batch: BatchJob, lines: array[int]) -> None:
         try:
             for begin in range(0, len(lines), RANKS_AT_ONCE):
-                chunk = enumerate(lines[begin : begin + RANKS_AT_ONCE], begin)
-                ranks = {line: rank for rank, line in chunk}
-                await self._database.write(partial(rank_requests, batch=batch.seq, ranks=ranks))
+                chunk = lines[begin : begin + RANKS_AT_ONCE]
+                rank = partial(rank_requests, batch=batch.seq, first_rank=begin, lines=chunk)
+                await self._database.write(rank)
         except StoreUnavailableError as error:
             log.warning("batch is ordered in part", batch=batch.batch_id, error=error.message)
             return
         log.info("batch ordered", batch=batch.batch_id, requests=len(lines))
+
+
+def rank_requests(
+    connection: Connection, batch: int, first_rank: int, lines: Sequence[int]
+) -> None:
+    """Give those of these lines of a batch that wait the ranks from `first_rank` on, in order."""
+    numbered = _numbered(connection, lines)
+    connection.execute(
+        update(REQUESTS)
+        .where(
+            REQUESTS.c.batch == batch,
+            REQUESTS.c.line == numbered.c.line,
+            REQUESTS.c.state == RequestState.WAITING,
+        )
+        .values(rank=numbered.c.place + first_rank)
+    )
+
+
+def _numbered(connection: Connection, lines: Sequence[int]) -> CTE:
+    """Lines as a table, with their places from 0 on: one parameter, however many there are."""
+    if connection.dialect.name == "sqlite":
+        each = func.json_each(json.dumps(list(lines))).table_valued("value", "key")
+        query = select(each.c.value.label("line"), each.c.key.label("place"))
+    else:
+        array = cast(list(lines), ARRAY(Integer))
+        each = func.unnest(array).table_valued("value", with_ordinality="number").render_derived()
+        query = select(each.c.value.label("line"), cast(each.c.number - 1, Integer).label("place"))
+    # SQLite would read the array anew for each request that waits.
+    return query.cte("numbered").prefix_with("MATERIALIZED")

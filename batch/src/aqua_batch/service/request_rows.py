@@ -9,6 +9,9 @@ may run twice, but one outcome is recorded, whatever dies, hangs or comes back w
 
 Clocks decide only when a worker is thought dead. Workers whose clocks differ take requests up too
 early or too late; the generations keep the outcome single even then.
+
+Some hundred rows change by one statement. With one for each row, PostgreSQL plans as often, and the
+writer's thread waits as often, up to 5 ms, for the interpreter that a busy event loop holds.
 """
 
 from __future__ import annotations
@@ -171,14 +174,29 @@ def free_unknown_leases(
     columns = (REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
     query = select(*columns).where(*_leased_by(worker)).with_for_update(skip_locked=True)
     unknown = [key for key in map(tuple, connection.execute(query)) if key not in known]
-    if unknown:
-        connection.execute(
-            update(REQUESTS)
-            .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
-            .values(state=RequestState.WAITING, worker=None),
-            [{"at": batch, "on": line} for batch, line, _ in unknown],
-        )
+    _change(connection, unknown, state=RequestState.WAITING, worker=None)
     return len(unknown)
+
+
+def _change(connection: Connection, keys: Iterable[tuple[int, int, int]], **values: object) -> None:
+    """Set columns of requests, which this transaction has locked already."""
+    for batch, lines in _lines_by_batch(keys).items():
+        for begin in range(0, len(lines), ROWS_AT_ONCE):
+            connection.execute(
+                update(REQUESTS)
+                .where(
+                    REQUESTS.c.batch == batch,
+                    REQUESTS.c.line.in_(lines[begin : begin + ROWS_AT_ONCE]),
+                )
+                .values(**values)
+            )
+
+
+def _lines_by_batch(keys: Iterable[tuple[int, int, int]]) -> dict[int, list[int]]:
+    lines: defaultdict[int, list[int]] = defaultdict(list)
+    for batch, line, _ in keys:
+        lines[batch].append(line)
+    return lines
 
 
 def fair_shares(
@@ -302,13 +320,9 @@ def lease_requests(
     sizes = accumulate(each.size for each in chosen)
     fit = [size <= most_bytes for size in sizes]
     leased = chosen[: max(1, sum(fit))]
-    if leased:
-        connection.execute(
-            update(REQUESTS)
-            .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
-            .values(state=RequestState.LEASED, worker=worker, generation=REQUESTS.c.generation + 1),
-            [{"at": each.batch, "on": each.line} for each in leased],
-        )
+    keys = (each.key for each in leased)
+    values = {"worker": worker, "generation": REQUESTS.c.generation + 1}
+    _change(connection, keys, state=RequestState.LEASED, **values)
     return leased
 
 
@@ -346,21 +360,6 @@ def _running_batches() -> Select[Any]:
     )
 
 
-def rank_requests(connection: Connection, batch: int, ranks: Mapping[int, int]) -> None:
-    """Put waiting requests of a batch in an order: ranks by line."""
-    connection.execute(
-        update(REQUESTS)
-        .where(
-            REQUESTS.c.batch == batch,
-            REQUESTS.c.line == bindparam("on"),
-            REQUESTS.c.state == RequestState.WAITING,
-        )
-        .values(rank=bindparam("to")),
-        # One order of locks for all.
-        [{"on": line, "to": rank} for line, rank in sorted(ranks.items())],
-    )
-
-
 def still_leased(
     connection: Connection, requests: Sequence[LeasedRequest]
 ) -> set[tuple[int, int, int]]:
@@ -370,9 +369,7 @@ def still_leased(
     """
     current: set[tuple[int, int, int]] = set()
     for begin in range(0, len(requests), ROWS_AT_ONCE):
-        lines: defaultdict[int, list[int]] = defaultdict(list)
-        for each in requests[begin : begin + ROWS_AT_ONCE]:
-            lines[each.batch].append(each.line)
+        lines = _lines_by_batch(each.key for each in requests[begin : begin + ROWS_AT_ONCE])
         named = or_(
             *(
                 and_(REQUESTS.c.batch == batch, REQUESTS.c.line.in_(sorted(of_batch)))
@@ -440,12 +437,8 @@ def _record(connection: Connection, ended: Sequence[RequestOutcome], now_s: floa
             for each in ended
         ],
     )
-    connection.execute(
-        update(REQUESTS)
-        .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
-        .values(state=RequestState.ENDED, worker=None),
-        [{"at": each.request.batch, "on": each.request.line} for each in ended],
-    )
+    keys = (each.request.key for each in ended)
+    _change(connection, keys, state=RequestState.ENDED, worker=None)
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     for each in ended:
         counts[each.request.batch][not each.is_answer] += 1
