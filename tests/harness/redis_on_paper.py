@@ -58,7 +58,7 @@ class RedisOnPaper:
         self.writes = 0
         """Commands that may have changed something; goes up only."""
         self._lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self._array = self._lua.eval(_ARRAY)
+        self._array = self._lua.table_from
         self._lua.eval(_SET_UP)(self._call, self._sha1, self._decode, self._register)
 
     # --- Clients ---------------------------------------------------------------------
@@ -79,10 +79,10 @@ class RedisOnPaper:
             ScriptError: It failed; what it had written stays written.
         """
         callback = self._functions[function.encode()]
-        keys = self._array([key.encode()], 1)
-        argv = [_word(argument) for argument in arguments]
+        keys = self._array([key.encode()])
+        argv = self._array([_word(argument) for argument in arguments])
         try:
-            return _reply(callback(keys, self._array(argv, len(argv))))
+            return _reply(callback(keys, argv))
         except lua51.LuaError as error:
             raise ScriptError(str(error)) from error
 
@@ -102,7 +102,7 @@ class RedisOnPaper:
 
     def _given(self, answer: Reply) -> Any:  # noqa: ANN401 - Lua's
         if isinstance(answer, list):
-            return self._array([self._given(part) for part in answer], len(answer))
+            return self._array([self._given(part) for part in answer])
         return False if answer is None else answer
 
     def _register(self, name: bytes, callback: object) -> None:
@@ -119,7 +119,7 @@ class RedisOnPaper:
         if isinstance(value, str):
             return value.encode()
         if isinstance(value, list):
-            return self._array([self._as_lua(part) for part in value], len(value))
+            return self._array([self._as_lua(part) for part in value])
         if isinstance(value, dict):
             table = self._lua.table()
             for name, part in value.items():
@@ -466,9 +466,6 @@ _READS: Final = frozenset(
     b"HEXISTS HLEN HKEYS HVALS MGET SRANDMEMBER XLEN "
     b"ZRANGE ZREVRANGE ZRANGEBYSCORE ZREVRANGEBYSCORE ZRANGEBYLEX ZRANK ZCOUNT ZCARD XRANGE "
     b"XREVRANGE".split()
-)
-_ARRAY: Final = (
-    b"function(list, n) local t = {} for i = 1, n do t[i] = list[i - 1] end return t end"
 )
 _SET_UP: Final = b"""
 function(call, sha1, decode, register)
