@@ -155,15 +155,16 @@ async def serving(store_url: str) -> AsyncIterator[int]:
 async def test_the_reaper_of_connections_outlives_a_fault_at_each_of_its_calls(
     store: EmbeddedValkey,
 ) -> None:
-    async def work() -> None:
-        async with serving(store.url) as port, asyncio.timeout(HANG_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /healthz HTTP/1.1\r\n")
-            with suppress(ConnectionResetError):
-                assert not await reader.read()
-            writer.close()
+    async with ledger_room(store.url), serving(store.url) as port:
 
-    async with ledger_room(store.url):
+        async def work() -> None:
+            async with asyncio.timeout(HANG_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /healthz HTTP/1.1\r\n")
+                with suppress(ConnectionResetError):
+                    assert not await reader.read()
+                writer.close()
+
         await require_outlived(work, {"connection-reaper"})
 
 
