@@ -46,7 +46,7 @@ DEEPEST: Final = 16
 copies of the consumer, much the same situation again."""
 
 KILLS: Final = int(os.environ.get("AQUA_CHAOS_KILLS", "1000"))
-SLICE: Final = 8
+SLICE: Final = 4
 """Kills of each victim that `make test` takes; `make chaos` takes its share of `KILLS`."""
 
 AT_ONCE: Final = 4

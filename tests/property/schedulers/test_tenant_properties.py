@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from aqua_schedulers.cfs import FairSettings, PolicyName, TenantSettings, policy_named
 from harness.paged_engine import PagedEngine, Request
+from harness.slices import examples
 
 BLOCK_TOKENS: Final = 4
 INPUT_COST: Final = 1.0
 OUTPUT_COST: Final = 2.0
 POLICIES: Final = st.sampled_from(list(PolicyName))
+SLICED: Final = settings(max_examples=examples(40, whole=100))
 SHARES: Final = st.sampled_from([0.5, 1.0, 1.0, 3.0])
 
 
@@ -101,7 +103,7 @@ def bound(run: MeteredEngine, tenants: TenantSettings) -> float:
     return (2 * max(dearest, memory) + tenants.lead_tokens) / min(weights)
 
 
-@settings(deadline=None)
+@SLICED
 @given(POLICIES, backlogs(), st.lists(SHARES, min_size=3, max_size=3), st.sampled_from([0, 100]))
 def test_tenants_that_wait_all_along_are_served_by_their_weights(
     name: PolicyName, backlog: tuple[list[Request], int], shares: list[float], lead: int
@@ -142,6 +144,7 @@ def test_without_accounts_a_flood_gets_more_than_the_bound_allows(name: PolicyNa
     assert gaps[1] <= 1 < gaps[0], gaps
 
 
+@SLICED
 @given(POLICIES, backlogs())
 def test_with_one_tenant_decisions_are_those_without_any(
     name: PolicyName, backlog: tuple[list[Request], int]
@@ -166,7 +169,7 @@ def test_with_one_tenant_decisions_are_those_without_any(
     assert runs[0].log == runs[1].log
 
 
-@settings(deadline=None)
+@SLICED
 @given(POLICIES, backlogs(), st.integers(1, 60))
 def test_idle_tenants_save_nothing_up_and_owe_nothing(
     name: PolicyName, backlog: tuple[list[Request], int], idle_steps: int
@@ -190,7 +193,7 @@ def test_idle_tenants_save_nothing_up_and_owe_nothing(
         assert abs(gained["a"] - gained["b"]) <= most, gained
 
 
-@settings(deadline=None)
+@SLICED
 @given(POLICIES, backlogs())
 def test_every_request_of_every_tenant_is_served_to_its_end(
     name: PolicyName, backlog: tuple[list[Request], int]

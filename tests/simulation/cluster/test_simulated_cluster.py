@@ -21,7 +21,7 @@ PLANT_RUNS: Final = 40
 """Runs in which a planted bug must show itself; all do within a few."""
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_invariants_hold_after_every_step_and_all_comes_to_rest(seed: int) -> None:
     outcome = simulate(Run(seed, STEPS))
     assert outcome.failure is None, str(outcome.failure)

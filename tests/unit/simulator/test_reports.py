@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def experiments() -> Experiments:
-    """A thousand requests a trace; it remembers its runs, which figures share."""
-    return Experiments(request_count=1000)
+    """A few hundred requests a trace; it remembers its runs, which figures share."""
+    return Experiments(request_count=300)
 
 
 def row(ours: float, name: str = "n", **printed: Any) -> FigureRow:  # noqa: ANN401 - fields
