@@ -8,6 +8,7 @@ Fixtures that start processes or servers live in `harness/`.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -87,6 +88,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_tier_of(item.path))
         if item.get_closest_marker("gpu") is not None and (reason := _why_no_cuda()) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the collector's sight.
+
+    Hundreds of tests look for cycles that they made, and each would go through a million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _tier_of(path: Path) -> str:

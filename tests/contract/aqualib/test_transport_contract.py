@@ -79,10 +79,6 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = HANG_S) -> No
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     kind, stands_in = request.param
     fork_server.start_server()
-    # Each test looks for cycles, among what has come since, not among all that is imported.
-    gc.collect()
-    gc.freeze()
-    request.addfinalizer(gc.unfreeze)
     if stands_in:
         with stand_in() as standing:
             yield Case(kind, standing)
