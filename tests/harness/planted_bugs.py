@@ -126,7 +126,7 @@ PLANTS: Final = {
         "lent anew|raised",
         (Kind.SLOW_RETURN,),
         patches=((SlabPool, "quarantine", _take_back_late_slabs),),
-        seed=11,
+        seed=14,
     ),
     "a deadline outlives the right that it ends": Plant(
         "deadline", (Kind.CRASH,), lua=((f"strike('{KEYS['deadlines']}', lease.lease_id)", ""),)
