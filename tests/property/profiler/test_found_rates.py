@@ -97,7 +97,9 @@ def test_a_limit_of_token_times_is_found_within_5_percent(name: str) -> None:
 def test_a_server_of_steps_is_not_found_faster_than_it_is() -> None:
     """Single searches are up to a tenth off where few gaps are slow for long; not to one side."""
     (name, truth), *_ = STEPS.items()
-    rates = [_search(CASES[name], seed)[0].estimate.rate_per_s for seed in range(examples(5, whole=9))]
+    rates = [
+        _search(CASES[name], seed)[0].estimate.rate_per_s for seed in range(examples(5, whole=9))
+    ]
     found = sorted(rate for rate in rates if rate is not None)
     assert len(found) == len(rates)
     assert abs(found[len(found) // 2] / truth - 1) < 0.05, (found, truth)

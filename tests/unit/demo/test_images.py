@@ -90,6 +90,7 @@ def test_requests_beyond_the_bound_are_turned_away(service: ImageService) -> Non
     assert service.queue_length == 20
 
 
+@pytest.mark.slow
 def test_capacity_grows_with_the_batch_and_measuring_it_leaves_no_trace(
     service: ImageService, memory: EmulatedMemory
 ) -> None:

@@ -299,6 +299,7 @@ def test_a_step_that_is_none_is_wrong_usage(
     assert "interference" in capsys.readouterr().err, "the names are listed"
 
 
+@pytest.mark.slow
 def test_a_step_on_the_stand_in_is_recorded_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

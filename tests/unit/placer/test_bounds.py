@@ -80,6 +80,7 @@ def test_any_prices_bound_what_blocks_cover() -> None:
     assert bound_at(dear, market) == pytest.approx(float(lenders.count[order] @ dear.shard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tpmix", "tpscarce"])
 @pytest.mark.parametrize("server_gpus", [4, 5, 8, 16])
 def test_no_bound_is_below_what_a_plan_covers_nor_far_above(family: str, server_gpus: int) -> None:
@@ -93,6 +94,7 @@ def test_no_bound_is_below_what_a_plan_covers_nor_far_above(family: str, server_
         assert plan.coverage_gb >= 0.98 * blocks
 
 
+@pytest.mark.slow
 def test_servers_of_several_sizes_and_cards_are_bounded_by_what_fits_each() -> None:
     problem = generate("tpmix-cont", 96, 2)
     instance = instance_from(on_mixed_servers(problem))
@@ -106,6 +108,7 @@ def test_servers_of_several_sizes_and_cards_are_bounded_by_what_fits_each() -> N
     assert covered.coverage_gb >= 0.995 * bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "gpus", "server_gpus"),
     [("refmix", 144, 3), ("tpscarce", 120, 5), ("tpmix", 144, 6), ("tpmix", 128, 8)],

@@ -32,6 +32,7 @@ def test_every_model_is_named_and_the_same_plan_gives_the_same_file(tmp_path: Pa
         assert name in first
 
 
+@pytest.mark.slow
 def test_racks_are_drawn_a_few_at_a_time(tmp_path: Path) -> None:
     assert render(explainer(576, 72), tmp_path / "racks.png") == MAX_BOXES // 72
 

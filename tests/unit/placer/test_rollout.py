@@ -37,6 +37,7 @@ def solved(models: list[dict[str, Any]], **server: object) -> tuple[Instance, Pl
     return instance, place(instance, Request(), Budget(30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_positions_go_from_todays_plan_to_the_next_and_no_gpu_is_held_twice(seed: int) -> None:
     problem = generate("tpmix", 64, seed)

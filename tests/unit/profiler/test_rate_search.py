@@ -87,6 +87,7 @@ def test_a_limit_of_tokens_is_found_where_no_queue_forms() -> None:
     assert 9.0 < verdict.estimate.rate_per_s < 16.0
 
 
+@pytest.mark.slow
 def test_a_prediction_saves_requests_and_does_not_move_the_rate() -> None:
     server, truth = CASES["tokens slow down with each request"].server, 11.95
     sent: dict[float | None, int] = {}

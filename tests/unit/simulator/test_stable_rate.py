@@ -25,6 +25,7 @@ def engine(token_s: float = 0.0, places: int = 256) -> Engine:
     return Engine("engine", settings, time_of, PagedMemory(1 << 16))
 
 
+@pytest.mark.slow
 def test_one_place_sustains_as_many_requests_as_it_can_end() -> None:
     # Ten steps each, one request at a time: one a second, and a little less before waits are long.
     found = stable_rate(lambda: engine(places=1), [(8, 10)], ttft_s=3.0, tbt_s=1.0)

@@ -78,6 +78,7 @@ def numbers(answer: SavingsReport, scenario: str) -> dict[str, float]:
     return {key: each.value for key, each in outlook.numbers.items()}
 
 
+@pytest.mark.slow
 def test_step_times_that_a_recording_hides_are_found_again(
     question: tuple[Cluster, RecordedLoad],
 ) -> None:
@@ -89,6 +90,7 @@ def test_step_times_that_a_recording_hides_are_found_again(
     assert found.front_s == pytest.approx(FRONT_S, rel=0.5)
 
 
+@pytest.mark.slow
 def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
     listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 2}
     cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
@@ -110,12 +112,14 @@ def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
     assert found.context_s == pytest.approx(planted.context_s, rel=0.3)
 
 
+@pytest.mark.slow
 def test_the_day_without_aqua_is_the_recorded_one(answer: SavingsReport) -> None:
     assert {row.model for row in answer.checks} == {"chat", "docs"}
     for row in answer.checks:
         assert abs(row.error_percent) < (10.0 if "p99" in row.name else 5.0), row
 
 
+@pytest.mark.slow
 def test_contention_is_told_with_the_curve_that_was_assumed(answer: SavingsReport) -> None:
     assert "not measured" in (answer.interference or "")
     rows = {(each.scenario, each.name): each for each in answer.contention}
@@ -125,12 +129,14 @@ def test_contention_is_told_with_the_curve_that_was_assumed(answer: SavingsRepor
     assert rows["fair slices", "chat"].kernels_percent == 0.0
 
 
+@pytest.mark.slow
 def test_planted_idle_time_is_recovered_within_five_percent(
     answer: SavingsReport, day: PlantedDay
 ) -> None:
     assert answer.idle_gpu_hours.value == pytest.approx(day.idle_gpu_hours, rel=0.05)
 
 
+@pytest.mark.slow
 def test_planted_spare_memory_is_recovered_within_five_percent(
     answer: SavingsReport, day: PlantedDay
 ) -> None:
@@ -141,6 +147,7 @@ def test_planted_spare_memory_is_recovered_within_five_percent(
     assert numbers(answer, "harvesting")["reclaims"] == 0
 
 
+@pytest.mark.slow
 def test_planted_offline_work_is_recovered_within_five_percent(
     question: tuple[Cluster, RecordedLoad],
 ) -> None:
@@ -156,18 +163,21 @@ def test_planted_offline_work_is_recovered_within_five_percent(
     assert known.online_busy_share < 0.8 < known.busy_share
 
 
+@pytest.mark.slow
 def test_superfluous_engines_are_found(answer: SavingsReport) -> None:
     # One chat engine keeps 0.8 requests a second within the targets; the documents need theirs.
     assert numbers(answer, "without Aqua")["gpus_fewer"] == 2
     assert numbers(answer, "together")["money_per_day"] >= 2 * 24 * 2.0
 
 
+@pytest.mark.slow
 def test_fair_slices_shorten_the_longest_waits_for_memory(answer: SavingsReport) -> None:
     waits = {each.scenario: each.latencies["docs"]["ttft_p99_s"].value for each in answer.outlooks}
     assert waits["together"] < waits["without Aqua"] / 2
     assert waits["harvesting"] <= waits["without Aqua"] * 1.01
 
 
+@pytest.mark.slow
 def test_an_answer_is_a_document_and_repeats_itself(
     answer: SavingsReport, question: tuple[Cluster, RecordedLoad]
 ) -> None:
@@ -185,6 +195,7 @@ def test_an_answer_is_a_document_and_repeats_itself(
     assert cluster.gpu_count("chat") == 3
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_gives_the_same(
     question: tuple[Cluster, RecordedLoad],
 ) -> None:
@@ -194,6 +205,7 @@ def test_any_number_of_processes_gives_the_same(
     assert run_all(background, jobs, processes=2) == run_all(background, jobs, processes=1)
 
 
+@pytest.mark.slow
 def test_the_html_report_stands_alone_and_repeats_itself(
     answer: SavingsReport, tmp_path: Path
 ) -> None:
