@@ -10,12 +10,17 @@ sends. Whether a call may be repeated is part of it:
 - Reports, updates of offers and farewells may be sent `elsewhere`, to another coordinator at once,
   since repeated word for word they do no harm. Not later: the next report says more.
 - `revoke_lease` is not: its second answer would say that the lease has ended already.
+
+A coordinator of the next version may say more than is known here: what an answer has beyond its
+model is ignored, at any depth, while the coordinator refuses a request with a field that it does
+not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -250,7 +255,7 @@ def get_profiles(model: str = "") -> Call[list[ModelProfile]]:
     return Call(
         method="GET",
         path="/v1/profiles",
-        read=lambda body: Profiles.model_validate_json(body).profiles,
+        read=lambda body: _reader(Profiles)(body).profiles,
         params={"model": model} if model else {},
         repeatable=True,
     )
@@ -281,7 +286,7 @@ def _call(
         path=path,
         # Without nulls: a coordinator of the version before refuses fields that it does not know.
         body=body.model_dump_json(exclude_none=True).encode(),
-        read=answer.model_validate_json,
+        read=_reader(answer),
         repeatable=repeatable,
         elsewhere=elsewhere,
         idempotency_key=idempotency_key,
@@ -294,8 +299,11 @@ def _post_once(path: str, answer: type[ModelT], body: BaseModel, key: str | None
 
 
 def _get(path: str, answer: type[ModelT], **params: str) -> Call[ModelT]:
-    read = answer.model_validate_json
-    return Call(method="GET", path=path, read=read, params=params, repeatable=True)
+    return Call(method="GET", path=path, read=_reader(answer), params=params, repeatable=True)
+
+
+def _reader(answer: type[ModelT]) -> Callable[[bytes], ModelT]:
+    return partial(answer.model_validate_json, extra="ignore")
 
 
 def _pages(

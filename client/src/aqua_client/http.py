@@ -125,7 +125,7 @@ def answer_of(call: Call[AnswerT], response: httpx.Response) -> AnswerT:
     try:
         if response.is_success:
             return call.read(response.content)
-        refusal = error_from_body(ErrorBody.model_validate_json(response.content))
+        refusal = error_from_body(ErrorBody.model_validate_json(response.content, extra="ignore"))
     except ValidationError as error:
         # A proxy's error page, say. Proxies send `Retry-After` too; a date is left to the rule.
         value = response.headers.get("Retry-After", "")

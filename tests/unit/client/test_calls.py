@@ -180,8 +180,56 @@ def test_the_answer_is_read_as_the_document_describes_it(name: str) -> None:
         assert call.read(b"") is None
         return
     title = resolved(content["application/json"]["schema"])["title"]
-    reader = getattr(call.read, "__self__", None)
+    reader = getattr(getattr(call.read, "func", None), "__self__", None)
     assert title == ("Profiles" if reader is None else reader.__name__)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("readyz", {"status": "ok", "version": "0.2.0"}),
+        (
+            "grant_lease",
+            {
+                "lease": {
+                    "lease_id": "lease",
+                    "epoch": 1,
+                    "state": "granted",
+                    "producer_id": "p",
+                    "consumer_id": "c",
+                    "bytes": 1,
+                    "expires_in_s": 30.0,
+                },
+                "token": "token",
+                "endpoint": "/run/aqua/p.sock",
+                "transport": "memfd",
+                "slab_bytes": 65536,
+            },
+        ),
+        (
+            "heartbeat",
+            {
+                "producers": [{"code": "stale_report", "message": "an older one"}],
+                "consumers": [{"books_id": "books", "heartbeat_s": 1.0, "available_bytes": 0}],
+            },
+        ),
+        ("get_profiles", {"profiles": []}),
+    ],
+)
+def test_what_a_later_coordinator_says_beyond_the_model_is_ignored_at_any_depth(
+    name: str, answer: dict[str, Any]
+) -> None:
+    read = call_of(name).read
+    assert read(json.dumps(_later(answer)).encode()) == read(json.dumps(answer).encode())
+
+
+def _later(content: Any) -> Any:  # noqa: ANN401 - any JSON
+    """The same, said with a field more in every object."""
+    if isinstance(content, list):
+        return [_later(part) for part in content]
+    if not isinstance(content, dict):
+        return content
+    return {key: _later(part) for key, part in content.items()} | {"of_a_later_version": [1]}
 
 
 def test_only_calls_that_do_no_harm_are_repeatable() -> None:
