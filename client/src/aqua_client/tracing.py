@@ -24,6 +24,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -226,16 +227,14 @@ class Tracer:
         return self._propagator.extract(headers, self._context.Context())
 
 
-@contextlib.contextmanager
+_NO_SPAN: Final = contextlib.nullcontext()
+
+
 def span_of(
     tracer: Tracer | None, name: str, attributes: Mapping[str, Attribute]
-) -> Iterator[Span | None]:
+) -> AbstractContextManager[Span | None]:
     """`Tracer.span` under the current one, or nothing at all where tracing is off."""
-    if tracer is None:
-        yield None
-    else:
-        with tracer.span(name, attributes=attributes) as span:
-            yield span
+    return _NO_SPAN if tracer is None else tracer.span(name, attributes=attributes)
 
 
 # Registered when this is imported. The interpreter goes backwards: a module that imports this and

@@ -102,16 +102,15 @@ class AdoptionKeys:
     def prove(self, grant: Grant) -> str:
         """The proof of a grant: its bytes and the MAC."""
         lease = grant.lease
-        facts = (lease.lease_id, lease.epoch, lease.producer_id, grant.incarnation)
-        return f"{lease.bytes}.{_mac(self._keys[0], *facts, lease.consumer_id, lease.bytes)}"
+        facts = f"{lease.lease_id}\0{lease.epoch}\0{lease.producer_id}\0{grant.incarnation}"
+        return f"{lease.bytes}.{_mac(self._keys[0], facts, lease.consumer_id, lease.bytes)}"
 
     def granted_bytes(self, report: ProducerReport, held: HeldLease) -> int:
         """What was granted under a lease by its proof; 0 when that is none."""
         size, _, mac = (held.proof or "").partition(".")
-        facts = (held.lease_id, held.epoch, report.producer_id, report.incarnation)
+        facts = f"{held.lease_id}\0{held.epoch}\0{report.producer_id}\0{report.incarnation}"
         proven = any(
-            hmac.compare_digest(mac, _mac(key, *facts, held.consumer_id, size))
-            for key in self._keys
+            hmac.compare_digest(mac, _mac(key, facts, held.consumer_id, size)) for key in self._keys
         )
         return int(size) if proven else 0
 
@@ -121,7 +120,7 @@ class AdoptionKeys:
         return {name: self.granted_bytes(report, held[name]) for name in asked}
 
 
-def _mac(key: bytes, *facts: str | int) -> str:
-    text = "\0".join(map(str, ("aqua-adoption", *facts)))
+def _mac(key: bytes, facts: str, consumer_id: str, size: int | str) -> str:
+    text = f"aqua-adoption\0{facts}\0{consumer_id}\0{size}"
     mac = hmac.digest(key, text.encode(), "sha256")[:MAC_BYTES]
     return base64.urlsafe_b64encode(mac).rstrip(b"=").decode()

@@ -66,14 +66,10 @@ class HotRoute:
         self._name = names[0] if names else None
         self._wants_key = "idempotency_key" in parameters
 
-    async def __call__(
+    def begin(
         self, caller: Caller, path: str, headers: Mapping[bytes, bytes], body: bytes
-    ) -> bytes | None:
-        """Run the operation; gives the body of its answer, or None for a request that does not fit.
-
-        Raises:
-            AquaError: The operation refuses.
-        """
+    ) -> Awaitable[BaseModel] | None:
+        """The operation, called with what a request carries; None for one that does not fit."""
         arguments: dict[str, Any] = {"services": self._services, "caller": caller}
         try:
             arguments["body"] = self._validate(body)
@@ -84,8 +80,12 @@ class HotRoute:
                 arguments["idempotency_key"] = _KEY.validate_python(key)
         except ValidationError:
             return None
-        answer = await self._operation(**arguments)
-        return answer.__pydantic_serializer__.to_json(answer)
+        return self._operation(**arguments)
+
+
+def rendered(answer: BaseModel) -> bytes:
+    """The body of an answer."""
+    return answer.__pydantic_serializer__.to_json(answer)
 
 
 def find_hot_routes(routes: Sequence[APIRoute], services: Services) -> HotRoutes:

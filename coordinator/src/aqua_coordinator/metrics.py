@@ -90,18 +90,20 @@ class Metrics:
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry, buckets=_FAST_BUCKETS)
-        # Finding the child of its labels costs the client more than counting: `cache`.
-        self._requests = cache(
-            counter(
-                "aqua_coordinator_requests", "HTTP requests answered.", ("route", "method", "code")
-            ).labels
+        requests = counter(
+            "aqua_coordinator_requests", "HTTP requests answered.", ("route", "method", "code")
         )
-        self._request_seconds = cache(
-            histogram(
-                "aqua_coordinator_request_duration_seconds",
-                "Time from the end of a request's head to the end of its answer.",
-                ("route", "method"),
-            ).labels
+        request_seconds = histogram(
+            "aqua_coordinator_request_duration_seconds",
+            "Time from the end of a request's head to the end of its answer.",
+            ("route", "method"),
+        )
+        # Finding the child of its labels costs the client more than counting: `cache`.
+        self._answers = cache(
+            lambda route, method, code: (
+                requests.labels(route, method, code),
+                request_seconds.labels(route, method),
+            )
         )
         self.connections_closed = counter(
             "aqua_coordinator_connections_closed",
@@ -166,8 +168,9 @@ class Metrics:
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """Count one request."""
-        self._requests(route, method, code).inc()
-        self._request_seconds(route, method).observe(seconds)
+        counted, timed = self._answers(route, method, code)
+        counted.inc()
+        timed.observe(seconds)
 
     def redis_answered(self, command: str, seconds: float) -> None:
         """Count one command."""

@@ -34,7 +34,7 @@ from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.connections import MAX_STRANGERS, Connection
 from aqua_coordinator.hosts import AllowedHosts
-from aqua_coordinator.hot_routes import HotRoutes, shape_of
+from aqua_coordinator.hot_routes import HotRoutes, rendered, shape_of
 from aqua_coordinator.services import Services
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, UnavailableError
@@ -149,46 +149,58 @@ class RequestLimits:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Serve one request; returns the status of the answer."""
         started_s = time.perf_counter()
+        method = scope["method"]
+        connection: Connection = scope["state"]["connection"]
+        audit = None if method in READING_METHODS else self._audit
+        if audit is not None:
+            audit.begin()
+        watched: _WatchedSend | None = None
         held: list[_Count] = []
-        watched = _WatchedSend(send, scope, self._audit)
         try:
             try:
-                answer = await self._serve(scope, receive, watched, held)
+                answer, body = await self._serve(scope, receive, connection, held)
+                if answer is None:
+                    watched = _WatchedSend(send, scope, connection, audit)
+                    await self._app(scope, _replay(body, receive), watched)
             except Exception as error:
-                if watched.status:
+                if watched is not None and watched.status:
                     raise
                 answer = error_answer(typed(error))
             if answer is not None:
                 status, headers, body = answer
                 headers.append((b"content-length", b"%d" % len(body)))
-                start = {"type": "http.response.start", "status": status, "headers": headers}
-                watched.begin(start)
-                await send(start)
+                if connection.ends:
+                    headers.append(CLOSE_HEADER)
+                if audit is not None and "user" in scope:
+                    audit.write(scope, status)
+                await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
+            else:
+                assert watched is not None, "no answer, and the application was not called"
+                status = watched.status
         finally:
             for counted in held:
                 counted.count -= 1
         # A stream is served for hours: no duration to speak of.
         if scope["path"] != EVENTS_PATH:
-            route = getattr(scope.get("route"), "path", UNMATCHED)
-            seconds = time.perf_counter() - started_s
-            self._metrics.answered(route, scope["method"], watched.status, seconds)
-        return watched.status
+            route = scope.get("route")
+            path = UNMATCHED if route is None else route.path
+            self._metrics.answered(path, method, status, time.perf_counter() - started_s)
+        return status
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: _WatchedSend, held: list[_Count]
-    ) -> Answer | None:
-        """The answer of a hot route; None when FastAPI sends one. `held` gets what counts it."""
+        self, scope: Scope, receive: Receive, connection: Connection, held: list[_Count]
+    ) -> tuple[Answer | None, bytes]:
+        """The answer of a hot route, or None and the body for FastAPI. `held` gets what counts."""
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         shape = shape_of(method, path)
-        connection: Connection = scope["state"]["connection"]
+        is_api = path.startswith(API)
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
-        send.ends = connection.ends
         self._hosts.require(headers.get(b"host"))
         self._require_certificate(connection, path)
         body = b""
         whole: tuple[_Count, ...] = ()
-        if path.startswith(API):
+        if is_api:
             authorization = headers.get(b"authorization")
             caller = scope["user"] = self._authenticator.authenticate(
                 None if authorization is None else authorization.decode("latin-1")
@@ -196,9 +208,9 @@ class RequestLimits:
             is_report = shape in REPORTS and caller.roles != READS_ONLY
             if connection.caller is not caller or is_report > connection.reports:
                 # Where there is no place for it, it ends with the answer.
-                send.ends = True
+                ends, connection.ends = connection.ends, True
                 self._place(connection, caller, _peer_of(scope), is_report=is_report)
-                send.ends = connection.ends
+                connection.ends = ends
                 connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
             before, whole = ((), ()) if shape == STREAM else connection.counts[is_report]
             _count(before, held)
@@ -209,23 +221,22 @@ class RequestLimits:
                 _require_json(headers, body)
         elif path != LIVENESS_PATH:
             _count((self._open, self._count_of(("open", _peer_of(scope)), MAX_OPEN_OF_PEER)), held)
-        if path.startswith(API) or method not in _BODY_METHODS:
+        if is_api or method not in _BODY_METHODS:
             connection.owing_since_s = None
         try:
             _count(whole, held)
             route = self._hot_routes.get(shape)
             if route is not None:
                 scope["route"] = route
-                content = await route(scope["user"], path, headers, body)
-                if content is not None:
-                    return route.status, [JSON_HEADER], content
+                operation = route.begin(caller, path, headers, body)
+                if operation is not None:
+                    return (route.status, [JSON_HEADER], rendered(await operation)), body
         except UnavailableError as error:
             # Its kinds say what else is wrong: this is want of room, and not of the token's share.
             if shape in REPORTS and type(error) is UnavailableError:
                 self._heartbeats.is_refusing = True
             raise
-        await self._app(scope, _replay(body, receive), send)
-        return None
+        return None, body
 
     def _place(
         self, connection: Connection, caller: Caller, peer: str | None, *, is_report: bool
@@ -322,35 +333,29 @@ def _count(counts: tuple[_Count, ...], held: list[_Count], what: str = "requests
 
 
 class _WatchedSend:
-    """Sends on, remembers the status, and does what belongs to the beginning of an answer.
+    """Sends FastAPI's answer on, and does what belongs to its beginning.
 
     Attributes:
         status: Of the answer; 0 before it has begun.
-        ends: Whether the connection ends with it.
     """
 
-    __slots__ = ("_audit", "_scope", "_send", "ends", "status")
+    __slots__ = ("_audit", "_connection", "_scope", "_send", "status")
 
-    def __init__(self, send: Send, scope: Scope, audit: AuditLog | None) -> None:
+    def __init__(
+        self, send: Send, scope: Scope, connection: Connection, audit: AuditLog | None
+    ) -> None:
         self._send, self._scope = send, scope
+        self._connection, self._audit = connection, audit
         self.status = 0
-        self.ends = False
-        self._audit = None if scope["method"] in READING_METHODS else audit
-        if self._audit is not None:
-            self._audit.begin()
 
     async def __call__(self, message: Message) -> None:
         if not self.status:
-            self.begin(message)
+            self.status = message["status"]
+            if self._connection.ends:
+                message["headers"] = [*message["headers"], CLOSE_HEADER]
+            if self._audit is not None and "user" in self._scope:
+                self._audit.write(self._scope, self.status)
         await self._send(message)
-
-    def begin(self, start: Message) -> None:
-        """Do what belongs to this beginning, which is about to be sent."""
-        self.status = start["status"]
-        if self.ends:
-            start["headers"] = [*start["headers"], CLOSE_HEADER]
-        if self._audit is not None and "user" in self._scope:
-            self._audit.write(self._scope, self.status)
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
@@ -368,9 +373,12 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) 
         message = await receive()
         if message["type"] == "http.disconnect":
             raise UnavailableError("the connection ended before the body did")
-        parts.append(message.get("body", b""))
-        size = received = received + len(parts[-1])
+        part: bytes = message.get("body", b"")
+        size = received = received + len(part)
         more = message.get("more_body", False) and size <= limit
+        if not more and not parts and size <= limit:
+            return part  # All of it, as most are.
+        parts.append(part)
     if size > limit:
         raise RequestTooLargeError(
             f"the body of this request may have {limit} bytes", limit_bytes=limit

@@ -61,7 +61,7 @@ def producer_key(secret: bytes, producer_id: str, incarnation: str) -> bytes:
 
 def sign(claims: Claims, key: bytes) -> str:
     """Sign `claims` with a producer's key."""
-    payload = _encode(claims.model_dump_json().encode())
+    payload = _encode(claims.__pydantic_serializer__.to_json(claims))
     return f"{payload}.{_encode(_sign(payload, key))}"
 
 

@@ -79,8 +79,7 @@ class CurrentBooks:
     secret: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A lease as granted, and what its capability token is made of.
 
     Attributes:
