@@ -253,11 +253,12 @@ class RequestLimits:
         if not is_report:
             of_peer = self._count_of(("peer's connections", peer), self._connected_of_peer)
             own = (self._count_of(("connections", name), limit), of_peer)
-        else:
-            if not caller.is_bound:
-                # Of many members that share a token: all but what is left to other tokens.
-                limit = max(limit, self._connected_others.limit)
+        elif caller.is_bound:
             own = (self._count_of(("reporting connections", name), limit),)
+        else:
+            # Of many members that share tokens: all but what is left to tokens of one member.
+            most = self._connected_others.limit
+            own = (self._count_of(("reporting connections", None), most),)
         of_all = (self._connected,) if is_report else (self._connected_others, self._connected)
         try:
             _count(own, connection.places, "connections")

@@ -185,8 +185,9 @@ class CoordinatorSettings(BaseSettings):
         1024,
         ge=1,
         le=1_048_576,
-        description="Open connections of one token; of those that report as many again, or, where "
-        "many members share a token, three quarters of what the process may have open.",
+        description="Open connections of one token; of those that report as many again, or, of "
+        "all tokens that are not bound to a member, three quarters of what the process may have "
+        "open.",
     )
     max_connections_per_peer: int = Field(
         4096,

@@ -120,6 +120,17 @@ async def test_members_that_share_a_token_leave_a_part_to_others_and_readers_get
     assert not callers.service.services.heartbeats.is_refusing
 
 
+async def test_tokens_that_members_share_leave_a_part_to_bound_ones_however_many_they_are(
+    callers: Callers,
+) -> None:
+    shared = [callers.token(Role.CONSUMER) for _ in range(2)]
+    held = [callers.connect(token) for token in shared * MOST]
+    codes = [await callers.report(one, f"llm-{number}") for number, one in enumerate(held)]
+    assert codes.count(200) == MOST * 3 // 4
+    held.append(callers.connect(callers.token(Role.CONSUMER, member="bound")))
+    assert await callers.report(held[-1], "bound") == 200
+
+
 async def test_a_connection_that_is_lost_leaves_its_places() -> None:
     class Protocol:
         connection: Connection
