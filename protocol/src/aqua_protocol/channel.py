@@ -17,6 +17,10 @@ file descriptors ride along as SCM_RIGHTS with the `Slabs` packet that names the
 A consumer that traces names its span in `Hello`. Producers of the version before know no such field
 and refuse it: then the consumer says `Hello` once more without.
 
+A consumer whose channel is lost although both live drains what it has mapped, and says `Released`
+over another connection, as the first word there: the kernel tells the producer that it is the same
+process. A producer of the version before refuses that, and waits for the end of the process.
+
 Time on the channel is relative (`deadline_s` counts from receipt), since two processes need not
 agree on a clock. A closed channel is not a return: see `aqua_protocol.slab`.
 """

@@ -158,6 +158,37 @@ def test_a_closed_channel_quarantines_until_the_process_is_dead(issuer: TokenIss
         until(lambda: producer.free_bytes == 2 * SLAB, "two new slabs are free")
 
 
+def test_a_process_that_has_lost_its_channel_gives_slabs_back_over_another(
+    issuer: TokenIssuer,
+) -> None:
+    with lending(issuer, 2) as producer:
+        with RawConsumer(producer.endpoint) as lost:
+            slabs = lost.attach(issuer.token(2 * SLAB))
+            lost.channel.close()
+            until(lambda: producer.quarantined_bytes == 2 * SLAB, "both slabs are quarantined")
+            with RawConsumer(producer.endpoint) as another:
+                for slab in slabs:
+                    lost.unmap(slab)
+                    another.released(slab, generation=lost.generations[slab])
+                until(lambda: producer.free_bytes == 2 * SLAB, "two slabs are free")
+        assert producer.quarantined_bytes == 0
+    until(lambda: not watched_count(), "every connection is gone")
+
+
+def test_another_process_cannot_give_back_the_slabs_of_one_that_is_silent(
+    issuer: TokenIssuer,
+) -> None:
+    with lending(issuer, 2) as producer, ConsumerProcess(producer.endpoint) as consumer:
+        consumer.call("attach", issuer.token(2 * SLAB))
+        consumer.call("hang_up")
+        until(lambda: producer.quarantined_bytes == 2 * SLAB, "both slabs are quarantined")
+        with RawConsumer(producer.endpoint) as other:
+            other.released(0, generation=1)
+            with pytest.raises(RefusedError, match="not allowed while"):
+                other.receive()
+        assert producer.quarantined_bytes == 2 * SLAB
+
+
 def test_a_goodbye_with_slabs_in_hand_is_silence_and_no_return(
     producer: Producer, issuer: TokenIssuer
 ) -> None:

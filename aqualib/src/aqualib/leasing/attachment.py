@@ -19,14 +19,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from aqua_protocol import format_bytes
-from aqua_protocol.channel import Goodbye, Pong, Released
-from aqualib.channel import Channel, ChannelClosedError
+from aqua_protocol import AquaError, format_bytes
+from aqua_protocol.channel import PRODUCER_MESSAGES, Goodbye, Pong, Released
+from aqualib.channel import Channel, ChannelClosedError, connect
 from aqualib.memory.copy_pace import CopyPace
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from aqualib.probe import LinkMeasurement
 
 logger = logging.getLogger("aqualib")
+
+RETURN_TIMEOUT_S: Final = 1.0
+"""Seconds that a producer whose channel is lost may take to accept another, chosen by hand.
+Doubled, the thread that drains slabs waits twice as long for one that does not answer."""
 
 MAX_RECLAIMS_KEPT: Final = 64
 """Reclaims remembered per attachment, for statistics; the oldest are forgotten. Doubled, `Stats`
@@ -87,6 +92,7 @@ class Attachment:
     Args:
         grant: The lease and where its producer is.
         channel: Connected to it; owned from now on.
+        allowed_uids: Users whose producers are trusted beside our own and root's.
         clock: Seconds, monotonic.
         tracer: Draws what is asked back; None where tracing is off.
 
@@ -105,6 +111,7 @@ class Attachment:
         grant: LeaseGrant,
         channel: Channel[ProducerMessage],
         *,
+        allowed_uids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
@@ -118,6 +125,8 @@ class Attachment:
         self.pace: Final = CopyPace()
         self.channel: Final = channel
         self.pidfd: Final = channel.peer_pidfd()
+        self._endpoint: Path | None = Path(grant.endpoint)
+        self._allowed_uids = allowed_uids
         self._clock = clock
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -191,7 +200,7 @@ class Attachment:
             return found
 
     def take_back(self, slab: PeerSlab) -> None:
-        """The slab is unmapped: tell the producer, if it can hear.
+        """The slab is unmapped: tell the producer, over another connection if ours is lost.
 
         It is booked first: once the producer says that it has all, so does `reclaims`.
         """
@@ -265,6 +274,8 @@ class Attachment:
     def _tell(self, message: Released | Goodbye) -> None:
         with self._sending:
             if not self._is_connected:
+                if isinstance(message, Released):
+                    self._tell_anew(message)
                 return
             try:
                 self.channel.send(message)
@@ -273,3 +284,16 @@ class Attachment:
                 # further slab waits for it.
                 logger.info("%s was not told of %s: %s", self.producer_id, message.type, error)
                 self.channel.shutdown()
+
+    def _tell_anew(self, message: Released) -> None:
+        if self._endpoint is None:
+            return
+        try:
+            sock = connect(
+                self._endpoint, allowed_uids=self._allowed_uids, timeout_s=RETURN_TIMEOUT_S
+            )
+            with closing(Channel(sock, PRODUCER_MESSAGES)) as channel:
+                channel.send(message)
+        except AquaError as error:  # Most often dead, and its memory with it.
+            logger.info("%s was not told of %s: %s", self.producer_id, message.type, error)
+            self._endpoint = None  # No further slab waits for it.

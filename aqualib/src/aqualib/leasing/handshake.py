@@ -124,7 +124,7 @@ def _attach(
     sock = connect(Path(grant.endpoint), allowed_uids=allowed_uids, timeout_s=timeout_s)
     channel = Channel(sock, PRODUCER_MESSAGES)
     try:
-        attachment = Attachment(grant, channel, tracer=tracer)
+        attachment = Attachment(grant, channel, allowed_uids=allowed_uids, tracer=tracer)
     except BaseException:
         channel.close()
         raise

@@ -45,15 +45,11 @@ from aqualib.peers import trusted_uids
 from aqualib.producer.admission import Admission
 from aqualib.producer.copy_limit import HARM_SHARE
 from aqualib.producer.copy_pacer import CopyPacer
-from aqualib.producer.escalation import (
-    Escalation,
-    KillRefusedError,
-    kill_process,
-    require_harmless,
-)
+from aqualib.producer.escalation import Escalation, KillRefusedError, kill_process, require_harmless
 from aqualib.producer.handout import Handout, Handouts
+from aqualib.producer.host import Host
 from aqualib.producer.lending_state import MIN_DEADLINE_S, LendingState, require_deadline
-from aqualib.producer.server import Host, LeaseServer, Peer, Stage
+from aqualib.producer.server import LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import MAX_HEARTBEAT_S, Reporter
 from aqualib.settings import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, require_name

@@ -34,7 +34,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
@@ -54,12 +53,12 @@ from aqua_protocol.channel import (
 from aqua_protocol.errors import CapabilityError
 from aqua_protocol.supervision import SupervisedThread
 from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, listen
-from aqualib.peers import process_behind, require_trusted, trusted_uids
+from aqualib.peers import ProcessIdentity, process_behind, require_trusted, trusted_uids
+from aqualib.producer.host import Host
 from aqualib.thread_slice import run_promptly
 from aqualib.traced_leases import LeaseTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from aqua_protocol.ids import LeaseId
@@ -103,25 +102,6 @@ class Stage(Enum):
     HANDING = auto()
     OPEN = auto()
     LEAVING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What the server tells the producer. Called on the server's thread, under the lock.
-
-    Attributes:
-        attach: Admit the peer and start its handout; an `AquaError` refuses it.
-        released: The peer has unmapped a slab.
-        silent: The peer's channel is closed; its process may live.
-        dead: The peer's process is gone.
-        tick: Time passed (monotonic, seconds); returns when to call again, infinity for never.
-    """
-
-    attach: Callable[[Peer, Hello], None]
-    released: Callable[[Peer, Released], None]
-    silent: Callable[[Peer], None]
-    dead: Callable[[Peer], None]
-    tick: Callable[[float], float]
 
 
 class Peer:
@@ -447,11 +427,27 @@ class LeaseServer:
                 self._host.attach(peer, message)
             case Released() if peer.stage is Stage.OPEN:
                 self._host.released(peer, message)
+            case Released() if peer.stage is Stage.GREETING and (
+                others := self._with_leases_of(peer.process)
+            ):
+                for other in others:
+                    self._host.released(other, message)
             case Goodbye() | None:
                 self._lose(peer)
             case _:
                 stage = peer.stage.name.lower()
                 raise ProtocolError(f"{message.type} is not allowed while {stage}")
+
+    def _with_leases_of(self, process: ProcessIdentity | None) -> list[Peer]:
+        """Connections, open or lost, with leases of a process: it speaks for what it has mapped."""
+        return [
+            peer
+            for peer in self._peers
+            if process is not None
+            and peer.process == process
+            and peer.lease_id is not None
+            and peer.stage is not Stage.HANDING
+        ]
 
     def refuse(self, peer: Peer, error: AquaError) -> None:
         """Tell the peer why, and end the channel; under the lock."""
