@@ -200,7 +200,7 @@ def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never
         "--enable-prefix-caching",
     ]
     held = tmp_path / "held"
-    environment = {HELD: str(held), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment: dict[str, Any] = {HELD: str(held), "PYTHONPATH": str(Path(__file__).parents[2])}
     with (
         vllm_server(deep, tmp_path / "log", *flags, **environment) as client,
         ThreadPoolExecutor(1) as pool,
