@@ -25,6 +25,7 @@ from aqua_simulator.whatif.fleet_day import recording_of
 from aqua_simulator.whatif.html_report import write_report
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
 from aqua_simulator.whatif.members import RESERVE_SHARE
+from aqua_simulator.whatif.offline import blended_gain
 from aqua_simulator.whatif.online import CALM_S
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad, read_day
 from aqua_simulator.whatif.report import SavingsReport
@@ -110,6 +111,18 @@ def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
     found = calibrated(cluster, RecordedLoad(span_s, shown, []))["a"]
     assert found.token_s == pytest.approx(planted.token_s, rel=0.03)
     assert found.context_s == pytest.approx(planted.context_s, rel=0.3)
+
+
+@pytest.mark.parametrize(("token_s", "context_s"), [(0.0, 1e-7), (2e-4, 0.0)])
+def test_blending_goes_by_the_data_sheet_for_what_no_recorded_step_shows(
+    token_s: float, context_s: float
+) -> None:
+    listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 1}
+    cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
+    found = StepCoefficients(0.02, token_s, context_s, 1e-9, 0.01, is_fitted=True)
+    gain, order = blended_gain(cluster, "a", found, seed=1)
+    assert gain > 0.9
+    assert sorted(order) == list(range(len(order)))
 
 
 @pytest.mark.slow

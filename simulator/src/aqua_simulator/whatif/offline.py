@@ -137,14 +137,19 @@ def ordered(
 def blended_gain(
     cluster: Cluster, name: str, coefficients: StepCoefficients, *, seed: int
 ) -> tuple[float, list[int]]:
-    """Throughput of the blended order to that of arrivals on an engine alone, and the order."""
+    """Throughput of the blended order to that of arrivals on an engine alone, and the order.
+
+    Where a fit found a token or its context to cost nothing, because no recorded step shows it, the
+    data sheet tells what it costs: requests differ in what they take of both.
+    """
     shape = cluster.engines[name]
     capacity = shape.block_count * BLOCK_TOKENS
-    known = coefficients if coefficients.is_fitted else sheet_coefficients(shape)
+    sheet = sheet_coefficients(shape)
+    known = coefficients if coefficients.is_fitted else sheet
     cost = StepCost(
-        known.token_s,
+        known.token_s or sheet.token_s,
         known.pair_s / 2.0,
-        known.context_s,
+        known.context_s or sheet.context_s,
         interference=1.0,
         overhead_s=known.step_s,
     )
