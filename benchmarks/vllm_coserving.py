@@ -18,8 +18,9 @@ figure is the median over the loads, `worst` the worst; ratios are to the mean o
 online-only engines have nothing to do. Objectives are twice what an engine needs for online
 requests one by one, at the 99th percentile; `aqua-profile steps` measures the step-time profile.
 
-Steps are not aborted inside, so `aborts_per_online_request_max` is 0: an arrival waits for the step
-that runs. `negative_control_differs`: with zeros in the place of checkpoints answers differ.
+An online request that arrives aborts the step of offline work that runs: `step_aborts` is how many
+were, `aborts_per_online_request_max` how many for one request. `negative_control_differs`: with
+zeros in the place of checkpoints answers differ.
 
 What it does not show: a GPU's numbers. On a CPU a decode costs nearly as much as a token of a
 prompt, so next to no offline token fits beside online decodes.
@@ -203,7 +204,8 @@ def compare(runs: dict[str, Run]) -> dict[str, float | None]:
         / ours["seconds"],
         "online_victims": ours["counted"].get(VICTIMS, 0),
         "differing_answers": differing_answers(runs),
-        "aborts_per_online_request_max": 0,
+        "step_aborts": ours["counted"].get("aqua:step_aborts_total", 0),
+        "aborts_per_online_request_max": ours["levels"].get("aqua:step_aborts_per_arrival", 0),
     }
 
 
@@ -216,8 +218,9 @@ def summarize(found: dict[str, dict[str, float | None]]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         key: statistics.median(values) if values else None for key, values in columns.items()
     }
-    for key in ("differing_answers", "online_victims", "offline_preemptions"):
+    for key in ("differing_answers", "online_victims", "offline_preemptions", "step_aborts"):
         summary[key] = sum(columns[key])
+    summary["aborts_per_online_request_max"] = max(columns["aborts_per_online_request_max"])
     summary["worst"] = {
         key: (max if relation == "<=" else min)(columns[key], default=None)
         for key, (relation, _) in BARS.items()

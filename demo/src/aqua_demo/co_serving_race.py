@@ -45,7 +45,7 @@ wait."""
 
 Run = dict[str, Any]
 """What became of an order: `online` and `offline` requests, `seconds` until the last online one
-ended, and the engine's counters (`counted`)."""
+ended, and the engine's counters (`counted`) and gauges (`levels`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def with_aqua(engine: Mapping[str, Any], aqua: Mapping[str, Any] | None) -> dict
     return {
         **engine,
         "scheduler_cls": "aqualib.engines.vllm.AquaScheduler",
+        "worker_cls": "aqualib.engines.vllm.AquaWorker",
         "kv_transfer_config": {
             "kv_connector": "AquaConnector",
             "kv_role": "kv_both",

@@ -12,7 +12,8 @@ Its argument is a job as JSON. Each line of its input is an order:
      offline requests that began are waited for, "seed": of prompts}
 
 It is answered by a line `answer ...`: what became of each request, and the engine's counters, over
-the time until the last online one ended. Meanwhile lines `sample ...` tell how it stands.
+the time until the last online one ended, and its gauges then. Meanwhile lines `sample ...` tell how
+it stands.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class EngineServer:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        return {"online": online, "offline": offline, "seconds": took_s, "counted": counted}
+        rows = {"online": online, "offline": offline}
+        return rows | {"seconds": took_s, "counted": counted, "levels": levels()}
 
     def say(self, kind: str, content: object) -> None:
         """Say one line."""
@@ -179,14 +181,21 @@ async def until(due_s: float) -> None:
 
 def counters() -> dict[str, float]:
     """Aqua's counters, as `/metrics` has them."""
+    return {name: value for name, value in figures().items() if name.endswith("_total")}
+
+
+def levels() -> dict[str, float]:
+    """Aqua's gauges, likewise."""
+    others = ("_total", "_created")
+    return {name: value for name, value in figures().items() if not name.endswith(others)}
+
+
+def figures() -> dict[str, float]:
+    """All that Aqua tells on `/metrics`."""
     from prometheus_client import REGISTRY
 
     samples = (sample for family in REGISTRY.collect() for sample in family.samples)
-    return {
-        sample.name: sample.value
-        for sample in samples
-        if sample.name.startswith("aqua:") and sample.name.endswith("_total")
-    }
+    return {sample.name: sample.value for sample in samples if sample.name.startswith("aqua:")}
 
 
 async def follow(job: dict[str, Any], out: TextIO) -> None:

@@ -144,6 +144,7 @@ def test_an_arrival_aborts_the_step_under_way_and_no_later_one(aborts: StepAbort
     assert not is_asked(second)
     counts = aborts.counts
     assert (counts.aborts, counts.tokens, counts.arrivals) == (1, 5, 1)
+    assert counts.most_per_arrival == 1
 
 
 def test_two_arrivals_abort_a_step_once(aborts: StepAborts) -> None:
@@ -161,6 +162,20 @@ def test_who_arrives_while_a_step_is_being_scheduled_aborts_it(aborts: StepAbort
     aborts.heard(arrival("x"), 0.0)
     aborts.begun(order, {"a": 5}, frozenset(), plan())
     assert is_asked(order)
+
+
+def test_aborts_are_counted_for_the_arrival_that_has_most_of_them(aborts: StepAborts) -> None:
+    """None has two, as the scheduler begins no step while one is expected; here it does."""
+    begin(aborts, "a")
+    aborts.heard(arrival("x"), 0.0)
+    aborts.ended(is_aborted=True)
+    begin(aborts, "b")
+    aborts.ended(is_aborted=True)
+    for name in ("x", "y"):
+        aborts.arrived(name)
+    begin(aborts, "c")
+    aborts.heard(arrival("y"), 0.0)
+    assert aborts.counts.most_per_arrival == 2
 
 
 def test_what_never_comes_is_not_waited_for_for_ever(aborts: StepAborts) -> None:

@@ -413,6 +413,7 @@ class CoServing:
             "step_aborts": aborts.aborts,
             "step_abort_seconds": aborts.seconds,
             "step_abort_tokens": aborts.tokens,
+            "step_aborts_per_arrival": aborts.most_per_arrival,
             "offline_tokens": self._counts.offline_tokens,
             "offline_preemptions": self._counts.offline_preemptions,
             "online_preempted_before_offline": self._counts.online_preempted_first,

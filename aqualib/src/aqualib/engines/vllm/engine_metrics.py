@@ -50,6 +50,7 @@ GAUGES: Final = {
     "lending_on": "Whether KV memory is lent.",
     "pinned_prefixes": "Prefixes that the tier keeps until they are unpinned.",
     "pinned_blocks": "Blocks that these take in the tier, or will once they come.",
+    "step_aborts_per_arrival": "Steps of offline work that one online request aborted, at most.",
     "co_serving_without_aborts": "Engines whose steps of offline work cannot be aborted.",
     "co_serving_steps_in_turn": "Engines whose offline steps overlap with none, to be abortable.",
     "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",

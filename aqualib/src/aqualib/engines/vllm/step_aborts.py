@@ -75,12 +75,14 @@ class AbortCounts:
         seconds: From the arrival to the output of the aborted step, added up.
         tokens: That were computed in vain, at most.
         arrivals: Online requests that were heard of.
+        most_per_arrival: Steps that one of them aborted, at most.
     """
 
     aborts: int = 0
     seconds: float = 0.0
     tokens: int = 0
     arrivals: int = 0
+    most_per_arrival: int = 0
 
 
 class StepAborts:
@@ -114,6 +116,7 @@ class StepAborts:
         self._fruitless: Counter[str] = Counter()
         # Of arrivals that the scheduler has not got yet; `_lock` guards them and what is asked.
         self._expected: dict[str, CoServedRequest] = {}
+        self._aborts_for: Counter[str] = Counter()
         self._asked: dict[int, float] = {}
         self._lock = threading.Lock()
 
@@ -133,14 +136,14 @@ class StepAborts:
     def arrived(self, request_id: str) -> None:
         """The scheduler has a request, or never will."""
         with self._lock:
-            self._expected.pop(request_id, None)
+            self._forget(request_id)
 
     def is_expecting(self, now_s: float) -> bool:
         """Whether an arrival is on its way to the scheduler."""
         with self._lock:
             for name, each in list(self._expected.items()):
                 if now_s - each.arrival_s > EXPECTED_S:
-                    del self._expected[name]
+                    self._forget(name)
             return bool(self._expected)
 
     def _consider(self, now_s: float) -> None:
@@ -156,7 +159,15 @@ class StepAborts:
         )
         if self._on_arrival(state, list(self._expected.values()), now_s):
             self._asked[step.number] = now_s
+            self._aborts_for.update(self._expected.keys())
+            most = max(self._aborts_for.values())
+            self.counts.most_per_arrival = max(self.counts.most_per_arrival, most)
             self._page.ask(step.number)
+
+    def _forget(self, request_id: str) -> None:
+        """A request is expected no longer; under the lock."""
+        self._expected.pop(request_id, None)
+        self._aborts_for.pop(request_id, None)
 
     # --- Steps, on the scheduler's -----------------------------------------------------------
 
