@@ -303,7 +303,12 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([], {"AQUA_HEARTBEAT_S": "9"}, 2, "at least three heartbeats"),
         ([], {"AQUA_CAPABILITY_SECRET": "short"}, 2, "at least 32 characters"),
         (["--redis-url", "http://x"], {}, 2, "unknown scheme"),
-        (["--redis-url", "redis://127.0.0.1:1"], {}, 3, "Redis does not answer"),
+        (
+            ["--redis-url", "redis://127.0.0.1:1"],
+            {"AQUA_STORE_TIMEOUT_S": "1"},
+            3,
+            "Redis does not answer",
+        ),
         (["--tokens-file", "/nonexistent/tokens.json"], {}, 2, "cannot read the tokens file"),
         (["--data-dir", "/dev/null/d"], {}, 2, "data directory"),
         (["--data-dir", "/nonexistent/" + "d" * 120], {}, 2, "AQUA_DATA_DIR"),
