@@ -207,10 +207,7 @@ class RequestLimits:
             )
             is_report = shape in REPORTS and caller.roles != READS_ONLY
             if connection.caller is not caller or is_report > connection.reports:
-                # Where there is no place for it, it ends with the answer.
-                ends, connection.ends = connection.ends, True
                 self._place(connection, caller, _peer_of(scope), is_report=is_report)
-                connection.ends = ends
                 connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
             before, whole = ((), ()) if shape == STREAM else connection.counts[is_report]
             _count(before, held)
@@ -243,6 +240,8 @@ class RequestLimits:
     ) -> None:
         """Count a connection for its token: once it has brought a report, as one that reports.
 
+        One for which there is no place ends with the answer.
+
         Raises:
             UnavailableError: Its token, its peer or all together have as many as they may.
         """
@@ -269,6 +268,7 @@ class RequestLimits:
                 raise
         except UnavailableError:
             connection.leave()
+            connection.ends = True
             raise
 
     def _require_certificate(self, connection: Connection, path: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from aqua_protocol import TransportError
 from aqua_schedulers.conserve import CoServedRequest, CoServingPlan, ServiceClass
 from aqualib.engines.vllm.abort_page import AbortPage
 from aqualib.engines.vllm.safepoints import SafepointOrder, Safepoints, StepAbortedError
@@ -82,6 +83,12 @@ def test_a_worker_that_cannot_open_the_page_says_so_once_and_runs_steps_through(
             safepoints.begin(SafepointOrder(step, "/proc/0/fd/0", 1))
             assert layers_until_abort(safepoints) == 100
     assert len(caplog.records) == 1
+
+
+def test_one_of_several_ranks_that_cannot_open_the_page_ends_instead_of_waiting_for_ever() -> None:
+    safepoints = Safepoints(1, 2, CPU)
+    with pytest.raises(TransportError, match="/proc/0/fd/0"):
+        safepoints.begin(SafepointOrder(1, "/proc/0/fd/0", 1))
 
 
 # --- The engine's side -----------------------------------------------------------------------
@@ -176,6 +183,13 @@ def test_aborts_are_counted_for_the_arrival_that_has_most_of_them(aborts: StepAb
     begin(aborts, "c")
     aborts.heard(arrival("y"), 0.0)
     assert aborts.counts.most_per_arrival == 2
+
+
+def test_who_arrives_at_an_engine_that_ends_aborts_nothing(aborts: StepAborts) -> None:
+    begin(aborts, "a")
+    aborts.close()
+    aborts.heard(arrival("x"), 0.0)
+    assert aborts.counts.most_per_arrival == 0
 
 
 def test_what_never_comes_is_not_waited_for_for_ever(aborts: StepAborts) -> None:

@@ -120,14 +120,21 @@ def rank_requests(
 ) -> None:
     """Give those of these lines of a batch that wait the ranks from `first_rank` on, in order."""
     numbered = _numbered(connection, lines)
-    connection.execute(
-        update(REQUESTS)
+    waiting = (
+        select(REQUESTS.c.line, numbered.c.place)
         .where(
             REQUESTS.c.batch == batch,
             REQUESTS.c.line == numbered.c.line,
             REQUESTS.c.state == RequestState.WAITING,
         )
-        .values(rank=numbered.c.place + first_rank)
+        .order_by(REQUESTS.c.line)  # One order of locks for all.
+        .with_for_update(of=REQUESTS)
+        .cte("waiting")
+    )
+    connection.execute(
+        update(REQUESTS)
+        .where(REQUESTS.c.batch == batch, REQUESTS.c.line == waiting.c.line)
+        .values(rank=waiting.c.place + first_rank)
     )
 
 

@@ -87,13 +87,20 @@ class Safepoints:
         self._recorded = 0
 
     def begin(self, order: SafepointOrder | None) -> None:
-        """A step begins, which has safepoints or not."""
+        """A step begins, which has safepoints or not.
+
+        Raises:
+            TransportError: One of several ranks cannot open the page. It would go on where the
+                others stop, and wait for them in its next collective for ever.
+        """
         self._order = order
         self._layer = self._recorded = 0
         if order is not None and self._page is None and not self._is_blind:
             try:
                 self._page = AbortPage.open(order.place)
             except TransportError as error:
+                if self._rank_count > 1:
+                    raise
                 # Said once: the engine serves on, and an arrival waits for the step.
                 self._is_blind = True
                 logger.warning("co-serving: steps cannot be aborted here: %s", error.message)

@@ -121,8 +121,10 @@ class StepAborts:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Let go of the page."""
-        self._page.close()
+        """Let go of the page; who arrives from now on aborts nothing."""
+        with self._lock:
+            self.under_way = None
+            self._page.close()
 
     # --- Arrivals, on any thread -------------------------------------------------------------
 
