@@ -19,13 +19,16 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from aqua_protocol import ConfigError
+from aqualib.engines.vllm.abort_checks import abortable_layers
+from aqualib.engines.vllm.options import options_of
 from harness.bounds import HANG_S
 from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
 from harness.vllm_server import vllm_server
-from harness.vllm_shapes import Shape
+from harness.vllm_shapes import Shape, make_config
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -78,6 +81,19 @@ def test_published_blocks_of_aborted_steps_change_outputs(model: str, depth: int
     shape = replace(SWAP, depth=depth)
     engines = lives(model, shape, range(4), begin=lambda each: keep_published(each.scheduler))
     assert wrong(engines) > 1
+
+
+def test_an_engine_without_the_worker_says_so_and_does_not_start_if_it_is_to_abort(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(model, replace(SWAP, aborts=0.0))
+    assert abortable_layers(config, options_of(config)) is None
+    assert "AquaWorker is missing), so budgets alone" in caplog.text
+    insisting = {**SWAP.aqua, "co_serving": {**SERVING, "layer_aborts": True}}
+    config = make_config(model, replace(SWAP, aqua=insisting, aborts=0.0))
+    with pytest.raises(ConfigError, match="AquaWorker is missing") as refused:
+        abortable_layers(config, options_of(config))
+    assert "layer_aborts" in refused.value.remedy
 
 
 # --- A real vLLM -----------------------------------------------------------------------------

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pytest
-from sqlalchemy import Connection, event, insert, select
+from sqlalchemy import (
+    Connection,
+    Engine,
+    NullPool,
+    Select,
+    create_engine,
+    event,
+    insert,
+    select,
+    text,
+)
 
 from aqua_batch.service.database import Database
 from aqua_batch.service.rank_writer import rank_requests
@@ -21,6 +33,7 @@ from aqua_batch.service.request_rows import (
     settle,
 )
 from aqua_batch.service.schema import BATCHES, REQUESTS
+from harness.bounds import HANG_S
 from harness.postgres_process import postgres
 
 ResultT = TypeVar("ResultT")
@@ -128,3 +141,35 @@ async def test_an_order_is_given_to_what_waits_alone(database: Database) -> None
     )
     assert found == backwards[:-3]
     assert of_leased == [0, 1, 2]
+
+
+async def test_an_order_takes_its_locks_by_line_whatever_it_is() -> None:
+    with postgres() as process, closing(Database(process.url)) as database:
+        await database.write(fill)
+        other = create_engine(process.url, poolclass=NullPool)
+        with other.connect() as holder:
+            holder.execute(locked(5))
+            backwards = list(reversed(range(10)))
+            rank = partial(rank_requests, batch=1, first_rank=0, lines=backwards)
+            ranking = asyncio.create_task(database.write(rank))
+            async with asyncio.timeout(HANG_S):
+                while not waits(other):  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.01)
+            try:
+                holder.execute(locked(9))  # Not taken yet: else each would wait for the other.
+            finally:
+                holder.rollback()
+                await ranking
+
+
+def waits(engine: Engine) -> bool:
+    """Whether a transaction waits for a row of another."""
+    query = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    with engine.connect() as looking:
+        return bool(looking.execute(query).scalar())
+
+
+def locked(line: int) -> Select[Any]:
+    """Take a request's row, or fail at once."""
+    query = select(REQUESTS.c.line).where(REQUESTS.c.batch == 1, REQUESTS.c.line == line)
+    return query.with_for_update(nowait=True)
