@@ -65,6 +65,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     answer = run(Scenario(str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))))
     tokens: dict[str, list[int]] = answer["tokens"]
     assert len(set(map(tuple, tokens.values()))) == len(tokens), "degenerate outputs prove nothing"
+    assert answer["metrics"] == {}, "counters of Aqua without Aqua would prove nothing either"
     return tokens
 
 
