@@ -188,7 +188,7 @@ class Schedulers:
 
 def _report_store(scheduler: Any, blocks: int) -> None:  # noqa: ANN401 - vLLM's
     """Say as a worker does that its store has room for as much as the KV cache."""
-    from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
+    from aqualib.engines.vllm.paging.plan import WorkerReport, WorkerStore
 
     paging = getattr(scheduler, "paging", None)
     if paging is not None:

@@ -56,15 +56,27 @@ def import_contracts(arrows: Mapping[str, Mapping[str, Any]]) -> str:
                 _ini_list("forbidden_modules", row["never"]),
             ]
         if row.get("rooms"):
-            sections += [
-                f"\n[importlinter:contract:{package}-rooms]",
-                f"name = the rooms of {package} import from the ground up",
-                "type = layers",
-                f"containers = {package}",
-                _ini_list("layers", row["rooms"]),
-                "exhaustive = True",
-            ]
+            sections += _rooms(package, row)
+        for inner in row.get("inner_rooms", []):
+            sections += _rooms(inner["of"], inner)
     return "\n".join(sections) + "\n"
+
+
+def _rooms(container: str, row: Mapping[str, Any]) -> list[str]:
+    upward = [
+        " -> ".join(f"{container}.{end}" for end in arrow.split(" -> "))
+        for arrow in row.get("type_only", [])
+    ]
+    return [
+        f"\n[importlinter:contract:{container}-rooms]",
+        f"name = the rooms of {container} import from the ground up",
+        "type = layers",
+        f"containers = {container}",
+        _ini_list("layers", row["rooms"]),
+        "exhaustive = True",
+        *([_ini_list("ignore_imports", upward)] if upward else []),
+        "unmatched_ignore_imports_alerting = warn",
+    ]
 
 
 def architecture_page(page: str, arrows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from aqualib.engines.vllm.contract import known_contracts
-from aqualib.engines.vllm.versions import MINORS, OPT_IN, TRY_CONTRACT, WARNED_MINORS
+from aqualib.engines.vllm.contract.check import known_contracts
+from aqualib.engines.vllm.contract.versions import MINORS, OPT_IN, TRY_CONTRACT, WARNED_MINORS
 from generators.navigation import DOCS
 
 RUNS: Final = DOCS / "measurements" / "vllm-runs.json"

@@ -21,9 +21,9 @@ import torch
 
 from aqualib import gpu_modes, topology
 from aqualib.blocks import BlockStore
-from aqualib.engines.vllm import rows, side_stream
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.engines.vllm.side_stream import SideStream
+from aqualib.engines.vllm.paging import rows, side_stream
+from aqualib.engines.vllm.paging.side_stream import SideStream
 from aqualib.leasing.client import LeaseClient
 from aqualib.memory import migration_policy, migrator
 from aqualib.memory.frame_store import FrameStore

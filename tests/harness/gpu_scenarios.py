@@ -20,9 +20,9 @@ from aqua_protocol import MIB, CapacityError, TransportKind
 from aqua_protocol.leases import LeaseGrant
 from aqua_protocol.members import ConsumerAck
 from aqualib import probe, topology
-from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging.plan import PagingPlan
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.leasing.demand import LeaseBackoff
 from aqualib.topology import Gpu, Link, LinkKind, Topology
 from aqualib.transports import cuda_buffers

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from aqua_protocol import TransportError
-from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging.plan import PagingPlan
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.transports import cuda_buffers
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
 from harness.consumers import consuming

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from aqualib.engines.vllm.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from harness.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqualib.engines.vllm.safepoints import SafepointOrder
+    from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 
 ASKING: Final = "HARNESS_ABORTED_LAYERS"
 """Says to workers which share of layers asks for an abort, and by which seed."""
@@ -29,7 +29,7 @@ HELD: Final = "HARNESS_HELD_STEP"
 
 def allow_aborts_in_process() -> None:
     """Let engines of this process abort steps, though nothing takes requests in meanwhile."""
-    from aqualib.engines.vllm import abort_checks
+    from aqualib.engines.vllm.scheduling import abort_checks
 
     abort_checks.runs_in_callers_process = lambda: False
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from aqualib.engines.vllm.kv_groups import NULL_BLOCK
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.kv_groups import NULL_BLOCK
+from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
 from harness.vllm_shapes import (
     BLOCK_TOKENS,
     Shape,

@@ -103,7 +103,7 @@ def _transports() -> Iterator[Finding]:
 
 
 def _engine() -> Finding:
-    from aqualib.engines.vllm.versions import MINORS, require_supported
+    from aqualib.engines.vllm.contract.versions import MINORS, require_supported
 
     for name in ENGINE_DISTRIBUTIONS:
         try:

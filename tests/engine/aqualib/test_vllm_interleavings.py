@@ -16,8 +16,8 @@ from vllm.v1.core.sched.interface import PauseState
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import connector as connector_module
-from aqualib.engines.vllm.kv_groups import KvGroup
 from aqualib.engines.vllm.options import LoadMode
+from aqualib.engines.vllm.paging.kv_groups import KvGroup
 from harness.vllm_disturbances import wrong
 from harness.vllm_shapes import Shape, make_config, make_scheduler
 from harness.vllm_simulation import SimulatedEngine
@@ -186,7 +186,7 @@ def test_page_outs_beside_the_model_keep_what_was_computed(model: str, shape: Sh
 def test_page_outs_of_blocks_that_nobody_holds_do_not(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aqualib.engines.vllm.async_page_out import AsyncPageOut
+    from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
 
     class NoPool:
         blocks = range(1000)

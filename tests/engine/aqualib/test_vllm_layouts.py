@@ -33,8 +33,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.kv_groups import KINDS, kv_groups
-from aqualib.engines.vllm.rows import BlockCopier, block_rows
+from aqualib.engines.vllm.paging.kv_groups import KINDS, kv_groups
+from aqualib.engines.vllm.paging.rows import BlockCopier, block_rows
 
 # vLLM and torch warn about themselves and each other; not ours to mend.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -13,9 +13,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
+from aqualib.engines.vllm.contract.versions import MINORS
 from aqualib.engines.vllm.lending import scheduler
 from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
-from aqualib.engines.vllm.versions import MINORS
 from aqualib.transports.host_pages import PAGE_BYTES
 
 # vLLM and torch warn about themselves and each other; not ours to mend.

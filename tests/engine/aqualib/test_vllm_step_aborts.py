@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.abort_checks import abortable_layers
 from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.scheduling.abort_checks import abortable_layers
 from harness.bounds import HANG_S
 from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from aqualib.engines.vllm.async_page_out import AsyncPageOut
+from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_shapes import Shape
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from aqualib.engines.vllm.switches import Feature
+from aqualib.engines.vllm.operations.switches import Feature
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aqua_protocol import KIB, MIB, format_bytes
-from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging.plan import PagingPlan
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from harness.consumers import consuming
 from harness.gpu.copies import runs_at_random, yardsticks
 from harness.gpu.outcome import Outcome

@@ -6,7 +6,7 @@ import multiprocessing
 import random
 from typing import TYPE_CHECKING, Final
 
-from aqualib.engines.vllm.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from harness.bounds import HANG_S
 
 if TYPE_CHECKING:

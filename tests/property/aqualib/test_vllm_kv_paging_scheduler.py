@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqualib.engines.vllm.kv_groups import KvGroup, KvGroups
-from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.kv_groups import KvGroup, KvGroups
+from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
 
 BLOCK = 4
 Bytes = tuple[int, ...]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aqualib.engines.vllm import abort_checks
-from aqualib.engines.vllm.abort_checks import why_not_abortable
 from aqualib.engines.vllm.options import read_options
+from aqualib.engines.vllm.scheduling import abort_checks
+from aqualib.engines.vllm.scheduling.abort_checks import why_not_abortable
 
 SERVING: dict[str, Any] = {"ttft_s": 1.0, "tpot_s": 0.1}
 

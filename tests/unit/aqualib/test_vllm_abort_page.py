@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aqua_protocol import TransportError
-from aqualib.engines.vllm.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 
 
 def test_a_worker_sees_which_step_is_to_be_aborted_and_no_other() -> None:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aqualib.engines.vllm.async_page_out import AsyncPageOut
-from aqualib.engines.vllm.block_table import BlockTable
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.plan import PagingPlan
 
 
 @dataclass

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from aqualib.engines.vllm.block_table import BlockTable
+from aqualib.engines.vllm.paging.block_table import BlockTable
 
 
 def filled(capacity: int, keys: str) -> BlockTable:

@@ -16,11 +16,11 @@ from aqua_schedulers.conserve import (
     StepTimeKey,
     StepTimeProfile,
 )
-from aqualib.engines.vllm.abort_page import AbortPage
-from aqualib.engines.vllm.co_serving import CoServing, StepTokens
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.scheduler import CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
-from aqualib.engines.vllm.priority import UrgentPriority
-from aqualib.engines.vllm.service_class import service_class_of, with_class
+from aqualib.engines.vllm.requests.priority import UrgentPriority
+from aqualib.engines.vllm.requests.service_class import service_class_of, with_class
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+import aqualib.engines.vllm
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm import contract, surface
-from aqualib.engines.vllm.contract import known_contracts, main, nearest, read_contract
-from aqualib.engines.vllm.surface import IMPLEMENTED, SURFACE, USED, USED_TO_LEND
-from aqualib.engines.vllm.versions import MINORS, OPT_IN, WARNED_MINORS, require_supported
-from aqualib.engines.vllm.vllm_source import VllmSource
+from aqualib.engines.vllm.contract import check, surface
+from aqualib.engines.vllm.contract.check import known_contracts, main, nearest, read_contract
+from aqualib.engines.vllm.contract.source import VllmSource
+from aqualib.engines.vllm.contract.surface import IMPLEMENTED, SURFACE, USED, USED_TO_LEND
+from aqualib.engines.vllm.contract.versions import MINORS, OPT_IN, WARNED_MINORS, require_supported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ENGINE: Final = Path(contract.__file__).parent
+ENGINE: Final = Path(aqualib.engines.vllm.__file__).parent
 ROOT: Final = Path(__file__).parents[3]
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -65,7 +66,7 @@ USES: Final = {
 @pytest.fixture(autouse=True)
 def _small_surface(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "tree" in request.fixturenames:
-        monkeypatch.setattr(contract, "SURFACE", USES)
+        monkeypatch.setattr(check, "SURFACE", USES)
 
 
 @pytest.fixture
@@ -143,12 +144,12 @@ def test_an_abstract_method_that_we_do_not_implement_is_missing(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        contract, "IMPLEMENTED", {"vllm.engine:Engine": "request_queue:PolicyRequestQueue"}
+        check, "IMPLEMENTED", {"vllm.engine:Engine": "requests.queue:PolicyRequestQueue"}
     )
     abstract = "@abc.abstractmethod\n    async def called"
     written(tree, {"vllm/engine.py": FILES["vllm/engine.py"].replace("async def called", abstract)})
     (missing,) = read_contract(VllmSource(tree)).missing
-    assert missing == "request_queue:PolicyRequestQueue has no called"
+    assert missing == "requests.queue:PolicyRequestQueue has no called"
 
 
 def test_whoever_has_tried_the_contract_may_opt_in_to_that_version_alone(
@@ -193,7 +194,7 @@ def test_a_known_version_has_to_read_as_it_is_written_down(
     assert main([str(tree), "--accept", str(place)]) == 0
     known = read_contract(VllmSource(tree))
     assert json.loads((place / "0.99.1.json").read_text())["fingerprints"] == known.fingerprints
-    monkeypatch.setattr(contract, "known_contracts", lambda: {known.version: known})
+    monkeypatch.setattr(check, "known_contracts", lambda: {known.version: known})
     assert main([str(tree)]) == 0
     written(tree, {"vllm/base.py": FILES["vllm/base.py"].replace("return 1", "return 3")})
     assert main([str(tree)]) == 1
@@ -244,7 +245,7 @@ def test_what_starts_without_a_warning_has_run() -> None:
 
 def test_the_command_imports_neither_torch_nor_vllm() -> None:
     program = (
-        "import sys; import aqualib.engines.vllm.contract; "
+        "import sys; import aqualib.engines.vllm.contract.check; "
         "print({'torch', 'vllm'} & set(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -265,9 +266,9 @@ def test_our_schedulers_use_and_override_nothing_of_vllms_that_is_not_in_the_con
     made: set[str] = set()
     for name in (
         "scheduler.py",
-        "eviction_scheduler.py",
-        "aborting_scheduler.py",
-        "co_serving_scheduler.py",
+        "scheduling/eviction_scheduler.py",
+        "scheduling/aborting_scheduler.py",
+        "scheduling/co_serving_scheduler.py",
         "lending/scheduler.py",
     ):
         for node in ast.walk(ast.parse((ENGINE / name).read_text())):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.engine_checks import (
+from aqualib.engines.vllm.options import LoadMode, options_of, read_options
+from aqualib.engines.vllm.paging.engine_checks import (
     load_mode,
     require_attention,
     require_blocks,
     require_pageable,
 )
-from aqualib.engines.vllm.kv_groups import KvGroup, KvGroups
-from aqualib.engines.vllm.options import LoadMode, options_of, read_options
+from aqualib.engines.vllm.paging.kv_groups import KvGroup, KvGroups
 
 
 def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM's as is read

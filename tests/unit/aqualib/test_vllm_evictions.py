@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from aqualib.engines.vllm.evictions import MAX_HOLD_S, EvictionRequest, ids_of
+from aqualib.engines.vllm.operations.evictions import MAX_HOLD_S, EvictionRequest, ids_of
 
 IDS = [
     "cmpl-mine-0-0a1b2c3d",

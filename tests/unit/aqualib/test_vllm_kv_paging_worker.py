@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from aqua_protocol import ConfigError, TransportError
-from aqualib.engines.vllm import kv_paging_worker as worker_module
-from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport, WorkerStore
-from aqualib.engines.vllm.rows import BlockCopier, block_rows
+from aqualib.engines.vllm.paging import worker as worker_module
+from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.rows import BlockCopier, block_rows
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from harness.consumers import consuming
 from harness.producers import until
 

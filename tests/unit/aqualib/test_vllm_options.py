@@ -7,14 +7,14 @@ import pytest
 
 from aqua_protocol import ConfigError
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.options import PagingMode, read_options
-from aqualib.engines.vllm.paging_plan import WorkerReport, WorkerStore
-from aqualib.engines.vllm.versions import (
+from aqualib.engines.vllm.contract.versions import (
     MINORS,
     WARNED_MINORS,
     require_schedulable,
     require_supported,
 )
+from aqualib.engines.vllm.options import PagingMode, read_options
+from aqualib.engines.vllm.paging.plan import WorkerReport, WorkerStore
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from aqua_protocol import UnavailableError
 from aqua_protocol.errors import QuotaExceededError, RequestInvalidError, UnknownResourceError
-from aqualib.engines.vllm.block_table import BlockTable
-from aqualib.engines.vllm.kv_groups import BlockKeys, KvGroup, KvGroups
-from aqualib.engines.vllm.pins import MAX_TTL_S, PinRequest, Prefix, PrefixPinTable
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.kv_groups import BlockKeys, KvGroup, KvGroups
+from aqualib.engines.vllm.paging.pins import MAX_TTL_S, PinRequest, Prefix, PrefixPinTable
 
 BLOCK_TOKENS = 2
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aqualib.engines.vllm.request_queue import PolicyRequestQueue
+from aqualib.engines.vllm.requests.queue import PolicyRequestQueue
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ import torch
 
 from aqua_protocol import TransportError
 from aqua_schedulers.conserve import CoServedRequest, CoServingPlan, ServiceClass
-from aqualib.engines.vllm.abort_page import AbortPage
-from aqualib.engines.vllm.safepoints import SafepointOrder, Safepoints, StepAbortedError
-from aqualib.engines.vllm.step_aborts import EXPECTED_S, MAX_FRUITLESS_ABORTS, StepAborts
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder, Safepoints, StepAbortedError
+from aqualib.engines.vllm.co_serving.step_aborts import EXPECTED_S, MAX_FRUITLESS_ABORTS, StepAborts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

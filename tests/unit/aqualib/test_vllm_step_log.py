@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from aqua_schedulers.conserve import MeasuredStep, StepLoad
-from aqualib.engines.vllm.admin_commands import answer
-from aqualib.engines.vllm.step_log import MAX_STEPS, StepLog, StepTimer, load_of
+from aqualib.engines.vllm.operations.admin_commands import answer
+from aqualib.engines.vllm.operations.step_log import MAX_STEPS, StepLog, StepTimer, load_of
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler

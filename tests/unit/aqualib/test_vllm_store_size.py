@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from aqua_protocol import GIB, MIB, ConfigError
-from aqualib.engines.vllm import store_size as module
-from aqualib.engines.vllm.store_size import StoreSize, store_size
+from aqualib.engines.vllm.paging import store_size as module
+from aqualib.engines.vllm.paging.store_size import StoreSize, store_size
 from aqualib.settings import load_settings
 
 SLAB = 64 * MIB

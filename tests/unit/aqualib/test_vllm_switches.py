@@ -14,13 +14,13 @@ import pytest
 from aqua_protocol import ConfigError, UnavailableError
 from aqua_protocol.errors import UnknownResourceError
 from aqua_schedulers.cfs import RequestView, TenantAccounts, TenantSettings
-from aqualib.engines.vllm.admin_api import AquaMiddleware, Receive, Scope, Send
-from aqualib.engines.vllm.admin_commands import UTILITY, answer
-from aqualib.engines.vllm.block_table import BlockTable
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
-from aqualib.engines.vllm.evictions import EvictionRequest
-from aqualib.engines.vllm.pins import Prefix, PrefixPinTable
-from aqualib.engines.vllm.switches import Feature, Switches, SwitchState
+from aqualib.engines.vllm.operations.admin_api import AquaMiddleware, Receive, Scope, Send
+from aqualib.engines.vllm.operations.admin_commands import UTILITY, answer
+from aqualib.engines.vllm.operations.evictions import EvictionRequest
+from aqualib.engines.vllm.operations.switches import Feature, Switches, SwitchState
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.pins import Prefix, PrefixPinTable
 from aqualib.settings import load_settings
 
 if TYPE_CHECKING:

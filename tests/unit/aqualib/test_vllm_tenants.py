@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from aqualib.engines.vllm.admin_api import AquaMiddleware, body_of
+from aqualib.engines.vllm.operations.admin_api import AquaMiddleware, body_of
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.plugin import CONNECTOR
-from aqualib.engines.vllm.priority import UrgentPriority, weight_of
-from aqualib.engines.vllm.tenant_key import MAX_NAME_LENGTH, TenantSource, key_name, tenant_of
+from aqualib.engines.vllm.requests.priority import UrgentPriority, weight_of
+from aqualib.engines.vllm.requests.tenant_key import (
+    MAX_NAME_LENGTH,
+    TenantSource,
+    key_name,
+    tenant_of,
+)
 
 if TYPE_CHECKING:
-    from aqualib.engines.vllm.admin_api import Receive, Scope, Send
+    from aqualib.engines.vllm.operations.admin_api import Receive, Scope, Send
 
 KEY = "sk-team-b"
 

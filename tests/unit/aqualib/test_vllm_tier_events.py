@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 
-from aqualib.engines.vllm.block_table import BlockTable
-from aqualib.engines.vllm.tier_events import TierEvents
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.tier_events import TierEvents
 
 
 def test_a_listener_knows_what_the_table_has_after_each_step() -> None:

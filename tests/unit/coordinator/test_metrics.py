@@ -25,7 +25,7 @@ from harness import promql
 from harness.source_tree import ROOT, modules
 
 REFERENCE: Final = ROOT / "docs" / "operations" / "metrics.md"
-ENGINE_METRICS: Final = ROOT / "aqualib/src/aqualib/engines/vllm/engine_metrics.py"
+ENGINE_METRICS: Final = ROOT / "aqualib/src/aqualib/engines/vllm/operations/metrics.py"
 HISTOGRAM_PARTS: Final = ("bucket", "sum", "count")
 NOT_METRICS: Final = {module.package for module in modules()} | {
     "aqua_class",  # an argument of a request to vLLM

@@ -33,10 +33,16 @@ FORBIDDEN_PAIRS: Final = [
 def stand_ins(tmp_path: Path) -> Path:
     """Make an empty package for each of ours, with the folders that its contracts name."""
     for package, row in ARROWS.items():
-        rooms = [room.strip() for layer in row.get("rooms", []) for room in layer.split("|")]
-        for folder in (package, *(f"{package}/{room}" for room in rooms)):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "__init__.py").touch()
+        for of, layers in [
+            (package, row.get("rooms", [])),
+            *((inner["of"], inner["rooms"]) for inner in row.get("inner_rooms", [])),
+        ]:
+            container = tmp_path / of.replace(".", "/")
+            rooms = [room.strip() for layer in layers for room in layer.split("|")]
+            for folder in (container.parent, container, *(container / room for room in rooms)):
+                folder.mkdir(parents=True, exist_ok=True)
+                if folder != tmp_path:
+                    (folder / "__init__.py").touch()
     return tmp_path
 
 

@@ -15,6 +15,16 @@ is kept and brings it back. Both halves talk in block ids of vLLM and in numbere
                            └──── WorkerReport: places lost, ─────┘
                                  where paged blocks are
 
+One room for each thing it does, from the roof to the ground; a room imports from below it:
+
+    scheduling   who computes in a step: what `AquaScheduler` adds to vLLM's scheduler
+    lending      blocks of the KV cache lent to others while the load is low
+    operations   admin API, switches, metrics
+    paging       blocks in Aqua memory, without vLLM
+    co_serving   budgets of online and offline requests, aborts of steps
+    requests     tenant, class and priority, as a request says them
+    contract     which versions of vLLM have what all this uses
+
 Whatever goes wrong on Aqua's side ends as "these blocks are not there", which vLLM answers by
 computing them again. The names below are loaded when they are used, because importing vLLM is
 slow and only an engine has it.
@@ -26,10 +36,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from aqualib.engines.vllm.admin_api import AquaMiddleware
     from aqualib.engines.vllm.connector import AquaConnector
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
     from aqualib.engines.vllm.lending.worker import LendingWorker
+    from aqualib.engines.vllm.operations.admin_api import AquaMiddleware
     from aqualib.engines.vllm.scheduler import AquaScheduler
     from aqualib.engines.vllm.worker import AquaWorker
 
@@ -44,7 +54,7 @@ __all__ = [
 
 _HOMES: Final = {
     "AquaConnector": "aqualib.engines.vllm.connector",
-    "AquaMiddleware": "aqualib.engines.vllm.admin_api",
+    "AquaMiddleware": "aqualib.engines.vllm.operations.admin_api",
     "AquaScheduler": "aqualib.engines.vllm.scheduler",
     "AquaWorker": "aqualib.engines.vllm.worker",
     "LendingScheduler": "aqualib.engines.vllm.lending.scheduler",

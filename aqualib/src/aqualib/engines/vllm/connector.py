@@ -37,22 +37,22 @@ from vllm.v1.request import Request
 
 from aqua_protocol import format_bytes
 from aqualib.connection import connect
-from aqualib.engines.vllm.co_serving import CoServing
+from aqualib.engines.vllm.co_serving.safepoints import Safepoints
+from aqualib.engines.vllm.co_serving.scheduler import CoServing
+from aqualib.engines.vllm.contract.versions import child_connectors
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
-from aqualib.engines.vllm.engine_checks import load_mode, require_attention, require_pageable
-from aqualib.engines.vllm.engine_metrics import AquaPromMetrics, AquaStats, Meter
-from aqualib.engines.vllm.kv_groups import kv_groups
-from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
-from aqualib.engines.vllm.kv_paging_worker import KvPagingWorker
+from aqualib.engines.vllm.operations.metrics import AquaPromMetrics, AquaStats, Meter
+from aqualib.engines.vllm.operations.switches import Switches
 from aqualib.engines.vllm.options import SEVERAL, AquaOptions, model_name, options_of, rank_member
-from aqualib.engines.vllm.paging_plan import PagingPlan, WorkerReport
-from aqualib.engines.vllm.pins import PinRequest, Prefix, PrefixPinTable
-from aqualib.engines.vllm.rows import block_rows
-from aqualib.engines.vllm.safepoints import Safepoints
-from aqualib.engines.vllm.store_size import store_size
-from aqualib.engines.vllm.switches import Switches
-from aqualib.engines.vllm.tier_events import TierEvents, as_vllm_events
-from aqualib.engines.vllm.versions import child_connectors
+from aqualib.engines.vllm.paging.engine_checks import load_mode, require_attention, require_pageable
+from aqualib.engines.vllm.paging.kv_groups import kv_groups
+from aqualib.engines.vllm.paging.pins import PinRequest, Prefix, PrefixPinTable
+from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport
+from aqualib.engines.vllm.paging.rows import block_rows
+from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
+from aqualib.engines.vllm.paging.store_size import store_size
+from aqualib.engines.vllm.paging.tier_events import TierEvents, as_vllm_events
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")

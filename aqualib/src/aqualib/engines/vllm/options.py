@@ -20,8 +20,8 @@ from aqua_protocol.profile import ModelProfile, ProfileKind
 from aqua_schedulers.cfs import FairSettings, PolicyName
 from aqua_schedulers.conserve import CoServingPolicyName
 from aqualib.engines.vllm.plugin import CONNECTOR
-from aqualib.engines.vllm.priority import UrgentPriority
-from aqualib.engines.vllm.tenant_key import TenantSource
+from aqualib.engines.vllm.requests.priority import UrgentPriority
+from aqualib.engines.vllm.requests.tenant_key import TenantSource
 from aqualib.producer.profile import Profile
 from aqualib.settings import Size, load_settings
 

@@ -36,22 +36,22 @@ from aqua_schedulers.cfs import (
     TenantAccounts,
     policy_named,
 )
-from aqualib.engines.vllm.co_serving_scheduler import READING_STEPS
 from aqualib.engines.vllm.connector import find_connector
-from aqualib.engines.vllm.engine_checks import require_blocks
-from aqualib.engines.vllm.eviction_scheduler import EvictionScheduler
-from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
-from aqualib.engines.vllm.options import options_of
-from aqualib.engines.vllm.priority import weight_of
-from aqualib.engines.vllm.request_queue import PolicyRequestQueue
-from aqualib.engines.vllm.switches import Feature
-from aqualib.engines.vllm.tenant_key import tenant_of
-from aqualib.engines.vllm.versions import (
+from aqualib.engines.vllm.contract.versions import (
     holding_queue,
     max_running,
     require_schedulable,
     require_supported,
 )
+from aqualib.engines.vllm.operations.switches import Feature
+from aqualib.engines.vllm.options import options_of
+from aqualib.engines.vllm.paging.engine_checks import require_blocks
+from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
+from aqualib.engines.vllm.requests.priority import weight_of
+from aqualib.engines.vllm.requests.queue import PolicyRequestQueue
+from aqualib.engines.vllm.requests.tenant_key import tenant_of
+from aqualib.engines.vllm.scheduling.co_serving_scheduler import READING_STEPS
+from aqualib.engines.vllm.scheduling.eviction_scheduler import EvictionScheduler
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a

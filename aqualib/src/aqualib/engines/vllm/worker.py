@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from aqualib.engines.vllm.co_serving.safepoints import StepAbortedError
 from aqualib.engines.vllm.connector import AquaConnector
-from aqualib.engines.vllm.safepoints import StepAbortedError
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker

@@ -25,7 +25,7 @@ import torch
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.lending.granules import GranuleMap
-from aqualib.engines.vllm.rows import block_rows
+from aqualib.engines.vllm.paging.rows import block_rows
 from aqualib.producer.device import EmulatedMemory
 from aqualib.ranges import Range, runs_of
 from aqualib.transports.base import tensor_at

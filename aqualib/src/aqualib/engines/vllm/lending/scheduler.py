@@ -23,7 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_schedulers.conserve import MeasuredStep
-from aqualib.engines.vllm.admin_commands import answer
+from aqualib.engines.vllm.contract.versions import max_running, require_lendable, require_supported
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.lending.engine_ranks import (
     EngineRanks,
@@ -35,6 +35,9 @@ from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
+from aqualib.engines.vllm.operations.admin_commands import answer
+from aqualib.engines.vllm.operations.step_log import StepLog, StepTimer
+from aqualib.engines.vllm.operations.switches import Feature, Switches
 from aqualib.engines.vllm.options import (
     is_borrowing,
     model_name,
@@ -42,10 +45,7 @@ from aqualib.engines.vllm.options import (
     profile_names,
     rank_member,
 )
-from aqualib.engines.vllm.pins import PrefixPinTable
-from aqualib.engines.vllm.step_log import StepLog, StepTimer
-from aqualib.engines.vllm.switches import Feature, Switches
-from aqualib.engines.vllm.versions import max_running, require_lendable, require_supported
+from aqualib.engines.vllm.paging.pins import PrefixPinTable
 from aqualib.settings import load_settings
 
 RATE_WINDOW_S: Final = 10.0

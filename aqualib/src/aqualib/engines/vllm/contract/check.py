@@ -7,7 +7,7 @@
 It reads sources and imports neither vLLM nor torch: seconds for a version, on any machine. A name
 that is missing breaks the contract. A function that Aqua overrides or calls and that reads
 differently from the version before is named, to be read. The contracts of the versions
-that Aqua knows lie in `contracts/`, one file each, in the form that `--accept` writes.
+that Aqua knows lie in `accepted/`, one file each, in the form that `--accept` writes.
 
 Holding it is no proof: a change of meaning behind an unchanged function is not seen, and neither is
 anything that a GPU would do. That is what the engine tests are for.
@@ -28,9 +28,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from aqualib.engines.vllm.surface import IMPLEMENTED, SURFACE
-from aqualib.engines.vllm.versions import OPT_IN
-from aqualib.engines.vllm.vllm_source import FUNCTIONS, VllmSource, is_abstract
+from aqualib.engines.vllm.contract.source import FUNCTIONS, VllmSource, is_abstract
+from aqualib.engines.vllm.contract.surface import IMPLEMENTED, SURFACE
+from aqualib.engines.vllm.contract.versions import OPT_IN
 
 OURS: Final = "aqualib.engines.vllm"
 
@@ -91,7 +91,8 @@ def read_contract(source: VllmSource) -> Contract:
 
 def _our_members(ours: str) -> set[str]:
     module, _, name = ours.partition(":")
-    text = resources.files(OURS).joinpath(f"{module}.py").read_text(encoding="utf-8")
+    path = f"{module.replace('.', '/')}.py"
+    text = resources.files(OURS).joinpath(path).read_text(encoding="utf-8")
     (node,) = [
         each
         for each in ast.parse(text).body
@@ -103,7 +104,7 @@ def _our_members(ours: str) -> set[str]:
 def known_contracts() -> dict[str, Contract]:
     """The contracts of the versions that Aqua knows, oldest first."""
     found = {}
-    for file in resources.files(OURS).joinpath("contracts").iterdir():
+    for file in resources.files(__package__).joinpath("accepted").iterdir():
         if file.name.endswith(".json"):
             content = json.loads(file.read_text(encoding="utf-8"))
             found[content["vllm"]] = Contract(content["vllm"], content["fingerprints"])
@@ -184,7 +185,3 @@ def _lines(findings: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  missing: {name}" for name in findings["missing"])
     base = findings["compared_with"]
     yield from (f"  reads differently from {base}: {name}" for name in findings["changed"])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -30,11 +30,11 @@ from typing import Any
 from aqua_protocol import CapacityError, ConfigError
 from aqua_protocol.errors import InvalidTransitionError, UnknownResourceError
 from aqua_schedulers.cfs import Preemption, PreemptionMode
-from aqualib.engines.vllm.aborting_scheduler import AbortingScheduler
-from aqualib.engines.vllm.evictions import EvictionRequest, ids_of
+from aqualib.engines.vllm.operations.evictions import EvictionRequest, ids_of
+from aqualib.engines.vllm.operations.switches import Feature
 from aqualib.engines.vllm.options import AquaOptions
-from aqualib.engines.vllm.priority import UrgentPriority
-from aqualib.engines.vllm.switches import Feature
+from aqualib.engines.vllm.requests.priority import UrgentPriority
+from aqualib.engines.vllm.scheduling.aborting_scheduler import AbortingScheduler
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Final
 
 from aqua_protocol import MIB
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.safepoints import SafepointOrder
+from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 
 STAGING_BYTES: Final = 32 * MIB
 """Size of a staging buffer: at 300 GB/s so much takes 0.1 ms, many times what starting a transfer

@@ -35,8 +35,8 @@ from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import Preemption, PreemptionMode
 from aqua_schedulers.conserve import MeasuredStep
-from aqualib.engines.vllm.co_serving_scheduler import CoServingScheduler
-from aqualib.engines.vllm.step_aborts import AbortableStep
+from aqualib.engines.vllm.co_serving.step_aborts import AbortableStep
+from aqualib.engines.vllm.scheduling.co_serving_scheduler import CoServingScheduler
 
 
 class AbortingScheduler(CoServingScheduler):

@@ -90,5 +90,5 @@ class Switches:
         return SwitchState(**{feature.value: on for feature, on in self._is_on.items()})
 
     def levels(self) -> dict[str, float]:
-        """The same by the names of `engine_metrics`."""
+        """The same by the names of `operations.metrics`."""
         return {f"{feature}_on": float(on) for feature, on in self._is_on.items()}

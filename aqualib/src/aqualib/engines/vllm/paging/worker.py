@@ -27,14 +27,14 @@ import torch
 from aqua_protocol import MIB, AquaError, TransportError
 from aqua_protocol.supervision import SerialExecutor
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.paging_plan import (
+from aqualib.engines.vllm.paging.plan import (
     STAGING_BYTES,
     PagingPlan,
     WorkerReport,
     WorkerStore,
 )
-from aqualib.engines.vllm.rows import BlockCopier
-from aqualib.engines.vllm.side_stream import SideStream
+from aqualib.engines.vllm.paging.rows import BlockCopier
+from aqualib.engines.vllm.paging.side_stream import SideStream
 from aqualib.tensor import Location
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class KvPagingWorker:
         return WorkerStore(0 if self.store is None else len(self._slots), self.block_bytes)
 
     def totals(self) -> dict[str, float]:
-        """What is counted here, by the names of `engine_metrics`."""
+        """What is counted here, by the names of `operations.metrics`."""
         with self._lock:
             return {
                 "kv_paged_out_bytes": self.paged_blocks["out"] * self.block_bytes,

@@ -31,8 +31,8 @@ from math import isfinite
 from typing import Final, NamedTuple
 
 from aqua_schedulers.conserve import CoServedRequest, CoServingPlan, StepUnderWay
-from aqualib.engines.vllm.abort_page import AbortPage
-from aqualib.engines.vllm.safepoints import SafepointOrder
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 
 SAFEPOINT_S: Final = 0.005
 """Seconds between two safepoints, by judgement: an abort takes two of them at most. Doubled, an

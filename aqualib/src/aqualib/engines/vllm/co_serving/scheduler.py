@@ -45,10 +45,10 @@ from aqua_schedulers.conserve import (
     co_serving_policy,
     find_profile,
 )
+from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
+from aqualib.engines.vllm.co_serving.step_aborts import AbortCounts, StepAborts
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
-from aqualib.engines.vllm.safepoints import SafepointOrder
-from aqualib.engines.vllm.service_class import service_class_of
-from aqualib.engines.vllm.step_aborts import AbortCounts, StepAborts
+from aqualib.engines.vllm.requests.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -404,7 +404,7 @@ class CoServing:
     # --- Figures -----------------------------------------------------------------------------
 
     def totals(self) -> dict[str, float]:
-        """What is counted here, and levels, by the names of `engine_metrics`."""
+        """What is counted here, and levels, by the names of `operations.metrics`."""
         times = self.policy.times
         is_fixed = times.basis is PredictionBasis.FIXED
         aborts = AbortCounts() if self.aborts is None else self.aborts.counts

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.kv_groups import KvGroups, kv_groups
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, options_of
+from aqualib.engines.vllm.paging.kv_groups import KvGroups, kv_groups
 
 WITHOUT_CONNECTOR: Final = (
     "Drop --kv-transfer-config, and give options by --additional-config "

@@ -22,8 +22,8 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aqualib.engines.vllm.block_table import BlockTable
-from aqualib.engines.vllm.paging_plan import PagingPlan
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.plan import PagingPlan
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from aqualib.engines.vllm.block_table import BlockTable
+from aqualib.engines.vllm.paging.block_table import BlockTable
 
 
 class TierEvents:

@@ -44,10 +44,10 @@ from aqua_protocol.errors import (
     UnknownResourceError,
     error_from_body,
 )
-from aqualib.engines.vllm.admin_commands import UTILITY
+from aqualib.engines.vllm.operations.admin_commands import UTILITY
 from aqualib.engines.vllm.options import AquaOptions, options_of
-from aqualib.engines.vllm.service_class import HEADER, with_class
-from aqualib.engines.vllm.tenant_key import TenantSource, with_tenant
+from aqualib.engines.vllm.requests.service_class import HEADER, with_class
+from aqualib.engines.vllm.requests.tenant_key import TenantSource, with_tenant
 from aqualib.settings import load_settings
 
 Scope = MutableMapping[str, Any]

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
 
-from aqualib.engines.vllm.request_body import with_xarg
+from aqualib.engines.vllm.requests.body import with_xarg
 
 XARG: Final = "aqua_tenant"
 """Among a request's `vllm_xargs`; fixed, as part of the interface."""

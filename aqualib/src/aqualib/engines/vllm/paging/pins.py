@@ -32,7 +32,7 @@ from aqua_protocol.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from aqualib.engines.vllm.block_table import BlockTable
+from aqualib.engines.vllm.paging.block_table import BlockTable
 
 MAX_TTL_S: Final = 30 * 86400.0
 """Longest life of a pin that has one, by judgement: a forgotten one ends within a month. Doubled,
@@ -183,7 +183,7 @@ class PrefixPinTable:
         }
 
     def levels(self) -> dict[str, float]:
-        """Figures by the names of `engine_metrics`; none while nothing was ever pinned."""
+        """Figures by the names of `operations.metrics`; none while nothing was ever pinned."""
         if not self._has_pinned:
             return {}
         return {"pinned_prefixes": len(self._pins), "pinned_blocks": self._table.pinned_count}

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from aqua_protocol import TransportError
-from aqualib.engines.vllm.abort_page import AbortPage
+from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 
 logger: Final = logging.getLogger("aqualib")
 

@@ -29,12 +29,12 @@ from itertools import chain
 from typing import Any, Final
 
 from aqua_schedulers.cfs import PagingTier
-from aqualib.engines.vllm.async_page_out import AsyncPageOut
-from aqualib.engines.vllm.block_table import BlockTable
-from aqualib.engines.vllm.kv_groups import NULL_BLOCK, BlockKeys, BlockRun, KvGroups
 from aqualib.engines.vllm.options import AquaOptions, LoadMode, PagingMode
-from aqualib.engines.vllm.paging_counts import PagingCounts
-from aqualib.engines.vllm.paging_plan import STAGING_BYTES, PagingPlan, WorkerReport
+from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
+from aqualib.engines.vllm.paging.block_table import BlockTable
+from aqualib.engines.vllm.paging.counts import PagingCounts
+from aqualib.engines.vllm.paging.kv_groups import NULL_BLOCK, BlockKeys, BlockRun, KvGroups
+from aqualib.engines.vllm.paging.plan import STAGING_BYTES, PagingPlan, WorkerReport
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ class KvPagingScheduler:
         return plan
 
     def totals(self) -> dict[str, float]:
-        """What is counted here, by the names of `engine_metrics`."""
+        """What is counted here, by the names of `operations.metrics`."""
         counts = self.counts
         return {
             "evicted_requests": counts.evicted_requests,

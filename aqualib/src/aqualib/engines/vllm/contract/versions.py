@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.surface import USED, USED_TO_LEND
+from aqualib.engines.vllm.contract.surface import USED, USED_TO_LEND
 from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")

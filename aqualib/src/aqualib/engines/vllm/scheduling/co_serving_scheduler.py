@@ -31,15 +31,15 @@ from aqua_schedulers.conserve import (
     MeasuredStep,
     ServiceClass,
 )
-from aqualib.engines.vllm.abort_checks import abortable_layers
-from aqualib.engines.vllm.arrivals import hear_arrivals
-from aqualib.engines.vllm.co_serving import CoServing
-from aqualib.engines.vllm.engine_checks import require_co_servable
-from aqualib.engines.vllm.kv_paging_scheduler import KvPagingScheduler
+from aqualib.engines.vllm.co_serving.arrivals import hear_arrivals
+from aqualib.engines.vllm.co_serving.scheduler import CoServing
 from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+from aqualib.engines.vllm.operations.step_log import engine_key
 from aqualib.engines.vllm.options import AquaOptions
-from aqualib.engines.vllm.request_queue import PolicyRequestQueue
-from aqualib.engines.vllm.step_log import engine_key
+from aqualib.engines.vllm.paging.engine_checks import require_co_servable
+from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
+from aqualib.engines.vllm.requests.queue import PolicyRequestQueue
+from aqualib.engines.vllm.scheduling.abort_checks import abortable_layers
 
 READING_STEPS: Final = 2
 """Steps in which memory of preempted requests is read before it is free, as a rule: one, and one

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import UInt8
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.cuda_rows import cuda_rows
+from aqualib.engines.vllm.paging.cuda_rows import cuda_rows
 
 
 def block_rows(

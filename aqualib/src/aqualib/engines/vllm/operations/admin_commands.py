@@ -18,16 +18,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from aqua_protocol import AquaError, ConfigError
 from aqua_protocol.errors import RequestInvalidError
-from aqualib.engines.vllm.evictions import EvictionRequest
-from aqualib.engines.vllm.pins import PinRequest, PrefixPinTable
-from aqualib.engines.vllm.step_log import RecordingState, engine_key, engine_limits
-from aqualib.engines.vllm.switches import SwitchState
+from aqualib.engines.vllm.operations.evictions import EvictionRequest
+from aqualib.engines.vllm.operations.step_log import RecordingState, engine_key, engine_limits
+from aqualib.engines.vllm.operations.switches import SwitchState
+from aqualib.engines.vllm.paging.pins import PinRequest, PrefixPinTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqualib.engines.vllm.eviction_scheduler import EvictionScheduler
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
+    from aqualib.engines.vllm.scheduling.eviction_scheduler import EvictionScheduler
 
 UTILITY: Final = "scheduler"
 """The attribute of vLLM's `EngineCore` that is called; fixed by vLLM."""

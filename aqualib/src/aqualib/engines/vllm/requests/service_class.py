@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from aqua_protocol.errors import RequestInvalidError
 from aqua_schedulers.conserve import ServiceClass
-from aqualib.engines.vllm.priority import UrgentPriority
-from aqualib.engines.vllm.request_body import with_xarg
+from aqualib.engines.vllm.requests.body import with_xarg
+from aqualib.engines.vllm.requests.priority import UrgentPriority
 
 XARG: Final = "aqua_class"
 """Among a request's `vllm_xargs`; fixed, as part of the interface."""

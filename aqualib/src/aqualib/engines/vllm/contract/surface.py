@@ -157,7 +157,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
 IMPLEMENTED: Final = {
     f"{CONNECTOR_PLACE}.v1.base:SupportsHMA": "connector:AquaConnector",
     f"{CONNECTOR_PLACE}.v1.base:KVConnectorBase_V1": "connector:AquaConnector",
-    f"{CONNECTOR_PLACE}.v1.base:KVConnectorWorkerMetadata": "paging_plan:WorkerReport",
-    "vllm.v1.core.sched.request_queue:RequestQueue": "request_queue:PolicyRequestQueue",
+    f"{CONNECTOR_PLACE}.v1.base:KVConnectorWorkerMetadata": "paging.plan:WorkerReport",
+    "vllm.v1.core.sched.request_queue:RequestQueue": "requests.queue:PolicyRequestQueue",
 }
 """Interfaces of vLLM that classes of ours implement: an abstract method that is new is missing."""

@@ -1,0 +1,1 @@
+"""An engine seen and steered from outside: admin API, switches, metrics, log of its steps."""
