@@ -19,8 +19,10 @@ online-only engines have nothing to do. Objectives are twice what an engine need
 requests one by one, at the 99th percentile; `aqua-profile steps` measures the step-time profile.
 
 An online request that arrives aborts the step of offline work that runs: `step_aborts` is how many
-were, `aborts_per_online_request_max` how many for one request. `negative_control_differs`: with
-zeros in the place of checkpoints answers differ.
+were, `aborts_per_online_request_max` how many for one request, and `abort_safepoint_intervals` how
+many intervals between two of its safepoints an aborted step took to stop, on average: 2 at most,
+and what it takes to tell the scheduler. `negative_control_differs`: with zeros in the place of
+checkpoints answers differ.
 
 What it does not show: a GPU's numbers. On a CPU a decode costs nearly as much as a token of a
 prompt, so next to no offline token fits beside online decodes.
@@ -37,6 +39,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -206,7 +209,14 @@ def compare(runs: dict[str, Run]) -> dict[str, float | None]:
         "differing_answers": differing_answers(runs),
         "step_aborts": ours["counted"].get("aqua:step_aborts_total", 0),
         "aborts_per_online_request_max": ours["levels"].get("aqua:step_aborts_per_arrival", 0),
+        "abort_safepoint_intervals": abort_intervals(ours["counted"]),
     }
+
+
+def abort_intervals(counted: Mapping[str, float]) -> float | None:
+    """Intervals between safepoints that an abort took, on average; None without an abort."""
+    intervals_s = counted.get("aqua:step_abort_safepoint_seconds_total", 0)
+    return counted["aqua:step_abort_seconds_total"] / intervals_s if intervals_s else None
 
 
 def summarize(found: dict[str, dict[str, float | None]]) -> dict[str, Any]:

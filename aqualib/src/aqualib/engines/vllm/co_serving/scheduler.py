@@ -412,6 +412,7 @@ class CoServing:
             "online_arrivals": aborts.arrivals,
             "step_aborts": aborts.aborts,
             "step_abort_seconds": aborts.seconds,
+            "step_abort_safepoint_seconds": aborts.safepoint_s,
             "step_abort_tokens": aborts.tokens,
             "step_aborts_per_arrival": aborts.most_per_arrival,
             "offline_tokens": self._counts.offline_tokens,

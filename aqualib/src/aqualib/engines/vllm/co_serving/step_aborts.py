@@ -57,6 +57,7 @@ class AbortableStep(NamedTuple):
             has run to its end.
         plan: By which it was scheduled.
         begun_s: When.
+        safepoint_s: Seconds between two of its safepoints, as predicted.
     """
 
     number: int
@@ -64,6 +65,7 @@ class AbortableStep(NamedTuple):
     written_blocks: frozenset[int]
     plan: CoServingPlan
     begun_s: float
+    safepoint_s: float
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class AbortCounts:
     Attributes:
         aborts: Steps that were aborted.
         seconds: From the arrival to the output of the aborted step, added up.
+        safepoint_s: Between two safepoints of an aborted step, added up: an abort takes two at
+            most, and what it takes to tell the scheduler.
         tokens: That were computed in vain, at most.
         arrivals: Online requests that were heard of.
         most_per_arrival: Steps that one of them aborted, at most.
@@ -80,6 +84,7 @@ class AbortCounts:
 
     aborts: int = 0
     seconds: float = 0.0
+    safepoint_s: float = 0.0
     tokens: int = 0
     arrivals: int = 0
     most_per_arrival: int = 0
@@ -178,7 +183,7 @@ class StepAborts:
         if any(self._fruitless[name] >= MAX_FRUITLESS_ABORTS for name in requests):
             return None
         self._number += 1
-        seconds = plan.expected_s if isfinite(plan.expected_s) else self._last_s
+        seconds = self._predicted_s(plan)
         every = self._every_layers or _layers_within(SAFEPOINT_S, seconds, self._layer_count)
         return SafepointOrder(self._number, self._page.place, every)
 
@@ -191,7 +196,9 @@ class StepAborts:
     ) -> None:
         """The step of the last order was scheduled."""
         now_s = time.monotonic()
-        step = AbortableStep(order.step, tokens, written_blocks, plan, now_s)
+        layers = min(order.every_layers, self._layer_count)
+        safepoint_s = self._predicted_s(plan) * layers / self._layer_count
+        step = AbortableStep(order.step, tokens, written_blocks, plan, now_s, safepoint_s)
         with self._lock:
             # Who arrived while it was being scheduled found nothing to abort.
             self.under_way = step
@@ -208,12 +215,16 @@ class StepAborts:
         if is_aborted:
             self.counts.aborts += 1
             self.counts.seconds += now_s - asked_s
+            self.counts.safepoint_s += step.safepoint_s
             self.counts.tokens += sum(step.tokens.values())
             self._fruitless.update(list(step.tokens))
         else:
             self._last_s = now_s - step.begun_s
             self.got_somewhere(step.tokens)
         return step
+
+    def _predicted_s(self, plan: CoServingPlan) -> float:
+        return plan.expected_s if isfinite(plan.expected_s) else self._last_s
 
     def got_somewhere(self, requests: Collection[str]) -> None:
         """These have got somewhere, or ended."""

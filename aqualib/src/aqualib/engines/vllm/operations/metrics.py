@@ -40,6 +40,7 @@ COUNTERS: Final = {
     "online_arrivals": "Online requests that came in, where they can abort offline steps.",
     "step_aborts": "Steps of offline work that an online request's arrival aborted.",
     "step_abort_seconds": "From such an arrival until its step had stopped, added up.",
+    "step_abort_safepoint_seconds": "Between two safepoints of an aborted step, added up.",
     "step_abort_tokens": "Tokens of aborted steps, which are computed again.",
     "co_serving_overruns": "Steps with online and offline work that took longer than planned.",
 }
