@@ -132,7 +132,7 @@ bench: $(READY) ## Run the benchmarks; BENCH_ARGS=--json for machines
 
 .PHONY: bench-engine
 bench-engine: .venv-engine/.ready .venv/.ready ## Run the benchmarks of a real vLLM on CPU
-	@$(foreach script,$(ENGINE_BENCHMARKS),echo "==> $(script)" >&2; .venv-engine/bin/python $(script) $(BENCH_ARGS);)
+	@$(foreach script,$(ENGINE_BENCHMARKS),echo "==> $(script)" >&2; $(if $(findstring twin,$(script)),.venv,.venv-engine)/bin/python $(script) $(BENCH_ARGS);)
 
 ##@ Develop
 

@@ -86,7 +86,10 @@ class Engine:
         self._count = 0
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._gaps_s: list[float] = []
-        self._steps = 0
+        self._steps: list[tuple[float, ...]] = []
+        self._load = (0, 0, 0)
+        self._most_waiting = 0
+        self._watch_schedule()
         self._pending: list[tuple[float, int, int]] = []
         self._now_s = 0.0
         # Over all runs: a prompt that came before would be found in the prefix tier.
@@ -98,14 +101,17 @@ class Engine:
         """What a run that has ended is judged by.
 
         Its `rows` say of each request: arrival, first token, end (seconds of the run), prompt and
-        output tokens.
+        output tokens; its `steps` of each step: prompt tokens, requests that decode, tokens before
+        these, blocks paged, seconds. `most_waiting` had no memory at once.
         """
         gaps_s, self._gaps_s = self._gaps_s, []
-        steps, self._steps = self._steps, 0
+        steps, self._steps = self._steps, []
+        most_waiting, self._most_waiting = self._most_waiting, 0
         return {
             "rows": list(self._rows.values()),
             "tbt_p99_s": statistics.quantiles(gaps_s, n=100, method="inclusive")[98],
             "steps": steps,
+            "most_waiting": most_waiting,
             "forced_preemptions": getattr(self._scheduler, "forced_preemptions", 0),
             "paged": self.paged(),
         }
@@ -154,12 +160,38 @@ class Engine:
             began_s = time.perf_counter()
             while self._pending and self._pending[-1][0] <= self._now_s:
                 self._add(*self._pending.pop())
+            blocks = self._paged_blocks()
             outputs = self._engine.step()
-            self._now_s += time.perf_counter() - began_s
-            self._steps += 1
+            took_s = time.perf_counter() - began_s
+            self._now_s += took_s
+            self._steps.append((*self._load, self._paged_blocks() - blocks, took_s))
+            self._load = (0, 0, 0)
             for output in outputs:
                 self._note(output)
         return False
+
+    def _watch_schedule(self) -> None:
+        """Note what each step computes as it is scheduled."""
+        schedule = self._scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+            output = schedule(*args, **kwargs)
+            prompt_tokens = decoding = context = 0
+            for name, count in output.num_scheduled_tokens.items():
+                request = self._scheduler.requests[name]
+                if count == 1 and request.num_computed_tokens > request.num_prompt_tokens:
+                    decoding += 1
+                    context += request.num_computed_tokens
+                else:
+                    prompt_tokens += count
+            self._load = (prompt_tokens, decoding, context)
+            self._most_waiting = max(self._most_waiting, len(self._scheduler.waiting))
+            return output
+
+        self._scheduler.schedule = watched
+
+    def _paged_blocks(self) -> int:
+        return sum(self.paged().get("blocks", {}).values())
 
     def _add(self, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
         from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""The requests of `vllm_burst.py`: lengths, steady streams, the paper's burst, traces.
+"""The requests of `vllm_burst.py`: kinds of lengths, steady streams, the paper's burst, traces.
 
 The burst is that of Aqua section 9.3 ("Fair scheduling during bursts", Figure 8). Requests come at
 the stable rate; then, for a while, at twice that. The rise is noticed and more instances are
@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import random
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +42,34 @@ STABLE_SHARE: Final = 2 / 3
 
 NOTICE: Final = 1.0 / 12
 """Of the burst: rates are looked at every 5 s of a minute."""
+
+
+Draw = Callable[[random.Random], int]
+"""A length."""
+
+
+def _log_normal(median: float, spread: float) -> Draw:
+    return lambda rng: round(min(480, max(8, median * math.exp(rng.gauss(0, spread)))))
+
+
+def _pairs(prompt: Draw, output: Draw) -> Callable[[int, int], Lengths]:
+    def draw(count: int, seed: int) -> Lengths:
+        rng = random.Random(seed)
+        return [(prompt(rng), output(rng)) for _ in range(count)]
+
+    return draw
+
+
+KINDS: Final[dict[str, Callable[[int, int], Lengths]]] = {
+    "chats": draw_lengths,
+    "equal": _pairs(lambda _: 100, lambda _: 100),
+    "uniform": _pairs(lambda rng: rng.randint(16, 200), lambda rng: rng.randint(16, 200)),
+    "little-spread": _pairs(_log_normal(110, 0.3), _log_normal(90, 0.3)),
+    "much-spread": _pairs(_log_normal(90, 0.9), _log_normal(70, 1.1)),
+    "long-prompts": _pairs(_log_normal(250, 0.6), _log_normal(50, 0.6)),
+    "long-outputs": _pairs(_log_normal(40, 0.6), _log_normal(250, 0.5)),
+}
+"""Makes prompt and output lengths of so many requests, of a seed; lengths are at most 480."""
 
 
 def steady(lengths: Lengths, rate_per_s: float, seed: int) -> list[Arrival]:
@@ -110,6 +140,18 @@ def read_trace(path: Path, most_tokens: int) -> list[Arrival]:
     ]
     first_s = min(at_s for at_s, _, _ in arrivals)
     return sorted((at_s - first_s, prompt, output) for at_s, prompt, output in arrivals)
+
+
+def busiest_rate(arrivals: Sequence[Arrival], window_s: float) -> float:
+    """Requests per second in the window in which most arrive."""
+    times = [at_s for at_s, _, _ in arrivals]
+    most = max(bisect_left(times, at_s + window_s) - index for index, at_s in enumerate(times))
+    return most / window_s
+
+
+def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
+    """The same requests, arriving so many times as fast."""
+    return [(at_s / speed, prompt, output) for at_s, prompt, output in arrivals]
 
 
 def throughput(rows: list[dict[str, float]]) -> float:

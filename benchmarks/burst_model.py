@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import statistics
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from _bursts import STABLE_SHARE, paper_burst, steady
-from aqua_demo.online_load import Lengths, busy_s, draw_lengths
+from _bursts import KINDS, STABLE_SHARE, paper_burst, steady
+from aqua_demo.online_load import busy_s
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory, PageStore
@@ -32,32 +29,38 @@ from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 BLOCKS: Final = 64
 BLOCK_TOKENS: Final = 32
 KV_BYTES_PER_TOKEN: Final = 8192
-PAGE_BYTES_PER_S: Final = 2.5e9
-"""256 KiB blocks at 0.1 ms each way."""
-STEP_S: Final = 5.9e-3
-PROMPT_TOKEN_S: Final = 0.165e-3
-DECODE_S: Final = 0.5e-3
 TRIAL_COUNT: Final = 120
 POLICIES: Final = (PolicyName.CFS, PolicyName.LEAST_SERVED, PolicyName.FIRST_TOKEN)
 MEAN_BAR: Final = {PolicyName.FIRST_TOKEN: 1.25}
 
-Draw = Callable[[random.Random], int]
+
+class StepCosts(NamedTuple):
+    """Seconds of an engine's step.
+
+    Attributes:
+        step_s: Whatever it computes.
+        prompt_token_s, decode_s: For each prompt token, and each request that decodes.
+        context_token_s: For each token that a decoding request has before it.
+        block_s: For each block copied out or in.
+    """
+
+    step_s: float = 5.9e-3
+    prompt_token_s: float = 0.165e-3
+    decode_s: float = 0.5e-3
+    context_token_s: float = 0.0
+    block_s: float = 0.105e-3
+
+    def computing_s(self, batch: ScheduledBatch) -> float:
+        """What a step takes beyond the constant, copies aside."""
+        return (
+            self.prompt_token_s * sum(chunk.tokens for chunk in batch.chunks)
+            + self.decode_s * batch.decoding_count
+            + self.context_token_s * batch.decode_context_tokens
+        )
 
 
-def log_normal(median: float, spread: float) -> Draw:
-    """Lengths around a median."""
-    return lambda rng: round(min(480, max(8, median * math.exp(rng.gauss(0, spread)))))
-
-
-KINDS: Final[dict[str, tuple[Draw, Draw]]] = {
-    "equal": (lambda _: 100, lambda _: 100),
-    "uniform": (lambda rng: rng.randint(16, 200), lambda rng: rng.randint(16, 200)),
-    "little spread": (log_normal(110, 0.3), log_normal(90, 0.3)),
-    "much spread": (log_normal(90, 0.9), log_normal(70, 1.1)),
-    "long prompts": (log_normal(250, 0.6), log_normal(50, 0.6)),
-    "long outputs": (log_normal(40, 0.6), log_normal(250, 0.5)),
-}
-"""Beside those of the benchmark."""
+MEASURED: Final = StepCosts()
+"""Of the benchmark's engine, see above."""
 
 
 def main() -> None:
@@ -68,9 +71,8 @@ def main() -> None:
     parser.add_argument("--slice", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    kinds = {"as measured": draw_lengths} | {kind: drawing(*KINDS[kind]) for kind in KINDS}
     cases: list[dict[str, Any]] = []
-    for kind, lengths in kinds.items():
+    for kind, lengths in KINDS.items():
         capacity = TRIAL_COUNT / max(
             row.last_token_s
             for row in serve(PolicyName.FCFS, 1, [(0.0, *each) for each in lengths(TRIAL_COUNT, 0)])
@@ -92,29 +94,21 @@ def main() -> None:
         print(json.dumps(cases))
 
 
-def drawing(prompt: Draw, output: Draw) -> Callable[[int, int], Lengths]:
-    """Pairs of lengths, seeded."""
-
-    def draw(count: int, seed: int) -> Lengths:
-        rng = random.Random(seed)
-        return [(prompt(rng), output(rng)) for _ in range(count)]
-
-    return draw
-
-
 def serve(
     policy: PolicyName,
     slice_iterations: int,
     arrivals: list[tuple[float, int, int]],
     *,
     pages: bool = True,
+    blocks: int = BLOCKS,
+    costs: StepCosts = MEASURED,
 ) -> list[Served]:
     """All requests on an engine of its own; one that does not page computes again."""
     store = None
     if pages and policy is not PolicyName.FCFS:
-        store = PageStore(
-            "peer", 10**9, PAGE_BYTES_PER_S, is_overlapped=False, location=PagingTier.PEER
-        )
+        # Blocks that cost nothing to copy are copied in no time that shows.
+        rate = BLOCK_TOKENS * KV_BYTES_PER_TOKEN / max(costs.block_s, 1e-9)
+        store = PageStore("peer", 10**9, rate, is_overlapped=False, location=PagingTier.PEER)
     engine = Engine(
         "model",
         EngineSettings(
@@ -123,20 +117,14 @@ def serve(
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
             may_recompute=False,
         ),
-        IterationTime("cpu", lambda _: 0.0, computing_s, lambda _: 0.0, STEP_S),
-        PagedMemory(BLOCKS, BLOCK_TOKENS),
+        IterationTime("cpu", lambda _: 0.0, costs.computing_s, lambda _: 0.0, costs.step_s),
+        PagedMemory(blocks, BLOCK_TOKENS),
         store,
         policy_named(
             policy, FairSettings(slice_iterations=slice_iterations), block_tokens=BLOCK_TOKENS
         ),
     )
     return engine.run([Arrival(str(index), *each) for index, each in enumerate(arrivals)])
-
-
-def computing_s(batch: ScheduledBatch) -> float:
-    """What a step takes beyond the constant."""
-    prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
-    return PROMPT_TOKEN_S * prompt_tokens + DECODE_S * batch.decoding_count
 
 
 def compare(rows: list[Served], fcfs: list[Served], recompute: list[Served]) -> dict[str, float]:

@@ -1,0 +1,163 @@
+"""How near the simulator comes to bursts on a real vLLM, whose step times it measures first.
+
+    python benchmarks/vllm_twin.py [--bursts 5] [--kind long-prompts] [--json]
+
+The engines of `vllm_burst.py` serve some requests that say what a step costs, by least squares: a
+constant, each prompt token, each decode and the tokens before it, each block copied. Then come
+bursts, each of them served by the engines and by the simulator's engine with these costs and the
+same policies, which knows nothing else of the run. A second engine of vLLM's own serves them, too:
+by how much equal engines differ is by how much anybody can miss.
+
+Printed for each scheduler are the simulator's errors in the mean time to the first token and the
+mean completion, medians over the bursts and the worst; and of the ratios to vLLM's own order, how
+many the simulator has on the right side of 1, of those that are further from it than equal engines.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+from scipy.optimize import nnls
+
+from _bursts import KINDS, STABLE_SHARE, paper_burst
+from aqua_cli import print_table
+from aqua_demo.online_load import Arrival
+from aqua_schedulers.cfs import PolicyName
+from burst_model import StepCosts
+from burst_model import serve as simulate
+from vllm_burst import (
+    CALM_TRIAL_COUNT,
+    CAPACITY_COUNT,
+    CONTROL,
+    POLICY_NAMES,
+    calm,
+    completions,
+    note,
+    policies,
+    race,
+    started,
+    ttfts,
+)
+
+SIMULATED: Final = {
+    "fcfs": (PolicyName.FCFS, False),
+    "recompute": (PolicyName.CFS, False),
+    "aqua": (PolicyName.CFS, True),
+    "best": (PolicyName.FIRST_TOKEN, True),
+}
+"""Policy, and whether it pages, of each scheduler of `vllm_burst.py`."""
+SLICE: Final = 4
+FIGURES: Final = ("ttft_mean", "completion_mean")
+
+Means = dict[str, float]
+
+
+def main(
+    *,
+    bursts: Annotated[int, typer.Option(help="Bursts to draw.", min=1)] = 5,
+    kind: Annotated[str, typer.Option(help=f"Lengths: {', '.join(KINDS)}.")] = "chats",
+    seed: Annotated[int, typer.Option(help="Of the first burst; others follow.")] = 0,
+    blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=24)] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure step costs, then compare bursts on real engines with simulated ones."""
+    if kind not in KINDS:
+        raise typer.BadParameter(f"{kind} is none of {', '.join(KINDS)}", param_hint="--kind")
+    lengths = KINDS[kind](CAPACITY_COUNT + CALM_TRIAL_COUNT, -1)
+    with started({**policies(SLICE), CONTROL: None}, blocks) as engines:
+        rate, service_s, _ = calm(engines["fcfs"], STABLE_SHARE, lengths)
+        note("what a step costs under each scheduler")
+        trial = paper_burst(rate, service_s, seed - 1, KINDS[kind])
+        costs = {name: costs_of(run["steps"]) for name, run in race(engines, trial).items()}
+        pairs = []
+        for index in range(bursts):
+            load = paper_burst(rate, service_s, seed + index, KINDS[kind])
+            note(f"burst {index + 1} of {bursts}: {len(load)} requests")
+            real = {name: means(run["rows"]) for name, run in race(engines, load).items()}
+            pairs.append((real, twin(load, costs, blocks)))
+    found = summarize(pairs)
+    if as_json:
+        print(json.dumps(found | {"costs": {name: each._asdict() for name, each in costs.items()}}))
+    else:
+        show(found)
+
+
+def costs_of(steps: list[list[float]]) -> StepCosts:
+    """What fits best: prompt tokens, decodes, tokens before these, blocks paged; seconds."""
+    rows = np.array(steps)
+    causes = np.column_stack([np.ones(len(rows)), rows[:, :4]])
+    return StepCosts(*(float(each) for each in nnls(causes, rows[:, 4])[0]))
+
+
+def means(rows: list[dict[str, float]]) -> Means:
+    """Mean seconds to the first token and to the last."""
+    return {
+        "ttft_mean": statistics.fmean(ttfts(rows)),
+        "completion_mean": statistics.fmean(completions(rows)),
+    }
+
+
+def twin(load: list[Arrival], costs: dict[str, StepCosts], blocks: int) -> dict[str, Means]:
+    """The same burst on the simulator's engine, under each scheduler."""
+    found = {}
+    for name, (policy, pages) in SIMULATED.items():
+        rows = simulate(policy, SLICE, load, pages=pages, blocks=blocks, costs=costs[name])
+        found[name] = {
+            "ttft_mean": statistics.fmean(row.ttft_s for row in rows),
+            "completion_mean": statistics.fmean(row.completion_s for row in rows),
+        }
+    return found
+
+
+def summarize(pairs: list[tuple[dict[str, Means], dict[str, Means]]]) -> dict[str, Any]:
+    """Errors of each scheduler, what equal engines differ by, and directions."""
+    found: dict[str, Any] = {"bursts": len(pairs)}
+    spread = {
+        figure: statistics.median(
+            abs(real[CONTROL][figure] / real["fcfs"][figure] - 1) for real, _ in pairs
+        )
+        for figure in FIGURES
+    }
+    for name in POLICY_NAMES:
+        found[name] = {}
+        for figure in FIGURES:
+            errors = [model[name][figure] / real[name][figure] - 1 for real, model in pairs]
+            found[name][f"{figure}_error"] = statistics.median(errors)
+            found[name][f"{figure}_worst"] = max(errors, key=abs)
+    sides = [
+        (real[name][figure] < real["fcfs"][figure]) == (model[name][figure] < model["fcfs"][figure])
+        for real, model in pairs
+        for name in POLICY_NAMES[1:]
+        for figure in FIGURES
+        if abs(real[name][figure] / real["fcfs"][figure] - 1) > spread[figure]
+    ]
+    return found | {"spread": spread, "directions": len(sides), "directions_right": sum(sides)}
+
+
+def show(found: dict[str, Any]) -> None:
+    """A row for each scheduler."""
+    rows = [
+        [
+            name,
+            *(
+                f"{found[name][f'{figure}_{which}']:+.1%}"
+                for figure in FIGURES
+                for which in ("error", "worst")
+            ),
+        ]
+        for name in POLICY_NAMES
+    ]
+    spread = found["spread"]
+    rows.append(
+        ["equal engines", *(text for figure in FIGURES for text in (f"±{spread[figure]:.1%}", ""))]
+    )
+    print_table("simulated to real", ["", "mean TTFT", "worst", "mean completion", "worst"], rows)
+    print(f"directions: {found['directions_right']} of {found['directions']} right")
+
+
+if __name__ == "__main__":
+    typer.run(main)
