@@ -1,4 +1,4 @@
-"""One vLLM under one scheduler, given requests by the clock; a child of `vllm_burst.py`.
+"""One vLLM under one scheduler, given requests by the clock; a child of `_burst_race.py`.
 
 Reads its configuration as JSON from its first argument; then each line of its standard input is an
 order, answered by one line: a list of arrivals begins a run, a number lets it go on for so many

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from aqua_demo.online_load import Arrival, Lengths, busy_s, draw_lengths
+from aqua_demo.engines.online_load import Arrival, Lengths, busy_s, draw_lengths
 
 CALM_COUNT: Final = 25
 """Requests at the stable rate before the burst (section 9.3), and after it."""

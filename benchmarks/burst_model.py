@@ -19,7 +19,7 @@ import statistics
 from typing import Any, Final, NamedTuple
 
 from _bursts import KINDS, STABLE_SHARE, paper_burst, steady
-from aqua_demo.online_load import busy_s
+from aqua_demo.engines.online_load import busy_s
 from aqua_schedulers.cfs import FairSettings, PagingTier, PolicyName, policy_named
 from aqua_simulator.serving.engine import Engine, EngineSettings
 from aqua_simulator.serving.memory import PagedMemory, PageStore

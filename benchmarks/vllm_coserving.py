@@ -2,7 +2,8 @@
 
 The question of ConServe's section 6. Five engines run as servers, with their real input thread, and
 take turns of a fraction of a second in which the others are stopped and their clocks stand still
-(`aqua_demo.paused_clock`). So all meet the same requests on the same machine at the same time:
+(`aqua_demo.engines.paused_clock`). So all meet the same requests on the same machine at the same
+time:
 
     online      vLLM's own, without offline work
     control     another one: what differs between equal engines is the noise of all figures here
@@ -46,8 +47,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from _burst_race import SHAPE, note
 from _bursts import read_trace
-from aqua_demo.co_serving_race import (
+from aqua_demo.co_serving.report import figures_of
+from aqua_demo.engines.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
+from aqua_demo.engines.race import (
     AT_ONCE,
     Engines,
     Order,
@@ -59,11 +63,8 @@ from aqua_demo.co_serving_race import (
     race,
     serve,
 )
-from aqua_demo.co_serving_report import figures_of
-from aqua_demo.engine_report import VICTIMS
-from aqua_demo.engine_scale import FULL, EngineScale, co_serving_options
-from aqua_demo.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
-from vllm_burst import SHAPE, note
+from aqua_demo.engines.report import VICTIMS
+from aqua_demo.engines.scale import FULL, EngineScale, co_serving_options
 from vllm_profiler import (
     ENGINE_PYTHON,
     PROFILER,

@@ -33,8 +33,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from _burst_engine import write_model
+from _burst_race import HINT, note
 from aqua_schedulers.cfs import PagingTier
-from vllm_burst import HINT, note
 
 RUNNING: Final = 256
 BLOCK_TOKENS: Final = 32

@@ -23,9 +23,10 @@ import numpy as np
 import typer
 from scipy.optimize import nnls
 
+from _burst_race import note, race, started
 from _bursts import KINDS, STABLE_SHARE, paper_burst
 from aqua_cli import print_table
-from aqua_demo.online_load import Arrival
+from aqua_demo.engines.online_load import Arrival
 from aqua_schedulers.cfs import PolicyName
 from burst_model import StepCosts
 from burst_model import serve as simulate
@@ -36,10 +37,7 @@ from vllm_burst import (
     POLICY_NAMES,
     calm,
     completions,
-    note,
     policies,
-    race,
-    started,
     ttfts,
 )
 

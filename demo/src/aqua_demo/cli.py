@@ -23,7 +23,7 @@ from aqua_protocol import ConfigError, TransportKind
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from aqua_demo.report import ClaimsReport
+    from aqua_demo.claims import ClaimsReport
     from aqua_demo.view import ConsoleView
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -79,12 +79,12 @@ def demo(  # noqa: PLR0917 - a command has as many arguments as options
     """Show one process's idle memory harvested by another, taken back and lent again."""
     if context.invoked_subcommand is not None:
         return
-    from aqua_demo.orchestration import DemoRun, Options
-    from aqua_demo.planned import read_arrangement
-    from aqua_demo.plot import draw
+    from aqua_demo.lending.planned import read_arrangement
+    from aqua_demo.lending.plot import draw
+    from aqua_demo.lending.run import DemoRun, Options
+    from aqua_demo.lending.view import summary
     from aqua_demo.processes import DemoCoordinator
     from aqua_demo.scale import SCALES
-    from aqua_demo.view import summary
 
     if coordinator is not None and plan is not None:
         raise ConfigError(
@@ -128,9 +128,9 @@ def co_serving(
     on two cores, without it 21 beside other work; what is seen on a GPU, a CPU cannot say.
     """
     _require("co-serving", "make demo-coserve", "vllm")
-    from aqua_demo.co_serving import SCALES, CoServingDemoRun
-    from aqua_demo.co_serving_plot import draw
-    from aqua_demo.co_serving_view import summary
+    from aqua_demo.co_serving.plot import draw
+    from aqua_demo.co_serving.run import SCALES, CoServingDemoRun
+    from aqua_demo.co_serving.view import summary
 
     size, logs = _size(quick=quick), _prepare(output_directory)
     with _watching(as_json=as_json) as view:
@@ -157,9 +157,9 @@ def batch(
     nine minutes on two cores beside other work; what is seen on a GPU, a CPU cannot say.
     """
     _require("batch", "make demo-batch", "vllm", "openai", "sqlalchemy")
-    from aqua_demo.batch import SCALES, BatchDemoRun
-    from aqua_demo.batch_plot import draw
-    from aqua_demo.batch_view import summary
+    from aqua_demo.batch.plot import draw
+    from aqua_demo.batch.run import SCALES, BatchDemoRun
+    from aqua_demo.batch.view import summary
 
     size, logs = _size(quick=quick), _prepare(output_directory)
     with _watching(as_json=as_json) as view:

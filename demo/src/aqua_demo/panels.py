@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aqua_cli.figures import BLUE, FAINT, figure
-from aqua_demo.co_serving_race import Run, ttft
+from aqua_cli.figures import FAINT, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,15 +37,3 @@ def panels(
         yield drawing.subplots(3, 1, sharex=True, height_ratios=ratios)
         drawing.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         drawing.text(0.01, 0.008, subtitle, color=FAINT, fontsize=8.5, ha="left")
-
-
-def draw_first_tokens(axis: Axes, alone: Run, ours: Run) -> None:
-    """How long each online request waited, without offline work and beside it."""
-    for run, label, colour in (
-        (alone, "online requests alone", FAINT),
-        (ours, "with offline work beside", BLUE),
-    ):
-        at_s = [row["arrival_s"] for row in run["online"]]
-        axis.plot(at_s, [1000 * ttft(row) for row in run["online"]], ".", color=colour, label=label)
-    axis.set_ylabel("time to first token (ms)")
-    axis.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
-"""What is seen while the demo runs: a line for each thing that happens, and a live picture.
+"""How a demo is watched: a line for each thing that happens, a live picture, the verdict.
 
-The picture shows both programs, below the lines, and on a terminal only. Nothing is decided here.
-Everything goes to standard error: standard output is for the result.
+The picture is below the lines, and on a terminal only. Everything goes to standard error: standard
+output is for the result.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aqua_demo.engine_report import OnlineFigures
-from aqua_demo.phases import TITLES, DemoPhase, Goal
-from aqua_demo.record import RunRecord
-from aqua_demo.report import Claim, DemoReport
-from aqua_protocol import format_bytes
+from aqua_demo.claims import Claim
 
 REDRAW_S: Final = 0.125
 """Seconds from one picture to the next, few enough to look alive. Doubled, it looks jerky."""
@@ -60,107 +54,6 @@ class ConsoleView:
         at_s = time.monotonic() - self._begun_s if at_s is None else at_s
         line = f"[{at_s:6.1f} s] {source}: {text}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def picture(record: RunRecord, goals: list[Goal]) -> RenderableType:
-    """Draw the phases, what the present one waits for, and both programs."""
-    present = record.spans[-1].phase if record.spans else DemoPhase.START
-    order = list(DemoPhase)
-    at = order.index(present)
-    styles = ["green"] * at + ["bold reverse"] + ["dim"] * (len(order) - at - 1)
-    names = [Text(f" {phase} ", style) for phase, style in zip(order, styles, strict=True)]
-    waiting = Text("waiting for: ", "dim")
-    for goal in goals:
-        mark, style = ("✓", "green") if goal.is_met else ("·", "yellow")
-        waiting.append(f" {mark} {goal.text} ", style)
-    rows: list[RenderableType] = [Text("→", "dim").join(names), Text(TITLES[present], "bold")]
-    rows += [waiting, *_consumer(record), *_producer(record)]
-    return Panel(Group(*rows), title="[bold]Aqua[/]", title_align="left", border_style="blue")
-
-
-def _consumer(record: RunRecord) -> list[RenderableType]:
-    if not record.consumer:
-        return []
-    sample = record.consumer[-1]
-    sizes = [
-        ("own device", sample.device_bytes, "blue"),
-        ("borrowed", sample.peer_bytes, "cyan"),
-        ("host memory", sample.host_bytes, "yellow"),
-    ]
-    most = max(s.device_bytes + s.peer_bytes + s.host_bytes for s in record.consumer)
-    line = (
-        f"  {record.token_rates()[1, -1]:.1f} tokens/s, {sample.tokens} so far; paged out"
-        f" {format_bytes(sample.paged_out_bytes)}, in {format_bytes(sample.paged_in_bytes)}"
-    )
-    return [_bars("LLM: keys and values", most, sizes), Text(line)]
-
-
-def _producer(record: RunRecord) -> list[RenderableType]:
-    if not record.producer:
-        return []
-    sample = record.producer[-1]
-    sizes = [
-        ("own work", sample.memory_used_bytes, "magenta"),
-        ("lent", sample.leased_bytes, "cyan"),
-        ("on offer", sample.offered_bytes - sample.leased_bytes, "green"),
-    ]
-    line = (
-        f"  images {record.image_rates()[1, -1]:.1f}/s of {sample.arrivals_per_s:.1f}/s asked,"
-        f" {sample.batch} at once, {sample.queue_length} waiting"
-    )
-    bars = _bars("Image service: device memory", sample.memory_total_bytes, sizes)
-    return [bars, Text(line), *(Text(f"  reclaimed {each}", "green") for each in sample.reclaims)]
-
-
-def _bars(title: str, total: int, sizes: list[tuple[str, int, str]]) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=14)
-    table.add_column(width=BAR_WIDTH)
-    table.add_column(justify="right", width=10)
-    table.title = f"\n{title} ({format_bytes(total)})"
-    table.title_justify = "left"
-    table.title_style = "bold"
-    for name, size, style in sizes:
-        bar = ProgressBar(max(1, total), size, BAR_WIDTH, complete_style=style)
-        table.add_row(f"  {name}", bar, format_bytes(max(0, size)))
-    return table
-
-
-def summary(report: DemoReport) -> RenderableType:
-    """Draw the claims and the table at the end."""
-    table = Table(show_header=False)
-    link = "" if report.link_gb_per_s is None else f", {report.link_gb_per_s:.1f} GB/s measured"
-    kv, budget = format_bytes(report.kv_bytes), format_bytes(report.budget_bytes)
-    paged_out, paged_in = format_bytes(report.paged_out_bytes), format_bytes(report.paged_in_bytes)
-    spilled = f"{format_bytes(report.spilled_bytes_peak)} spilled at most"
-    rates = [f"{p.name} {p.tokens_per_s:.1f}" for p in report.phases if p.tokens_per_s is not None]
-    table.add_row("Tokens generated", f"{report.tokens}, about a text of {report.prompt_tokens}")
-    table.add_row("Keys and values", f"{kv} within a budget of {budget}; {spilled}")
-    table.add_row("Paged", f"{paged_out} out, {paged_in} in, over {report.transport}{link}")
-    table.add_row("Returned", f"{format_bytes(report.returned_bytes)} to borrowed memory")
-    for measure in report.reclaims:
-        table.add_row("Reclaim", str(measure))
-    table.add_row("Images", str(report.images))
-    table.add_row("Tokens/s", ", ".join(rates))
-    table.add_row("Uninterrupted", f"{report.reference_tokens_per_s:.1f}, on the own device alone")
-    return verdict(report.claims, table, report.remark)
-
-
-def online_rows(found: OnlineFigures) -> Table:
-    """Begin the table of a demo with a real vLLM: what offline work cost online requests."""
-    table = Table(show_header=False)
-    table.add_row(
-        "TTFT p99",
-        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms without offline"
-        f" work; the same again without it {found.control_ttft_p99_ratio:.2f} x",
-    )
-    table.add_row(
-        "TPOT p99",
-        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; the same again"
-        f" {found.control_tpot_p99_ratio:.2f} x",
-    )
-    table.add_row("Gave way", f"{found.offline_preemptions} times")
-    return table
 
 
 def verdict(claims: Iterable[Claim], table: Table, remark: str) -> RenderableType:

@@ -435,7 +435,7 @@ def test_the_demo_is_watched(
     """Real members: what is lent is seen, and taken back within a second of the event."""
     from rich.console import Console
 
-    from aqua_demo import orchestration
+    from aqua_demo.lending import run as lending
     from aqua_demo.processes import DemoCoordinator, ProcessGroup
     from aqua_demo.scale import SCALES
     from aqua_demo.view import ConsoleView
@@ -443,7 +443,7 @@ def test_the_demo_is_watched(
     ended: list[object] = []
 
     def tell(coordinator: DemoCoordinator) -> None:
-        options = orchestration.Options(
+        options = lending.Options(
             size="quick",
             scale=SCALES["quick"],
             transport=None,
@@ -454,7 +454,7 @@ def test_the_demo_is_watched(
             coordinator=coordinator,
         )
         try:
-            ended.append(orchestration.DemoRun(options, ConsoleView(Console(quiet=True))).run())
+            ended.append(lending.DemoRun(options, ConsoleView(Console(quiet=True))).run())
         except BaseException as error:  # noqa: BLE001 - told by the test
             ended.append(error)
 

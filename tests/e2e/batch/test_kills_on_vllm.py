@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from aqua_demo.api_server import EXACT, MODEL_NAME, ApiServer
-from aqua_demo.batch import SCALES
-from aqua_demo.online_load import read_offline_file, write_offline_file
+from aqua_demo.batch.run import SCALES
+from aqua_demo.engines.api_server import EXACT, MODEL_NAME, ApiServer
+from aqua_demo.engines.online_load import read_offline_file, write_offline_file
 from aqua_demo.processes import ProcessGroup
 from harness.batch_service import BatchServiceProcess, completed, records, submit, wait_until
 from harness.bounds import HANG_S, stopwatch
@@ -41,7 +41,7 @@ LEASE_S: Final = "2"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from aqua_demo.llama import write_llama
+    from aqua_demo.programs.llama import write_llama
 
     folder = tmp_path_factory.mktemp("model")
     write_llama(folder, SCALE.llama, max_tokens=SCALE.max_tokens, seed=0)

@@ -51,7 +51,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(directory: Path) -> None:
         _run(
             directory,
             *("aqua-profile", "run", "batch", "--model", "image-service", "--largest", "2"),
-            *("--program", "aqua_demo.profiled:images_quick", "--threshold", "1MiB"),
+            *("--program", "aqua_demo.programs.profiled:images_quick", "--threshold", "1MiB"),
             *("--output", "images.json", "--json"),
         )
     )
@@ -60,7 +60,7 @@ def test_profiles_make_a_plan_and_the_demo_follows_it(directory: Path) -> None:
         _run(
             directory,
             *("aqua-profile", "run", "context", "--model", "llm", "--long-prompt-tokens", "1660"),
-            *("--program", "aqua_demo.profiled:llm_quick", "--threshold", "1MiB"),
+            *("--program", "aqua_demo.programs.profiled:llm_quick", "--threshold", "1MiB"),
             *("--output", "llm.json", "--json"),
         )
     )

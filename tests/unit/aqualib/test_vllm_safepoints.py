@@ -225,10 +225,10 @@ def test_safepoints_are_as_far_apart_as_their_time_says(
 
 
 def test_an_abort_is_counted_beside_the_interval_of_its_safepoints(aborts: StepAborts) -> None:
-    for expected_s in (0.032, 0.064):
+    for expected_s, layers in ((0.032, 5), (0.064, 2)):
         order = aborts.order(["a"], plan(expected_s))
         assert order is not None
+        assert order.every_layers == layers
         aborts.begun(order, {"a": 5}, frozenset({1}), plan(expected_s))
-        aborts.ended(is_aborted=expected_s == 0.064)
-    assert order.every_layers == 2
+        aborts.ended(is_aborted=layers == 2)
     assert aborts.counts.safepoint_s == pytest.approx(0.004), "two of 32 layers, of one step"

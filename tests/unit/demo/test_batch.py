@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aqua_demo.api_server import flags_of, metric_sums
-from aqua_demo.batch_plot import draw
-from aqua_demo.batch_report import (
+from aqua_demo.batch.plot import draw
+from aqua_demo.batch.report import (
     DRAINED,
     BatchEvents,
     BatchReport,
@@ -19,11 +18,12 @@ from aqua_demo.batch_report import (
     judge,
     make_report,
 )
-from aqua_demo.batch_view import picture, summary
-from aqua_demo.co_serving_race import Run
-from aqua_demo.engine_report import PREEMPTIONS, VICTIMS
+from aqua_demo.batch.view import picture, summary
+from aqua_demo.engines.api_server import flags_of, metric_sums
+from aqua_demo.engines.online_load import read_offline_file, write_offline_file
+from aqua_demo.engines.race import Run
+from aqua_demo.engines.report import PREEMPTIONS, VICTIMS
 from aqua_demo.messages import ProducerSample, ReclaimMeasure
-from aqua_demo.online_load import read_offline_file, write_offline_file
 
 Spoil = Callable[[dict[str, Run], BatchEvents], object]
 NAMES = [f"offline-{number}" for number in range(4)]

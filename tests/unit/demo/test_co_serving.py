@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from aqua_demo.co_serving_race import Order, Run, ServedEngine, serve
-from aqua_demo.co_serving_report import figures_of, judge
-from aqua_demo.engine_report import PREEMPTIONS, VICTIMS
-from aqua_demo.online_load import (
+from aqua_demo.co_serving.report import figures_of, judge
+from aqua_demo.engines.online_load import (
     OnlineLoad,
     busy_s,
     draw_lengths,
     read_offline_file,
     write_offline_file,
 )
+from aqua_demo.engines.race import Order, Run, ServedEngine, serve
+from aqua_demo.engines.report import PREEMPTIONS, VICTIMS
 from aqua_demo.processes import DemoError
 
 Spoil = Callable[[dict[str, Run], dict[str, Run]], object]

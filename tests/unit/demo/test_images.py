@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aqua_demo.images import Arrivals, ImageService
+from aqua_demo.programs.images import Arrivals, ImageService
 from aqua_demo.scale import QUICK, SCALES
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory

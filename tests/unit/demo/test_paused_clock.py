@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from aqua_demo.paused_clock import TurnGroup
+from aqua_demo.engines.paused_clock import TurnGroup
 
 # It and its child tell what they count; it tells the time by a clock that stands still.
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from aqua_demo.paused_clock import install
+from aqua_demo.engines.paused_clock import install
 
 place = Path(sys.argv[1])
 if os.fork() == 0:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from aqua_demo.lending.phases import DemoPhase as Phase
+from aqua_demo.lending.phases import Goal, Observation, StallTimer, goals, next_phase, served_share
 from aqua_demo.messages import ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import DemoPhase as Phase
-from aqua_demo.phases import Goal, Observation, StallTimer, goals, next_phase, served_share
 from aqua_demo.scale import QUICK
 
 NOT_YET = Observation()

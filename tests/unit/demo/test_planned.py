@@ -8,8 +8,8 @@ import pytest
 
 from aqua_cli import ExitCode
 from aqua_demo.cli import app
+from aqua_demo.lending.planned import arrange
 from aqua_demo.messages import CONSUMER_ID, PRODUCER_ID
-from aqua_demo.planned import arrange
 from aqua_demo.scale import QUICK, SCALES, WEIGHT_BYTES
 from aqua_protocol import MIB, ConfigError
 from aqua_protocol.plan import Match

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_demo.llama import ByteVocabulary, load_prompt
+from aqua_demo.programs.llama import ByteVocabulary, load_prompt
 from aqua_demo.scale import SCALES
 
 

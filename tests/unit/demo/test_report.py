@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from aqua_demo.lending.phases import DemoPhase as Phase
+from aqua_demo.lending.phases import Observation, goals
+from aqua_demo.lending.plot import draw
+from aqua_demo.lending.record import RunRecord
+from aqua_demo.lending.report import DemoReport, make_report
+from aqua_demo.lending.view import picture, summary
 from aqua_demo.messages import ConsumerResult, ConsumerSample, ProducerSample, ReclaimMeasure
-from aqua_demo.phases import DemoPhase as Phase
-from aqua_demo.phases import Observation, goals
-from aqua_demo.plot import draw
-from aqua_demo.record import RunRecord
-from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import QUICK
-from aqua_demo.view import ConsoleView, picture, summary
+from aqua_demo.view import ConsoleView
 
 STARTED_S = 1000.0
 PHASES = {

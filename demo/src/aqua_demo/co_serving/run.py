@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from aqua_cli import write_text
-from aqua_demo.co_serving_race import AT_ONCE, Order, Run, ServedEngine, race, serve
-from aqua_demo.co_serving_report import CoServingReport, make_report
-from aqua_demo.co_serving_view import picture
-from aqua_demo.engine_demo import EngineDemo
-from aqua_demo.engine_scale import FULL, QUICK, co_serving_options
-from aqua_demo.online_load import OnlineLoad, read_offline_file
+from aqua_demo.co_serving.report import CoServingReport, make_report
+from aqua_demo.co_serving.view import picture
+from aqua_demo.engines.online_load import OnlineLoad, read_offline_file
+from aqua_demo.engines.race import AT_ONCE, Order, Run, ServedEngine, race, serve
+from aqua_demo.engines.run import EngineDemo
+from aqua_demo.engines.scale import FULL, QUICK, co_serving_options
 
 SCALES: Final = {"full": FULL, "quick": QUICK}
 

@@ -1,7 +1,7 @@
 """The demo's two programs as `aqua-profile` runs them, without anything lent.
 
-    aqua-profile run batch --program aqua_demo.profiled:images_quick --model image-service ...
-    aqua-profile run context --program aqua_demo.profiled:llm_quick --model llm ...
+    aqua-profile run batch --program aqua_demo.programs.profiled:images_quick --model images ...
+    aqua-profile run context --program aqua_demo.programs.profiled:llm_quick --model llm ...
 
 The image service makes batches on its emulated device; the LLM reads prompts and says how large its
 keys and values are. Both are the code that the demo runs.
@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from aqua_demo.images import ImageService
+from aqua_demo.programs.images import ImageService
 from aqua_demo.scale import SCALES, DemoScale, compute_threads
 from aqualib.engines.torch_loop import CountedMemoryLimit
 from aqualib.producer.device import EmulatedMemory
@@ -51,7 +51,7 @@ class Llm:
 
     def __init__(self, scale: DemoScale) -> None:
         # Here: images are profiled without transformers, which takes seconds to import.
-        from aqua_demo.llama import build_llama
+        from aqua_demo.programs.llama import build_llama
 
         torch.set_num_threads(compute_threads())
         self._model = build_llama(scale.llama, max_tokens=scale.max_tokens, seed=0)

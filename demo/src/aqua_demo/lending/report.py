@@ -7,17 +7,16 @@ and the budget was kept. A claim that fails names its reason, and the demo exits
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import version
 from typing import Any, Final
 
-import torch
 from pydantic import Field
 
+from aqua_demo.claims import Claim, ClaimsReport, judged, this_machine
+from aqua_demo.lending.phases import TITLES, DemoPhase
+from aqua_demo.lending.record import RunRecord
 from aqua_demo.messages import ConsumerResult, ReclaimMeasure
-from aqua_demo.phases import TITLES, DemoPhase
-from aqua_demo.record import RunRecord
 from aqua_protocol import TransportKind, format_bytes
 from aqua_protocol.wire import Wire
 
@@ -37,29 +36,6 @@ class PhaseReport(Wire):
     since_s: float
     until_s: float | None
     tokens_per_s: float | None = None
-
-
-class Claim(Wire):
-    """Something the demo shows, and whether it did."""
-
-    text: str
-    holds: bool
-    reason: str = Field(default="", description="Why not, with figures.")
-
-
-class ClaimsReport(Wire):
-    """The part of `demo-report.json` that all demos have."""
-
-    claims: list[Claim]
-    scale: str
-    seed: int
-    machine: str
-    versions: dict[str, str]
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether every claim holds."""
-        return all(claim.holds for claim in self.claims)
 
 
 class DemoReport(ClaimsReport):
@@ -191,14 +167,6 @@ def judge(
     )
 
 
-def judged(*found: tuple[str, bool, str]) -> list[Claim]:
-    """Claims from what they say, whether they hold, and why not if they do not."""
-    return [
-        Claim(text=text, holds=holds, reason="" if holds else reason)
-        for text, holds, reason in found
-    ]
-
-
 def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
     for number, (answer, other) in enumerate(zip(ours, theirs, strict=False)):
         for index, (one, another) in enumerate(zip(answer, other, strict=False)):
@@ -239,10 +207,3 @@ def _series(record: RunRecord) -> dict[str, list[int | float]]:
         series[f"{prefix}at_s"] = [round(s.at_s - record.started_s, 3) for s in samples]
         series |= {f"{prefix}{name}": [getattr(s, name) for s in samples] for name in names.split()}
     return series
-
-
-def this_machine() -> str:
-    """What it runs on, in a few words."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    cores = len(os.sched_getaffinity(0))
-    return f"{platform.system()} {platform.release()}, {device}, {cores} cores"

@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import Field
 
-from aqua_demo.co_serving_race import (
+from aqua_demo.claims import Claim, judged
+from aqua_demo.engines.race import (
     Run,
     busy_share,
     differing,
     offline_rate,
     offline_tokens,
 )
-from aqua_demo.engine_report import EngineDemoReport, OnlineFigures, gave_way, online_figures
-from aqua_demo.report import Claim, judged
+from aqua_demo.engines.report import EngineDemoReport, OnlineFigures, gave_way, online_figures
 
 
 class CoServingFigures(OnlineFigures):

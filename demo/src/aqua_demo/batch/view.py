@@ -10,8 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aqua_demo.batch_report import BatchReport
-from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, online_rows, verdict
+from aqua_demo.batch.report import BatchReport
+from aqua_demo.engines.report import online_rows
+from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, verdict
 from aqua_protocol import format_bytes
 
 

@@ -54,7 +54,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def load_prompt(token_count: int) -> list[int]:
     """Read the first `token_count` tokens of the text, the one that begins a sequence included."""
-    text = files("aqua_demo").joinpath("texts/declaration.txt").read_bytes()
+    text = files("aqua_demo.programs").joinpath("texts/declaration.txt").read_bytes()
     tokens = [ByteVocabulary.bos_token_id, *(3 + byte for byte in text)][:token_count]
     assert len(tokens) == token_count, f"the text has only {len(tokens)} tokens"
     return tokens

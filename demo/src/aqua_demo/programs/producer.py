@@ -1,6 +1,6 @@
 """The producer: an image service that lends what it does not need, and takes it back under load.
 
-Run by the demo as `python -m aqua_demo.producer_program <parent pid> <settings>`. One thread
+Run by the demo as `python -m aqua_demo.programs.producer <parent pid> <settings>`. One thread
 denoises; the informer watches its queue and its rate of requests and decides about the memory. The
 service itself knows nothing of lending: it asks its allowance before it takes up an image, and
 waits when the answer is no.
@@ -16,7 +16,6 @@ import torch
 
 from aqua_client import CoordinatorClient
 from aqua_demo.child import Parent, run_program
-from aqua_demo.images import Arrivals, ImageService
 from aqua_demo.messages import (
     PRODUCER_ID,
     SAMPLE_INTERVAL_S,
@@ -24,6 +23,7 @@ from aqua_demo.messages import (
     ProducerSettings,
     ReclaimMeasure,
 )
+from aqua_demo.programs.images import Arrivals, ImageService
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer

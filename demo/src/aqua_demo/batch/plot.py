@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from aqua_cli.figures import AMBER, FAINT, INK, RED, TEAL
-from aqua_demo.batch_report import BatchEvents
-from aqua_demo.co_serving_race import Run
+from aqua_demo.batch.report import BatchEvents
+from aqua_demo.engines.plot import draw_first_tokens
+from aqua_demo.engines.race import Run
 from aqua_demo.messages import ProducerSample
-from aqua_demo.panels import draw_first_tokens, panels
+from aqua_demo.panels import panels
 from aqua_protocol import MIB
 
 

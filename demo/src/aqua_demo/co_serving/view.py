@@ -9,9 +9,10 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from aqua_demo.co_serving_race import Engines
-from aqua_demo.co_serving_report import CoServingReport
-from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, online_rows, verdict
+from aqua_demo.co_serving.report import CoServingReport
+from aqua_demo.engines.race import Engines
+from aqua_demo.engines.report import online_rows
+from aqua_demo.view import BAR_WIDTH, FIGURES_REMARK, verdict
 
 WHAT: Final = {
     "online": "online alone",

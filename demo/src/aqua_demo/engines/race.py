@@ -26,9 +26,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
 
-from aqua_demo.engine_scale import with_aqua
-from aqua_demo.online_load import Lengths, OnlineLoad, busy_s, p99
-from aqua_demo.paused_clock import TurnGroup
+from aqua_demo.engines.online_load import Lengths, OnlineLoad, busy_s, p99
+from aqua_demo.engines.paused_clock import TurnGroup
+from aqua_demo.engines.scale import with_aqua
 from aqua_demo.processes import LOG_TAIL_LINES, DemoError
 from aqua_protocol.supervision import SupervisedThread, resting
 
@@ -108,7 +108,7 @@ class ServedEngine:
             "fault": str(self.fault),
             "co_serves": aqua is not None,
         }
-        command = [python, "-m", "aqua_demo.served_engine", json.dumps(job)]
+        command = [python, "-m", "aqua_demo.engines.served_engine", json.dumps(job)]
         self._group = TurnGroup(command, clock, self._log)
         self._process = self._group.leader
         self._answers: SimpleQueue[Any] = SimpleQueue()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from aqua_demo.api_server import ANSWER_WITHIN_S, READY_WITHIN_S, metric_sums
-from aqua_demo.co_serving_race import Run
+from aqua_demo.engines.api_server import ANSWER_WITHIN_S, READY_WITHIN_S, metric_sums
+from aqua_demo.engines.race import Run
 from aqua_demo.processes import ProcessGroup, await_listening
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The consumer: a Llama that reads a long text within a budget its keys and values exceed.
 
-Run by the demo as `python -m aqua_demo.consumer_program <parent pid> <settings>`. With a
+Run by the demo as `python -m aqua_demo.programs.consumer <parent pid> <settings>`. With a
 coordinator in its settings it borrows memory through `AquaCache`; without one it is the reference:
 the same generation with a plain `DynamicCache`, all on its own device.
 
@@ -24,7 +24,6 @@ from transformers import Cache, DynamicCache, LogitsProcessor
 
 import aqualib
 from aqua_demo.child import Parent, run_program
-from aqua_demo.llama import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.messages import (
     CONSUMER_ID,
     SAMPLE_INTERVAL_S,
@@ -32,6 +31,7 @@ from aqua_demo.messages import (
     ConsumerSample,
     ConsumerSettings,
 )
+from aqua_demo.programs.llama import ByteVocabulary, build_llama, load_prompt
 from aqua_demo.scale import DemoScale
 from aqua_protocol import format_bytes
 from aqua_protocol.supervision import SupervisedThread, resting

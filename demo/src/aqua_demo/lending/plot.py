@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aqua_cli.figures import AMBER, BLUE, FAINT, INK, RED, TEAL, VIOLET
+from aqua_demo.lending.phases import DemoPhase
+from aqua_demo.lending.record import RunRecord
 from aqua_demo.panels import panels
-from aqua_demo.phases import DemoPhase
-from aqua_demo.record import RunRecord
 from aqua_protocol import MIB
 
 if TYPE_CHECKING:

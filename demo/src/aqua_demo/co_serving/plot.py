@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from aqua_cli.figures import AMBER, BLUE, TEAL
-from aqua_demo.co_serving_race import Run
-from aqua_demo.panels import draw_first_tokens, panels
+from aqua_demo.engines.plot import draw_first_tokens
+from aqua_demo.engines.race import Run
+from aqua_demo.panels import panels
 
 BIN_S: Final = 1.0
 """Of token rates: some dozens of steps. Doubled, short gaps do not show."""

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64
 
+from aqua_demo.lending.phases import GENERATING, DemoPhase
 from aqua_demo.messages import ConsumerSample, ProducerSample
-from aqua_demo.phases import GENERATING, DemoPhase
 
 MAX_SAMPLES: Final = 36_000
 """Of each program: an hour at ten a second. A longer run forgets its beginning; doubled, two

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from aqua_demo.co_serving_race import Run, measure_alone
-from aqua_demo.engine_scale import EngineScale
-from aqua_demo.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
+from aqua_demo.engines.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
+from aqua_demo.engines.race import Run, measure_alone
+from aqua_demo.engines.scale import EngineScale
 from aqua_demo.view import ConsoleView
 
 
@@ -52,7 +52,7 @@ class EngineDemo:
     def write_inputs(self, model: Path, body: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Write the model and the offline file; `body` has further fields of each request."""
         # Here, because it imports transformers, which takes seconds.
-        from aqua_demo.llama import write_llama
+        from aqua_demo.programs.llama import write_llama
 
         scale, seed = self.scale, self.seed
         self.view.tell("start", "a small Llama, and an offline file of its own prompts")

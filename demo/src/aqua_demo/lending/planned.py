@@ -64,7 +64,7 @@ def arrange(
     ):
         raise ConfigError(
             f"the demo takes profiles of a producer {PRODUCER_ID!r} and a consumer {CONSUMER_ID!r}",
-            remedy="Profile aqua_demo.profiled as docs/profiling.md shows.",
+            remedy="Profile aqua_demo.programs.profiled as docs/profiling.md shows.",
         )
     match = next((match for match in matches if match.consumer == CONSUMER_ID), None)
     if match is None or match.producer != PRODUCER_ID:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from aqua_demo.co_serving_race import Run
-from aqua_demo.engine_scale import with_aqua
+from aqua_demo.engines.online_load import OnlineLoad, Row, draw_prompt, unanswered
+from aqua_demo.engines.paused_clock import ONE_THREAD
+from aqua_demo.engines.race import Run
+from aqua_demo.engines.scale import with_aqua
 from aqua_demo.messages import SAMPLE_INTERVAL_S
-from aqua_demo.online_load import OnlineLoad, Row, draw_prompt, unanswered
-from aqua_demo.paused_clock import ONE_THREAD
 from aqua_demo.processes import DemoError, ProcessGroup
 from aqua_protocol.supervision import SerialExecutor
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from aqua_demo.co_serving_race import Run, differing
-from aqua_demo.engine_report import EngineDemoReport, OnlineFigures, gave_way, online_figures
+from aqua_demo.claims import Claim, judged
+from aqua_demo.engines.race import Run, differing
+from aqua_demo.engines.report import EngineDemoReport, OnlineFigures, gave_way, online_figures
 from aqua_demo.messages import ReclaimMeasure
-from aqua_demo.report import Claim, judged
 from aqua_protocol import format_bytes
 
 DRAINED: Final = "aqua:kv_drained_bytes_total"

@@ -29,9 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from aqua_demo import paused_clock
 from aqua_demo.child import own_output
-from aqua_demo.online_load import Row, draw_prompt, read_offline_file, unanswered
+from aqua_demo.engines import paused_clock
+from aqua_demo.engines.online_load import Row, draw_prompt, read_offline_file, unanswered
 from aqua_protocol.supervision import SupervisedTask, resting, start_job
 
 SAMPLE_S: Final = 0.5

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from aqua_demo.programs.unet import NoiseSchedule, UNet
 from aqua_demo.scale import DemoScale
-from aqua_demo.unet import NoiseSchedule, UNet
 from aqualib.engines.torch_loop import CountedMemoryLimit
 
 MAX_BATCH: Final = 8

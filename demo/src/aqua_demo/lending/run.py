@@ -20,6 +20,18 @@ import torch
 from rich.console import RenderableType
 
 from aqua_client import CoordinatorClient
+from aqua_demo.lending.phases import (
+    TITLES,
+    DemoPhase,
+    Observation,
+    StallTimer,
+    goals,
+    next_phase,
+    served_share,
+)
+from aqua_demo.lending.record import RunRecord
+from aqua_demo.lending.report import DemoReport, make_report
+from aqua_demo.lending.view import picture
 from aqua_demo.messages import (
     SAMPLE_INTERVAL_S,
     Command,
@@ -32,20 +44,9 @@ from aqua_demo.messages import (
     ProducerSettings,
     Report,
 )
-from aqua_demo.phases import (
-    TITLES,
-    DemoPhase,
-    Observation,
-    StallTimer,
-    goals,
-    next_phase,
-    served_share,
-)
 from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
-from aqua_demo.record import RunRecord
-from aqua_demo.report import DemoReport, make_report
 from aqua_demo.scale import DemoScale, compute_threads
-from aqua_demo.view import ConsoleView, picture
+from aqua_demo.view import ConsoleView
 from aqua_protocol import TransportKind, format_bytes
 from aqua_protocol.errors import error_from_body
 from aqua_protocol.leases import PlacementPlan
@@ -137,7 +138,7 @@ class DemoRun:
                 self._note("coordinator", "obeys the plan: the LLM borrows from the image service")
             producer = self._producer = group.start_program(
                 "producer",
-                "producer_program",
+                "programs.producer",
                 ProducerSettings(
                     **common | {"device": producer_device},
                     coordinator_url=coordinator.url,
@@ -148,7 +149,7 @@ class DemoRun:
             self._listen_until(group, lambda: self._phase is DemoPhase.PREFILL)
             consumer = group.start_program(
                 "consumer",
-                "consumer_program",
+                "programs.consumer",
                 ConsumerSettings(
                     **common,
                     coordinator_url=coordinator.url,
@@ -170,7 +171,7 @@ class DemoRun:
             producer.finish()
             group.start_program(
                 "reference",
-                "consumer_program",
+                "programs.consumer",
                 ConsumerSettings(**common, answer_lengths=list(map(len, harvested.answers))),
             )
             self._listen_until(group, lambda: "reference" in self._results)

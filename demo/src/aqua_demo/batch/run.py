@@ -30,9 +30,8 @@ from typing import Any, Final
 
 from rich.console import RenderableType
 
-from aqua_demo.api_server import EXACT, MODEL_NAME, ApiServer, OnlineClient
-from aqua_demo.batch_client import AT_ONCE, BatchDispatcher, OfflineBatch
-from aqua_demo.batch_report import (
+from aqua_demo.batch.client import AT_ONCE, BatchDispatcher, OfflineBatch
+from aqua_demo.batch.report import (
     DRAINED,
     OUTSIDE,
     PAGED_OUT,
@@ -40,10 +39,12 @@ from aqua_demo.batch_report import (
     BatchReport,
     make_report,
 )
-from aqua_demo.batch_view import picture
-from aqua_demo.co_serving_race import Run
-from aqua_demo.engine_demo import EngineDemo
-from aqua_demo.engine_scale import FULL, QUICK, co_serving_options
+from aqua_demo.batch.view import picture
+from aqua_demo.engines.api_server import EXACT, MODEL_NAME, ApiServer, OnlineClient
+from aqua_demo.engines.online_load import OnlineLoad, read_offline_file
+from aqua_demo.engines.race import Run
+from aqua_demo.engines.run import EngineDemo
+from aqua_demo.engines.scale import FULL, QUICK, co_serving_options
 from aqua_demo.messages import (
     CONSUMER_ID,
     Command,
@@ -53,7 +54,6 @@ from aqua_demo.messages import (
     ProducerSettings,
     Report,
 )
-from aqua_demo.online_load import OnlineLoad, read_offline_file
 from aqua_demo.processes import START_LIMIT_S, Child, DemoCoordinator, DemoError, ProcessGroup
 from aqua_demo.scale import QUICK as QUICK_IMAGES
 from aqua_protocol import MIB, format_bytes
@@ -164,7 +164,7 @@ class BatchDemoRun(EngineDemo):
     def _start_producer(self, coordinator: DemoCoordinator, scratch: Path) -> None:
         self._producer = self._group.start_program(
             "producer",
-            "producer_program",
+            "programs.producer",
             ProducerSettings(
                 scale=IMAGES,
                 seed=self.seed,

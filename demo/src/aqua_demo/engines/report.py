@@ -15,9 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from pydantic import Field
+from rich.table import Table
 
-from aqua_demo.co_serving_race import Run, p99_tpot, p99_ttft
-from aqua_demo.report import ClaimsReport, this_machine
+from aqua_demo.claims import ClaimsReport, this_machine
+from aqua_demo.engines.race import Run, p99_tpot, p99_ttft
 from aqua_protocol.wire import Wire
 
 PREEMPTIONS: Final = "aqua:offline_preemptions_total"
@@ -97,3 +98,20 @@ def gave_way(counted: Mapping[str, float]) -> list[tuple[str, bool, str]]:
             f"{victims} did",
         ),
     ]
+
+
+def online_rows(found: OnlineFigures) -> Table:
+    """Begin the table of a demo with a real vLLM: what offline work cost online requests."""
+    table = Table(show_header=False)
+    table.add_row(
+        "TTFT p99",
+        f"{found.ttft_p99_ratio:.2f} x of {1000 * found.online_ttft_p99_s:.0f} ms without offline"
+        f" work; the same again without it {found.control_ttft_p99_ratio:.2f} x",
+    )
+    table.add_row(
+        "TPOT p99",
+        f"{found.tpot_p99_ratio:.2f} x of {1000 * found.online_tpot_p99_s:.1f} ms; the same again"
+        f" {found.control_tpot_p99_ratio:.2f} x",
+    )
+    table.add_row("Gave way", f"{found.offline_preemptions} times")
+    return table

@@ -1,0 +1,1 @@
+"""The batch demo: a batch through OpenAI's client on harvested memory and time."""

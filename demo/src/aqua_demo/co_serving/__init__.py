@@ -1,0 +1,1 @@
+"""The co-serving demo: people and an offline file on one vLLM."""
