@@ -5,8 +5,10 @@
 The engines of `vllm_burst.py` serve some requests that say what a step costs, by least squares: a
 constant, each prompt token, each decode and the tokens before it, each block copied. Then come
 bursts, each of them served by the engines and by the simulator's engine with these costs and the
-same policies, which knows nothing else of the run. A second engine of vLLM's own serves them, too:
-by how much equal engines differ is by how much anybody can miss.
+same policies. A second engine of vLLM's own serves them, too: by how much equal engines differ is
+by how much anybody can miss, and by how much its steps are slower or faster than they were, so are
+all costs taken to be (`pace`), for a machine that others use changes within minutes. Of the engines
+that it is compared with, the simulator knows nothing of the burst.
 
 Printed for each scheduler are the simulator's errors in the mean time to the first token and the
 mean completion, medians over the bursts and the worst; and of the ratios to vLLM's own order, how
@@ -71,13 +73,18 @@ def main(
         note("what a step costs under each scheduler")
         trial = paper_burst(rate, service_s, seed - 1, KINDS[kind])
         costs = {name: costs_of(run["steps"]) for name, run in race(engines, trial).items()}
-        pairs = []
+        pairs, paces = [], []
         for index in range(bursts):
             load = paper_burst(rate, service_s, seed + index, KINDS[kind])
             note(f"burst {index + 1} of {bursts}: {len(load)} requests")
-            real = {name: means(run["rows"]) for name, run in race(engines, load).items()}
-            pairs.append((real, twin(load, costs, blocks)))
-    found = summarize(pairs)
+            runs = race(engines, load)
+            pace = pace_of(runs[CONTROL]["steps"], costs[CONTROL])
+            note(f"steps take {pace:.2f} times as long as when they were measured")
+            paces.append(pace)
+            now = {name: StepCosts(*(pace * each for each in cost)) for name, cost in costs.items()}
+            real = {name: means(run["rows"]) for name, run in runs.items()}
+            pairs.append((real, twin(load, now, blocks)))
+    found = summarize(pairs) | {"paces": paces}
     if as_json:
         print(json.dumps(found | {"costs": {name: each._asdict() for name, each in costs.items()}}))
     else:
@@ -89,6 +96,13 @@ def costs_of(steps: list[list[float]]) -> StepCosts:
     rows = np.array(steps)
     causes = np.column_stack([np.ones(len(rows)), rows[:, :4]])
     return StepCosts(*(float(each) for each in nnls(causes, rows[:, 4])[0]))
+
+
+def pace_of(steps: list[list[float]], costs: StepCosts) -> float:
+    """Seconds that steps took, over what they cost when that was measured."""
+    rows = np.array(steps)
+    causes = np.column_stack([np.ones(len(rows)), rows[:, :4]])
+    return float(rows[:, 4].sum() / (causes @ np.array(costs)).sum())
 
 
 def means(rows: list[dict[str, float]]) -> Means:
