@@ -24,12 +24,14 @@ import numpy as np
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 FieldsT = TypeVar("FieldsT")
 
+_NJIT = cast("Any", numba.njit)  # Numba's types do not know all of its options.
 _SCALARS = {"int": np.int64, "float": np.float64}
 
 
 def compiled(function: FunctionT) -> FunctionT:
     """Compile `function` on its first call; it must keep to what numba understands."""
-    return cast("FunctionT", numba.njit(cache=True)(function))
+    made = _NJIT(cache=True, no_cfunc_wrapper=True)(function)
+    return cast("FunctionT", made)
 
 
 def compiled_part(function: FunctionT) -> FunctionT:
@@ -38,9 +40,16 @@ def compiled_part(function: FunctionT) -> FunctionT:
     It has no way in from Python: to make one takes numba longer than the function itself where
     arguments are tuples of arrays.
     """
-    njit = cast("Any", numba.njit)  # Numba's types do not know these two options.
-    made = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    made = _NJIT(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return cast("FunctionT", made)
+
+
+def variable(value: int) -> int:
+    """A constant that kernels pass on as any number.
+
+    For a plain one numba compiles what is called with it once for each value.
+    """
+    return cast("int", np.int64(value))
 
 
 def records(kind: type[FieldsT], count: int) -> Sequence[FieldsT]:

@@ -7,13 +7,19 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from aqua_simulator.cli import app
-from harness.bounds import HANG_S
 from harness.command import run_here
 from harness.source_tree import ROOT
 
 EXAMPLE: Final = ROOT / "docs" / "examples" / "whatif"
+RUN_LIMIT_S: Final = 900
+"""Kernels are compiled where none are cached: half a minute of a processor."""
 QUICK: Final = ("--hours", "0.1112", "--seeds", "0", "--samples", "1", "--sample-s", "5")
+
+
+pytestmark = pytest.mark.timeout(2 * RUN_LIMIT_S)
 
 
 def test_the_example_prints_errors_first_and_writes_its_report(tmp_path: Path) -> None:
@@ -23,7 +29,7 @@ def test_the_example_prints_errors_first_and_writes_its_report(tmp_path: Path) -
         *("--processes", "2", "--html", tmp_path / "report.html"),
     )
     command = [str(Path(sys.executable).with_name("aqua-sim")), "whatif", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr or done.stdout
     text = done.stdout
     assert text.index("off the recording") < text.index("What Aqua would bring")

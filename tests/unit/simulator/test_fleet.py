@@ -20,6 +20,9 @@ from aqua_simulator.whatif.online import OnlineResult, serve_day
 from aqua_simulator.whatif.recorded_day import ModelLoad
 from aqua_simulator.whatif.step_times import StepCoefficients
 
+# The first test compiles all kernels where none are cached: half a minute of a processor.
+pytestmark = pytest.mark.timeout(1800)
+
 TIMES = StepCoefficients(0.012, 1e-4, 3.1e-7, 1e-9, 0.01, is_fitted=True)
 SPAN_S = 24.0
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float64, Int8, Int32, Int64
 
 from aqua_schedulers.blendserve.order import BlendOrder
-from aqua_schedulers.compiled import compiled, records
+from aqua_schedulers.compiled import compiled, compiled_part, records, variable
 
 NONE: Final = -1
 """Fixed: no request has a negative index."""
@@ -30,8 +30,8 @@ MAX_ADMITTED: Final = 4096
 buffer takes 16 KiB more."""
 
 # Fixed: where a request is, running from one of the two ends, or neither. The ends are indices too.
-LEFT: Final = 0
-RIGHT: Final = 1
+LEFT: Final = variable(0)
+RIGHT: Final = variable(1)
 POOLED: Final = 2
 DONE: Final = 3
 
@@ -95,7 +95,7 @@ def open_scanner(order: BlendOrder, reserved: Int64[np.ndarray, " requests"]) ->
     )
 
 
-@compiled
+@compiled_part
 def _drop_retry(scanner: DualScanner, side: int) -> None:
     """Take the top off a stack.
 
@@ -136,7 +136,7 @@ def take(scanner: DualScanner, request: int, side: int) -> None:
     scanner.status[request] = side
 
 
-@compiled
+@compiled_part
 def _leave(scanner: DualScanner, request: int) -> int:
     """Take a request out of its end's running ones; returns the end."""
     side = int(scanner.status[request])
@@ -173,7 +173,7 @@ def settle(
         end.retry_count += 1
 
 
-@compiled
+@compiled_part
 def density_at(scanner: DualScanner, side: int) -> float:
     """Compute density of the unit where an end stands; of the last unit when all is taken."""
     place = min(max(scanner.ends[side].place, 0), len(scanner.order) - 1)

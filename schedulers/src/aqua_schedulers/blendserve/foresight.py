@@ -55,7 +55,7 @@ from aqua_schedulers.blendserve.foresight_state import (
 from aqua_schedulers.blendserve.length_learner import LengthLearner
 from aqua_schedulers.blendserve.lengths import LengthEstimate
 from aqua_schedulers.blendserve.order import blend_order, charged, weigh
-from aqua_schedulers.compiled import compiled, record
+from aqua_schedulers.compiled import compiled, compiled_part, record
 
 if TYPE_CHECKING:
     from aqua_schedulers.blendserve.preparation import PreparedPool
@@ -211,7 +211,7 @@ def _long_from(
     return int(short[-1]) + 1 if len(short) else 0
 
 
-@compiled
+@compiled_part
 def _pace(state: ForesightState) -> float:
     """Compute per memory time that a step aims for."""
     totals = state.totals[0]
@@ -223,14 +223,14 @@ def _pace(state: ForesightState) -> float:
     return 1.0 + min(PACE_MARGIN, max(-PACE_MARGIN, excess))
 
 
-@compiled
+@compiled_part
 def _long_waits(scanner: DualScanner, state: ForesightState) -> bool:
     """Whether a long request is still pooled at the right end."""
     left, right = scanner.ends[LEFT], scanner.ends[RIGHT]
     return bool(right.place >= max(state.totals[0].long_from, left.place) or right.retry_count > 0)
 
 
-@compiled
+@compiled_part
 def _spread(scanner: DualScanner, state: ForesightState, pace: float) -> float:
     """Tokens per step beyond the pace that use up compute while the tail of long requests lasts.
 
@@ -248,7 +248,7 @@ def _spread(scanner: DualScanner, state: ForesightState, pace: float) -> float:
     return float(max(0.0, SPREAD_SHARE * spare) / totals.linear_s_per_token / steps)
 
 
-@compiled
+@compiled_part
 def _shorter_that_fits(
     scanner: DualScanner, state: ForesightState, timeline: Timeline, room: float
 ) -> int:
@@ -261,7 +261,7 @@ def _shorter_that_fits(
     low, high = lowest, scanner.ends[RIGHT].place
     while low < high:
         middle = (low + high + 1) // 2
-        held, left = ramp(state, scanner.order[middle])
+        held, left = ramp(state, int(scanner.order[middle]))
         if peak_with(timeline, held, left) <= room:
             low = middle
         else:
@@ -269,17 +269,17 @@ def _shorter_that_fits(
     tried = 0
     place = low
     while place >= lowest and tried < NEIGHBOURS:
-        request = scanner.order[place]
+        request = int(scanner.order[place])
         if scanner.status[request] == POOLED:
             held, left = ramp(state, request)
             if peak_with(timeline, held, left) <= room:
-                return int(request)
+                return request
             tried += 1
         place -= 1
     return NONE
 
 
-@compiled
+@compiled_part
 def _budget(scanner: DualScanner, state: ForesightState, pace: float) -> int:
     """Tokens of the step: what hides the smaller resource, and what can be spared beyond."""
     totals = state.totals[0]
@@ -295,7 +295,7 @@ def _budget(scanner: DualScanner, state: ForesightState, pace: float) -> int:
     return int(max(budget, totals.decoding_count + 1))
 
 
-@compiled
+@compiled_part
 def _next_for_memory(
     scanner: DualScanner, state: ForesightState, timeline: Timeline, usable: float
 ) -> int:
@@ -318,7 +318,7 @@ def _next_for_memory(
     return request
 
 
-@compiled
+@compiled_part
 def _next_for_step(
     scanner: DualScanner, state: ForesightState, timeline: Timeline, usable: float
 ) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
 from aqua_schedulers.blendserve.dual_scanner import LEFT, POOLED, RIGHT, DualScanner, settle, take
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, compiled_part
 
 LONG_TOKENS: Final = 1024
 """Requests expected to generate more tokens are forecast one by one, shorter ones in sum: by the
@@ -170,7 +170,7 @@ def peak_with(timeline: Timeline, held: float, left: float) -> float:
     return peak
 
 
-@compiled
+@compiled_part
 def remaining_tokens(estimate: float, generated: float, exact: bool) -> float:  # noqa: FBT001 - compiled code takes arguments by position
     """Tokens still to come, from the estimate and from what was generated already."""
     left = estimate - generated
@@ -200,13 +200,13 @@ def settle_state(
         totals.pooled_memory_s += state.memory[request]
         if state.mean[request] <= LONG_TOKENS:
             totals.left_output_tokens -= state.mean[request]
-            _count_short(state, request, 1.0)
+            _count_short(state, int(request), 1.0)
         else:
             _forget_long(state, request)
     settle(scanner, finished, returned)
 
 
-@compiled
+@compiled_part
 def _count_short(state: ForesightState, request: int, sign: float) -> None:
     """Count a pooled short request in (or out): tokens it computes, and for how long it holds them.
 
@@ -226,10 +226,10 @@ def sum_short(scanner: DualScanner, state: ForesightState) -> None:
     totals.short_token_steps = 0.0
     for request in scanner.order:
         if scanner.status[request] == POOLED and state.mean[request] <= LONG_TOKENS:
-            _count_short(state, request, 1.0)
+            _count_short(state, int(request), 1.0)
 
 
-@compiled
+@compiled_part
 def _forget_long(state: ForesightState, request: int) -> None:
     totals = state.totals[0]
     for index in range(totals.long_count):
@@ -240,7 +240,7 @@ def _forget_long(state: ForesightState, request: int) -> None:
             return
 
 
-@compiled
+@compiled_part
 def admit(
     scanner: DualScanner, state: ForesightState, timeline: Timeline, request: int, side: int
 ) -> None:
@@ -266,7 +266,7 @@ def admit(
     totals.physical_kv_tokens += state.fresh[request]
 
 
-@compiled
+@compiled_part
 def ramp(state: ForesightState, request: int) -> tuple[float, float]:
     """Tokens that a long request holds at the present step, and tokens still to come."""
     ran = float(state.generated[request])
@@ -274,7 +274,7 @@ def ramp(state: ForesightState, request: int) -> tuple[float, float]:
     return state.prompt[request] + ran, left
 
 
-@compiled
+@compiled_part
 def forecast_again(
     scanner: DualScanner, state: ForesightState, timeline: Timeline, full_step_tokens: float
 ) -> None:
@@ -303,7 +303,7 @@ def forecast_again(
     totals.is_stale = 0
 
 
-@compiled
+@compiled_part
 def _left_need(scanner: DualScanner, state: ForesightState, full_step_tokens: float) -> float:
     """Memory that the left end needs to fill such steps.
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int32, Int64
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.blendserve.tree import PrefixTree
-from aqua_schedulers.compiled import compiled, record
+from aqua_schedulers.compiled import compiled, compiled_part, record
 from aqua_schedulers.linked_list import Links, append, empty_lists, remove
 
 
@@ -91,7 +91,7 @@ class PrefixCacheModel:
         release_path(self._cache, self._first_leaf + request)
 
 
-@compiled
+@compiled_part
 def hold_path(cache: PrefixCache, leaf: int) -> int:
     """Take the path to a leaf into use; returns the tokens that were not present."""
     totals = cache.totals[0]
@@ -123,7 +123,7 @@ def release_path(cache: PrefixCache, leaf: int) -> None:
         node = cache.parent[node]
 
 
-@compiled
+@compiled_part
 def evict(cache: PrefixCache, node: int) -> None:
     """Drop a present node that nothing uses."""
     remove(cache.unused, node)
@@ -131,14 +131,14 @@ def evict(cache: PrefixCache, node: int) -> None:
     cache.totals[0].present_tokens -= cache.tokens[node]
 
 
-@compiled
+@compiled_part
 def evict_oldest(cache: PrefixCache) -> None:
     """Drop the node that has been unused for longest; the caller knows that there is one.
 
     A node in use has all its ancestors in use, and paths are released leaf first: the oldest unused
     node has no present child.
     """
-    evict(cache, cache.unused[len(cache.parent)].after)
+    evict(cache, int(cache.unused[len(cache.parent)].after))
 
 
 @compiled

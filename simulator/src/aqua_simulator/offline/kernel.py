@@ -29,13 +29,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from aqua_schedulers.blendserve.prefix_cache import evict, evict_oldest, hold_path, release_path
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, compiled_part
 from aqua_schedulers.linked_list import append, prepend, remove
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.state import DECODING, DONE, NO_NODE, POOLED, PREFILLING, EngineState
 
 
-@compiled
+@compiled_part
 def _make_room(state: EngineState, tokens: int) -> bool:
     """Evict cached prefixes until `tokens` more fit; False when even all of them do not do."""
     count, totals = state.counters[0], state.cache.totals[0]
@@ -47,7 +47,7 @@ def _make_room(state: EngineState, tokens: int) -> bool:
     return True
 
 
-@compiled
+@compiled_part
 def _missing_tokens(state: EngineState, request: int) -> tuple[int, int]:
     """Prompt tokens not in memory, and tokens of cached nodes that admission would pin."""
     cache = state.cache
@@ -63,7 +63,7 @@ def _missing_tokens(state: EngineState, request: int) -> tuple[int, int]:
     return missing, pinned
 
 
-@compiled
+@compiled_part
 def _pin_cached(state: EngineState, request: int) -> None:
     """Move the prompt's cached nodes to the newest end, so that making room spares them."""
     cache = state.cache
@@ -75,7 +75,7 @@ def _pin_cached(state: EngineState, request: int) -> None:
         node = cache.parent[node]
 
 
-@compiled
+@compiled_part
 def _admit(state: EngineState, request: int) -> bool:
     """Admit one request if its uncached prompt (and lost output) finds room."""
     count = state.counters[0]
@@ -102,13 +102,13 @@ def _admit(state: EngineState, request: int) -> bool:
     return True
 
 
-@compiled
+@compiled_part
 def _leave_prefill(state: EngineState, request: int) -> None:
     remove(state.prefilling, request)
     state.counters[0].prefilling_count -= 1
 
 
-@compiled
+@compiled_part
 def _enter_decode(state: EngineState, request: int) -> None:
     _leave_prefill(state, request)
     count = state.counters[0]
@@ -124,14 +124,14 @@ def _enter_decode(state: EngineState, request: int) -> None:
     )
 
 
-@compiled
+@compiled_part
 def _due_list(state: EngineState, step: int) -> int:
     """The sentinel of the list of requests that finish in a step."""
     count = len(state.prompt)
     return count + step % (len(state.due) - count)
 
 
-@compiled
+@compiled_part
 def _retract_latest(state: EngineState) -> None:
     """Throw the latest admitted request out of memory."""
     count = state.counters[0]
@@ -160,7 +160,7 @@ def _retract_latest(state: EngineState) -> None:
     count.retraction_count += 1
 
 
-@compiled
+@compiled_part
 def _drop_uncomputed(state: EngineState, request: int) -> None:
     """Forget the prompt nodes that a retracted request did not finish computing.
 
@@ -178,7 +178,7 @@ def _drop_uncomputed(state: EngineState, request: int) -> None:
         node = cache.parent[node]
 
 
-@compiled
+@compiled_part
 def _prefill(state: EngineState, budget: int) -> tuple[int, float]:
     """Compute prompt chunks up to `budget` tokens; returns tokens and sum of b^2 - a^2."""
     count = state.counters[0]
@@ -206,7 +206,7 @@ def _prefill(state: EngineState, budget: int) -> tuple[int, float]:
     return done, squares
 
 
-@compiled
+@compiled_part
 def _finish_due(state: EngineState) -> None:
     count = state.counters[0]
     sentinel = _due_list(state, count.step)
@@ -227,7 +227,7 @@ def _finish_due(state: EngineState) -> None:
         request = after
 
 
-@compiled
+@compiled_part
 def _step(state: EngineState, budget: int, cost: StepCost, usage_stride: int) -> None:
     count = state.counters[0]
     count.step += 1
