@@ -37,6 +37,8 @@ from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.store_servers import short_directory
 
+pytest_plugins = ("schemathesis.pytest.plugin",)
+
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

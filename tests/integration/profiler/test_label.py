@@ -23,6 +23,8 @@ from aqua_protocol import AquaError, ConfigError, UnavailableError
 from aqua_protocol.errors import ForbiddenError, UnauthenticatedError, UnknownResourceError
 from aqua_protocol.profile import ModelProfile
 
+pytest_plugins = ("kmock._internal.pytest",)
+
 DEPLOYMENTS: Final = kmock.resource("apps/v1/deployments")
 NAME: Final = "llama"
 PRODUCER: Final = ModelProfile.model_validate(
