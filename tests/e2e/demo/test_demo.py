@@ -18,7 +18,9 @@ import psutil
 import pytest
 import torch
 
+from aqua_demo.cli import app
 from harness.bounds import HANG_S
+from harness.command import run_here
 
 RUN_LIMIT_S = 900
 END_LIMIT_S = HANG_S
@@ -195,6 +197,15 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """This process takes signals as before, whatever the command that it runs has done."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_leaves_nothing_behind(short_directory: Path) -> None:
     directory = short_directory / "interrupted"
@@ -216,30 +227,21 @@ def test_a_killed_run_leaves_no_process_behind(short_directory: Path) -> None:
         assert alive == []
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_transport_that_cannot_work_here_is_refused_with_a_way_out(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("it can work here")
-    done = subprocess.run(
-        [*DEMO[:2], "--transport", "cuda_vmm", "--output-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=END_LIMIT_S,
-    )
+    options = ("--quick", "--transport", "cuda_vmm", "--output-dir", tmp_path)
+    done = run_here(app, "aqua-demo", *options)
     assert done.returncode == 3
     assert "cuda_vmm needs" in done.stderr
     assert "memfd" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_directory_that_cannot_be_written_is_refused_with_a_way_out() -> None:
-    done = subprocess.run(
-        [*DEMO, "--output-dir", "/proc/nowhere"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=END_LIMIT_S,
-    )
+    done = run_here(app, "aqua-demo", *DEMO[1:], "--output-dir", "/proc/nowhere")
     assert done.returncode == 2
     assert "/proc/nowhere" in done.stderr
     assert "Check the path" in done.stderr
