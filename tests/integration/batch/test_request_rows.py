@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,6 @@ from sqlalchemy import (
     Connection,
     Engine,
     NullPool,
-    Select,
     create_engine,
     event,
     insert,
@@ -22,14 +22,18 @@ from sqlalchemy import (
     text,
 )
 
+from aqua_batch.service.batch_rows import cancel_batch, expire_batches, find_batch
 from aqua_batch.service.database import Database
 from aqua_batch.service.rank_writer import rank_requests
 from aqua_batch.service.request_rows import (
     LeasedRequest,
     RequestOutcome,
     RequestState,
+    Return,
     add_worker,
+    free_dead_workers,
     lease_requests,
+    remove_workers,
     settle,
 )
 from aqua_batch.service.schema import BATCHES, REQUESTS
@@ -41,17 +45,28 @@ ResultT = TypeVar("ResultT")
 COUNT: Final = 2000
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgres() as process:
+        yield process.url
+
+
+@pytest.fixture
+def on_postgres(server: str) -> Iterator[str]:
+    """URL of an empty database of a PostgreSQL."""
+    name = f"of_{secrets.token_hex(8)}"
+    engine = create_engine(server, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+        yield server.replace("/postgres?", f"/{name}?")
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    if request.param == "sqlite":
-        opened = Database(f"sqlite:///{tmp_path}/batch.db")
+    is_sqlite = request.param == "sqlite"
+    url = f"sqlite:///{tmp_path}/b.db" if is_sqlite else request.getfixturevalue("on_postgres")
+    with closing(Database(url)) as opened:
         yield opened
-        opened.close()
-        return
-    with postgres() as process:
-        opened = Database(process.url)
-        yield opened
-        opened.close()
 
 
 def fill(connection: Connection) -> None:
@@ -143,23 +158,55 @@ async def test_an_order_is_given_to_what_waits_alone(database: Database) -> None
     assert of_leased == [0, 1, 2]
 
 
-async def test_an_order_takes_its_locks_by_line_whatever_it_is() -> None:
-    with postgres() as process, closing(Database(process.url)) as database:
+def cancel(connection: Connection, _: Sequence[LeasedRequest]) -> None:
+    cancel_batch(connection, "t", "b", 1.0)
+
+
+def expire(connection: Connection, _: Sequence[LeasedRequest]) -> None:
+    expire_batches(connection, 2000.0)
+
+
+def record(connection: Connection, leased: Sequence[LeasedRequest]) -> None:
+    outcomes = [RequestOutcome(each, is_answer=True, record=b"{}") for each in leased[:5]]
+    returns = [Return(each, not_before_s=0.0, counts=True) for each in leased[5:]]
+    settle(connection, outcomes, returns, 1.0)
+
+
+def give_back(connection: Connection, _: Sequence[LeasedRequest]) -> None:
+    remove_workers(connection, ["w"])
+
+
+def free_dead(connection: Connection, _: Sequence[LeasedRequest]) -> None:
+    free_dead_workers(connection, 2000.0)
+
+
+def rank(connection: Connection, _: Sequence[LeasedRequest]) -> None:
+    rank_requests(connection, batch=1, first_rank=0, lines=list(range(COUNT)))
+
+
+@pytest.mark.parametrize("work", [cancel, expire, record, give_back, free_dead, rank])
+async def test_requests_are_locked_after_their_batch(
+    on_postgres: str, work: Callable[[Connection, Sequence[LeasedRequest]], None]
+) -> None:
+    """In the other order two transactions could each wait for the other."""
+    with closing(Database(on_postgres)) as database:
         await database.write(fill)
-        other = create_engine(process.url, poolclass=NullPool)
+        leased = await database.write(lease(10))
+        other = create_engine(on_postgres, poolclass=NullPool)
         with other.connect() as holder:
-            holder.execute(locked(5))
-            backwards = list(reversed(range(10)))
-            rank = partial(rank_requests, batch=1, first_rank=0, lines=backwards)
-            ranking = asyncio.create_task(database.write(rank))
+            holder.execute(select(BATCHES).with_for_update(key_share=True)).all()
+            working = asyncio.create_task(
+                database.write(lambda connection: work(connection, leased))
+            )
             async with asyncio.timeout(HANG_S):
-                while not waits(other):  # noqa: ASYNC110 - of another process
+                while not waits(other):
+                    assert not working.done(), "it has passed over the batch's row"
                     await asyncio.sleep(0.01)
             try:
-                holder.execute(locked(9))  # Not taken yet: else each would wait for the other.
+                holder.execute(select(REQUESTS.c.line).with_for_update(nowait=True)).all()
             finally:
                 holder.rollback()
-                await ranking
+                await working
 
 
 def waits(engine: Engine) -> bool:
@@ -169,7 +216,22 @@ def waits(engine: Engine) -> bool:
         return bool(looking.execute(query).scalar())
 
 
-def locked(line: int) -> Select[Any]:
-    """Take a request's row, or fail at once."""
-    query = select(REQUESTS.c.line).where(REQUESTS.c.batch == 1, REQUESTS.c.line == line)
-    return query.with_for_update(nowait=True)
+async def test_a_cancel_and_outcomes_that_meet_are_both_done(on_postgres: str) -> None:
+    """Whichever is first: outcomes that come after the cancel are late."""
+    with closing(Database(on_postgres)) as database:
+        await database.write(fill)
+        leased = await database.write(lease(COUNT))
+        outcomes = [RequestOutcome(each, is_answer=True, record=b"{}") for each in leased]
+        with closing(Database(on_postgres)) as second:
+            cancelling = asyncio.create_task(
+                second.write(partial(cancel_batch, tenant="t", batch_id="b", now_s=1.0))
+            )
+            settling = [
+                database.write(partial(settle, outcomes=some, returns=[], now_s=1.0))
+                for some in (outcomes[begin : begin + 50] for begin in range(0, COUNT, 50))
+            ]
+            lates = await asyncio.gather(*settling)
+            cancelled = await cancelling
+        assert cancelled.status == "cancelling"
+        batch = await database.read(partial(find_batch, tenant="t", batch_id="b"))
+        assert batch.completed + sum(map(len, lates)) == COUNT

@@ -178,6 +178,7 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: floa
 def expire_batches(connection: Connection, now_s: float) -> int:
     """Withdraw what batches whose window is over have left; how many batches there were."""
     query = select(BATCHES).where(BATCHES.c.status.in_(TO_EXPIRE), BATCHES.c.expires_s <= now_s)
+    query = query.order_by(BATCHES.c.seq)  # In the order of locks.
     late = [BatchJob(**row) for row in connection.execute(query).mappings()]
     return sum(
         _end_early(connection, each, BatchStatus.FINALIZING, BatchStatus.EXPIRED, now_s)

@@ -46,7 +46,7 @@ from aqua_batch.service.request_rows import (
     free_unknown_leases,
     lease_requests,
     prolong_worker,
-    remove_worker,
+    remove_workers,
 )
 from aqua_protocol.errors import DataLostError, StoreUnavailableError
 from aqua_protocol.supervision import SupervisedTask, resting, start_job
@@ -145,7 +145,7 @@ class Dispatcher:
             with contextlib.suppress(StoreUnavailableError):
                 if len(self._recorder):
                     await self._recorder.flush()
-                await self._database.write(partial(remove_worker, worker=self.worker))
+                await self._database.write(partial(remove_workers, workers=[self.worker]))
 
     def look(self) -> None:
         """Notice now that a batch has begun or was cancelled."""

@@ -25,7 +25,7 @@ from aqua_batch.policies import Policy
 from aqua_batch.service.batch_rows import BatchJob
 from aqua_batch.service.database import Database
 from aqua_batch.service.order_task import OrderTask
-from aqua_batch.service.request_rows import RequestState
+from aqua_batch.service.request_rows import RequestState, lock_batches
 from aqua_batch.service.schema import REQUESTS
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import resting
@@ -119,22 +119,16 @@ def rank_requests(
     connection: Connection, batch: int, first_rank: int, lines: Sequence[int]
 ) -> None:
     """Give those of these lines of a batch that wait the ranks from `first_rank` on, in order."""
+    lock_batches(connection, [batch])
     numbered = _numbered(connection, lines)
-    waiting = (
-        select(REQUESTS.c.line, numbered.c.place)
+    connection.execute(
+        update(REQUESTS)
         .where(
             REQUESTS.c.batch == batch,
             REQUESTS.c.line == numbered.c.line,
             REQUESTS.c.state == RequestState.WAITING,
         )
-        .order_by(REQUESTS.c.line)  # One order of locks for all.
-        .with_for_update(of=REQUESTS)
-        .cte("waiting")
-    )
-    connection.execute(
-        update(REQUESTS)
-        .where(REQUESTS.c.batch == batch, REQUESTS.c.line == waiting.c.line)
-        .values(rank=waiting.c.place + first_rank)
+        .values(rank=numbered.c.place + first_rank)
     )
 
 

@@ -10,6 +10,10 @@ may run twice, but one outcome is recorded, whatever dies, hangs or comes back w
 Clocks decide only when a worker is thought dead. Workers whose clocks differ take requests up too
 early or too late; the generations keep the outcome single even then.
 
+Locks are taken in one order, so that PostgreSQL never finds two transactions that wait for each
+other: a worker's row, then batches' rows by their number (`lock_batches`), then any requests of
+theirs. Leasing alone takes requests without their batch, and passes over what another holds.
+
 Some hundred rows change by one statement. With one for each row, PostgreSQL plans as often, and the
 writer's thread waits as often, up to 5 ms, for the interpreter that a busy event loop holds.
 """
@@ -30,6 +34,7 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
+    case,
     delete,
     insert,
     or_,
@@ -138,28 +143,44 @@ def alive_workers(now_s: float) -> Select[tuple[str]]:
 
 def free_dead_workers(connection: Connection, now_s: float) -> int:
     """Let requests of dead workers wait again; how many there were."""
-    dead = connection.execute(
-        select(WORKERS.c.worker).where(WORKERS.c.alive_until_s <= now_s)
-    ).scalars()
-    return sum(remove_worker(connection, worker) for worker in dead.all())
+    dead = (
+        select(WORKERS.c.worker)
+        .where(WORKERS.c.alive_until_s <= now_s)
+        .order_by(WORKERS.c.worker)
+        # What another forgets, or what is just leasing or prolonged, is not ours to free.
+        .with_for_update(skip_locked=True)
+    )
+    return remove_workers(connection, connection.execute(dead).scalars().all())
 
 
-def remove_worker(connection: Connection, worker: str) -> int:
-    """Forget a worker, and let its requests wait again; how many there were."""
-    # This waits for a lease of its that is being written; after it there can be none.
-    connection.execute(delete(WORKERS).where(WORKERS.c.worker == worker))
+def remove_workers(connection: Connection, workers: Sequence[str]) -> int:
+    """Forget workers, and let their requests wait again; how many there were."""
+    if not workers:
+        return 0
+    # This waits for a lease of theirs that is being written; after it there can be none.
+    connection.execute(delete(WORKERS).where(WORKERS.c.worker.in_(workers)))
+    leased = _leased_by(workers)
+    held = connection.execute(select(REQUESTS.c.batch).where(*leased).distinct()).scalars()
+    lock_batches(connection, held.all())
     freed = connection.execute(
-        update(REQUESTS).where(*_leased_by(worker)).values(state=RequestState.WAITING, worker=None)
+        update(REQUESTS).where(*leased).values(state=RequestState.WAITING, worker=None)
     )
     return freed.rowcount
 
 
-def _leased_by(worker: str) -> tuple[ColumnElement[bool], ...]:
+def lock_batches(connection: Connection, batches: Iterable[int]) -> None:
+    """Keep others from these batches until the transaction ends; before any request of theirs."""
+    rows = select(BATCHES.c.seq).where(BATCHES.c.seq.in_(sorted(set(batches))))
+    # Rows that refer to a batch may still be added: that changes nothing of it.
+    connection.execute(rows.order_by(BATCHES.c.seq).with_for_update(key_share=True)).all()
+
+
+def _leased_by(workers: Sequence[str]) -> tuple[ColumnElement[bool], ...]:
     active = select(BATCHES.c.seq).where(BATCHES.c.ended_s.is_(None))
     return (
         REQUESTS.c.batch.in_(active),
         REQUESTS.c.state == RequestState.LEASED,
-        REQUESTS.c.worker == worker,
+        REQUESTS.c.worker.in_(workers),
     )
 
 
@@ -172,7 +193,7 @@ def free_unknown_leases(
     heard which.
     """
     columns = (REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
-    query = select(*columns).where(*_leased_by(worker)).with_for_update(skip_locked=True)
+    query = select(*columns).where(*_leased_by([worker])).with_for_update(skip_locked=True)
     unknown = [key for key in map(tuple, connection.execute(query)) if key not in known]
     _change(connection, unknown, state=RequestState.WAITING, worker=None)
     return len(unknown)
@@ -363,7 +384,7 @@ def _running_batches() -> Select[Any]:
 def still_leased(
     connection: Connection, requests: Sequence[LeasedRequest]
 ) -> set[tuple[int, int, int]]:
-    """Keys of those requests that are leased in the same generation.
+    """Keys of those requests, whose batches are locked, that are leased in the same generation.
 
     The rows stay as they are until the transaction ends.
     """
@@ -379,7 +400,6 @@ def still_leased(
         query = (
             select(REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
             .where(named, REQUESTS.c.state == RequestState.LEASED)
-            .order_by(REQUESTS.c.batch, REQUESTS.c.line)  # One order of locks for all.
             .with_for_update()
         )
         current.update((batch, line, gen) for batch, line, gen in connection.execute(query))
@@ -394,6 +414,7 @@ def settle(
 ) -> set[tuple[int, int, int]]:
     """Record how leases ended; the keys of those that were late, of which nothing was written."""
     requests = [each.request for each in outcomes] + [each.request for each in returns]
+    lock_batches(connection, (each.batch for each in requests))
     current = still_leased(connection, requests)
     ended = [each for each in outcomes if each.request.key in current]
     _record(connection, ended, now_s)
@@ -442,25 +463,24 @@ def _record(connection: Connection, ended: Sequence[RequestOutcome], now_s: floa
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     for each in ended:
         counts[each.request.batch][not each.is_answer] += 1
-    for batch, (completed, failed) in sorted(counts.items()):
+    for batch, (completed, failed) in counts.items():
+        answered = BATCHES.c.completed + completed
+        refused = BATCHES.c.failed + failed
+        is_over = and_(BATCHES.c.status == "in_progress", answered + refused >= BATCHES.c.total)
         connection.execute(
             update(BATCHES)
             .where(BATCHES.c.seq == batch)
-            .values(completed=BATCHES.c.completed + completed, failed=BATCHES.c.failed + failed)
-        )
-        connection.execute(
-            update(BATCHES)
-            .where(
-                BATCHES.c.seq == batch,
-                BATCHES.c.status == "in_progress",
-                BATCHES.c.completed + BATCHES.c.failed >= BATCHES.c.total,
+            .values(
+                completed=answered,
+                failed=refused,
+                status=case((is_over, "finalizing"), else_=BATCHES.c.status),
+                finalizing_s=case((is_over, int(now_s)), else_=BATCHES.c.finalizing_s),
             )
-            .values(status="finalizing", finalizing_s=int(now_s))
         )
 
 
 def withdraw_requests(connection: Connection, batch: int) -> None:
-    """End what has no outcome yet; leases on it end with it."""
+    """End what a batch, which is locked, has no outcome of yet; leases on it end with it."""
     connection.execute(
         update(REQUESTS)
         .where(
