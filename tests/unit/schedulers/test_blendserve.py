@@ -36,6 +36,7 @@ from aqua_schedulers.blendserve.dual_scanner import (
 from aqua_schedulers.blendserve.foresight_state import add, empty_timeline, peak_with
 from aqua_schedulers.blendserve.length_learner import FIRST_LOOK, LengthLearner
 from aqua_schedulers.blendserve.order import charged, weigh
+from aqua_schedulers.blendserve.paper import DENSE_TOKENS, dense_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -239,6 +240,30 @@ def test_the_paper_paces_steps_at_the_density_of_the_pool() -> None:
     memory_s = A100.decode_s_per_kv_token * kv
     compute_s = A100.linear_s_per_token * float(np.mean(budgets))
     assert compute_s / memory_s == pytest.approx(prepared.order.root_density, rel=0.02)
+
+
+def test_dense_steps_are_whole_tiles_at_the_wanted_efficiency() -> None:
+    linear = {"floor_s": 9.09e-3, "s_per_token": 67.7e-6, "exponent": 1.28}
+    assert dense_tokens(**linear) == DENSE_TOKENS == 384
+    assert [dense_tokens(**linear, efficiency=share) for share in (0.7, 0.76, 0.83, 0.9)] == [
+        256,
+        384,
+        384,
+        640,
+    ]
+
+
+@pytest.mark.parametrize("read", [0, 100])
+def test_the_paper_paces_no_step_below_a_dense_batch(read: int) -> None:
+    tree = tree_of(*[[index] * 300 for index in range(200)])
+    prepared = prepare(pool_of(tree, [20] * 199 + [4000]), A100)
+    for least in (128, DENSE_TOKENS):
+        policy = prepared.policy(capacity_tokens=400_000, mode=BlendMode.PAPER, dense_tokens=least)
+        budgets = [
+            policy.plan(view(logical_kv_tokens=read, step_index=step)).token_budget
+            for step in range(64)
+        ]
+        assert float(np.mean(budgets)) == pytest.approx(least, rel=0.02)
 
 
 def test_foresight_hides_the_smaller_resource_without_spending_the_larger() -> None:

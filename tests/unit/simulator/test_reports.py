@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aqua_simulator.offline.policies import DENSE_TOKENS, OfflinePolicy, dense_tokens
+from aqua_simulator.offline.policies import OfflinePolicy
 from aqua_simulator.papers import blendserve, blendserve_figures
 from aqua_simulator.papers.blendserve import TRACES, Experiments, Trace, gain, grid
 from aqua_simulator.papers.figures import FIGURES, published_figures, reproduce
@@ -245,14 +245,3 @@ def test_a_plot_is_the_same_bytes_twice(tmp_path: Path) -> None:
     assert made.save_plot(two)
     assert one.read_bytes() == two.read_bytes()
     assert not reproduce("figure5", Experiments()).save_plot(tmp_path / "none.png")
-
-
-def test_dense_steps_are_whole_tiles_at_the_wanted_efficiency() -> None:
-    linear = {"floor_s": 9.09e-3, "s_per_token": 67.7e-6, "exponent": 1.28}
-    assert dense_tokens(**linear) == DENSE_TOKENS == 384
-    assert [dense_tokens(**linear, efficiency=share) for share in (0.7, 0.76, 0.83, 0.9)] == [
-        256,
-        384,
-        384,
-        640,
-    ]

@@ -8,7 +8,8 @@ and it gives way to the service, whose event loop has answers to record.
 Prompts are not kept but their *blocks*: a number for each 16 tokens, as engines' prefix caches hash
 them. So 200 MB of input are a tree of 3 million blocks at most, and prefixes are found as far as an
 engine can share them. All sizes that follow are in blocks, and the coefficients of cost are scaled
-to them: a step of the forecast stands for 16 steps of an engine. Without a tokenizer a block is 64
+to them: a step of the forecast stands for 16 steps of an engine, so what a step computes has the
+same number in blocks as in tokens. Without a tokenizer a block is 64
 bytes of text, four bytes to a token.
 
 What no order can be found for (a line or body that is wrong) is left out; it keeps its place.
@@ -54,8 +55,8 @@ BLOCK_BYTES: Final = 4 * BLOCK_TOKENS
 """Bytes of a block: tokens as 32-bit integers, or text of about as many tokens. Doubled, as
 above."""
 STEP_TOKENS: Final = 2048
-"""Tokens of an engine's step, vLLM's `max_num_batched_tokens`. Doubled, the forecast has fewer and
-longer steps; orders hardly differ."""
+"""Tokens of an engine's step, vLLM's `max_num_batched_tokens`, and so blocks of a step of the
+forecast. Doubled, the forecast has fewer and longer steps; orders hardly differ."""
 NICENESS: Final = 5
 """Of the program. Doubled, a busy service leaves it a tenth of the time instead of a quarter."""
 FACTORS: Final = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.uint64) * 2 + 1
@@ -113,7 +114,7 @@ def order_lines(task: OrderTask) -> Int32[np.ndarray, " ordered"]:
         task.policy,
         prepared,
         capacity_tokens=capacity,
-        max_step_tokens=STEP_TOKENS // BLOCK_TOKENS,
+        max_step_tokens=STEP_TOKENS,
     )
     admitted = forecast(prepared, policy, capacity_tokens=capacity).admitted
     return np.asarray(numbers[admitted])

@@ -27,7 +27,7 @@ from aqua_schedulers.blendserve.order import (
     charged,
     weigh,
 )
-from aqua_schedulers.blendserve.paper import PaperBlend
+from aqua_schedulers.blendserve.paper import DENSE_TOKENS, PaperBlend
 from aqua_schedulers.blendserve.tree import PrefixTree
 
 MAX_STEP_TOKENS = 2048
@@ -76,10 +76,15 @@ class PreparedPool:
         capacity_tokens: int,
         mode: BlendMode = BlendMode.FORESIGHT,
         max_step_tokens: int = MAX_STEP_TOKENS,
+        dense_tokens: int = DENSE_TOKENS,
     ) -> PaperBlend | ForesightBlend:
-        """A policy that runs this pool once, where `capacity_tokens` of KV fit in memory."""
+        """A policy that runs this pool once, where `capacity_tokens` of KV fit in memory.
+
+        Args:
+            dense_tokens: Fewest to which the published policy paces a step.
+        """
         if mode is BlendMode.PAPER:
-            return PaperBlend(self, max_step_tokens=max_step_tokens)
+            return PaperBlend(self, max_step_tokens=max_step_tokens, least_step_tokens=dense_tokens)
         return ForesightBlend(
             self, capacity_tokens=capacity_tokens, max_step_tokens=max_step_tokens
         )

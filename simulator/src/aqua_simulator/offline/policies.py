@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import ceil
 from typing import Final
 
 import numpy as np
 
-from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
+from aqua_schedulers.admission import AdmissionPolicy
 from aqua_schedulers.baselines import Baseline, OrderedAdmission
 from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.lengths import UNKNOWN, RequestPool, choose_sample
+from aqua_schedulers.blendserve.paper import DENSE_TOKENS
 from aqua_schedulers.blendserve.preparation import BlendMode, prepare
 from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
@@ -25,33 +25,6 @@ from aqua_simulator.offline.workload import OfflineWorkload
 DENSE_BATCH_TOKENS: Final = 2048
 """Tokens of a step of the baselines: NanoFlow's dense batch for an 8B model on an A100. Doubled,
 the baselines' steps prefill more at once."""
-
-DENSE_EFFICIENCY: Final = 0.8
-"""Share of their full rate at which linear layers count as dense; shares from 0.76 to 0.83 give the
-same `DENSE_TOKENS`, and it cannot be doubled."""
-
-TILE_TOKENS: Final = 128
-"""Fixed by the hardware: rows of a matrix tile on an A100; kernels take the next multiple."""
-
-
-def dense_tokens(
-    *, floor_s: float, s_per_token: float, exponent: float, efficiency: float = DENSE_EFFICIENCY
-) -> int:
-    """Fewest tokens, in whole tiles, at which linear layers reach a share of their full rate.
-
-    Args:
-        floor_s, s_per_token, exponent: `t = (floor^n + (b T)^n)^(1/n)`, as measured.
-    """
-    # b T / t = efficiency, solved for T.
-    ratio: float = (efficiency**-exponent - 1.0) ** (-1.0 / exponent)
-    return TILE_TOKENS * ceil(ratio * floor_s / (s_per_token * TILE_TOKENS))
-
-
-DENSE_TOKENS: Final = dense_tokens(floor_s=9.09e-3, s_per_token=67.7e-6, exponent=1.28)
-"""Fewest tokens of a step in the published mode, 384: NanoFlow forms dense batches for the tensor
-cores. The floor, slope and exponent are Vidur's profile of Llama-3-8B on an A100. The paper gives
-no number; any efficiency from 76 to 83 percent gives this one, and Figure 6's sensitivity shows
-what others do: about 2.5 points of gain for every 64 tokens."""
 
 
 class OfflinePolicy(StrEnum):
@@ -122,34 +95,13 @@ def policy_for(
     )
 
 
-class DenseSteps:
-    """A policy that is never asked for less than a dense step.
-
-    The published policy paces a step to the context that it reads; an engine with a smallest dense
-    batch reads, as far as pacing goes, at least the context that this batch would hide.
-    """
-
-    def __init__(self, policy: AdmissionPolicy, least_context_tokens: int) -> None:
-        self._policy = policy
-        self._least = least_context_tokens
-
-    def plan(self, view: BatchView) -> StepPlan:
-        """The policy's plan, for a context that is not below the least."""
-        view.logical_kv_tokens = max(view.logical_kv_tokens, self._least)
-        return self._policy.plan(view)
-
-
 def _blended(
     name: OfflinePolicy, pool: RequestPool, costs: ResourceCost, settings: PlanSettings
 ) -> AdmissionPolicy:
-    prepared = prepare(pool, costs)
     mode = BlendMode.PAPER if name is OfflinePolicy.PAPER else BlendMode.FORESIGHT
-    policy = prepared.policy(
+    return prepare(pool, costs).policy(
         capacity_tokens=settings.capacity_tokens,
         mode=mode,
         max_step_tokens=settings.max_step_tokens,
+        dense_tokens=settings.dense_tokens,
     )
-    if mode is BlendMode.FORESIGHT:
-        return policy
-    hidden = prepared.order.root_density * costs.decode_s_per_kv_token
-    return DenseSteps(policy, int(settings.dense_tokens * costs.linear_s_per_token / hidden))
