@@ -30,6 +30,7 @@ BEHAVIOURS: Final = {
     "fail": "is answered with 500, always",
     "shaky": "is answered with 500 the first time",
     "refuse": "is answered with 400",
+    "echo": "is answered with all that was asked, as JSON",
 }
 
 
@@ -116,6 +117,8 @@ class _Engine:
         asked = await request.json()
         kind = "messages" if "messages" in asked else "prompt" if "prompt" in asked else "input"
         prompt = asked[kind][-1]["content"] if kind == "messages" else asked[kind]
+        if kind == "messages" and isinstance(prompt, list):
+            prompt = next(part["text"] for part in prompt if part["type"] == "text")
         await self.counts.add("began", prompt)
         if told := request.headers.get("x-aqua-class"):
             await self.counts.add(told, prompt)
@@ -129,7 +132,7 @@ class _Engine:
             return StreamingResponse(self._stream(prompt), media_type="text/event-stream")
         await self.counts.add("ended", prompt)
         head = {"id": "c", "created": 0, "model": asked["model"]}
-        text = f"{prompt} was asked"
+        text = json.dumps(asked) if prompt.startswith("echo") else f"{prompt} was asked"
         choice: dict[str, Any]
         match kind:
             case "messages":

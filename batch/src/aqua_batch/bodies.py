@@ -45,6 +45,9 @@ the model."""
 LARGEST_TOKEN: Final = 2**31 - 1
 """Fixed: token ids are 32-bit integers."""
 
+ELSEWHERE: Final = "`aqua batch serve` passes it to an engine"
+"""Fixed: what to do with a request that asks for more than text from text."""
+
 CHOICES: Final = {CHAT_URL, COMPLETION_URL, "str", "list"}
 """What pydantic puts into the place of an error where a type is chosen."""
 
@@ -113,6 +116,7 @@ class ChatBody(_Body):
     """A chat: contents of messages are texts or lists of parts, of text or not."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[Any] | None = None
 
 
 class Problem(NamedTuple):
@@ -188,14 +192,14 @@ def run_problem(url: str, body: Mapping[str, Any]) -> Problem | None:
     for name, is_wanted in _NOT_RUN.items():
         value = body.get(name)
         if value is not None and is_wanted(value):
-            return Problem(f"{name} is not supported", f"body.{name}")
+            return Problem(f"{name} is not supported here; {ELSEWHERE}", f"body.{name}")
     if url == CHAT_URL:
         for index, message in enumerate(body["messages"]):
             content = message.get("content")
             for place, part in enumerate(content if isinstance(content, list) else ()):
                 if part["type"] != "text":
                     return Problem(
-                        f"{part['type']} parts are not supported, only text",
+                        f"{part['type']} parts are not supported here, only text; {ELSEWHERE}",
                         f"body.messages[{index}].content[{place}]",
                     )
     try:

@@ -1,7 +1,8 @@
 """Turns a batch file into a prepared pool: tokenise, collect lengths, order.
 
 Where lengths come from, best first: the request fixes them (`known_length`); an earlier output
-file names the same custom_id, or enough others to serve as the sample; the limit of the request.
+file names the same custom_id, or enough others to serve as the sample, by prefix or by kind
+(`kinds`); the limit of the request.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from aqua_batch.bodies import Problem, known_length, output_limit, run_problem, sampling
+from aqua_batch.kinds import Kinds, KindTable
 from aqua_batch.outputs import output_tokens
 from aqua_batch.records import BatchFile, Entry, Rejection, RejectionCode
 from aqua_batch.target import PlanTarget
@@ -37,12 +39,14 @@ class Prompts:
         offsets: Where each prompt starts, and the end of the last.
         known: Output lengths that requests fix, UNKNOWN elsewhere.
         limit: Most output tokens of each row.
+        kinds: What rows are alike in.
     """
 
     tokens: Int32[np.ndarray, " tokens"]
     offsets: Int64[np.ndarray, " rows+1"]
     known: Int32[np.ndarray, " rows"]
     limit: Int32[np.ndarray, " rows"]
+    kinds: Kinds = ()
 
     @property
     def count(self) -> int:
@@ -62,14 +66,15 @@ class Prompts:
         for place, row in enumerate(rows.tolist()):
             start, end = self.offsets[row], self.offsets[row + 1]
             tokens[offsets[place] : offsets[place + 1]] = self.tokens[start:end]
-        return Prompts(tokens, offsets, self.known[rows], self.limit[rows])
+        kinds = tuple(kind[rows] for kind in self.kinds)
+        return Prompts(tokens, offsets, self.known[rows], self.limit[rows], kinds)
 
     def pool(self, sampled: Int32[np.ndarray, " rows"] | None = None) -> RequestPool:
         """The pool, with lengths that were observed, if any."""
         tree = PrefixTree.from_tokens(self.tokens, self.offsets)
         if sampled is None:
             sampled = np.full(self.count, UNKNOWN, np.int32)
-        return RequestPool(tree, self.known, sampled, self.limit)
+        return RequestPool(tree, self.known, sampled, self.limit, self.kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +136,7 @@ def tokenize(
     ends, known, limits, owner = [0], [], [], []
     samplings: list[Mapping[str, Any]] = []
     shared: dict[str, Mapping[str, Any]] = {}
+    kinds = KindTable()
     longest = min(longest_tokens or NO_LIMIT, capacity_tokens)
     holder = "memory" if longest == capacity_tokens else "model"
     for done, (entry, body) in enumerate(
@@ -148,6 +154,7 @@ def tokenize(
                         flat.extend(prompt)
                         ends.append(len(flat))
                         owner.append(len(entries))
+                        kinds.add(body, len(prompt))
                         known.append(UNKNOWN if fixed is None else min(fixed, room))
                         limits.append(room if limit is None else min(limit, room))
                 entries.append(entry)
@@ -166,6 +173,7 @@ def tokenize(
             np.array(ends, dtype=np.int64),
             np.array(known, dtype=np.int32),
             np.array(limits, dtype=np.int32),
+            kinds.kinds(),
         ),
         np.array(owner, dtype=np.int32),
         samplings,

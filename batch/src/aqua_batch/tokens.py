@@ -8,6 +8,8 @@ in English. A tokenizer that stands in says so (`Tokenizer.exact`).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,10 @@ from aqua_batch.bodies import CHAT_URL, prompt_parts
 from aqua_protocol.errors import ConfigError
 
 logger = logging.getLogger("aqua_batch")
+
+IMAGE_BYTES: Final = 4 * 576
+"""For a plan: 576 tokens, an image of 336 x 336 in patches of 14, as LLaVA takes it. Doubled,
+prompts with images count as longer, and so as more compute-bound."""
 
 BYTES: Final = "bytes"
 """The name of the fallback."""
@@ -36,23 +42,25 @@ class Tokenizer:
 
     name: str
     text: Callable[[str], list[int]]
-    template: Callable[[list[Mapping[str, Any]]], list[int]] | None = None
+    template: Callable[[list[Mapping[str, Any]], list[Any] | None], list[int]] | None = None
 
     @property
     def exact(self) -> bool:
         """Whether these are the engine's tokens."""
         return self.name != BYTES
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat.
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+    ) -> list[int]:
+        """Token ids of a chat, and of the tools that it may use.
 
         Raises:
             ValueError: The chat template refuses the messages.
         """
         if self.template is None:
-            return self.text(plain_chat(messages))
+            return self.text(plain_chat(messages, tools))
         try:
-            return self.template(list(messages))
+            return self.template(list(messages), tools)
         except Exception as error:  # Templates are programs: they raise what they like.
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
@@ -68,7 +76,7 @@ def prompt_tokens(tokenizer: Tokenizer, url: str, body: Mapping[str, Any]) -> li
         ValueError: The chat template refuses the messages.
     """
     if url == CHAT_URL:
-        return [tokenizer.chat(_as_texts(body["messages"]))]
+        return [tokenizer.chat(_as_texts(body["messages"]), body.get("tools"))]
     return [
         tokenizer.text(prompt) if isinstance(prompt, str) else prompt
         for prompt in prompt_parts(body["prompt"])
@@ -97,9 +105,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     return _from_tiktoken(name)
 
 
-def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages as text, where no template is known: roles and contents, line by line."""
-    lines = [f"{message['role']}: {_text_of(message.get('content'))}\n" for message in messages]
+def plain_chat(messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str:
+    """Messages as text, where no template is known: tools, roles and contents, line by line."""
+    lines = [f"{json.dumps(tool)}\n" for tool in tools or ()]
+    lines += [f"{message['role']}: {_text_of(message.get('content'))}\n" for message in messages]
     return "".join(lines) + "assistant:"
 
 
@@ -118,15 +127,20 @@ def _as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _text_of(content: object) -> str:
-    """The text of a message, parts joined as vLLM does; parts that are no text are named."""
+    """The text of a message, parts joined as vLLM does, with a stand-in for what is no text."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     parts = cast("list[dict[str, Any]]", content)
-    return "\n".join(
-        part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts
-    )
+    return "\n".join(part["text"] if part["type"] == "text" else _stand_in(part) for part in parts)
+
+
+def _stand_in(part: Mapping[str, Any]) -> str:
+    """A text about as long as an image in an engine, the same for the same image alone."""
+    name = hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=8).hexdigest()
+    tag = f"<{part['type']} {name}>"
+    return (tag * (IMAGE_BYTES // len(tag) + 1))[:IMAGE_BYTES]
 
 
 def _from_transformers(name: str) -> Tokenizer:
@@ -147,8 +161,10 @@ def _from_transformers(name: str) -> Tokenizer:
             remedy="Give the folder that has tokenizer.json; `hf download` fills the cache.",
         ) from error
 
-    def chat(messages: list[Mapping[str, Any]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def chat(messages: list[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         # It brings its own special tokens.
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

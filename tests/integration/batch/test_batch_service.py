@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -157,6 +159,40 @@ def test_batches_are_listed_with_their_metadata(client: openai.OpenAI) -> None:
     after = client.batches.list(limit=1, after=made[1].id)
     assert after.data[0].metadata == {"number": "0"}
     assert made[0].expires_at == made[0].created_at + 86_400
+
+
+def test_images_tools_and_formats_reach_the_engine_as_they_are(client: openai.OpenAI) -> None:
+    """And fields that OpenAI does not know: what an engine takes is its own affair."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0="}}
+    content = [{"type": "text", "text": "echo this: \u00e9 \U0001f30a"}, image]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    schema = {"name": "s", "schema": {"type": "object", "maximum": 1e-7}, "strict": True}
+    body: dict[str, Any] = {
+        "model": "m",
+        "messages": [{"role": "user", "content": content}],
+        "tools": [tool],
+        "tool_choice": "auto",
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "vllm_xargs": {"big": 2**70, "none": None, "share": 0.1},
+    }
+    line = {"custom_id": "all", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    ended = wait_until(client, submit(client, [json.dumps(line).encode() + b"\n"]).id)
+    (record,) = records(client, ended.output_file_id)
+    answer = record["response"]["body"]["choices"][0]["message"]["content"]
+    assert json.loads(answer) == body
+    extra = {"vllm_xargs": body.pop("vllm_xargs")}
+    online = client.chat.completions.create(**body, extra_body=extra)
+    assert online.choices[0].message.content
+    assert json.loads(online.choices[0].message.content) == body | extra
+
+
+def test_embeddings_are_a_batch_of_their_own(client: openai.OpenAI) -> None:
+    body = {"model": "m", "input": "four", "dimensions": 1, "encoding_format": "float"}
+    line = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}
+    content = json.dumps(line).encode() + b"\n"
+    ended = wait_until(client, submit(client, [content], endpoint="/v1/embeddings").id)
+    (record,) = records(client, ended.output_file_id)
+    assert record["response"]["body"]["data"][0]["embedding"] == [4.0]
 
 
 def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI) -> None:

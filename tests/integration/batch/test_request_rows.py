@@ -20,11 +20,19 @@ from sqlalchemy import (
     insert,
     select,
     text,
+    update,
 )
 
-from aqua_batch.service.batch_rows import cancel_batch, expire_batches, find_batch
+from aqua_batch.service.batch_rows import (
+    BatchJob,
+    cancel_batch,
+    create_batch,
+    expire_batches,
+    find_batch,
+)
 from aqua_batch.service.database import Database
-from aqua_batch.service.rank_writer import rank_requests
+from aqua_batch.service.file_rows import FileState, add_file, new_file_id
+from aqua_batch.service.rank_writer import earlier_results, rank_requests
 from aqua_batch.service.request_rows import (
     LeasedRequest,
     RequestOutcome,
@@ -156,6 +164,43 @@ async def test_an_order_is_given_to_what_waits_alone(database: Database) -> None
     )
     assert found == backwards[:-3]
     assert of_leased == [0, 1, 2]
+
+
+async def test_lengths_are_learned_from_a_tenants_own_ended_batches(database: Database) -> None:
+    def new_batch(connection: Connection, tenant: str, endpoint: str) -> BatchJob:
+        places = {"input_file_id": "f", "input_key": f"in/{new_file_id()}", "labels": {}}
+        times = {"completion_window": "24h", "created_s": 0, "expires_s": 10}
+        return create_batch(connection, tenant=tenant, endpoint=endpoint, **places, **times)
+
+    def fill_files(connection: Connection) -> BatchJob:
+        for tenant, endpoint, state in (
+            ("t", "/v1/completions", FileState.STORED),
+            ("t", "/v1/completions", FileState.DELETING),
+            ("t", "/v1/embeddings", FileState.STORED),
+            ("other", "/v1/completions", FileState.STORED),
+            ("t", "/v1/completions", FileState.STORED),
+        ):
+            batch = new_batch(connection, tenant, endpoint)
+            file_id = new_file_id()
+            add_file(
+                connection,
+                file_id=file_id,
+                tenant=tenant,
+                filename="out",
+                purpose="batch_output",
+                size_bytes=1,
+                created_s=0,
+                expires_s=None,
+                object_key=f"out of {batch.seq}",
+                state=state,
+            )
+            changed = update(BATCHES).where(BATCHES.c.seq == batch.seq)
+            connection.execute(changed.values(output_file_id=file_id))
+        return new_batch(connection, "t", "/v1/completions")
+
+    new = await database.write(fill_files)
+    found = await database.read(partial(earlier_results, batch=new))
+    assert [output for _, output in found] == ["out of 5", "out of 1"]
 
 
 def cancel(connection: Connection, _: Sequence[LeasedRequest]) -> None:

@@ -13,7 +13,13 @@ from aqua_batch.journal import ResultJournal
 from aqua_batch.records import RejectionCode, read_batch, write_errors
 from aqua_batch.target import describe
 from aqua_batch.tokenization import plan, read_lengths, tokenize
-from aqua_batch.tokens import BYTE_TOKENIZER, load_tokenizer, plain_chat
+from aqua_batch.tokens import (
+    BYTE_TOKENIZER,
+    IMAGE_BYTES,
+    load_tokenizer,
+    plain_chat,
+    prompt_tokens,
+)
 from aqua_protocol.errors import ConfigError
 from harness.bounds import HANG_S
 
@@ -154,9 +160,26 @@ def test_the_byte_tokenizer_says_that_it_is_not_exact() -> None:
     assert bytes(words.chat([{"role": "user", "content": "hi"}])).decode() == "user: hi\nassistant:"
 
 
-def test_message_parts_become_text_and_others_are_named() -> None:
-    parts = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {}}]
-    assert plain_chat([{"role": "user", "content": parts}]).startswith("user: see \n<image_url>")
+def test_message_parts_become_text_and_images_are_stood_in_for() -> None:
+    def chat_of(image: str) -> str:
+        parts = [
+            {"type": "text", "text": "see "},
+            {"type": "image_url", "image_url": {"url": image}},
+        ]
+        return plain_chat([{"role": "user", "content": parts}])
+
+    one, other = chat_of("data:,cat"), chat_of("data:,dog")
+    assert one.startswith("user: see \n<image_url ")
+    assert one == chat_of("data:,cat") != other
+    assert len(one) == len(other) > IMAGE_BYTES
+
+
+def test_tools_are_at_the_beginning_of_a_chat() -> None:
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    (tokens,) = prompt_tokens(BYTE_TOKENIZER, "/v1/chat/completions", body)
+    text = bytes(tokens).decode()
+    assert text == json.dumps(tools[0]) + "\nuser: hi\nassistant:"
 
 
 @pytest.mark.parametrize("name", ["no-such-encoding", "./no/such/folder", "nobody/nothing"])

@@ -72,6 +72,38 @@ def test_what_decodes_for_long_begins_before_all_prompts_are_computed(tmp_path: 
     assert early >= 50  # In the order of the file: none.
 
 
+def test_earlier_batches_tell_which_requests_decode_for_long(tmp_path: Path) -> None:
+    """By task, here the response format: prompts share nothing, and no request has a limit."""
+
+    def request(number: int, *, is_long: bool) -> dict[str, Any]:
+        prompt = f"{number}" * 40 + ("" if is_long else LONG)
+        body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": prompt}]}
+        if not is_long:
+            body["response_format"] = {"type": "json_object"}
+        return {"custom_id": f"{number}", "body": body}
+
+    def answer(number: int, tokens: int) -> dict[str, Any]:
+        usage = {"completion_tokens": tokens}
+        return {"custom_id": f"{number}", "response": {"body": {"usage": usage}}}
+
+    earlier = [request(i, is_long=i % 2 == 1) for i in range(1000, 1040)]
+    answers = [answer(i, 2000 if i % 2 else 2) for i in range(1000, 1040)]
+    for name, lines in (("earlier", earlier), ("answers", [*answers, answer(7, 0), "junk"])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    task = task_of(tmp_path, [request(i, is_long=i >= 100) for i in range(200)])
+    known = task.model_copy(update={"earlier": [("earlier", "answers"), ("gone", "gone")]})
+    without, order = order_lines(task), order_lines(known)
+    assert sorted(order) == sorted(without) == list(range(1, 201))
+    first = [sum(line > 100 for line in found[:50]) for found in (without.tolist(), order.tolist())]
+    assert first[1] > first[0] + 10, first
+
+
+def test_a_limit_beyond_all_memory_holds_nothing_up(tmp_path: Path) -> None:
+    lines = [chat(f"{i}", 10**15) for i in range(3)]
+    lines[0]["body"]["ignore_eos"] = True
+    assert sorted(order_lines(task_of(tmp_path, lines))) == [1, 2, 3]
+
+
 def test_lines_that_are_wrong_are_left_out(tmp_path: Path) -> None:
     wrong: list[object] = ["{", "[]", {"body": 3}, {"body": {"model": "m"}}, "", chat("", 4)]
     order = order_lines(task_of(tmp_path, [*wrong, chat("fine", 4)]))

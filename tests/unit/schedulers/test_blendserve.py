@@ -227,6 +227,31 @@ def test_what_was_taken_out_of_turn_and_handed_back_is_offered_once() -> None:
     assert next_request(scanner, RIGHT) == NONE
 
 
+def test_kinds_tell_lengths_where_prefixes_do_not() -> None:
+    tree = tree_of(*[[index] * 20 for index in range(20)])
+    observed = np.full(20, UNKNOWN, np.int32)
+    observed[:8] = [10, 1000] * 4
+    by_turns = np.arange(20, dtype=np.int32) % 2
+    rare = np.zeros(20, np.int32)
+    rare[[0, 1, 19]] = 1  # Of two observed ones no mean is believed.
+    unknown = np.full(20, UNKNOWN, np.int32)
+    pool = RequestPool(tree, unknown, observed, kinds=(rare, by_turns))
+    estimate = pool.estimate()
+    assert estimate.mean[8:].tolist() == [10.0, 1000.0] * 6
+    assert len(set(estimate.group[8:].tolist())) == 2
+    assert RequestPool(tree, unknown, observed).estimate().mean[8:].tolist() == [505.0] * 12
+
+
+def test_a_prefix_of_few_tells_more_than_a_kind_of_many() -> None:
+    tree = tree_of(*[[7] * 10 + [index] for index in range(4)], *[[index] for index in range(16)])
+    observed = np.full(20, UNKNOWN, np.int32)
+    observed[0] = 50
+    observed[4:8] = 500
+    unknown = np.full(20, UNKNOWN, np.int32)
+    pool = RequestPool(tree, unknown, observed, kinds=(np.zeros(20, np.int32),))
+    assert pool.estimate().mean[1:4].tolist() == [50.0] * 3
+
+
 def test_the_paper_paces_steps_at_the_density_of_the_pool() -> None:
     tree = tree_of(*[[index] * 300 for index in range(200)])
     prepared = prepare(pool_of(tree, [20] * 199 + [4000]), A100)

@@ -12,6 +12,9 @@ to them: a step of the forecast stands for 16 steps of an engine, so what a step
 same number in blocks as in tokens. Without a tokenizer a block is 64
 bytes of text, four bytes to a token.
 
+How long answers will be is learned from the first lines of earlier batches of the same tenant,
+which are in the tree beside the input: by prefix, by task and by length of the prompt (`kinds`).
+
 What no order can be found for (a line or body that is wrong) is left out; it keeps its place.
 
 Source: BlendServe sections 3 and 4, "Offline prefix tree".
@@ -23,10 +26,12 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 from pydantic import ValidationError
 from pydantic_core import from_json
 
@@ -39,11 +44,14 @@ from aqua_batch.bodies import (
     prompt_parts,
 )
 from aqua_batch.forecast import forecast
+from aqua_batch.kinds import KindTable
+from aqua_batch.outputs import output_tokens
 from aqua_batch.policies import policy_for
 from aqua_batch.records import UTF8_MARK, numbered_lines
-from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.objects import MissingObjectError, ObjectStore
 from aqua_batch.service.order_task import OrderTask
 from aqua_batch.target import describe
+from aqua_batch.tokenization import NO_LIMIT
 from aqua_batch.tokens import Tokenizer, load_tokenizer, plain_chat, prompt_tokens
 from aqua_schedulers.blendserve import UNKNOWN, PrefixTree, RequestPool, ResourceCost, prepare
 from aqua_schedulers.blendserve.lengths import DEFAULT_OUTPUT_TOKENS
@@ -57,6 +65,9 @@ above."""
 STEP_TOKENS: Final = 2048
 """Tokens of an engine's step, vLLM's `max_num_batched_tokens`, and so blocks of a step of the
 forecast. Doubled, the forecast has fewer and longer steps; orders hardly differ."""
+EARLIER_LINES: Final = 2000
+"""Answers that are looked at of each earlier batch. Doubled, rarer kinds of requests are known, and
+an order is found a second later for each such batch."""
 NICENESS: Final = 5
 """Of the program. Doubled, a busy service leaves it a tenth of the time instead of a quarter."""
 FACTORS: Final = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.uint64) * 2 + 1
@@ -82,32 +93,19 @@ def order_lines(task: OrderTask) -> Int32[np.ndarray, " ordered"]:
     """
     tokenizer = load_tokenizer(task.tokenizer)
     target = describe(task.gpu, task.model)
-    lines, flat, ends, known, limits = (
-        array("i"),
-        array("i"),
-        array("q", [0]),
-        array("i"),
-        array("i"),
-    )
+    lines = array("i")
+    rows = _Rows(task.endpoint, tokenizer, target.capacity_tokens)
     for line, body in _bodies(task):
-        try:
-            prompt = _prompt_of(task.endpoint, body, tokenizer)
-        except ValueError:  # Pydantic's errors are; and what a chat template refuses.
-            continue
-        flat.frombytes(blocks_of(prompt).tobytes())
-        ends.append(len(flat))
-        lines.append(line)
-        fixed, limit = known_length(task.endpoint, body), output_limit(task.endpoint, body)
-        known.append(UNKNOWN if fixed is None else _blocks(fixed))
-        # Without samples this is the estimate, too.
-        limits.append(_blocks(min(limit or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)))
+        if rows.add(body):
+            lines.append(line)
     numbers = np.array(lines, np.int32)
     if not lines:
         return numbers
-    tree = PrefixTree.from_tokens(np.frombuffer(flat, np.int32), np.frombuffer(ends, np.int64))
-    unknown = np.full(len(lines), UNKNOWN, np.int32)
-    pool = RequestPool(tree, np.array(known, np.int32), unknown, np.array(limits, np.int32))
-    prepared = prepare(pool, _cost_of_blocks(target.cost))
+    new = np.arange(len(lines))
+    for body, answer_tokens in _earlier(task):
+        rows.add(body, answer_tokens)
+    lengths = rows.pool().estimate().take(new)
+    prepared = prepare(rows.pool(new), _cost_of_blocks(target.cost), lengths=lengths)
     # What fits into no such memory is the engine's to refuse.
     capacity = max(target.capacity_tokens // BLOCK_TOKENS, int(prepared.reserved_tokens.max()))
     policy = policy_for(
@@ -118,6 +116,75 @@ def order_lines(task: OrderTask) -> Int32[np.ndarray, " ordered"]:
     )
     admitted = forecast(prepared, policy, capacity_tokens=capacity).admitted
     return np.asarray(numbers[admitted])
+
+
+class _Rows:
+    """Requests as blocks, with what is known of their lengths; no answer is longer than memory."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer, longest_tokens: int) -> None:
+        self._endpoint = endpoint
+        self._tokenizer = tokenizer
+        self._longest_tokens = longest_tokens
+        self._flat, self._ends = array("i"), array("q", [0])
+        self._known, self._sampled, self._limits = array("i"), array("i"), array("i")
+        self._kinds = KindTable()
+
+    def add(self, body: Mapping[str, Any], answer_tokens: int | None = None) -> bool:
+        """Add a request, whose answer had so many tokens; False where it is none."""
+        try:
+            prompt = _prompt_of(self._endpoint, body, self._tokenizer)
+        except ValueError:  # Pydantic's errors are; and what a chat template refuses.
+            return False
+        self._flat.frombytes(blocks_of(prompt).tobytes())
+        self._ends.append(len(self._flat))
+        fixed, limit = known_length(self._endpoint, body), output_limit(self._endpoint, body)
+        for lengths, tokens, otherwise in (
+            (self._known, fixed, UNKNOWN),
+            (self._sampled, answer_tokens, UNKNOWN),
+            (self._limits, limit, NO_LIMIT),
+        ):
+            lengths.append(
+                otherwise if tokens is None else _blocks(min(tokens, self._longest_tokens))
+            )
+        self._kinds.add(body, len(prompt))
+        return True
+
+    def pool(self, rows: Int64[np.ndarray, " some"] | None = None) -> RequestPool:
+        """All requests, or the first of them."""
+        count = len(self._known) if rows is None else len(rows)
+        ends = np.frombuffer(self._ends, np.int64)[: count + 1]
+        tree = PrefixTree.from_tokens(np.frombuffer(self._flat, np.int32)[: ends[-1]], ends)
+        known, sampled, limits = (
+            np.array(each[:count], np.int32) for each in (self._known, self._sampled, self._limits)
+        )
+        if (sampled == UNKNOWN).all():  # Then limits are the estimate, too.
+            limits = np.minimum(limits, _blocks(DEFAULT_OUTPUT_TOKENS))
+        kinds = tuple(kind[:count] for kind in self._kinds.kinds())
+        return RequestPool(tree, known, sampled, limits, kinds)
+
+
+def _earlier(task: OrderTask) -> Iterator[tuple[dict[str, Any], int]]:
+    """Requests of earlier batches, and the tokens of their answers."""
+    store = ObjectStore(task.files)
+    for input_key, output_key in task.earlier:
+        lengths: dict[str, int] = {}
+        try:
+            with store.open(output_key) as file:
+                for _, _, raw in islice(numbered_lines(file), EARLIER_LINES):
+                    record = from_json(raw or b"null")
+                    if (tokens := output_tokens(record)) > 0:
+                        lengths[record["custom_id"]] = tokens
+            with store.open(input_key) as file:
+                for _, _, raw in numbered_lines(file):
+                    if not lengths:
+                        break
+                    with suppress(ValueError, KeyError, TypeError):
+                        sent = from_json((raw or b"").removeprefix(UTF8_MARK))
+                        body = sent["body"]
+                        tokens = lengths.pop(sent["custom_id"]) // (body.get("n") or 1)
+                        yield body, max(1, tokens)
+        except MissingObjectError:  # Deleted meanwhile; what is left may do.
+            continue
 
 
 def _bodies(task: OrderTask) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -142,7 +209,7 @@ def _prompt_of(endpoint: str, body: Mapping[str, Any], tokenizer: Tokenizer) -> 
         ids = [each for prompt in prompt_tokens(tokenizer, endpoint, body) for each in prompt]
         return np.array(ids, np.int32).tobytes()
     if endpoint == CHAT_URL:
-        return plain_chat(body["messages"]).encode(errors="surrogatepass")
+        return plain_chat(body["messages"], body.get("tools")).encode(errors="surrogatepass")
     return b"".join(
         part.encode(errors="surrogatepass")
         if isinstance(part, str)

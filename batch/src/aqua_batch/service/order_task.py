@@ -18,6 +18,7 @@ class OrderTask(BaseModel):
     Attributes:
         files: URL of the store.
         input_key: Of the input in it.
+        earlier: Inputs and outputs of batches that have ended, which tell how long answers are.
         tokenizer: As `aqua_batch.tokens.load_tokenizer` knows it.
         model: Folder or config.json of the model; None for Llama-3.1-8B.
     """
@@ -29,3 +30,4 @@ class OrderTask(BaseModel):
     tokenizer: str
     gpu: str
     model: Path | None
+    earlier: list[tuple[str, str]] = []

@@ -24,9 +24,10 @@ from sqlalchemy import ARRAY, CTE, Connection, Integer, cast, func, select, upda
 from aqua_batch.policies import Policy
 from aqua_batch.service.batch_rows import BatchJob
 from aqua_batch.service.database import Database
+from aqua_batch.service.file_rows import FileState
 from aqua_batch.service.order_task import OrderTask
 from aqua_batch.service.request_rows import RequestState, lock_batches
-from aqua_batch.service.schema import REQUESTS
+from aqua_batch.service.schema import BATCHES, FILES, REQUESTS
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import resting
 
@@ -38,6 +39,9 @@ hangs holds other batches' orders up for twice as long."""
 RANKS_AT_ONCE: Final = 1000
 """Rows of one transaction. Doubled, answers wait twice as long for their turn to be recorded, some
 10 ms, while an order is written."""
+EARLIER_BATCHES: Final = 4
+"""Batches that have ended from which output lengths are learned. Doubled, an order is found some
+seconds later, and what a tenant asks seldom is known, too."""
 ORDERED: Final = ("/v1/chat/completions", "/v1/completions")
 """Endpoints whose requests decode; the others' only compute, in whatever order."""
 
@@ -78,9 +82,12 @@ class RankWriter:
                 await self._write(batch, lines)
 
     async def _find(self, batch: BatchJob) -> array[int] | None:
-        task = self._task.model_copy(
-            update={"input_key": batch.input_key, "endpoint": batch.endpoint}
-        )
+        try:
+            earlier = await self._database.read(partial(earlier_results, batch=batch))
+        except StoreUnavailableError:
+            earlier = []  # Then lengths are estimated without them.
+        of_batch = {"input_key": batch.input_key, "endpoint": batch.endpoint, "earlier": earlier}
+        task = self._task.model_copy(update=of_batch)
         finder = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "aqua_batch.service.input_order"),
             stdin=asyncio.subprocess.PIPE,
@@ -113,6 +120,19 @@ class RankWriter:
             log.warning("batch is ordered in part", batch=batch.batch_id, error=error.message)
             return
         log.info("batch ordered", batch=batch.batch_id, requests=len(lines))
+
+
+def earlier_results(connection: Connection, batch: BatchJob) -> list[tuple[str, str]]:
+    """Keys of inputs and outputs of batches of the same tenant, the last that have ended."""
+    same = (BATCHES.c.tenant == batch.tenant, BATCHES.c.endpoint == batch.endpoint)
+    query = (
+        select(BATCHES.c.input_key, FILES.c.object_key)
+        .join_from(BATCHES, FILES, FILES.c.file_id == BATCHES.c.output_file_id)
+        .where(*same, FILES.c.state == FileState.STORED)
+        .order_by(BATCHES.c.seq.desc())
+        .limit(EARLIER_BATCHES)
+    )
+    return [(input_key, output_key) for input_key, output_key in connection.execute(query)]
 
 
 def rank_requests(

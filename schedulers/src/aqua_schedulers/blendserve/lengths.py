@@ -6,6 +6,10 @@ spread over the prefix tree: a request takes the mean of the nearest subtree aro
 a sample. For a subtree without a sample of its own that is its siblings' mean, as in the paper.
 Media generation states its length in the request; such lengths are used as they are.
 
+Where prompts share nothing, prefixes explain nothing. Beyond the paper a caller may therefore say
+of what *kinds* requests are (by task, by length of the prompt): a request takes the mean of the
+smallest group that holds it and evidence, a subtree or a kind.
+
 Beyond the paper we keep the second moment too: memory time grows with the square of the length,
 and the square of a mean is far below the mean of squares where lengths scatter (a lognormal with
 sigma 1 has a ratio of 2.7). The paper's mode ignores it.
@@ -33,6 +37,11 @@ DEFAULT_OUTPUT_TOKENS: Final = 256.0
 Doubled, such pools count as more memory-bound."""
 
 
+LEAST_OF_KIND: Final = 4
+"""Observed lengths of a kind before it is believed: the mean of one or two says little of lengths
+that scatter. Doubled, rare kinds take the mean of their neighbours in the tree."""
+
+
 @dataclass(frozen=True, eq=False)
 class LengthEstimate:
     """Output lengths as far as they are known before the run.
@@ -41,8 +50,8 @@ class LengthEstimate:
         mean: Expected output tokens, at least 1, shape (num_requests,).
         square: Expected square of the output tokens, at least mean^2, shape (num_requests,).
         exact: Whether `mean` is the length itself, shape (num_requests,).
-        group: Tree node whose sample a request relies on, shape (num_requests,); what the run
-            observes about one of a group holds for the others.
+        group: Tree node, or number of a kind beyond the nodes', whose sample a request relies on,
+            shape (num_requests,); what the run observes about one of a group holds for the others.
     """
 
     mean: Float64[np.ndarray, " requests"]
@@ -91,12 +100,14 @@ class RequestPool:
         known_tokens: Output lengths that the requests state themselves, UNKNOWN elsewhere.
         sampled_tokens: Output lengths found out by sampling, UNKNOWN elsewhere.
         limit_tokens: Most that each request may generate (`max_tokens`); None without limits.
+        kinds: For each way to tell kinds of requests apart, the number of each request's, from 0.
     """
 
     tree: PrefixTree
     known_tokens: Int32[np.ndarray, " requests"]
     sampled_tokens: Int32[np.ndarray, " requests"]
     limit_tokens: Int32[np.ndarray, " requests"] | None = None
+    kinds: tuple[Int32[np.ndarray, " requests"], ...] = ()
 
     def __post_init__(self) -> None:
         count = self.tree.request_count
@@ -127,6 +138,20 @@ class RequestPool:
         leaves[sampled] = observed[sampled].astype(np.float64) ** 2
         squares = tree.subtree_sums(nodes)
         group = _nearest_sampled(tree.parent, number, tree.inner_count)
+        is_leaf = np.zeros(len(nodes))
+        is_leaf[tree.inner_count :] = 1.0
+        size = tree.subtree_sums(is_leaf)
+        for kinds in self.kinds:
+            first, count = len(number), int(kinds.max(initial=-1)) + 1
+            lengths = np.where(sampled, observed, 0).astype(np.float64)
+            of_kind = (sampled.astype(np.float64), lengths, lengths**2, np.ones(len(kinds)))
+            number, total, squares, size = (
+                np.concatenate([sums, np.bincount(kinds, values, count)])
+                for sums, values in zip((number, total, squares, size), of_kind, strict=True)
+            )
+            kind = (first + kinds).astype(np.int32)
+            is_better = (number[kind] >= LEAST_OF_KIND) & (size[kind] < size[group])
+            group = np.where(is_better, kind, group)
         if number[ROOT] > 0:
             mean, square = total[group] / number[group], squares[group] / number[group]
         else:
