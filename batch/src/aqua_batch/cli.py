@@ -1,4 +1,4 @@
-"""`aqua-batch`: order a batch file, run it, or serve OpenAI's Batch API (`service.cli`).
+"""Order a batch file, run it, or serve OpenAI's Batch API to others.
 
 Rejected lines are in the errors file and said on stderr; the others are done, and the status is 0.
 An interrupted run is resumed by the same command.

@@ -36,13 +36,19 @@ def say(text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, the first column to the left and the others, numbers, to the right."""
+    """Print a table, the first column to the left and the others, numbers, to the right.
+
+    However narrow the terminal is, no word of the first column is cut: it may be an id to copy.
+    """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    first, *others = columns
+    words = [word for row in rows for word in row[0].split()]
+    table.add_column(first, min_width=max(map(len, words), default=None))
+    for column in others:
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from aqua_batch.cli import app
+from aqua_protocol.errors import UnknownResourceError
 from generators.page_commands import blocks
 from harness.batch_service import BatchServiceProcess, chat_line
 from harness.bounds import HANG_S
@@ -74,6 +75,18 @@ def test_a_batch_is_cancelled_and_waiting_says_that_it_did_not_complete(
     assert aqua_batch(service, "fetch", batch_id, "-o", str(output)).exit_code == 0
     assert not output.exists()
     assert "batch_cancelled" in (tmp_path / "out.errors.jsonl").read_text()
+
+
+def test_a_remedy_is_about_what_was_not_found(service: BatchServiceProcess, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(chat_line("a", "b"))
+    refused = aqua_batch(service, "submit", str(source), "--endpoint", "/v1/responses")
+    assert isinstance(refused.exception, UnknownResourceError)
+    assert "batches of /v1/responses are not served" in refused.exception.message
+    assert not refused.exception.remedy
+    missing = aqua_batch(service, "status", "batch_0")
+    assert isinstance(missing.exception, UnknownResourceError)
+    assert missing.exception.remedy == "`aqua batch status` lists batches."
 
 
 def test_keys_and_quotas_are_kept_in_the_services_database(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def _typed(response: httpx.Response) -> AquaError:
             remedy = "Add --api-key or AQUA_BATCH_API_KEY; `aqua batch key add` makes one."
             return UnauthenticatedError(message, remedy=remedy)
         case 404:
-            return UnknownResourceError(message, remedy="`aqua batch status` lists batches.")
+            is_of_batch = "/batches/" in response.url.path
+            remedy = "`aqua batch status` lists batches." if is_of_batch else ""
+            return UnknownResourceError(message, remedy=remedy)
         case status if status >= 500:  # noqa: PLR2004 - HTTP's server errors
             return UnavailableError(message, remedy="Try again; read the service's log.")
         case _:

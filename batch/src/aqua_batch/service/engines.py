@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import aiohttp
+from pydantic_core import from_json
 
 from aqua_batch.service.concurrency import AdmissionLimit, LoadSample
 from aqua_batch.service.engine_names import (
@@ -381,7 +382,7 @@ class EnginePool:
         if response.status in AGAIN:
             raise EngineFailedError(f"the engine failed: HTTP {response.status}")
         try:
-            answer = json.loads(content)
+            answer = from_json(content)
         except ValueError:
             raise EngineFailedError("the engine answered something that is not JSON") from None
         if engine.load is None:

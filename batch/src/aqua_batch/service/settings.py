@@ -7,10 +7,11 @@ Everything is bounded and checked before anything starts; a value that does not 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_batch.policies import Policy
@@ -21,6 +22,10 @@ DEFAULT_PORT: Final = 7720
 """Unassigned at IANA, and of no other service of Aqua's. Fixed: clients expect it."""
 SHORTEST_TOKEN: Final = 32
 """Characters, 128 bits in hexadecimal; doubled, no attack gets harder."""
+VALUE_ERROR: Final = "Value error, "
+"""Fixed: what pydantic writes before a validator's own words."""
+ENGINE_URL: Final = r"(dns\+)?https?://[^\s,@]{1,2000}"
+"""Fixed: no user names or passwords, which would be in logs."""
 MOST_ENGINES: Final = 1000
 """Engines by name; a larger fleet stands behind a router. Doubled, choosing an engine takes twice
 as long, some 0.1 ms."""
@@ -36,7 +41,17 @@ def _by_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-EngineUrl = Annotated[str, Field(pattern=r"^(dns\+)?https?://[^\s,@]+$", max_length=2048)]
+def _engines(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if not urls:
+        raise ValueError("name an engine, as in --engine http://127.0.0.1:8000")
+    if wrong := [url for url in urls if re.fullmatch(ENGINE_URL, url) is None]:
+        raise ValueError(
+            f"number {urls.index(wrong[0]) + 1} is no URL such as http://node-1:8000 or "
+            "dns+http://llm.gpu.svc:8000"
+        )
+    return urls
+
+
 HostName = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,253}$")]
 
 
@@ -51,9 +66,10 @@ class BatchSettings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    engines: Annotated[tuple[EngineUrl, ...], NoDecode, BeforeValidator(_by_commas)] = Field(
+    engines: Annotated[
+        tuple[str, ...], NoDecode, BeforeValidator(_by_commas), AfterValidator(_engines)
+    ] = Field(
         (),
-        min_length=1,
         max_length=MOST_ENGINES,
         validate_default=True,
         description="Base URLs of the engines, servers that speak OpenAI's HTTP: "
@@ -182,7 +198,7 @@ def load_batch_settings(**overrides: Any) -> BatchSettings:  # noqa: ANN401 - wh
         return BatchSettings(**given)
     except ValidationError as error:
         faults = [
-            f"AQUA_BATCH_{str(fault['loc'][0]).upper()}: {fault['msg']}"
+            f"AQUA_BATCH_{str(fault['loc'][0]).upper()}: {fault['msg'].removeprefix(VALUE_ERROR)}"
             for fault in error.errors(include_input=False, include_url=False)
         ]
         raise ConfigError(
