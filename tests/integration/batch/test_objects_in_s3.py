@@ -76,19 +76,23 @@ def test_objects_in_s3_are_those_of_a_folder(s3: Program) -> None:
         raise ZeroDivisionError
     with pytest.raises(MissingObjectError), store.open("batch/1/b") as file:
         file.read()
-    with store.create("batch/1/kept/c") as file:
-        file.write(b"c")
-    store.delete_below("batch/1", but="batch/1/kept")
+    for generation in (2, 3, 10):
+        with store.create(f"outputs/{generation}/c") as file:
+            file.write(b"c")
+    store.delete_generations("outputs", before=3)
+    with pytest.raises(MissingObjectError), other.open("outputs/2/c") as file:
+        file.read()
+    assert other.ranges("outputs/10/c", [(0, 1)]) == [b"c"]
     with other.create("batch/1/a") as file:
         file.write(b"anew")
     store.delete("batch/1/a")
     store.delete("batch/1/a")
     with pytest.raises(MissingObjectError), other.open("batch/1/a") as file:
         file.read()
-    assert other.ranges("batch/1/kept/c", [(0, 1)]) == [b"c"]
+    assert other.ranges("outputs/3/c", [(0, 1)]) == [b"c"]
     s3.kill()
     with pytest.raises(StoreUnavailableError, match="the store of files fails"):
-        store.delete("batch/1/kept/c")
+        store.delete("outputs/3/c")
 
 
 def test_a_large_object_goes_through_little_memory(s3: Program) -> None:

@@ -104,13 +104,17 @@ class ObjectStore:
             if self._files.exists(self._path(key)):
                 self._files.rm(self._path(key))
 
-    def delete_below(self, prefix: str, *, but: str) -> None:
-        """Delete all objects below a prefix, except those below `but`."""
+    def delete_generations(self, prefix: str, *, before: int) -> None:
+        """Delete the objects of folders below a prefix whose number is lower.
+
+        Not of higher ones: who is late must not delete what came after it.
+        """
         with self._store_errors():
-            path, kept = self._path(prefix), self._path(but)
+            path = self._path(prefix)
             if self._files.exists(path):
                 for found in self._files.find(path):
-                    if not found.startswith(f"{kept}/"):
+                    generation = found.removeprefix(f"{path}/").partition("/")[0]
+                    if int(generation) < before:
                         self._files.rm(found)
 
     def _open(self, key: str, mode: str) -> IO[bytes]:

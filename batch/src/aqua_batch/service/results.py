@@ -2,7 +2,8 @@
 
 The files are written first, under keys that name the generation of the batch, and then become rows
 in the transaction that ends the batch: a worker that dies before leaves bytes that no row names,
-which the next one deletes. Lines come in order of the input. A request that was withdrawn says so
+which the next one deletes. One that was thought dead deletes no file of a later generation, which
+a row may name. Lines come in order of the input. A request that was withdrawn says so
 in the error file, as OpenAI's does.
 
 Source: OpenAI Batch API, "Retrieving the results", "Batch expiration".
@@ -64,15 +65,16 @@ class ResultWriter:
         self._objects = objects
         self._ttl_s = batch.output_ttl_s or default_ttl_s
         self._folder = f"outputs/{batch.batch_id}"
-        self._here = f"{self._folder}/{batch.generation}"
+        here = f"{self._folder}/{batch.generation}"
         self._files = {
-            is_answer: _ResultFile(f"{self._here}/{name}.jsonl", f"{batch.batch_id}_{name}.jsonl")
+            is_answer: _ResultFile(f"{here}/{name}.jsonl", f"{batch.batch_id}_{name}.jsonl")
             for is_answer, name in ((True, "output"), (False, "error"))
         }
 
     async def write(self, database: Database, now_s: Callable[[], float]) -> None:
         """Bring the batch to its last status, unless another worker has claimed it meanwhile."""
-        await asyncio.to_thread(self._objects.delete_below, self._folder, but=self._here)
+        of_dead = partial(self._objects.delete_generations, before=self._batch.generation)
+        await asyncio.to_thread(of_dead, self._folder)
         with ExitStack() as stack:
             create = self._objects.create
             opened = {
