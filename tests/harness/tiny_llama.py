@@ -6,10 +6,12 @@ prove nothing. The tokenizer is byte-level, so any text has tokens and every byt
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Final
 
 VOCABULARY_SIZE: Final = 320
+ADAPTER_RANK: Final = 8
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -55,4 +57,30 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: 
         torch_dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_tiny_adapter(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 2) -> Path:
+    """Write a LoRA adapter of the tiny Llama to `folder` and return it; it changes all answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    outputs = {"q_proj": hidden, "v_proj": 2 * 64}
+    name = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
+    weights = {}
+    for layer in range(layers):
+        for module, width in outputs.items():
+            weights[name.format(layer, module, "A")] = torch.randn(ADAPTER_RANK, hidden) / 16
+            weights[name.format(layer, module, "B")] = torch.randn(width, ADAPTER_RANK) / 4
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_RANK,
+        "target_modules": list(outputs),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

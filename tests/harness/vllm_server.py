@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from aqua_protocol import MIB
 from harness.bounds import HANG_S
@@ -20,6 +22,9 @@ from harness.patience import variables
 
 START_WITHIN_S: Final = 900.0
 """Importing vLLM takes minutes beside busy neighbours; it decides nothing."""
+ONE_PROCESS: Final = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+VLLM_SERVE: Final = [sys.executable, str(Path(__file__).with_name("vllm_command.py")), "serve"]
+"""Which starts as many API processes as it is told to."""
 
 
 def free_port() -> int:
@@ -40,8 +45,18 @@ def vllm_server(
     **environment: str,
 ) -> Iterator[httpx.Client]:
     """A vLLM that answers; `python` is that of an environment with vLLM."""
+    with serving_process(
+        model, log, *flags, port=port, command=[python, *ONE_PROCESS], **environment
+    ) as (client, _):
+        yield client
+
+
+@contextmanager
+def serving_process(
+    model: Path, log: Path, *flags: str, port: int | None, command: list[str], **environment: str
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+    """A vLLM that answers and the first of its processes; `command` ends before the model."""
     port = port or free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     options = {
         "--served-model-name": "tiny",
         "--host": "127.0.0.1",
@@ -53,10 +68,11 @@ def vllm_server(
         "--gpu-memory-utilization": "0.1",
         "--dtype": "float32",
     }
+    arguments = [str(model), *chain.from_iterable(options.items()), "--enforce-eager", *flags]
     ours = {"OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB), **environment}
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, *chain.from_iterable(options.items()), "--enforce-eager", *flags],
+            [*command, *arguments],
             stdout=sink,
             stderr=sink,
             env=variables(**ours),
@@ -66,7 +82,7 @@ def vllm_server(
                 base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=HANG_S
             ) as client:
                 _await_health(client, process, log)
-                yield client
+                yield client, process
         finally:
             process.terminate()
             try:
@@ -74,6 +90,16 @@ def vllm_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(30)
+
+
+def metrics_of(client: httpx.Client) -> dict[str, float]:
+    """The samples on `/metrics` by name, each the sum over its labels."""
+    text = client.get("/metrics").raise_for_status().text
+    sums: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+    return dict(sums)
 
 
 def _await_health(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:

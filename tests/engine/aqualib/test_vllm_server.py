@@ -18,7 +18,7 @@ from aqua_protocol import MIB
 from harness.bounds import HANG_S
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, prompts_of
-from harness.vllm_server import free_port, vllm_server
+from harness.vllm_server import free_port, metrics_of, vllm_server
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -69,13 +69,6 @@ def answers(client: httpx.Client) -> list[list[int]]:
         return list(pool.map(ask, PROMPTS))
 
 
-def counters(client: httpx.Client) -> dict[str, float]:
-    """Aqua's lines on `/metrics`."""
-    lines = client.get("/metrics").raise_for_status().text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("aqua:")]
-    return {name.partition("{")[0]: float(value) for name, value in pairs}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
@@ -99,11 +92,11 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
     ):
         assert answers(client) == expected
         assert hear("CPU") & hear("GPU"), "by the hash of when a block was on the GPU"
-        found = counters(client)
+        found = metrics_of(client)
         turn(client, slicing=False, paging=False)
         await_gauges(client, slicing_on=0, paging_on=0)
         assert answers(client) == expected
-        off = counters(client)
+        off = metrics_of(client)
         with ThreadPoolExecutor(1) as pool:
             again = pool.submit(answers, client)
             turn(client, paging=True)
@@ -113,7 +106,7 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
                 turn(client, paging=on)
             assert again.result() == expected
         pin(client, max(PROMPTS, key=len))
-        assert counters(client)["aqua:evicted_requests_total"] > 0
+        assert metrics_of(client)["aqua:evicted_requests_total"] > 0
         assert client.get("/aqua/switches").status_code == 401
     assert found["aqua:forced_preemptions_total"] > 10, found
     assert found["aqua:kv_paged_out_bytes_total"] > 0
@@ -200,8 +193,8 @@ def await_gauges(client: httpx.Client, **levels: float) -> None:
     """Wait for the step that tells of them; there is no event across processes."""
     wanted = {f"aqua:{name}": level for name, level in levels.items()}
     give_up_s = time.monotonic() + 60
-    while not counters(client).items() >= wanted.items():
-        assert time.monotonic() < give_up_s, counters(client)
+    while not metrics_of(client).items() >= wanted.items():
+        assert time.monotonic() < give_up_s, metrics_of(client)
 
 
 def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(

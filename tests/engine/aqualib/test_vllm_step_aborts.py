@@ -27,7 +27,7 @@ from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
-from harness.vllm_server import vllm_server
+from harness.vllm_server import metrics_of, vllm_server
 from harness.vllm_shapes import Shape, make_config
 
 pytestmark = [
@@ -186,13 +186,6 @@ def ask(client: httpx.Client, service_class: str, prompt: list[int], count: int)
     return tokens
 
 
-def counters(client: httpx.Client) -> dict[str, float]:
-    """Aqua's lines on `/metrics`."""
-    lines = client.get("/metrics").raise_for_status().text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("aqua:")]
-    return {name.partition("{")[0]: float(value) for name, value in pairs}
-
-
 def await_file(path: Path) -> None:
     """Wait until another process has written a file, which nothing else tells of."""
     give_up_s = time.monotonic() + HANG_S
@@ -228,7 +221,7 @@ def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never
         again = offline.result(HANG_S)
         assert ask(client, "online", long, 8) == again, "offline work was spoilt by the abort"
         assert ask(client, "offline", short, 8) == online
-        found = counters(client)
+        found = metrics_of(client)
     assert found["aqua:step_aborts_total"] == 1
     assert found["aqua:step_abort_tokens_total"] == len(long)
     assert found["aqua:online_arrivals_total"] == 2
