@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from openai.types import Batch
     from sqlalchemy import Connection
 
-    from aqua_batch.service.request_rows import LeasedRequest
+    from aqua_batch.service.rows.request_rows import LeasedRequest
 
 
 class BatchServiceProcess:
@@ -150,7 +150,7 @@ def _serve() -> None:
 
 
 def _serve_unfenced() -> None:
-    from aqua_batch.service import request_rows
+    from aqua_batch.service.rows import request_rows
 
     def all_of_them(
         connection: Connection, requests: Sequence[LeasedRequest]

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from aqua_batch.service.keys import read_key_folder
+from aqua_batch.service.rows.keys import read_key_folder
 from aqua_batch.service.settings import SHORTEST_TOKEN, load_batch_settings
 from harness.chart import BATCHES, CHART, Manifest, helm, merged, named, render, the_one
 

@@ -277,9 +277,9 @@ def add_batches(folder: Path) -> None:
     """Batches under way of several tenants, in a database that a service is then started on."""
     from sqlalchemy import insert
 
-    from aqua_batch.service.database import Database
-    from aqua_batch.service.request_rows import add_worker
-    from aqua_batch.service.schema import BATCHES
+    from aqua_batch.service.rows.database import Database
+    from aqua_batch.service.rows.request_rows import add_worker
+    from aqua_batch.service.rows.schema import BATCHES
 
     now_s = int(time.time())
     fields = ("status", "tenant", "model", "total", "completed", "failed", "begun_h", "window_h")

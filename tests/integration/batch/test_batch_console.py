@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from aqua_batch.service import keys
-from aqua_batch.service.database import Database
+from aqua_batch.service.rows import keys
+from aqua_batch.service.rows.database import Database
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.batches import BatchSummary
 from harness.batch_service import BatchServiceProcess, chat_line, completed, submit, wait_until

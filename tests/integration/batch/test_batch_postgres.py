@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aqua_batch.service.database import Database
-from aqua_batch.service.keys import list_keys, replace_loaded_keys
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.keys import list_keys, replace_loaded_keys
 from harness.batch_service import (
     BatchServiceProcess,
     chat_line,

@@ -8,9 +8,9 @@ import openai
 import pytest
 from sqlalchemy import Connection
 
-from aqua_batch.service import keys
-from aqua_batch.service.database import Database
-from aqua_batch.service.quotas import TenantLimits, list_quotas, set_quota
+from aqua_batch.service.rows import keys
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.quotas import TenantLimits, list_quotas, set_quota
 from harness.batch_service import BatchServiceProcess, chat_line, records, submit, wait_until
 from harness.counting_server import CountingServer
 

@@ -13,21 +13,21 @@ from typing import Any, TypeVar, cast
 import pytest
 from sqlalchemy import Connection
 
-from aqua_batch.service import dispatch
-from aqua_batch.service.batch_rows import (
+from aqua_batch.service.dispatch import dispatcher as dispatch
+from aqua_batch.service.dispatch.dispatcher import Dispatcher
+from aqua_batch.service.dispatch.engines import EngineEndpoint, EnginePool
+from aqua_batch.service.dispatch.metrics import BatchMetrics
+from aqua_batch.service.files.lines import InputReader
+from aqua_batch.service.files.objects import ObjectStore
+from aqua_batch.service.rows.batch_rows import (
     BatchJob,
     cancel_batch,
     claim_batch,
     create_batch,
     find_batch,
 )
-from aqua_batch.service.database import Database
-from aqua_batch.service.dispatch import Dispatcher
-from aqua_batch.service.engines import EngineEndpoint, EnginePool
-from aqua_batch.service.lines import InputReader
-from aqua_batch.service.metrics import BatchMetrics
-from aqua_batch.service.objects import ObjectStore
-from aqua_batch.service.request_rows import (
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.request_rows import (
     LeasedRequest,
     active_batches,
     add_worker,

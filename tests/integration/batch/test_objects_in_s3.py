@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import fsspec
 import pytest
 
-from aqua_batch.service.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
 from aqua_protocol.errors import StoreUnavailableError
 from harness.bounds import HANG_S
 from harness.program import Program, say

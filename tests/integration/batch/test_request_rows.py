@@ -23,17 +23,17 @@ from sqlalchemy import (
     update,
 )
 
-from aqua_batch.service.batch_rows import (
+from aqua_batch.service.order.rank_writer import earlier_results, rank_requests
+from aqua_batch.service.rows.batch_rows import (
     BatchJob,
     cancel_batch,
     create_batch,
     expire_batches,
     find_batch,
 )
-from aqua_batch.service.database import Database
-from aqua_batch.service.file_rows import FileState, add_file, new_file_id
-from aqua_batch.service.rank_writer import earlier_results, rank_requests
-from aqua_batch.service.request_rows import (
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.file_rows import FileState, add_file, new_file_id
+from aqua_batch.service.rows.request_rows import (
     LeasedRequest,
     RequestOutcome,
     RequestState,
@@ -44,7 +44,7 @@ from aqua_batch.service.request_rows import (
     remove_workers,
     settle,
 )
-from aqua_batch.service.schema import BATCHES, REQUESTS
+from aqua_batch.service.rows.schema import BATCHES, REQUESTS
 from harness.bounds import HANG_S
 from harness.postgres_process import postgres
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aqua_batch.service.concurrency import FIRST_LIMIT, AdmissionLimit, LoadSample
+from aqua_batch.service.dispatch.concurrency import FIRST_LIMIT, AdmissionLimit, LoadSample
 
 
 def metrics(**values: float) -> str:

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, insert
 
-from aqua_batch.service.database import Database
-from aqua_batch.service.request_rows import (
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.request_rows import (
     LeasedRequest,
     choose_requests,
     fair_shares,
     is_late,
     open_work,
 )
-from aqua_batch.service.schema import BATCHES
+from aqua_batch.service.rows.schema import BATCHES
 
 DAY_S = 86_400
 

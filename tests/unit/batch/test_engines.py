@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from aqua_batch.service.engine_names import LOOKUP_S
-from aqua_batch.service.engines import EngineEndpoint, EnginePool
+from aqua_batch.service.dispatch.engine_names import LOOKUP_S
+from aqua_batch.service.dispatch.engines import EngineEndpoint, EnginePool
 
 
 @pytest.fixture

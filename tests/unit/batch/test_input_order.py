@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqua_batch.policies import Policy
-from aqua_batch.service import input_order
-from aqua_batch.service.input_order import BLOCK_BYTES, blocks_of, order_lines
-from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.order import input_order
+from aqua_batch.service.order.input_order import BLOCK_BYTES, blocks_of, order_lines
+from aqua_batch.service.order.order_task import OrderTask
 
 CHAT = "/v1/chat/completions"
 LONG = "Summarise what follows. " * 200

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from aqua_batch.cli import app
-from aqua_batch.service.database import Database
-from aqua_batch.service.keys import add_key, list_keys, read_key_folder, tenant_of
 from aqua_batch.service.refusals import ApiKeyError
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.keys import add_key, list_keys, read_key_folder, tenant_of
 from aqua_protocol.errors import ConfigError
 
 

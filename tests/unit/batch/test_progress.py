@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, insert
 
-from aqua_batch.service.database import Database
 from aqua_batch.service.progress import ENDED_SHOWN, BatchRates, ended_by_batch, overview
-from aqua_batch.service.schema import BATCHES
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.schema import BATCHES
 from aqua_protocol.batches import MOST_BATCHES, BatchSummary
 
 ROW: dict[str, Any] = {

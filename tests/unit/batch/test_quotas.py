@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_batch.service.quotas import RequestRates, TenantLimits
 from aqua_batch.service.refusals import RateLimitError
+from aqua_batch.service.rows.quotas import RequestRates, TenantLimits
 
 
 def test_a_minutes_requests_may_come_at_once_and_then_one_by_one() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
-from aqua_batch.service.batch_rows import BatchJob, BatchStatus, claim_batch, create_batch
-from aqua_batch.service.database import Database
-from aqua_batch.service.objects import MissingObjectError, ObjectStore
-from aqua_batch.service.request_rows import RequestState, add_worker
-from aqua_batch.service.results import ResultWriter
-from aqua_batch.service.schema import BATCHES, FILES, OUTCOMES, REQUESTS
+from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.files.results import ResultWriter
+from aqua_batch.service.rows.batch_rows import BatchJob, BatchStatus, claim_batch, create_batch
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.request_rows import RequestState, add_worker
+from aqua_batch.service.rows.schema import BATCHES, FILES, OUTCOMES, REQUESTS
 
 
 def fill(connection: Connection) -> None:

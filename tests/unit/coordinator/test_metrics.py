@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aqua_batch.service.metrics import BatchMetrics
+from aqua_batch.service.dispatch.metrics import BatchMetrics
 from aqua_coordinator.metrics import BooksSnapshot, Metrics
 from aqua_coordinator.store.rows import BooksSummary, ClosedReclaim
 from aqua_protocol import TransportKind

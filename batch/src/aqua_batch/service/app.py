@@ -23,19 +23,19 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
 from aqua_batch.service import routes
-from aqua_batch.service.database import Database
-from aqua_batch.service.dispatch import Dispatcher
-from aqua_batch.service.engines import EnginePool
-from aqua_batch.service.keys import has_keys
-from aqua_batch.service.metrics import BatchMetrics
-from aqua_batch.service.objects import ObjectStore
+from aqua_batch.service.dispatch.dispatcher import Dispatcher
+from aqua_batch.service.dispatch.engines import EnginePool
+from aqua_batch.service.dispatch.metrics import BatchMetrics
+from aqua_batch.service.files.objects import ObjectStore
 from aqua_batch.service.online import online
-from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.order.order_task import OrderTask
+from aqua_batch.service.order.rank_writer import RankWriter
 from aqua_batch.service.progress import BatchRates
-from aqua_batch.service.quotas import RequestRates
-from aqua_batch.service.rank_writer import RankWriter
 from aqua_batch.service.refusals import BatchApiError, error_body
 from aqua_batch.service.routes import BatchServices
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.keys import has_keys
+from aqua_batch.service.rows.quotas import RequestRates
 from aqua_batch.service.settings import BatchSettings
 from aqua_batch.service.upkeep import Upkeep
 from aqua_cli.service import is_loopback

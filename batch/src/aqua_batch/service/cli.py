@@ -249,7 +249,7 @@ def add(
 
     From the first key on, every request needs one. Run it where the service's database is reached.
     """
-    from aqua_batch.service.keys import add_key, tenant_name
+    from aqua_batch.service.rows.keys import add_key, tenant_name
 
     tenant = tenant_name(tenant)
     with _database(database_url, data_dir) as run:
@@ -263,7 +263,7 @@ def list_keys(
     database_url: DatabaseOption = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """List the keys: ids, tenants, notes. Never the keys themselves."""
-    from aqua_batch.service import keys
+    from aqua_batch.service.rows import keys
 
     with _database(database_url, data_dir) as run:
         found = run(keys.list_keys)
@@ -291,7 +291,7 @@ def load(
     Keys of an earlier load that are no longer there are revoked; those of `add` stay. The database
     is brought to this version's tables on the way, so it may run before `serve`.
     """
-    from aqua_batch.service.keys import read_key_folder, replace_loaded_keys
+    from aqua_batch.service.rows.keys import read_key_folder, replace_loaded_keys
 
     tenants = read_key_folder(folder)
     with _database(database_url, data_dir) as run:
@@ -306,7 +306,7 @@ def revoke(
     data_dir: DataDir = None,
 ) -> None:
     """Revoke a key; it is refused from the next request on."""
-    from aqua_batch.service.keys import revoke_key
+    from aqua_batch.service.rows.keys import revoke_key
 
     with _database(database_url, data_dir) as run:
         run(lambda connection: revoke_key(connection, key_id))
@@ -331,7 +331,7 @@ def set_limits(
 
     `aqua batch quota set research --stored-bytes 10000000000 --open-requests 200000`
     """
-    from aqua_batch.service.quotas import TenantLimits, set_quota
+    from aqua_batch.service.rows.quotas import TenantLimits, set_quota
 
     quota = TenantLimits(tenant, stored_bytes, open_requests, requests_per_minute)
     with _database(database_url, data_dir) as run:
@@ -343,7 +343,7 @@ def list_limits(
     database_url: DatabaseOption = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """List tenants with limits."""
-    from aqua_batch.service.quotas import list_quotas
+    from aqua_batch.service.rows.quotas import list_quotas
 
     with _database(database_url, data_dir) as run:
         found = [asdict(each) for each in run(list_quotas)]
@@ -357,7 +357,7 @@ def list_limits(
 @contextmanager
 def _database(url: str | None, data_dir: Path | None) -> Iterator[Any]:
     """The service's database, as a function that runs transactions."""
-    from aqua_batch.service.database import Database
+    from aqua_batch.service.rows.database import Database
     from aqua_batch.service.settings import load_batch_settings
 
     # Engines are not asked for anything here, but the settings want some.

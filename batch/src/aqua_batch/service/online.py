@@ -23,7 +23,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from aqua_batch.service.engines import (
+from aqua_batch.service.dispatch.engines import (
     CLASS_HEADER,
     OVERLOADED,
     EngineAbsentError,
@@ -31,7 +31,6 @@ from aqua_batch.service.engines import (
     EngineFailedError,
     EnginePool,
 )
-from aqua_batch.service.quotas import quota_of
 from aqua_batch.service.refusals import (
     BatchApiError,
     NoSuchObjectError,
@@ -39,6 +38,7 @@ from aqua_batch.service.refusals import (
     UploadTooLargeError,
 )
 from aqua_batch.service.routes import BatchServices, ServicesDep, Tenant
+from aqua_batch.service.rows.quotas import quota_of
 from aqua_batch.service.wire import ENDPOINTS, ObjectPage
 from aqua_protocol.errors import UnavailableError
 from aqua_protocol.supervision import start_job

@@ -14,9 +14,9 @@ from typing import Final
 
 from sqlalchemy import Connection, select
 
-from aqua_batch.service.batch_rows import BatchJob, BatchStatus, count_batches
-from aqua_batch.service.request_rows import is_late, open_work
-from aqua_batch.service.schema import BATCHES
+from aqua_batch.service.rows.batch_rows import BatchJob, BatchStatus, count_batches
+from aqua_batch.service.rows.request_rows import is_late, open_work
+from aqua_batch.service.rows.schema import BATCHES
 from aqua_protocol.batches import MOST_BATCHES, BatchSummary, JobView
 
 NOTE_S: Final = 5.0

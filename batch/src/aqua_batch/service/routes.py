@@ -24,19 +24,19 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
 from aqua_batch.bodies import problem_of
-from aqua_batch.service import batch_rows, file_rows, request_rows
-from aqua_batch.service.database import Database
-from aqua_batch.service.dispatch import Dispatcher
-from aqua_batch.service.engines import EnginePool
-from aqua_batch.service.keys import ANONYMOUS_TENANT, has_keys, tenant_of
-from aqua_batch.service.metrics import BatchMetrics
-from aqua_batch.service.objects import PIECE_BYTES, ObjectStore
+from aqua_batch.service.dispatch.dispatcher import Dispatcher
+from aqua_batch.service.dispatch.engines import EnginePool
+from aqua_batch.service.dispatch.metrics import BatchMetrics
+from aqua_batch.service.files.objects import PIECE_BYTES, ObjectStore
+from aqua_batch.service.files.uploads import UploadForm, clean_filename
 from aqua_batch.service.progress import BatchRates, overview
-from aqua_batch.service.quotas import RequestRates, require_open_room, require_room
 from aqua_batch.service.refusals import BatchApiError, NotServedError, UploadTooLargeError
+from aqua_batch.service.rows import batch_rows, file_rows, request_rows
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.keys import ANONYMOUS_TENANT, has_keys, tenant_of
+from aqua_batch.service.rows.quotas import RequestRates, require_open_room, require_room
 from aqua_batch.service.settings import BatchSettings
 from aqua_batch.service.upkeep import Upkeep
-from aqua_batch.service.uploads import UploadForm, clean_filename
 from aqua_batch.service.wire import (
     ENDPOINTS,
     BatchObject,

@@ -17,7 +17,13 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection
 
-from aqua_batch.service.batch_rows import (
+from aqua_batch.service.dispatch.dispatcher import Dispatcher
+from aqua_batch.service.files.lines import InputReader
+from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.files.results import ResultWriter
+from aqua_batch.service.order.rank_writer import RankWriter
+from aqua_batch.service.progress import BatchRates, ended_by_batch
+from aqua_batch.service.rows.batch_rows import (
     BatchJob,
     BatchStatus,
     claim_batch,
@@ -26,15 +32,9 @@ from aqua_batch.service.batch_rows import (
     holds,
     release_batch,
 )
-from aqua_batch.service.database import Database
-from aqua_batch.service.dispatch import Dispatcher
-from aqua_batch.service.file_rows import doomed_files, drop_files
-from aqua_batch.service.lines import InputReader
-from aqua_batch.service.objects import MissingObjectError, ObjectStore
-from aqua_batch.service.progress import BatchRates, ended_by_batch
-from aqua_batch.service.rank_writer import RankWriter
-from aqua_batch.service.request_rows import free_dead_workers
-from aqua_batch.service.results import ResultWriter
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.file_rows import doomed_files, drop_files
+from aqua_batch.service.rows.request_rows import free_dead_workers
 from aqua_batch.service.wire import BatchLineError
 from aqua_protocol.supervision import SupervisedTask, resting
 

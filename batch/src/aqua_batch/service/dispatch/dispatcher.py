@@ -26,18 +26,18 @@ from typing import Any, Final, NamedTuple
 import structlog
 from pydantic_core import from_json, to_json
 
-from aqua_batch.service.database import Database
-from aqua_batch.service.engines import (
+from aqua_batch.service.dispatch.engines import (
     EngineAbsentError,
     EngineAnswer,
     EngineEndpoint,
     EngineFailedError,
     EnginePool,
 )
-from aqua_batch.service.metrics import BatchMetrics
-from aqua_batch.service.objects import ObjectStore
-from aqua_batch.service.recorder import Recorder
-from aqua_batch.service.request_rows import (
+from aqua_batch.service.dispatch.metrics import BatchMetrics
+from aqua_batch.service.dispatch.recorder import Recorder
+from aqua_batch.service.files.objects import ObjectStore
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.request_rows import (
     LeasedRequest,
     RequestOutcome,
     Return,

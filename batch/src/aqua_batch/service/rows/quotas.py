@@ -17,7 +17,7 @@ from typing import Final
 from sqlalchemy import Connection, delete, func, insert, select
 
 from aqua_batch.service.refusals import RateLimitError, TenantQuotaError
-from aqua_batch.service.schema import BATCHES, FILES, QUOTAS
+from aqua_batch.service.rows.schema import BATCHES, FILES, QUOTAS
 
 MINUTE_S: Final = 60.0
 """Fixed: seconds of a minute."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, and_, delete, exists, insert, or_, select, update
 
 from aqua_batch.service.refusals import BatchApiError, NoSuchObjectError
-from aqua_batch.service.schema import BATCHES, FILES
+from aqua_batch.service.rows.schema import BATCHES, FILES
 from aqua_batch.service.wire import FileObject
 
 UPLOAD_S: Final = 86_400

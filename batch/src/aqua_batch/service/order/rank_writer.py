@@ -22,12 +22,12 @@ import structlog
 from sqlalchemy import ARRAY, CTE, Connection, Integer, cast, func, select, update
 
 from aqua_batch.policies import Policy
-from aqua_batch.service.batch_rows import BatchJob
-from aqua_batch.service.database import Database
-from aqua_batch.service.file_rows import FileState
-from aqua_batch.service.order_task import OrderTask
-from aqua_batch.service.request_rows import RequestState, lock_batches
-from aqua_batch.service.schema import BATCHES, FILES, REQUESTS
+from aqua_batch.service.order.order_task import OrderTask
+from aqua_batch.service.rows.batch_rows import BatchJob
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.file_rows import FileState
+from aqua_batch.service.rows.request_rows import RequestState, lock_batches
+from aqua_batch.service.rows.schema import BATCHES, FILES, REQUESTS
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import resting
 
@@ -89,7 +89,7 @@ class RankWriter:
         of_batch = {"input_key": batch.input_key, "endpoint": batch.endpoint, "earlier": earlier}
         task = self._task.model_copy(update=of_batch)
         finder = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "aqua_batch.service.input_order"),
+            *(sys.executable, "-m", "aqua_batch.service.order.input_order"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

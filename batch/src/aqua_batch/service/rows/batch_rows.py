@@ -21,8 +21,8 @@ from typing import Any, Final
 from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
 from aqua_batch.service.refusals import BatchApiError, NoSuchObjectError
-from aqua_batch.service.request_rows import RequestState, alive_workers, withdraw_requests
-from aqua_batch.service.schema import BATCHES, OUTCOMES, REQUESTS
+from aqua_batch.service.rows.request_rows import RequestState, alive_workers, withdraw_requests
+from aqua_batch.service.rows.schema import BATCHES, OUTCOMES, REQUESTS
 from aqua_batch.service.wire import BatchErrorList, BatchObject, RequestCounts
 
 

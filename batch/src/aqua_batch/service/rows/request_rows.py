@@ -42,7 +42,7 @@ from sqlalchemy import (
     update,
 )
 
-from aqua_batch.service.schema import BATCHES, OUTCOMES, REQUESTS, WORKERS
+from aqua_batch.service.rows.schema import BATCHES, OUTCOMES, REQUESTS, WORKERS
 
 ROWS_AT_ONCE: Final = 500
 """Rows of one query that names each of them, below SQLite's 32,766 parameters. Doubled, a

@@ -1,9 +1,9 @@
 """The order in which a batch's requests are given to engines: BlendServe's, in bounded memory.
 
-`python -m aqua_batch.service.input_order` is a program of its own, which a service starts for each
-batch worth ordering: it reads an `OrderTask` from stdin and writes the numbers of the input's lines
-to stdout, as 32-bit integers. What it computes with and loads (numba, a tokenizer) is gone with it,
-and it gives way to the service, whose event loop has answers to record.
+`python -m aqua_batch.service.order.input_order` is a program of its own, which a service starts for
+each batch worth ordering: it reads an `OrderTask` from stdin and writes the numbers of the input's
+lines to stdout, as 32-bit integers. What it computes with and loads (numba, a tokenizer) is gone
+with it, and it gives way to the service, whose event loop has answers to record.
 
 Prompts are not kept but their *blocks*: a number for each 16 tokens, as engines' prefix caches hash
 them. So 200 MB of input are a tree of 3 million blocks at most, and prefixes are found as far as an
@@ -48,8 +48,8 @@ from aqua_batch.kinds import KindTable
 from aqua_batch.outputs import output_tokens
 from aqua_batch.policies import policy_for
 from aqua_batch.records import UTF8_MARK, numbered_lines
-from aqua_batch.service.objects import MissingObjectError, ObjectStore
-from aqua_batch.service.order_task import OrderTask
+from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.order.order_task import OrderTask
 from aqua_batch.target import describe
 from aqua_batch.tokenization import NO_LIMIT
 from aqua_batch.tokens import Tokenizer, load_tokenizer, plain_chat, prompt_tokens

@@ -25,12 +25,12 @@ from sqlalchemy import Connection, insert
 
 from aqua_batch.bodies import problem_of
 from aqua_batch.records import CODES, Rejection, RejectionCode, numbered_lines
-from aqua_batch.service.batch_rows import BatchJob, begin_batch, fail_batch, holds
-from aqua_batch.service.database import Database
-from aqua_batch.service.objects import ObjectStore
-from aqua_batch.service.quotas import open_room
-from aqua_batch.service.request_rows import RequestState
-from aqua_batch.service.schema import OUTCOMES, REQUESTS
+from aqua_batch.service.files.objects import ObjectStore
+from aqua_batch.service.rows.batch_rows import BatchJob, begin_batch, fail_batch, holds
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.quotas import open_room
+from aqua_batch.service.rows.request_rows import RequestState
+from aqua_batch.service.rows.schema import OUTCOMES, REQUESTS
 from aqua_batch.service.wire import BatchLineError
 
 LINES_AT_ONCE: Final = 1000

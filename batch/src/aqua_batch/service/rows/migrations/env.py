@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from aqua_batch.service.schema import METADATA
+from aqua_batch.service.rows.schema import METADATA
 
 context.configure(
     connection=context.config.attributes["connection"],

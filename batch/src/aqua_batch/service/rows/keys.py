@@ -24,7 +24,7 @@ from sqlalchemy import Connection, delete, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from aqua_batch.service.refusals import ApiKeyError
-from aqua_batch.service.schema import API_KEYS
+from aqua_batch.service.rows.schema import API_KEYS
 from aqua_protocol.errors import ConfigError, UnknownResourceError
 from aqua_protocol.ids import Name
 

@@ -29,8 +29,8 @@ from typing import Any, Final, Self
 import aiohttp
 from pydantic_core import from_json
 
-from aqua_batch.service.concurrency import AdmissionLimit, LoadSample
-from aqua_batch.service.engine_names import (
+from aqua_batch.service.dispatch.concurrency import AdmissionLimit, LoadSample
+from aqua_batch.service.dispatch.engine_names import (
     LOOKUP_S,
     PREFIX,
     EngineAddress,

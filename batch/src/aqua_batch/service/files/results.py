@@ -21,12 +21,12 @@ from typing import IO, Any, Final
 from pydantic_core import to_json
 from sqlalchemy import Connection, and_, select
 
-from aqua_batch.service.batch_rows import BatchJob, BatchStatus, end_batch, holds
-from aqua_batch.service.database import Database
-from aqua_batch.service.file_rows import FileState, add_file, new_file_id
-from aqua_batch.service.objects import ObjectStore
-from aqua_batch.service.request_rows import RequestState
-from aqua_batch.service.schema import OUTCOMES, REQUESTS
+from aqua_batch.service.files.objects import ObjectStore
+from aqua_batch.service.rows.batch_rows import BatchJob, BatchStatus, end_batch, holds
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.file_rows import FileState, add_file, new_file_id
+from aqua_batch.service.rows.request_rows import RequestState
+from aqua_batch.service.rows.schema import OUTCOMES, REQUESTS
 
 LINES_AT_ONCE: Final = 200
 """Lines of one query, held in memory: 200 answers of 16 KiB are 3 MiB. Doubled, twice as much."""

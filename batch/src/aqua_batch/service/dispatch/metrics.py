@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aqua_batch.service.engines import EngineEndpoint
+from aqua_batch.service.dispatch.engines import EngineEndpoint
 from aqua_protocol.supervision import failing_loops, restart_counts
 
 

@@ -15,8 +15,8 @@ from typing import Final
 
 import structlog
 
-from aqua_batch.service.database import Database
-from aqua_batch.service.request_rows import RequestOutcome, Return, settle
+from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.request_rows import RequestOutcome, Return, settle
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import resting
 

@@ -16,7 +16,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from aqua_batch.service.objects import PIECE_BYTES
+from aqua_batch.service.files.objects import PIECE_BYTES
 from aqua_batch.service.refusals import BatchApiError, UploadTooLargeError
 
 MOST_FIELDS: Final = 16
