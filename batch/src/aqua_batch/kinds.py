@@ -54,5 +54,5 @@ class KindTable:
             column.append(numbers.setdefault(kind, len(numbers)))
 
     def kinds(self) -> Kinds:
-        """Of all requests so far, from the narrowest on."""
+        """The kinds of all requests so far, from the narrowest on."""
         return tuple(np.array(column, np.int32) for column in self._columns)
