@@ -20,7 +20,7 @@ def engines() -> Dashboard:
             "vLLM's load and latency, what Aqua pages and lends for it, and what its GPU holds.",
         )
     )
-    return _co_serving(_paging(_memory(_load(board))))
+    return _step_aborts(_co_serving(_paging(_memory(_load(board)))))
 
 
 def _load(board: Dashboard) -> Dashboard:
@@ -265,7 +265,8 @@ def _co_serving(board: Dashboard) -> Dashboard:
             lines(
                 "Without profile, without aborts",
                 "1 where an engine goes by the fixed budget for want of a step-time profile that "
-                "holds, and 1 where its steps cannot be aborted inside.",
+                "holds, and 1 where its steps cannot be aborted inside; and 1 where it overlaps "
+                "steps but for offline ones, so that these can be aborted.",
                 "short",
                 Query(
                     f"max by (pod) (aqua:co_serving_without_profile{{{OF}}})",
@@ -275,7 +276,63 @@ def _co_serving(board: Dashboard) -> Dashboard:
                     f"max by (pod) (aqua:co_serving_without_aborts{{{OF}}})",
                     "{{pod}} without aborts",
                 ),
+                Query(
+                    f"max by (pod) (aqua:co_serving_steps_in_turn{{{OF}}})",
+                    "{{pod}} offline steps in turn",
+                ),
                 highest=1,
+            )
+        )
+    )
+
+
+def _step_aborts(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(Row("Aborts of offline steps"))
+        .with_panel(
+            lines(
+                "Arrivals and aborted steps",
+                "Online requests that came in, and steps of offline work that they stopped between "
+                "two layers. An arrival that meets no such step aborts none.",
+                "reqps",
+                Query(
+                    f"sum by (pod) (rate(aqua:online_arrivals_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} arrivals",
+                ),
+                Query(
+                    f"sum by (pod) (rate(aqua:step_aborts_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}} aborted",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "From an arrival until its step had stopped",
+                "Mean of the last 15 minutes: what an online request waits for offline work that "
+                "runs. Empty where nothing was aborted.",
+                "s",
+                Query(f"pod:aqua_step_abort_seconds:mean_rate15m{{{OF}}}", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens computed in vain",
+                "Of aborted steps, at most, and computed again later: the price of short waits. "
+                "Compare with the tokens of offline requests.",
+                "short",
+                Query(
+                    f"sum by (pod) (rate(aqua:step_abort_tokens_total{{{OF}}}[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Aborts of one arrival",
+                "Steps that one online request aborted, at most, since the engine started: 1, or "
+                "something is wrong.",
+                "short",
+                Query(f"max by (pod) (aqua:step_aborts_per_arrival{{{OF}}})", "{{pod}}"),
             )
         )
     )

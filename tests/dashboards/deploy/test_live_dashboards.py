@@ -59,6 +59,7 @@ PAGING: Final = {
 }
 BORROWER: Final = (
     *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
+    *("--worker-cls", "aqualib.engines.vllm.AquaWorker"),
     "--kv-transfer-config",
     json.dumps(
         {

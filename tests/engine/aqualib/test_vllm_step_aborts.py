@@ -145,7 +145,7 @@ def test_a_real_engine_answers_as_if_nothing_was_aborted(
     answer = run(aborted(deep, mode, overlaps_steps=overlaps_steps))
     assert same(answer, stock) == 2 * len(stock)
     assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
-    assert answer["metrics"].get("aqua:co_serving_without_aborts", 0.0) == 0.0
+    assert answer["metrics"]["aqua:co_serving_without_aborts"] == 0.0
     assert answer["held_places"] == 0, answer
 
 

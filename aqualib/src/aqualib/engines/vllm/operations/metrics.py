@@ -104,7 +104,11 @@ class Meter:
             return None
         self.last = totals
         added = {name: total - last.get(name, 0) for name, total in totals.items()}
-        return AquaStats(data={name: value for name, value in added.items() if value})
+        # A level of 0 is told once: absent, it would be unknown.
+        known = {name for name in added if name not in GAUGES or name in last}
+        return AquaStats(
+            data={name: value for name, value in added.items() if value or name not in known}
+        )
 
 
 class AquaPromMetrics(KVConnectorPromMetrics):
